@@ -1,11 +1,10 @@
 """Tables of what was measured, and whether it is what was aimed at."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.timing import Row
-from laplace_debias.report.tables import markdown_table
 
 # Stands in a `Goal` for the peer with the smallest median.
 FASTEST_PEER = "fastest peer"
@@ -126,6 +125,16 @@ def goals_table(results: Sequence[tuple[str, Sequence[Goal], Sequence[Row]]]) ->
                 }
             )
     return markdown_table(table) if table else None
+
+
+def markdown_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table in GitHub's Markdown; None appears as a dash."""
+    header = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [header, *([str(row.get(name) or "–") for name in header] for row in rows)]
+    lines = [[cell.replace("|", r"\|") for cell in line] for line in lines]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, [f":{'-' * (width - 1)}" for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
 def _number(value: float) -> str:

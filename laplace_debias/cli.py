@@ -264,28 +264,13 @@ def _listed(settings: type, arguments: Sequence[str]) -> list[str]:
 
 def _with_named(arguments: Sequence[str]) -> list[str]:
     """Options with `--ood NAME=PATH` written as `--ood.NAME=PATH`, which may be repeated."""
-    result: list[str] = []
-    waiting = False
-    for argument in arguments:
-        named = argument.removeprefix("--ood=") if argument.startswith("--ood=") else None
-        if waiting and not argument.startswith("--"):
-            named = argument
-        elif waiting:
-            break
-        waiting = argument == "--ood" and not waiting
-        if waiting:
-            continue
-        # A JSON or YAML mapping of all of them is left to the parser.
-        if named is None or named.lstrip().startswith("{"):
-            result += [argument] if named is None else [f"--ood={named}"]
-            continue
-        name, equals, path = named.partition("=")
-        if not equals or not path or not name:
-            raise ValueError(f"--ood {named}; expected --ood NAME=PATH, for example digits=PATH")
-        result.append(f"--ood.{name}={path}")
-    if waiting:
-        raise ValueError("--ood has no value; expected --ood NAME=PATH, for example digits=PATH")
-    return result
+    line = "".join(f"\0{argument}" for argument in arguments)
+    line = re.sub(r"\0--ood[\0=]([^\0={-][^\0=]*=[^\0])", r"\0--ood.\1", line)
+    # A JSON or YAML mapping of all of them is left to the parser.
+    if wrong := re.search(r"\0--ood(\0--|[\0=](?!\s*\{)|$)[^\0]*", line):
+        told = wrong[0][1:].replace("\0", " ")
+        raise ValueError(f"{told}: expected --ood NAME=PATH, for example digits=PATH")
+    return line.split("\0")[1:]
 
 
 def _explained(message: str, options: Iterable[str], also: Sequence[str] = ()) -> str:

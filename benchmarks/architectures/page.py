@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.architectures.measurement import EXAMPLES, Row
-from laplace_debias.report.tables import markdown_table
+from benchmarks.report import markdown_table
 
 _TUPLES = ("fit", "further", "predict")
 _ABOUT = f"""\

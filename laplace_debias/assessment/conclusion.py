@@ -254,11 +254,6 @@ class _Verdict:
             told.append(f"Compared with {of}, {'; '.join(worse)}.")
         if same and (self._chosen or worse):
             told.append(f"No clear difference from {of}: {_joined(same)}.")
-        temperatures = [method["temperature"] for method in self._run["methods"]]
-        if not self._is_regression and not any(temperatures):
-            told.append(
-                "Temperature scaling was left out: compare it too, which needs validation examples."
-            )
         return [" ".join(told)] if told else []
 
     def _turned(self, key: str) -> str:

@@ -2,20 +2,20 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PosteriorChoice:
-    """A posterior to fit and tune, or one that is in a file.
+    """A posterior to fit and tune.
 
     Attributes:
         curvature: Structure of the posterior's curvature, as `Laplace` takes it; so are the next
-            five.
+            four.
         params: Bayesian parameters: `all`, `weights`, `supported`, `last_layer`, or names with
             commas between them.
         fisher: Labels that the curvature is taken at: the exact expectation, drawn ones (`mc`) or
@@ -23,17 +23,13 @@ class PosteriorChoice:
         joint: Put a layer's weight and bias into one block.
         sharing: Approximation for weights that several positions share, in convolutions and
             sequences.
-        rank: Number of directions of `lowrank`.
         mode: Training data of the fit, as `Laplace.fit` takes it.
-        fit_examples: Number of training examples to fit on: with `mode="full"` a random subset, and
-            the likelihood is rescaled to the full size; otherwise the size of a batch. All, or the
-            loader's batches, by default.
-        or_fewer: Take all training examples where there are not as many.
-        path: File of `Laplace.save`, which is used as it is: neither fitted nor tuned. Leave the
-            others at their defaults then.
+        fit_examples: Largest number of training examples to fit on: with `mode="full"` a random
+            subset, and the likelihood is rescaled to the full size; otherwise the size of a batch.
+            All, or the loader's batches, by default.
 
     Raises:
-        ValueError: For fewer than two `fit_examples`, or settings of a fit beside a file.
+        ValueError: For fewer than two `fit_examples`.
     """
 
     curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
@@ -41,39 +37,20 @@ class PosteriorChoice:
     fisher: Literal["exact", "mc", "empirical"] = "exact"
     joint: bool = False
     sharing: Literal["expand", "reduce"] = "expand"
-    rank: int | None = None
     mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
     fit_examples: int | None = None
-    or_fewer: bool = False
-    path: Path | None = None
 
     def __post_init__(self) -> None:
         if self.fit_examples is not None and self.fit_examples < 2:
             raise ValueError(f"fit_examples is {self.fit_examples}; expected at least 2")
-        others = (f for f in fields(self) if f.name != "path")
-        if self.path is not None and any(getattr(self, f.name) != f.default for f in others):
-            raise ValueError(
-                f"{self.path} is a posterior that is fitted already: leave out curvature, params "
-                "and the other settings of a fit"
-            )
 
     @property
     def described(self) -> str:
         """A description in one sentence."""
-        if self.path is not None:
-            return f"The Laplace approximation in {self.path.name}, as it is there."
-        data = {
-            "full": "all training examples",
-            "mini": "one batch",
-            "debiased": "two batches",
-            "crossfit": "one batch in folds",
-        }[self.mode]
-        if self.fit_examples is not None:
-            each = " each" if self.mode == "debiased" else ""
-            data += f" ({self.fit_examples:,} examples{each})"
+        most = "" if self.fit_examples is None else f" (at most {self.fit_examples:,} examples)"
         return (
             f"A Laplace approximation ({self.curvature}) over the parameters {self.params!r}, "
-            f"fitted to {data}."
+            f"mode {self.mode!r}{most}."
         )
 
 
@@ -85,7 +62,8 @@ class Method:
         key: Name of its files: lower-case letters, digits, `.`, `_` and `-`.
         label: Name on the page.
         describes: Description in one sentence.
-        posterior: The posterior that it predicts with; None for the network itself.
+        posterior: The posterior that it predicts with, or a file of `Laplace.save`, which is
+            neither fitted nor tuned; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
             logarithms of the predicted probabilities.
         examples: How many examples of each set it predicts, chosen at random, the same ones for
@@ -95,13 +73,13 @@ class Method:
             their predictives are averaged.
 
     Raises:
-        ValueError: For a key that is no file name, or `examples` below 2.
+        ValueError: For a key that is no file name.
     """
 
     key: str
     label: str
     describes: str
-    posterior: PosteriorChoice | None = None
+    posterior: PosteriorChoice | Path | None = None
     has_temperature: bool = False
     examples: int | None = None
     of_all: bool = False
@@ -112,38 +90,19 @@ class Method:
                 f"a method's key names files: {self.key!r} should be lower-case letters, digits, "
                 "'.', '_' and '-'"
             )
-        if self.examples is not None and self.examples < 2:
-            raise ValueError(f"{self.key}: examples is {self.examples}; expected at least 2")
 
 
-@dataclass(frozen=True)
-class Family:
-    """Methods with one posterior, or none, that differ in their temperature.
-
-    Attributes:
-        posterior: The posterior; None for the network itself.
-        examples: How many examples of each set they predict, as `Method` takes it.
-        of_all: As in `Method`.
-        methods: Its methods; the first one names the posterior's files.
-    """
-
-    posterior: PosteriorChoice | None
-    examples: int | None
-    of_all: bool
-    methods: tuple[Method, ...]
-
-    @property
-    def key(self) -> str:
-        """The name of the posterior's files."""
-        return self.methods[0].key
+Family = tuple[Method, ...]
+"""Methods with one posterior, or none, that differ in their temperature."""
 
 
 def families_of(methods: Sequence[Method]) -> list[Family]:
     """The methods in families, in the order of their first ones."""
-    found: dict[tuple[PosteriorChoice | None, int | None, bool], list[Method]] = {}
+    found: dict[Any, Family] = {}
     for method in methods:
-        found.setdefault((method.posterior, method.examples, method.of_all), []).append(method)
-    return [Family(*shared, tuple(members)) for shared, members in found.items()]
+        shared = method.posterior, method.examples, method.of_all
+        found[shared] = (*found.get(shared, ()), method)
+    return list(found.values())
 
 
 def tempered(method: Method) -> Method:
@@ -185,7 +144,7 @@ LAPLACE = Method(
         "A Laplace approximation (K-FAC) over all parameters, cross-fitted on at most 512 training "
         "examples."
     ),
-    posterior=PosteriorChoice(params="all", mode="crossfit", fit_examples=512, or_fewer=True),
+    posterior=PosteriorChoice(params="all", mode="crossfit", fit_examples=512),
 )
 ENSEMBLE = Method(
     key="ensemble",
@@ -272,20 +231,24 @@ def chosen_methods(
 
 
 def methods_of(
-    key: str, label: str, choice: PosteriorChoice, with_temperature: bool, examples: int | None
+    key: str,
+    label: str,
+    posterior: PosteriorChoice | Path,
+    with_temperature: bool,
+    examples: int | None,
 ) -> list[Method]:
     """The method of a posterior, and with a temperature on top if that is asked for.
 
     Args:
         key: Its key.
         label: Its label.
-        choice: The posterior.
+        posterior: The posterior, or its file.
         with_temperature: Whether it is there a second time.
         examples: How many examples of each set it predicts.
     """
-    plain = Method(
-        key=key, label=label, describes=choice.described, posterior=choice, examples=examples
-    )
+    told = "The posterior of a file, as it is there."
+    told = told if isinstance(posterior, Path) else posterior.described
+    plain = Method(key=key, label=label, describes=told, posterior=posterior, examples=examples)
     return [plain, tempered(plain)] if with_temperature else [plain]
 
 
@@ -301,8 +264,6 @@ def check_methods(methods: Sequence[Method], task: str, has_validation: bool) ->
             "the first method must be the network as it is, which the others are compared with: "
             "begin with NETWORK"
         )
-    if methods[0].examples is not None:
-        raise ValueError("the network predicts all examples: leave out examples of the first one")
     keys = [method.key for method in methods]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice:

@@ -16,7 +16,6 @@ from laplace_debias.curvature.network.inputs import join, num_examples, take
 from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.tuning import Tuning
-from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
 from laplace_debias.system.ranks import alone
@@ -28,27 +27,25 @@ _JUDGED = 1000
 """Training examples that the network is judged on."""
 _BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
 """How many batches a way to fit that sees few of them takes."""
-_NUM_QUANTILES = 101
 
 
 def fitted(
-    loaded: Loaded, choice: PosteriorChoice, sigma: float | None, seed: int, resume: Path
+    loaded: Loaded, choice: PosteriorChoice | Path, sigma: float | None, seed: int, resume: Path
 ) -> Laplace:
     """A posterior fitted to the training examples, or read from its file; not tuned.
 
     Args:
         loaded: The network and its data.
-        choice: Which posterior.
+        choice: Which posterior, or its file.
         sigma: Standard deviation of a regression's noise.
         seed: Of the labels that `fisher="mc"` draws.
         resume: The folder of a long fit's state, as `Laplace.fit` takes it.
 
     Raises:
-        ValueError: If there are fewer training examples than it is to be fitted to; as
-            `Laplace.fit` and `Laplace.load`.
+        ValueError: As `Laplace.fit` and `Laplace.load`.
     """
-    if choice.path is not None:
-        return Laplace.load(choice.path, loaded.model)
+    if isinstance(choice, Path):
+        return Laplace.load(choice, loaded.model)
     names = [name.strip() for name in choice.params.split(",")]
     la = Laplace(
         loaded.model,
@@ -58,7 +55,6 @@ def fitted(
         fisher=choice.fisher,
         joint=choice.joint,
         sharing=choice.sharing,
-        rank=choice.rank,
     )
     batches = loaded.train if choice.fit_examples is None else _first(loaded, choice)
     generator = torch.Generator().manual_seed(seed)
@@ -68,14 +64,10 @@ def fitted(
 
 
 def _first(loaded: Loaded, choice: PosteriorChoice) -> Batches:
-    """The first training examples, whose order mixes the classes; in batches as the fit takes them.
-
-    Raises:
-        ValueError: If there are not as many.
-    """
+    """The first training examples, whose order mixes the classes, in batches as fits take them."""
     assert choice.fit_examples is not None
-    number, times = choice.fit_examples, _BATCHES.get(choice.mode)
-    wanted = missing = number * (times or 1)
+    times = _BATCHES.get(choice.mode)
+    missing = choice.fit_examples * (times or 1)
     read, pairs = BatchReader(loaded.model), []
     for batch in loaded.train:
         x, y = read(batch)
@@ -84,11 +76,6 @@ def _first(loaded: Loaded, choice: PosteriorChoice) -> Batches:
         missing -= size
         if not missing:
             break
-    if missing and not choice.or_fewer:
-        raise ValueError(
-            f"fit_examples asks for {wanted} training examples, the training data has "
-            f"{wanted - missing}: lower fit_examples"
-        )
     if times is None:
         return pairs
     x, y = join([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
@@ -98,7 +85,7 @@ def _first(loaded: Loaded, choice: PosteriorChoice) -> Batches:
 
 
 def tuned(
-    la: Laplace, choice: PosteriorChoice, validation: Batches | None
+    la: Laplace, choice: PosteriorChoice | Path, validation: Batches | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Tune a posterior's prior precision, and a regression's noise with it.
 
@@ -107,7 +94,7 @@ def tuned(
 
     Args:
         la: The posterior, which is changed.
-        choice: The posterior's settings.
+        choice: Its settings, or its file.
         validation: Batches; None if there are none.
 
     Returns:
@@ -116,7 +103,7 @@ def tuned(
     Raises:
         ValueError: As `Laplace.tune`.
     """
-    if choice.path is not None:
+    if isinstance(choice, Path):
         return _sweep_of(la, None), ()
     is_regression = isinstance(la.likelihood, Gaussian)
     if validation is not None:
@@ -162,43 +149,6 @@ def is_at_limit(sweep: Mapping[str, Any]) -> bool:
         return False
     best, inner = (rows[0], rows[1]) if sweep["chosen"] == at[0] else (rows[-1], rows[-2])
     return abs(best["value"] - inner["value"]) > 0.05 * (best["high"] - best["value"])
-
-
-def spectrum_of(la: Laplace) -> dict[str, Any]:
-    """Quantiles of N Λ, and the mean of δ / (N Λ + δ), of every block.
-
-    The last is the share of the posterior's precision that the prior has, averaged over directions:
-    1 where the data tell nothing, 0 where they tell everything. Directions without curvature, of
-    which a low-rank block has most, count as magnitudes of zero.
-
-    Args:
-        la: A fitted posterior.
-
-    Returns:
-        As `spectra/METHOD.json` has it.
-    """
-    posterior = la.posterior
-    deltas = posterior.prior_precision.double().expand(len(posterior.curvature.blocks))
-    blocks = []
-    for (name, block), delta in zip(posterior.curvature.blocks.items(), deltas, strict=True):
-        assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
-        eigenvalues = block.eigenvalues if isinstance(block, EigenKronecker) else block.magnitudes
-        magnitudes = eigenvalues.double().flatten() * posterior.data_weight
-        size = block.shape[0]
-        values = torch.cat([magnitudes, magnitudes.new_zeros(size - magnitudes.numel())])
-        values = values.sort().values
-        at = torch.linspace(0, size - 1, _NUM_QUANTILES, dtype=torch.float64)
-        below = at.long()
-        above, part = (below + 1).clamp_max(size - 1), (at - below).to(values.device)
-        blocks.append(
-            {
-                "name": name,
-                "num_parameters": size,
-                "quantiles": (values[below] * (1 - part) + values[above] * part).tolist(),
-                "prior_share": (delta / (values + delta)).mean().item(),
-            }
-        )
-    return {"blocks": blocks}
 
 
 def of_training(loaded: Loaded) -> dict[str, Any]:

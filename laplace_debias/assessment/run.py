@@ -2,7 +2,6 @@
 
 import platform
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,11 +23,6 @@ from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.console import Printer
 from laplace_debias.system.ranks import current
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-pytorch", "timm")
 _KEPT = ("created", "sets", "methods", "sigma", "training", "notes", "seconds")
@@ -44,12 +38,6 @@ class DataSet:
     batches: Batches
     severity: int | None = None
     kind: str | None = None
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """Its entry in `run.json`."""
-        entry = {"name": self.name, "role": self.role, "severity": self.severity, "kind": self.kind}
-        return {name: value for name, value in entry.items() if value is not None}
 
 
 def sets_of(loaded: Loaded) -> list[DataSet]:
@@ -115,7 +103,7 @@ class Run:
     ) -> None:
         """Make `run.json`, or take that of a run that was broken off."""
         loaded = self.loaded
-        keys = {method.key: family.key for family in self.families for method in family.methods}
+        keys = {method.key: family[0].key for family in self.families for method in family}
         self.said = {
             "format": FORMAT,
             "status": "running",
@@ -127,7 +115,11 @@ class Run:
             "classes": None if loaded.classes is None else list(loaded.classes),
             "num_train": loaded.num_train,
             "num_parameters": sum(p.numel() for p in loaded.model.parameters()),
-            "sets": [part.described | {"num_examples": None} for part in self.sets],
+            "sets": [
+                {key: value for key, value in vars(part).items() if key != "batches"}
+                | {"num_examples": None}
+                for part in self.sets
+            ],
             "methods": [_entry(method, keys[method.key]) for method in self.methods],
             "sigma": None,
             "training": None,
@@ -138,7 +130,6 @@ class Run:
             "device": str(next(loaded.model.parameters()).device),
             "threads": torch.get_num_threads(),
             "seconds": dict(seconds),
-            "peak_bytes": None,
             "identity": plain(identity),
         }
         self.said |= {key: earlier[key] for key in _KEPT if key in earlier}
@@ -146,7 +137,6 @@ class Run:
 
     def write(self) -> None:
         """Write `run.json`."""
-        self.said["peak_bytes"] = max(_peak_bytes(), self.said["peak_bytes"] or 0) or None
         write_json(self.folder / "run.json", self.said)
 
     def entry(self, key: str) -> dict[str, Any]:
@@ -155,7 +145,7 @@ class Run:
 
     def examples(self, family: Family) -> int | None:
         """How many examples of each set a family predicts; None for all."""
-        return self.entry(family.key)["examples"]
+        return self.entry(family[0].key)["examples"]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -214,13 +204,3 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _peak_bytes() -> int:
-    """The most memory that this process has had, bytes; of a GPU where one was used."""
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
-        return torch.cuda.max_memory_allocated()
-    if resource is None:
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -112,31 +112,22 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def write_table(path: Path, columns: Mapping[str, Tensor | None], told: Mapping[str, Any]) -> None:
+def write_table(path: Path, columns: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
     """Write a Parquet table whole or not at all.
 
     Args:
         path: The file.
-        columns: Each `[n]`, or `[n, k]` for lists of k numbers; None for a column of nulls. NaN is
-            written as null.
+        columns: Each `[n]`, of which NaN is written as null, or `[n, k]` for lists of k numbers.
         told: Metadata of the file.
     """
     import pyarrow as pa
     from pyarrow import parquet
 
-    length = next(len(column) for column in columns.values() if column is not None)
-    arrays = {}
-    for name, column in columns.items():
-        if column is None:
-            arrays[name] = pa.nulls(length, pa.float64())
-        elif column.ndim == 2:
-            values = pa.array(column.flatten().numpy())
-            offsets = pa.array(range(0, column.numel() + 1, column.shape[1]), pa.int32())
-            arrays[name] = pa.ListArray.from_arrays(offsets, values)
-        else:
-            arrays[name] = pa.array(column.numpy(), from_pandas=True)
-    table = pa.table(arrays)
-    table = table.replace_schema_metadata({_METADATA: json.dumps(told).encode()})
+    arrays = {
+        name: pa.array(list(x.numpy()) if x.ndim == 2 else x.numpy(), from_pandas=True)
+        for name, x in columns.items()
+    }
+    table = pa.table(arrays).replace_schema_metadata({_METADATA: json.dumps(told).encode()})
     buffer = io.BytesIO()
     parquet.write_table(table, buffer)
     write_bytes(path, buffer.getvalue())

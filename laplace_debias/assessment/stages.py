@@ -6,21 +6,17 @@ What the run's folder holds is read; what it does not hold is made and written.
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from laplace_debias.assessment.methods import Family, PosteriorChoice
-from laplace_debias.assessment.posteriors import (
-    fitted,
-    is_at_limit,
-    of_training,
-    spectrum_of,
-    tuned,
-)
+from laplace_debias.assessment.methods import Family
+from laplace_debias.assessment.posteriors import fitted, is_at_limit, of_training, tuned
 from laplace_debias.assessment.predictions import (
     Chosen,
     chosen_positions,
@@ -70,40 +66,15 @@ def fit(run: Run) -> dict[str, list[Member]]:
             run.said["training"] = of_training(run.loaded)
         run.write()
         for family in run.families:
-            if family.of_all:
-                members[family.key] = _of_all(run, family)
-                continue
-            choice = family.posterior
-            la = None if choice is None else _posterior(run, family, choice)
-            members[family.key] = [(run.loaded, la)]
-            _temperatures(run, family, la)
+            lead, models = family[0], [run.loaded.model]
+            models += run.loaded.others if lead.of_all else ()
+            members[lead.key] = [
+                (replace(run.loaded, model=model), _posterior(run, family, model, number))
+                for number, model in enumerate(models, start=1)
+            ]
+            _temperatures(run, family, members[lead.key][0][1])
             run.write()
     return members
-
-
-def _of_all(run: Run, family: Family) -> list[Member]:
-    """The networks of all checkpoints, each with its posterior, fitted and tuned or read."""
-    choice, start, num_bytes = family.posterior, time.perf_counter(), 0
-    found: list[Member] = []
-    for number, model in enumerate([run.loaded.model, *run.loaded.others], start=1):
-        loaded, la = replace(run.loaded, model=model), None
-        if choice is not None:
-            path = run.folder / "posteriors" / f"{family.key}-{number}.safetensors"
-            if not current().from_rank(path.exists(), 0):
-                run.say(f"Fitting {family.methods[0].label}, checkpoint {number}")
-                resume = run.folder / "state" / f"{family.key}-{number}.fit"
-                la = fitted(loaded, choice, run.said["sigma"], run.seed, resume)
-                data = loaded.validation
-                tuned(la, choice, None if data is None else Chosen(model, data))
-                if current().rank == 0:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                la.save(path)
-                _took(run, family, "fit", start)
-            la = Laplace.load(path, model)
-            num_bytes += path.stat().st_size
-        found.append((loaded, la))
-    run.entry(family.key)["bytes"] = num_bytes or None
-    return found
 
 
 def _noise(loaded: Loaded) -> float:
@@ -132,25 +103,28 @@ def _positions(run: Run, family: Family) -> Tensor | None:
     return chosen_positions(run.num_validation, examples, run.seed)
 
 
-def _posterior(run: Run, family: Family, choice: PosteriorChoice) -> Laplace:
-    """Fit, tune and save a posterior, or read the saved one."""
-    loaded, label = run.loaded, family.methods[0].label
-    path = run.folder / "posteriors" / f"{family.key}.safetensors"
-    sweep_path = run.folder / "sweeps" / f"{family.key}.json"
+def _posterior(run: Run, family: Family, model: nn.Module, number: int) -> Laplace | None:
+    """Fit, tune and save the posterior of a checkpoint, or read the saved one; None without one."""
+    lead = family[0]
+    if lead.posterior is None:
+        return None
+    loaded, label = replace(run.loaded, model=model), lead.label
+    name = f"{lead.key}-{number}" if lead.of_all else lead.key
+    path = run.folder / "posteriors" / f"{name}.safetensors"
+    sweep_path = run.folder / "sweeps" / f"{name}.json"
     if not current().from_rank(path.exists(), 0):
-        run.say(f"Fitting {label}")
-        start, resume = time.perf_counter(), run.folder / "state" / f"{family.key}.fit"
-        la = fitted(loaded, choice, run.said["sigma"], run.seed, resume)
+        run.say(f"Fitting {label}{f', checkpoint {number}' if lead.of_all else ''}")
+        start, resume = time.perf_counter(), run.folder / "state" / f"{name}.fit"
+        la = fitted(loaded, lead.posterior, run.said["sigma"], run.seed, resume)
         _took(run, family, "fit", start)
         _choose_examples(run, la, family)
         start, validation = time.perf_counter(), loaded.validation
         if validation is not None:
-            validation = Chosen(loaded.model, validation, _positions(run, family))
-        sweep, notes = tuned(la, choice, validation)
+            validation = Chosen(model, validation, _positions(run, family))
+        sweep, notes = tuned(la, lead.posterior, validation)
         for note in notes:
             run.note(f"{label}: {note}")
         write_json(sweep_path, sweep)
-        write_json(run.folder / "spectra" / f"{family.key}.json", spectrum_of(la))
         _took(run, family, "tune", start)
         # The last of its files: where it is, they are.
         if current().rank == 0:
@@ -162,72 +136,86 @@ def _posterior(run: Run, family: Family, choice: PosteriorChoice) -> Laplace:
             f"{path}, which rank 0 has written, is not seen by rank {current().rank}: give a "
             "folder that all machines share"
         )
-    la = Laplace.load(path, loaded.model)
-    for method in family.methods:
+    la = Laplace.load(path, model)
+    for method in family:
         run.entry(method.key).update(
-            prior_precision=la.prior_precision.tolist(),
-            link=None if la.link is None else str(la.link),
+            prior_precision=None if lead.of_all else la.prior_precision.tolist(),
+            link=None if lead.of_all or la.link is None else str(la.link),
             prior_precision_at_limit=is_at_limit(read_json(sweep_path)),
-            bytes=path.stat().st_size,
+            bytes=number * path.stat().st_size,
         )
     return la
 
 
 def _took(run: Run, family: Family, what: str, start: float) -> None:
-    for method in family.methods:
-        run.entry(method.key)["seconds"][what] = time.perf_counter() - start
+    for method in family:
+        seconds = run.entry(method.key)["seconds"]
+        seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - start
     run.write()
 
 
 def _choose_examples(run: Run, la: Laplace, family: Family) -> None:
     """Choose how many examples are predicted where nobody said; tell how long it takes."""
-    passes = sum(method.has_temperature for method in family.methods)
-    if family.posterior is not None and family.posterior.path is None:
-        passes += _PASSES_OF_TUNING
+    lead = family[0]
+    passes = sum(method.has_temperature for method in family)
+    passes += 0 if isinstance(lead.posterior, Path) else _PASSES_OF_TUNING
     sets = [part.batches for part in run.sets] + [run.loaded.validation] * passes
+    sizes = [size_of(batches) for batches in sets if batches is not None]
     each = current().from_rank(seconds_an_example(la, run.loaded) / current().size, 0)
-    examples, label = family.examples, family.methods[0].label
-    if examples is None and not (family.posterior and family.posterior.params == "last_layer"):
-        examples = most_examples(sets, AFFORDED / each)
-    for method in family.methods:
+    examples = lead.examples
+    if examples is None and getattr(lead.posterior, "params", "all") != "last_layer":
+        examples = most_examples(sizes, AFFORDED / each)
+    for method in family:
         run.entry(method.key)["examples"] = examples
-    number, every = num_predictions(sets, examples), num_predictions(sets, None)
-    if number is not None and each * number >= SHORT:
+    number, every = num_predictions(sizes, examples or math.inf), sum(sizes)
+    if SHORT <= each * number < math.inf:
         run.say(
-            f"{label}: tuning and predicting ({number:,} predictions) will take about "
+            f"{lead.label}: tuning and predicting ({number:,} predictions) will take about "
             f"{duration(each * number)}; fewer --examples take less time."
         )
-    if examples != family.examples:
-        all_of_them = "" if every is None else f"; all would take about {duration(each * every)}"
+    if examples != lead.examples:
+        told = f"; all would take about {duration(each * every)}" if every < math.inf else ""
         run.note(
-            f"{label} predicts {examples:,} examples of each set, chosen at random, as many as "
-            f"about {duration(AFFORDED)} allow{all_of_them} (--examples)."
+            f"{lead.label} predicts {examples:,} examples of each set, chosen at random, as many "
+            f"as about {duration(AFFORDED)} allow{told} (--examples)."
         )
 
 
-def most_examples(sets: Sequence[Batches | None], number: float) -> int | None:
+def size_of(batches: Batches) -> float:
+    """How many examples a set has; infinity where it does not tell."""
+    source: Any = batches.source if isinstance(batches, Changed) else batches
+    if isinstance(source, DataLoader) and source.batch_size is not None:
+        return len(source.dataset)  # type: ignore[arg-type]
+    if isinstance(source, Sequence) and all(isinstance(batch, Sequence) for batch in source):
+        return sum(len(batch[1]) for batch in source)
+    return math.inf
+
+
+def num_predictions(sizes: Sequence[float], examples: float) -> float:
+    """How many predictions are made of sets of these sizes, of so many examples of each at most."""
+    return sum(min(size, examples) for size in sizes)
+
+
+def most_examples(sizes: Sequence[float], number: float) -> int | None:
     """How many examples of each set make a number of predictions at most, 100 at least.
 
     Args:
-        sets: As `num_predictions` takes them.
+        sizes: Of the sets, each as often as it is predicted.
         number: The number.
 
     Returns:
         The most; None if all do.
     """
-    every = num_predictions(sets, None)
-    if every is not None and every <= number:
+    if sum(sizes) <= number:
         return None
     counts = range(int(number) + 2)
-    return max(
-        FEWEST, bisect_right(counts, number, key=lambda k: num_predictions(sets, k) or 0) - 1
-    )
+    return max(FEWEST, bisect_right(counts, number, key=partial(num_predictions, sizes)) - 1)
 
 
 def _temperatures(run: Run, family: Family, la: Laplace | None) -> None:
     """Fit the temperature of the methods that have one, which is the same for all of them."""
     loaded, start = run.loaded, time.perf_counter()
-    entries = [run.entry(method.key) for method in family.methods if method.has_temperature]
+    entries = [run.entry(method.key) for method in family if method.has_temperature]
     missing = [entry for entry in entries if entry["temperature"] is None]
     if not missing:
         return
@@ -269,29 +257,6 @@ def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
         size = min(4 * size, most)
 
 
-def num_predictions(sets: Iterable[Batches | None], examples: int | None) -> int | None:
-    """How many predictions are made in all; None if a set does not tell its size.
-
-    Args:
-        sets: The sets, each as often as it is predicted; None for none.
-        examples: How many examples of each; None for all.
-    """
-    total = 0
-    for batches in sets:
-        source: Any = [] if batches is None else batches
-        source = source.source if isinstance(source, Changed) else source
-        if isinstance(source, DataLoader) and source.batch_size is not None:
-            size = len(source.dataset)  # type: ignore[arg-type]
-        elif isinstance(source, Sequence):
-            size = sum(len(batch[1]) for batch in source if isinstance(batch, Sequence))
-        elif examples is None:
-            return None
-        else:
-            size = examples
-        total += size if examples is None else min(size, examples)
-    return total
-
-
 def predict(run: Run, members: Mapping[str, Sequence[Member]]) -> None:
     """Write the predictions of every method for every set, but for those that are complete.
 
@@ -302,13 +267,13 @@ def predict(run: Run, members: Mapping[str, Sequence[Member]]) -> None:
     for part in run.sets:
         with run.stage("predict"):
             for family in run.families:
-                _predict(run, family, part, members[family.key])
+                _predict(run, family, part, members[family[0].key])
             (entry,) = (entry for entry in run.said["sets"] if entry["name"] == part.name)
             entry["num_examples"] = run.told(run.methods[0], part)["num_examples"]
 
 
 def _predict(run: Run, family: Family, part: DataSet, members: Sequence[Member]) -> None:
-    missing = [method for method in family.methods if not run.told(method, part)]
+    missing = [method for method in family if not run.told(method, part)]
     if not missing:
         return
     run.say(f"Predicting {part.name}: {', '.join(method.label for method in missing)}")
@@ -319,7 +284,7 @@ def _predict(run: Run, family: Family, part: DataSet, members: Sequence[Member])
         positions = chosen_positions(size, examples, run.seed)
     sigma, task = run.said["sigma"], run.loaded.task
     found = [predict_set(one, part.batches, la, positions, sigma) for one, la in members]
-    table = mixed([table for table, _ in found], task) if family.of_all else found[0][0]
+    table = mixed([table for table, _ in found], task) if family[0].of_all else found[0][0]
     seconds = sum(seconds for _, seconds in found)
     told = {"num_examples": len(table["index"]), "seconds": seconds}
     for method in missing:

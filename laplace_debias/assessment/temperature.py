@@ -1,5 +1,6 @@
 """Temperature scaling: one number that all logits are divided by."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +31,8 @@ def fit_temperature(
     r"""The T that minimises the mean negative log-likelihood of logits divided by it.
 
     In β = 1/T the negative log-likelihood is convex, with the derivative
-    $\tfrac1n\sum_n \big(\sum_c p_{nc}(\beta) z_{nc} - z_{n y_n}\big)$ (of labels that apply or not
-    $\tfrac1n\sum_n\sum_c z_{nc}(\sigma(\beta z_{nc}) - y_{nc})$). Its root is bracketed, so the
-    optimum is exact, in float64.
+    $\tfrac1n\sum_n \big(\sum_c p_{nc}(\beta) z_{nc} - z_{n y_n}\big)$. Its root is bracketed, so
+    the optimum is exact, in float64.
 
     Args:
         logits: Logits, or logarithms of predicted probabilities, which differ from logits by a
@@ -52,19 +52,19 @@ def fit_temperature(
 
     if not len(logits):
         raise ValueError("there are no validation examples to fit a temperature on")
-    z = logits.detach().double().cpu()
-    y = labels.detach().cpu().reshape(len(z), -1) if kind != "classification" else labels.cpu()
+    z, y = logits.detach().double().cpu(), labels.detach().cpu().long()
     if not z.isfinite().all():
         raise ValueError("a temperature cannot be fitted to logits that are not finite")
 
-    def slope(log_temperature: float) -> float:
-        beta = torch.tensor(-log_temperature, dtype=torch.float64).exp()
-        if kind == "classification":
-            expected = ((beta * z).softmax(1) * z).sum(1)
-            return (expected - z.gather(1, y.long()[:, None])[:, 0]).mean().item()
-        return (z * ((beta * z).sigmoid() - y)).sum(1).mean().item()
+    if kind != "classification":  # each label is a problem of two classes with the logits 0 and z
+        z, y = torch.stack([z.new_zeros(z.numel()), z.flatten()], 1), y.flatten()
+    of_labels = z.gather(1, y[:, None])[:, 0]
 
-    low, high = torch.tensor(BOUNDS, dtype=torch.float64).log().tolist()
+    def slope(log_temperature: float) -> float:
+        expected = ((z * math.exp(-log_temperature)).softmax(1) * z).sum(1)
+        return (expected - of_labels).mean().item()
+
+    low, high = map(math.log, BOUNDS)
     # β falls as T grows, so the slope in β is positive at small T and negative at large T.
     if slope(low) <= 0:
         at, is_at_limit = low, True
@@ -72,8 +72,7 @@ def fit_temperature(
         at, is_at_limit = high, True
     else:
         at, is_at_limit = brentq(slope, low, high, xtol=1e-12, rtol=1e-14), False
-    value = torch.tensor(at, dtype=torch.float64).exp().item()
-    return FittedTemperature(value, is_at_limit)
+    return FittedTemperature(math.exp(at), is_at_limit)
 
 
 def tempered(

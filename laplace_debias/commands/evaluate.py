@@ -6,13 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from laplace_debias.assessment import assess
-from laplace_debias.assessment.methods import (
-    NETWORK,
-    TEMPERATURE,
-    Method,
-    PosteriorChoice,
-    methods_of,
-)
+from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, Method, methods_of
 from laplace_debias.commands.compared import found_in, identity_of, tell
 from laplace_debias.commands.network import check_posterior
 from laplace_debias.sources import SourceSettings, load
@@ -111,5 +105,4 @@ def as_json(settings: Settings, found: dict[str, Any]) -> dict[str, Any]:
 def _of_file(path: Path, settings: Settings) -> list[Method]:
     key = f"posterior-{path.stem.lower()}"
     key = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in key)
-    choice = PosteriorChoice(path=path)
-    return methods_of(key, path.stem, choice, settings.with_temperature, settings.examples)
+    return methods_of(key, path.stem, path, settings.with_temperature, settings.examples)

@@ -70,12 +70,12 @@ class Report(dict[str, Interval]):
         ]
 
     def _lines(self) -> list[tuple[str, ...]]:
-        """The header and a line for each metric; nothing where an end is not known."""
+        """The header and a line for each metric."""
         width = 4 if any(metric.is_known for metric in self.values()) else 2
         lines: list[tuple[str, ...]] = [("metric", "value", "low", "high")[:width]]
         for name, metric in self.items():
             numbers = (metric.value, metric.low, metric.high)
-            texts = ("" if math.isnan(number) else f"{number:z.4f}" for number in numbers)
+            texts = ("–" if math.isnan(number) else f"{number:z.4f}" for number in numbers)
             lines.append((name, *texts)[:width])
         return lines
 

@@ -52,7 +52,7 @@ def contents(folder):
         elif path.is_file() and name != "run.json":
             found[name] = path.read_bytes()
     told = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    for key in ("created", "seconds", "peak_bytes", "title"):
+    for key in ("created", "seconds", "title"):
         told.pop(key)
     for method in told["methods"]:
         for key in ("seconds", "seconds_per_example"):

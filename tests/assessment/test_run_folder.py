@@ -37,7 +37,7 @@ def test_every_file_of_the_contract_is_there(run_of_images):
     expected = {"run.json", "config.yaml", "metrics.json", "examples.json"}
     expected |= {f"predictions/{method}/{name}.parquet" for method in METHODS for name in SETS}
     for key in ("last-layer", "laplace"):
-        expected |= {f"posteriors/{key}.safetensors", f"sweeps/{key}.json", f"spectra/{key}.json"}
+        expected |= {f"posteriors/{key}.safetensors", f"sweeps/{key}.json"}
     examples = read(run_of_images, "examples.json")
     groups = ("most_uncertain", "most_confidently_wrong", "most_changed")
     expected |= {f"examples/{e['index']}.png" for group in groups for e in examples[group]}
@@ -59,7 +59,6 @@ def test_the_run_tells_what_was_done(run_of_images, images):
         {"name": "static", "role": "ood", "kind": "far", "num_examples": 30},
     ]
     assert {"fit", "predict", "measure"} <= set(run["seconds"])
-    assert run["peak_bytes"] > 1e6
     assert torch.__version__.startswith(run["versions"]["torch"])
     assert run["conclusion"]
 
@@ -220,24 +219,6 @@ def test_the_sweep_has_its_best_where_it_was_chosen(run_of_images):
         assert all(row["low"] <= row["value"] <= row["high"] for row in sweep["rows"])
         low, high = sweep["flat"]
         assert low <= sweep["chosen"] <= high
-
-
-def test_the_spectrum_is_that_of_dense_blocks(run_of_images, images):
-    la = Laplace.load(run_of_images / "posteriors/last-layer.safetensors", images.model)
-    spectrum = read(run_of_images, "spectra/last-layer.json")
-    delta = float(la.prior_precision)
-    assert [block["name"] for block in spectrum["blocks"]] == la.block_names
-    for block, operator in zip(
-        spectrum["blocks"], la.posterior.curvature.blocks.values(), strict=True
-    ):
-        values = torch.linalg.eigvalsh(operator.to_dense().double()) * la.num_data
-        levels = torch.linspace(0, 1, 101, dtype=torch.float64)
-        expected = values.quantile(levels)
-        found = torch.tensor(block["quantiles"], dtype=torch.float64)
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(values.max()))
-        share = (delta / (values + delta)).mean()
-        assert block["prior_share"] == pytest.approx(float(share), rel=1e-3)
-        assert block["num_parameters"] == len(values)
 
 
 def test_the_examples_are_the_extremes(run_of_images, images):

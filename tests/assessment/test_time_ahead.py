@@ -92,6 +92,6 @@ def test_the_last_layer_predicts_all(tmp_path, monkeypatch):
 
 
 def test_sets_that_do_not_tell_their_size_keep_the_limit():
-    assert stages.num_predictions([iter(())], None) is None
-    assert stages.num_predictions([iter(()), [(0, [1, 2])], None], 7) == 9
-    assert stages.most_examples([iter(()), [(0, [1, 2])]], 1000) == 998
+    sizes = [stages.size_of(batches) for batches in (iter(()), [(0, [1, 2])])]
+    assert stages.num_predictions(sizes, 7) == 9
+    assert stages.most_examples(sizes, 1000) == 998

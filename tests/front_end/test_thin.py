@@ -8,7 +8,6 @@ from language import GPT
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.assessment.posteriors import spectrum_of
 from laplace_debias.curvature.fits import factors
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -527,17 +526,6 @@ def test_the_interval_covers_the_error_of_new_inputs():
     assert sum(covered) >= 88
     ratios = sorted(e.mean().item() / found.error for found, e in cases)
     assert ratios[50] < 2
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_spectrum_counts_every_direction(name):
-    la, _ = thin(name, "both")
-    rows = spectrum_of(la)["blocks"]
-    for row, block in zip(rows, la.posterior.curvature.blocks.values(), strict=True):
-        values = NUM_DATA * torch.linalg.eigvalsh(block.to_dense())
-        assert row["num_parameters"] == len(values)
-        assert row["prior_share"] == pytest.approx((DELTA / (values + DELTA)).mean().item())
-        assert row["quantiles"][-1] == pytest.approx(values.max().item())
 
 
 def test_small_magnitudes_do_not_join_a_large_remainder():

@@ -73,9 +73,7 @@ def test_every_picture_is_a_file_and_in_the_page(folder, page):
     assert first == "first-reliability-test-network"
     for kind in ("reliability", "risk-coverage", "roc", "uncertainty", "severity"):
         assert any(name.startswith(kind) for name in names), kind
-    for kind in ("sweep", "spectrum"):
-        assert {f"{kind}-laplace", f"{kind}-last-layer"} <= names
-    assert {"time", "memory"} <= names
+    assert {"sweep-laplace", "sweep-last-layer", "time", "memory"} <= names
     for path in (folder / "pictures").iterdir():
         ElementTree.parse(path)  # a file that programs can read
 
@@ -216,7 +214,7 @@ def test_a_small_run_has_no_empty_frames(tmp_path):
     text = written(
         make_run(tmp_path / "run", n=60, shifts=False, ood=False, posterior=False, pictures=False)
     )
-    for key in ("ood", "shift", "tuning", "spectrum"):
+    for key in ("ood", "shift", "tuning"):
         assert f'id="{key}"' not in text
     assert 'id="calibration"' in text
     assert "<img" not in text
@@ -268,7 +266,7 @@ def test_what_is_not_there_is_left_out(tmp_path):
     assert "To repeat it" not in text
     assert "In short" not in text
     assert "picture-reliability-test-laplace" not in text
-    assert "picture-spectrum-laplace" in text
+    assert "picture-sweep-laplace" in text
 
 
 @pytest.mark.slow
@@ -323,7 +321,6 @@ def test_damaged_folders_are_refused_with_what_to_do(tmp_path, spoil, error, tol
     [
         ("sweeps/laplace.json", {"rows": [{}, {}]}, "KeyError"),
         ("sweeps/laplace.json", {"rows": 3}, "TypeError"),
-        ("spectra/laplace.json", {"blocks": [{"quantiles": []}]}, "KeyError"),
         ("run.json", {"num_parameters": "many"}, "ValueError"),
     ],
 )
@@ -353,4 +350,4 @@ def test_the_page_of_a_run_that_was_computed(tmp_path, task):
     assert 'id="examples"' in text
     assert ('id="calibration"' in text) == (task != "multilabel")
     names = set(re.findall(r'id="picture-([\w.-]+)"', text))
-    assert {"time", "memory", "sweep-last-layer", "spectrum-laplace"} <= names
+    assert {"time", "memory", "sweep-last-layer", "sweep-laplace"} <= names

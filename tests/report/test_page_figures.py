@@ -185,26 +185,6 @@ def test_sweep_marks_the_tuned_value_and_the_flat_range(run, drawn):
     assert len(picture.points) == 25
 
 
-def test_spectrum_leaves_out_the_smallest_of_many_blocks(tmp_path, drawn):
-    folder = make_run(tmp_path / "run", n=50)
-    blocks = [
-        {
-            "name": f"block {i}",
-            "num_parameters": 10 + i,
-            "quantiles": [0.0] * 50 + [float(i)] * 51,
-            "prior_share": 0.25,
-        }
-        for i in range(posterior.MOST_BLOCKS + 5)
-    ]
-    write_json(folder / "spectra" / "laplace.json", {"blocks": blocks})
-    run = read_run(folder)
-    picture = posterior.spectrum(run, looks_of(run)["laplace"], 3.0)
-    assert picture.note == "the 24 largest of 29 blocks"
-    names = [point.text.splitlines()[0] for point in picture.points]
-    assert names == [f"block {i}" for i in range(5, 29)]
-    assert all("prior's share 25.0 %" in point.text for point in picture.points)
-
-
 def test_quantiles_count_the_targets_below(numbers_run, drawn):
     picture = calibration.quantiles(numbers_run, looks_of(numbers_run)["laplace"])
     table = predictions(numbers_run.folder, "laplace")

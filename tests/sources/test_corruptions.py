@@ -158,13 +158,13 @@ def test_brightness_keeps_the_ratio_of_the_channels():
 
 
 def test_corruption_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match="did you mean 'gaussian_noise'"):
+    with pytest.raises(ValueError, match=r"gausian_noise.*; expected one or several of"):
         corrupt(GREY[:1], 1, "gausian_noise")
     with pytest.raises(ValueError, match="severity 6"):
         corrupt(GREY[:1], 6)
-    with pytest.raises(ValueError, match="did you mean 'snow'"):
+    with pytest.raises(ValueError, match=r"kinds is \('fog', 'snw'\)"):
         corrupt(GREY[:1], 1, kinds=["fog", "snw"])
-    with pytest.raises(ValueError, match="kinds is empty"):
+    with pytest.raises(ValueError, match=r"kinds is \(\)"):
         corrupt(GREY[:1], 1, kinds=[])
     with pytest.raises(ValueError, match="2 channels"):
         corrupt(torch.zeros(1, 2, 8, 8, dtype=torch.uint8), 1)

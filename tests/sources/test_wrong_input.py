@@ -74,7 +74,7 @@ WRONG = {
     "other file": ([*ROWS, "--checkpoint=net.onnx"], "ends with .onnx; expected .safetensors"),
     "ood": ([*IMAGES, "--ood", "digits"], "expected --ood NAME=PATH"),
     "ood of a fit": ([*IMAGES, "--ood", "x=nowhere"], "--ood has no effect here"),
-    "ood value": ([*IMAGES, "--ood"], "--ood has no value"),
+    "ood value": ([*IMAGES, "--ood"], "--ood: expected --ood NAME=PATH"),
     "severity": ([*IMAGES, "--corruptions=[6]"], "expected severities in 1 … 5"),
     "std": ([*IMAGES, "--std=[0.0]"], "expected positive numbers"),
     "mean": ([*IMAGES, "--mean=[0.5]", "--std=[1.0, 1.0, 1.0]"], "mean has 1 numbers, std 3"),

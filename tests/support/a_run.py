@@ -20,7 +20,7 @@ ALL_PARAMETERS = Method(
     key="laplace",
     label="Laplace, all parameters",
     describes="A Laplace approximation (K-FAC) over all parameters, fitted to two batches.",
-    posterior=PosteriorChoice(mode="debiased", fit_examples=32),
+    posterior=PosteriorChoice(params="all", mode="debiased", fit_examples=32),
     examples=60,
 )
 

@@ -220,7 +220,7 @@ def _ranks(
 
 def _contents(run_folder: Path) -> dict[str, bytes]:
     """What a run found, without times."""
-    kept = ("metrics.json", "examples.json", "sweeps/*", "spectra/*", "posteriors/*", "state/*")
+    kept = ("metrics.json", "examples.json", "sweeps/*", "posteriors/*", "state/*")
     found = {
         str(path.relative_to(run_folder)): path.read_bytes()
         for pattern in kept

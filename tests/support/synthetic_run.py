@@ -39,7 +39,7 @@ def make_run(
         task: `classification` or `regression`.
         shifts: Whether there are five severities of corruption.
         ood: Whether there are a near and a far out-of-distribution set.
-        posterior: Whether there are sweeps, spectra, and methods that need them.
+        posterior: Whether there are sweeps, and methods that need them.
         pictures: Whether inputs are images.
         n: Number of test examples.
     """
@@ -69,7 +69,6 @@ def make_run(
     (folder / "config.yaml").write_text("model:\n  timm: resnet18\ndata: images/\nseed: 0\n")
     for index, (key, *_) in enumerate(methods[2:]):
         write_json(folder / "sweeps" / f"{key}.json", _sweep(30.0 * (1 + index)))
-        write_json(folder / "spectra" / f"{key}.json", _spectrum(rng, 1 if index == 0 else 9))
     write_json(folder / "examples.json", _examples(task, tables["test"], methods, pictures))
     if pictures:
         for index in range(36):
@@ -125,7 +124,6 @@ def _meta(task, methods, sets, pictures, n):
         "device": "cpu",
         "threads": 2,
         "seconds": {"fit": 210.0, "predict": 840.0, "page": 9.0},
-        "peak_bytes": 1_900_000_000,
         "conclusion": [
             f"On {n:,} test examples the network is over-confident.",
             "Temperature scaling lowers its NLL by 0.21 nats (95 % interval 0.18 to 0.24).",
@@ -272,22 +270,6 @@ def _sweep(best):
     ]
     flat = [best / 3, best * 3]
     return {"metric": "nll", "rows": rows, "chosen": best, "flat": flat, "sigma": None}
-
-
-def _spectrum(rng, blocks):
-    found = []
-    for index in range(blocks):
-        quantiles = np.sort(np.exp(rng.normal(1.0 + 0.5 * index, 3, 400)))
-        quantiles = np.quantile(quantiles, np.linspace(0, 1, 101))
-        found.append(
-            {
-                "name": f"layers.{index}.weight" if blocks > 1 else "head",
-                "num_parameters": 640 * 2**index,
-                "quantiles": quantiles.tolist(),
-                "prior_share": float((30 / (quantiles + 30)).mean()),
-            }
-        )
-    return {"blocks": found}
 
 
 def _examples(task, tables, methods, pictures):

@@ -55,8 +55,8 @@ def sections(run: Run, looks: dict[str, Look]) -> list[Section]:
         looks: Looks of its methods by key.
     """
     judged = _regression(run, looks) if run.is_regression else _classification(run, looks)
-    parts = [*judged, _ood(run, looks), _severity(run, looks), *_posterior(run, looks)]
-    return [part for part in [*parts, _costs(run, looks)] if part.groups]
+    parts = [_ood(run, looks), _severity(run, looks), _tuning(run, looks), _costs(run, looks)]
+    return [part for part in [*judged, *parts] if part.groups]
 
 
 _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "reliability-test-")
@@ -172,27 +172,15 @@ def _severity(run: Run, looks: dict[str, Look]) -> Section:
     )
 
 
-def _posterior(run: Run, looks: dict[str, Look]) -> list[Section]:
-    precisions = {method.key: method.prior_precision for method in run.methods}
-    return [
-        _section(
-            "tuning",
-            "How was the prior precision chosen?",
-            "On validation examples, which the network was not trained on.",
-            "The line marks the tuned value, the grey range all values within one standard "
-            "error of the best: a wide range means that the choice hardly matters.",
-            [posterior.sweep(run, look) for look in looks.values()],
-        ),
-        _section(
-            "spectrum",
-            "What did the posterior learn, and where?",
-            "Where the data say little, the prior decides.",
-            "One row a block of parameters: thick, the middle half of the directions; "
-            "thin, all of them; the tick is the median. Left of the dashed line, the prior "
-            "precision, the prior weighs more. On the right, the prior's mean share.",
-            [posterior.spectrum(run, look, precisions[key]) for key, look in looks.items()],
-        ),
-    ]
+def _tuning(run: Run, looks: dict[str, Look]) -> Section:
+    return _section(
+        "tuning",
+        "How was the prior precision chosen?",
+        "On validation examples, which the network was not trained on.",
+        "The line marks the tuned value, the grey range all values within one standard "
+        "error of the best: a wide range means that the choice hardly matters.",
+        [posterior.sweep(run, look) for look in looks.values()],
+    )
 
 
 def _costs(run: Run, looks: dict[str, Look]) -> Section:

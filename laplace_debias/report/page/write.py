@@ -8,7 +8,7 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from laplace_debias.report.names import duration, size
+from laplace_debias.report.names import duration
 from laplace_debias.report.page.examples import example_groups
 from laplace_debias.report.page.panel import Look, Picture, drawing, looks
 from laplace_debias.report.page.sections import Section, first_picture, sections
@@ -170,7 +170,6 @@ def _made(run: Run) -> list[tuple[str, str]]:
     values = {
         **{name.capitalize(): meta.get(name) for name in ("created", "seed", "device", "threads")},
         "Time": ", ".join(f"{stage} {duration(value)}" for stage, value in stages.items()),
-        "Peak memory": size(meta["peak_bytes"]) if meta.get("peak_bytes") else None,
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
     return [(name, str(value)) for name, value in values.items() if value not in (None, "")]
