@@ -3,7 +3,7 @@
 import io
 import os
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import datasets
 
-from laplace_debias.sources.corruptions import KINDS, corrupt
+from laplace_debias.sources.corruptions import KINDS, Kind, corrupt
 
 CIFAR_MEAN = {10: (0.4914, 0.4822, 0.4465), 100: (0.5071, 0.4865, 0.4409)}
 CIFAR_STD = {10: (0.2470, 0.2435, 0.2616), 100: (0.2673, 0.2564, 0.2762)}
@@ -59,7 +59,9 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
         """Some of the images, in the order given."""
         return replace(self, pixels=self.pixels[indices], labels=self.labels[indices])
 
-    def corrupted(self, severity: int, offset: int = 0, kinds: Sequence[str] = KINDS) -> "Images":
+    def corrupted(
+        self, severity: int, offset: int = 0, kinds: Mapping[str, Kind] = KINDS
+    ) -> "Images":
         """The images corrupted, each by one of the kinds."""
         pixels = corrupt(self.pixels, severity, kinds, offset=offset)
         return replace(self, pixels=pixels)

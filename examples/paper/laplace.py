@@ -33,10 +33,10 @@ from examples.paper.common import (
 from examples.paper.common import (
     Settings as Shared,
 )
+from examples.paper.corruptions import BENCHMARK_KINDS
 from examples.paper.data import Images
 from examples.paper.plots import lines_figure
 from laplace_debias import Laplace, metrics
-from laplace_debias.sources.corruptions import BENCHMARK_KINDS
 
 Fisher = Literal["exact", "mc", "empirical"]
 

@@ -61,7 +61,7 @@ def test_a_whole_session_on_images(here, capsys):
     options = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4), "ood": {"loose": "loose"}}
     found = loaded(model="nets:build", model_args={"width": 5}, data="images", **options)
     found.model.load_state_dict(trained.state_dict())
-    la = Laplace(found.model).fit(list(found.train), num_data=24)
+    la = Laplace(found.model, params="last_layer").fit(list(found.train), num_data=24)
     la.tune(list(found.validation), grid=[0.1, 1.0, 10.0])
     table = pandas.read_csv("loose.csv")
     assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in found.notes

@@ -11,15 +11,21 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
+from examples.paper.corruptions import BENCHMARK_KINDS
 from examples.paper.data import cifar10_parts
 from examples.paper.networks import all_cnn_c
-from laplace_debias.sources.corruptions import (
-    ALL_KINDS,
-    BENCHMARK_KINDS,
-    KINDS,
-    corrupt,
-)
+from laplace_debias.sources import corruptions
+from laplace_debias.sources.corruptions import KINDS
 from laplace_debias.sources.weights import load_weights
+
+ALL_KINDS = {**KINDS, **BENCHMARK_KINDS}
+
+
+def corrupt(images, severity, kinds=None, seed=0, offset=0):
+    """By one kind, or several, by name."""
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    kinds = kinds if kinds is None else {kind: ALL_KINDS[kind] for kind in kinds}
+    return corruptions.corrupt(images, severity, kinds, seed, offset)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -158,13 +164,9 @@ def test_brightness_keeps_the_ratio_of_the_channels():
 
 
 def test_corruption_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"gausian_noise.*; expected one or several of"):
-        corrupt(GREY[:1], 1, "gausian_noise")
     with pytest.raises(ValueError, match="severity 6"):
         corrupt(GREY[:1], 6)
-    with pytest.raises(ValueError, match=r"kinds is \('fog', 'snw'\)"):
-        corrupt(GREY[:1], 1, kinds=["fog", "snw"])
-    with pytest.raises(ValueError, match=r"kinds is \(\)"):
+    with pytest.raises(ValueError, match="kinds is empty"):
         corrupt(GREY[:1], 1, kinds=[])
     with pytest.raises(ValueError, match="2 channels"):
         corrupt(torch.zeros(1, 2, 8, 8, dtype=torch.uint8), 1)
