@@ -267,9 +267,8 @@ def _with_named(arguments: Sequence[str]) -> list[str]:
     line = "".join(f"\0{argument}" for argument in arguments)
     line = re.sub(r"\0--ood[\0=]([^\0={-][^\0=]*=[^\0])", r"\0--ood.\1", line)
     # A JSON or YAML mapping of all of them is left to the parser.
-    if wrong := re.search(r"\0--ood(\0--|[\0=](?!\s*\{)|$)[^\0]*", line):
-        told = wrong[0][1:].replace("\0", " ")
-        raise ValueError(f"{told}: expected --ood NAME=PATH, for example digits=PATH")
+    if re.search(r"\0--ood([\0=](?!\s*\{)|$)", line):
+        raise ValueError("--ood: expected --ood NAME=PATH, for example --ood digits=PATH")
     return line.split("\0")[1:]
 
 

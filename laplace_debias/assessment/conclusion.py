@@ -8,7 +8,7 @@ count, however certain they are.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from laplace_debias.report.names import SCORES
@@ -30,24 +30,6 @@ _MOST_OVERCONFIDENCE = 0.1
 """Training leaves no network far more confident than right on the examples it has learnt."""
 _LEAST_ABOVE_CHANCE = 0.1
 """The part of the way from chance to certainty below which nothing was learnt."""
-
-_CONFIDENCE = {
-    0: "not significantly over- or under-confident (95 % interval {interval} points)",
-    1: "over-confident by {amount} points (95 % interval {interval})",
-    -1: "under-confident by {amount} points (95 % interval {interval})",
-}
-_BIASED = (
-    "It is biased: its predictions are too {way} by {amount} on average (95 % interval "
-    "{interval}), which no posterior corrects. Subtract it, or find out what differs from the "
-    "training data."
-)
-_BIAS = {0: "It has no significant bias ({ends}).", 1: _BIASED, -1: _BIASED}
-_MISFIT = (
-    "Its standard deviations are too {way}: errors measure {ends} of them where 1 is right, and "
-    "{held}."
-)
-_WIDTH = {0: "Its standard deviations fit its errors: {held}.", 1: _MISFIT, -1: _MISFIT}
-"""Sentences by what is significant: neither, too much, too little."""
 
 
 def conclude(run: Row, found: Row) -> list[str]:
@@ -189,13 +171,24 @@ class _Verdict:
         nll = f"an NLL of {_ends(self._row('nll'))} nats"
         if self._is_regression:
             bias, scaled = self._row("bias"), self._row("scaled_error")
-            held = f"{100 * self._row('coverage')['value']:.1f} % of the targets"
-            way = {"way": "low" if bias["value"] < 0 else "high"}
-            told = _BIAS[_sign(bias)].format(**_in_words(bias, number), **way)
-            way = {"way": "small" if scaled["value"] > 1 else "large"}
-            held = f"the 95 % intervals contain {held}"
-            width = _WIDTH[_sign(scaled, 1)].format(**_in_words(scaled, number), **way, held=held)
-            return f"{on} an RMSE of {_ends(self._row('rmse'))} and {nll}. {told} {width}"
+            told = f"It has no significant bias ({_ends(bias)})."
+            if _sign(bias):
+                amount, interval = _in_words(bias, number)
+                way = "low" if bias["value"] < 0 else "high"
+                told = (
+                    f"It is biased: its predictions are too {way} by {amount} on average (95 % "
+                    f"interval {interval}), which no posterior corrects. Subtract it, or find out "
+                    "what differs from the training data."
+                )
+            width = "fit its errors"
+            if _sign(scaled, 1):
+                way = "small" if scaled["value"] > 1 else "large"
+                width = f"are too {way}: errors measure {_ends(scaled)} of them where 1 is right"
+            return (
+                f"{on} an RMSE of {_ends(self._row('rmse'))} and {nll}. {told} Its standard "
+                f"deviations {width}, and the 95 % intervals contain "
+                f"{100 * self._row('coverage')['value']:.1f} % of the targets."
+            )
         accuracy, gap = self._row("accuracy"), self._row("overconfidence")
         sure = 100 * (accuracy["value"] + gap["value"])
         return (
@@ -289,17 +282,13 @@ class _Verdict:
         return [f"{told}; {name} {verb} {_amounts({calibration: row})}."]
 
     def foreign(self) -> list[str]:
-        """How well foreign inputs are noticed, and by which score."""
+        """How well foreign inputs are noticed, and by which score; see `recommended`."""
         sets = (part for part in self._run["sets"] if part["role"] == "ood")
         told = [sentence for part in sets if (sentence := self._noticed(part))]
-        return [f"Foreign inputs: {self._rule()}{'; '.join(told)}."] if told else []
-
-    def _rule(self) -> str:
-        """The score that is recommended; see `recommended`."""
-        if self._recommended is None:
-            return ""
-        found = self._recommended
-        return f"{self._whose(found['score'], found['method'])} is recommended; "
+        if told and (chosen := self._recommended):
+            whose = self._whose(chosen["score"], chosen["method"])
+            told.insert(0, f"{whose} is recommended")
+        return [f"Foreign inputs: {'; '.join(told)}."] if told else []
 
     def _whose(self, score: str, method: str) -> str:
         if method == self._network:
@@ -332,8 +321,7 @@ class _Verdict:
         if not _sign(change):
             return f"{told}; {on} makes no clear difference ({_ends(change)})"
         way = "better" if _sign(change) > 0 else "worse"
-        words = _in_words(change, number)
-        return f"{told}; {on} is {way} by {words['amount']} ({words['interval']})"
+        return f"{told}; {on} is {way} by {' ('.join(_in_words(change, number))})"
 
 
 def _with_ends(row: Row) -> dict[str, Any]:
@@ -347,18 +335,20 @@ def _sign(row: Row, ideal: float = 0) -> int:
     return int(row["low"] > ideal) - int(row["high"] < ideal)
 
 
-def _in_words(row: Row, text: Any) -> dict[str, str]:
+def _in_words(row: Row, text: Callable[[float], str]) -> tuple[str, str]:
     """A value and its interval for the sentences, without signs where it is significant."""
     low, high = row["low"], row["high"]
     ends = sorted([abs(low), abs(high)]) if _sign(row) else [low, high]
-    interval = " to ".join(map(text, ends))
-    return {"amount": text(abs(row["value"])), "interval": interval, "ends": _ends(row)}
+    return text(abs(row["value"])), " to ".join(map(text, ends))
 
 
 def _confidence(gap: Row) -> str:
-    return _CONFIDENCE[_sign(gap) if abs(gap["value"]) >= 5e-4 else 0].format(
-        **_in_words(gap, points)
-    )
+    amount, interval = _in_words(gap, points)
+    sign = _sign(gap) if abs(gap["value"]) >= 5e-4 else 0
+    if not sign:
+        return f"not significantly over- or under-confident (95 % interval {interval} points)"
+    way = "over" if sign > 0 else "under"
+    return f"{way}-confident by {amount} points (95 % interval {interval})"
 
 
 def _names(criteria: Sequence[str] | Mapping[str, Row]) -> str:
@@ -370,8 +360,8 @@ def _amounts(rows: Mapping[str, Row]) -> str:
     told = []
     for metric, row in rows.items():
         name, unit = _CRITERIA[metric]
-        words = _in_words(row, points if metric == "overconfidence" else number)
-        told.append(f"the {name} by {unit.format(words['amount'])} ({words['interval']})")
+        amount, interval = _in_words(row, points if metric == "overconfidence" else number)
+        told.append(f"the {name} by {unit.format(amount)} ({interval})")
     return _joined(told)
 
 

@@ -116,7 +116,7 @@ class Run:
             "num_train": loaded.num_train,
             "num_parameters": sum(p.numel() for p in loaded.model.parameters()),
             "sets": [
-                {key: value for key, value in vars(part).items() if key != "batches"}
+                {k: v for k, v in vars(part).items() if k != "batches" and v is not None}
                 | {"num_examples": None}
                 for part in self.sets
             ],

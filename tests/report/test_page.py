@@ -266,7 +266,7 @@ def test_what_is_not_there_is_left_out(tmp_path):
     assert "To repeat it" not in text
     assert "In short" not in text
     assert "picture-reliability-test-laplace" not in text
-    assert "picture-sweep-laplace" in text
+    assert "picture-sweep-last-layer" in text
 
 
 @pytest.mark.slow
