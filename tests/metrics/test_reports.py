@@ -66,6 +66,7 @@ def test_the_table_is_aligned():
     assert lines[0].split() == ["metric", "value", "low", "high"]
     assert len({len(line) for line in lines}) == 1
     assert len(lines) == 12
+    assert not any("nan" in line or "-0.0000" in line for line in lines)
 
 
 def test_the_frame_has_a_row_a_metric():

@@ -27,6 +27,9 @@ def test_certain_samples_that_agree_or_differ():
     total, aleatoric, epistemic = metrics.uncertainty(differ)
     assert (total.item(), aleatoric.item()) == (pytest.approx(math.log(2)), 0)
     assert epistemic.item() == pytest.approx(math.log(2))
+    several = metrics.uncertainty(agree.expand(4, 5, 2))
+    parts = ", ".join(f"{name}=[5] 0 … 0" for name in ("total", "aleatoric", "epistemic"))
+    assert repr(several) == f"Uncertainty({parts})"
 
 
 def test_scores_are_higher_where_less_is_known():
