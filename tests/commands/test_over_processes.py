@@ -24,20 +24,24 @@ NETWORK = """
 import os
 import signal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 
-class Double(nn.Module):
-    def forward(self, x):
-        return x.double()
-
-
 def double(outputs=3):
     torch.manual_seed(0)
-    layers = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)
-    return nn.Sequential(Double(), *layers).double()
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, outputs)).double()
+
+
+def inputs(part="test"):
+    with np.load("d.npz") as file:
+        return TensorDataset(*(torch.from_numpy(file[f"{name}_{part}"]) for name in "xy"))
+
+
+def rows():
+    return {"train": inputs("train"), "validation": inputs("val"), "test": inputs()}
 
 
 class Bad(TensorDataset):
@@ -84,7 +88,7 @@ def killed_on_1():
     return parts(1, "kill")
 """
 SOURCE = ["--model=nets:double", "--device=cpu", "--progress=false"]
-DATA = ["--data=d.npz", "--batch_size=7"]
+DATA = ["--data=nets:rows", "--batch_size=7"]
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ def here(tmp_path, monkeypatch):
 
 
 def posterior(path):
-    found = load(SourceSettings(model="nets:double", data="d.npz", device="cpu"))
+    found = load(SourceSettings(model="nets:double", data="nets:rows", device="cpu"))
     return Laplace.load(path, found.model)
 
 
@@ -136,7 +140,7 @@ def test_a_session_gives_the_files_and_the_words_of_one_process(here, processes,
     assert posterior(tuned[0]).prior_precision == posterior(tuned[1]).prior_precision
     for suffix, options in (
         ("1.csv", []),
-        ("2.parquet", ["--inputs=d.npz"]),
+        ("2.parquet", ["--inputs=nets:inputs"]),
         ("3.csv", ["--method=nn", "--samples=3"]),
     ):
         read = pandas.read_csv if suffix.endswith("csv") else pandas.read_parquet
@@ -148,7 +152,7 @@ def test_a_session_gives_the_files_and_the_words_of_one_process(here, processes,
 @pytest.mark.slow
 def test_a_report_and_an_evaluation_say_what_one_process_says(here, processes, capsys):
     # Twice the number of batches that there are processes, and one that is not full.
-    common = [*SOURCE, "--data=d.npz", "--batch_size=4"]
+    common = [*SOURCE, "--data=nets:rows", "--batch_size=4"]
     method = '{"mode": "crossfit", "fit_examples": 9, "fisher": "mc"}'
     report = ["report", *common, "--methods=[temperature,last-layer-temperature]", "--examples=5"]
     report.append(f"--posteriors.mine={method}")
@@ -203,7 +207,7 @@ def assert_same(one, several):
 
 def test_a_spectrum(here, processes):
     options = ["--examples=20", "--eigenpairs=3", "--max_matvecs=60", "--tolerance=1e-9"]
-    command = ["spectrum", *SOURCE, "--data=d.npz", *options]
+    command = ["spectrum", *SOURCE, "--data=nets:rows", *options]
     assert main([*command, "--output=one"]) == 0
     assert_once(together(processes, 3, here, *command, "--output=three"))
     for name in ("eigenvalues", "trace", "density"):
