@@ -12,9 +12,9 @@ from benchmarks.timing import Run
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import factor_sums
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.selection import select_parameters
 
 # The fits that predictions and samples come from stand for the images of CIFAR-10.

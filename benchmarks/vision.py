@@ -14,9 +14,9 @@ from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import eigenbases, factor_sums
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 
 UNIT = "s"
 REFERENCES = ("gradient",)

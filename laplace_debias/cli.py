@@ -21,8 +21,12 @@ from typing import Any, NoReturn
 
 from laplace_debias.commands import COMMANDS
 from laplace_debias.commands.unused import print_unused, unused_options
-from laplace_debias.system.ranks import RankError, together
-from laplace_debias.system.workers import LostWorkerError, telling_of_lost_workers
+from laplace_debias.system.ranks import (
+    LostWorkerError,
+    RankError,
+    telling_of_lost_workers,
+    together,
+)
 
 _EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"}
 _EXTRAS |= {"pandas", "pyarrow", "jinja2"}

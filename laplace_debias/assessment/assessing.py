@@ -15,8 +15,8 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.sources.loaded import Loaded
-from laplace_debias.system.console import Printer
 from laplace_debias.system.ranks import alone, current
+from laplace_debias.system.shown import Printer
 
 
 def assess(

@@ -14,9 +14,8 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from laplace_debias.report.run_folder import read_meta, read_table
-from laplace_debias.system.atomic import written_atomically
+from laplace_debias.system.files import differences, written_atomically
 from laplace_debias.system.ranks import current
-from laplace_debias.system.same_run import differences
 
 _METADATA = b"laplace_debias"
 _OURS = (

@@ -10,7 +10,7 @@ from laplace_debias.commands.network import plain
 from laplace_debias.report.run_folder import read_json, read_meta
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import SourceSettings
-from laplace_debias.system.console import Printer
+from laplace_debias.system.shown import Printer
 
 _PLACES = {
     *("output", "from_run", "overwrite", "title", "json", "progress"),

@@ -11,8 +11,8 @@ from laplace_debias.commands.compared import found_in, identity_of, tell
 from laplace_debias.commands.network import check_posterior
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.checks import check_at_least
-from laplace_debias.system.console import Lines, Printer
 from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)

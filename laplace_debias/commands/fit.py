@@ -17,7 +17,7 @@ from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.laplace import Laplace, Plan
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.shares import share
-from laplace_debias.system.console import Lines, Printer
+from laplace_debias.system.shown import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from torch import Tensor
 from laplace_debias.laplace import Laplace, file
 from laplace_debias.sources import Loaded
 from laplace_debias.sources.settings import OF_COMPARISONS
-from laplace_debias.system.atomic import check_target
-from laplace_debias.system.console import Printer
+from laplace_debias.system.files import check_target
 from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import Printer
 
 
 def check_output(path: Path, overwrite: bool) -> None:

@@ -27,10 +27,10 @@ from laplace_debias.report.tables import not_a_formula
 from laplace_debias.sources import Loaded, SourceSettings, load
 from laplace_debias.sources.parts import batches_of
 from laplace_debias.sources.shares import dealt
-from laplace_debias.system.atomic import written_atomically
 from laplace_debias.system.checks import check_at_least
-from laplace_debias.system.console import Lines, Printer
+from laplace_debias.system.files import written_atomically
 from laplace_debias.system.ranks import alone, current
+from laplace_debias.system.shown import Lines, Printer
 
 _SUFFIXES = (".parquet", ".csv")
 _LEVEL = 1.959963984540054

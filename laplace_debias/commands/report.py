@@ -12,10 +12,10 @@ from laplace_debias.report.page import write_page
 from laplace_debias.report.run_folder import read_run
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.weights import with_weights
-from laplace_debias.system.atomic import check_target
 from laplace_debias.system.checks import check_at_least
-from laplace_debias.system.console import Lines, Printer
+from laplace_debias.system.files import check_target
 from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,10 @@ from laplace_debias.report.style import OKABE_ITO, log_ticks, new_panels, save, 
 from laplace_debias.report.tables import write_csv
 from laplace_debias.sources import Loaded, SourceSettings, Task, load
 from laplace_debias.sources.shares import share
-from laplace_debias.system.atomic import check_target
 from laplace_debias.system.checks import check_at_least
-from laplace_debias.system.console import Lines, Printer
+from laplace_debias.system.files import check_target
 from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import Lines, Printer
 
 _LOSSES: dict[Task, tuple[str, nn.Module]] = {
     "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from laplace_debias.system.console import Lines
+from laplace_debias.system.shown import Lines
 
 
 def unused_options(options: Any, given: Collection[str]) -> dict[str, list[str]]:

@@ -22,8 +22,8 @@ from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.sums import FactorSums, SideSums, factor_sums, owned_factors
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches, Placed, Stream
-from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
+from laplace_debias.curvature.network.outputs import Faults
 from laplace_debias.curvature.network.shards import FAR, ShardedBatches
 from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional.linearised import moments
@@ -32,7 +32,7 @@ from laplace_debias.laplace.schemes import Finish, Scheme
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real, whole
 from laplace_debias.system.ranks import Ranks
-from laplace_debias.system.warn import warn
+from laplace_debias.system.shown import warn
 
 AUTO_FOLDS = 4
 """Folds, by whose differences the error is told."""

@@ -9,11 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
-from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
+from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.laplace import file, predictive
 from laplace_debias.laplace.export import export
 from laplace_debias.laplace.fitted import FitReport, Fitted

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Distribution, MultivariateNormal, Normal
 
 from laplace_debias import metrics
+from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.losses.negative_log_likelihood import flat_terms
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import of_log_probs, of_rmse
 from laplace_debias.metrics.evaluation import separation

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, NORMS, TRANSPOSED
-from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.posterior import counted
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning

@@ -39,7 +39,7 @@ from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import frame
-from laplace_debias.system.atomic import check_target, written_atomically
+from laplace_debias.system.files import check_target, written_atomically
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 

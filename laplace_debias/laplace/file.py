@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature.fits.kinds import DENSE, WITH_FACTORS
-from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
-from laplace_debias.curvature.losses.likelihoods.names import LIKELIHOODS
+from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
-from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.laplace.fitted import Fitted, Noise, posterior_of
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import BayesianParameters
@@ -26,9 +25,8 @@ from laplace_debias.operators import (
     LinearOperator,
     LowRankPlusDiagonal,
 )
-from laplace_debias.system.atomic import check_target, written_atomically
+from laplace_debias.system.files import check_target, read_sealed, write_sealed, written_atomically
 from laplace_debias.system.ranks import current
-from laplace_debias.system.sealed import read_sealed, write_sealed
 
 FORMAT = "laplace-debias/5"
 _FORMATS = ("laplace-debias/4", FORMAT)

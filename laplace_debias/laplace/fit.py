@@ -13,9 +13,8 @@ from laplace_debias.curvature.fits.problem import CurvatureFit
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import fingerprint
-from laplace_debias.curvature.network.shadow import check_no_autocast
+from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.curvature.network.shards import check_shared, place_of
-from laplace_debias.curvature.network.wrappers import unwrapped
 from laplace_debias.laplace.anytime import Auto
 from laplace_debias.laplace.data_size import (
     Expected,

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprint import Watch
 from laplace_debias.curvature.network.inputs import Inputs, move
-from laplace_debias.curvature.network.shadow import check_no_autocast
-from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.posterior import GaussianPosterior, check_prior_precision
 from laplace_debias.laplace.subject import Subject

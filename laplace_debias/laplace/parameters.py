@@ -12,9 +12,8 @@ from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
 from laplace_debias.curvature.layers.blocks import Block, Sharing, curvature_blocks, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.losses.cotangents import FisherType
-from laplace_debias.curvature.network.class_dim import check_class_dim
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.precision import wide
+from laplace_debias.curvature.network.outputs import check_class_dim
 from laplace_debias.curvature.network.selection import (
     SUPPORTED,
     ParameterSelection,
@@ -23,9 +22,10 @@ from laplace_debias.curvature.network.selection import (
     leaving_out,
     select_parameters,
 )
+from laplace_debias.curvature.network.shadow import wide
 from laplace_debias.system.checks import check_is
 from laplace_debias.system.memory import check_memory_bound
-from laplace_debias.system.warn import warn
+from laplace_debias.system.shown import warn
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
-from laplace_debias.system.available import available_memory
+from laplace_debias.system.memory import available_memory
 from laplace_debias.system.ranks import alone
 from laplace_debias.system.shown import aligned
 

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.precision import wide
+from laplace_debias.curvature.network.shadow import wide
 from laplace_debias.laplace.posterior import check_prior_precision
 from laplace_debias.system.checks import real
 

@@ -19,7 +19,7 @@ from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import fingerprint
-from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.subject import Subject
 

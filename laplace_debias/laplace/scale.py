@@ -9,12 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fits.problem import Problem
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.curvature.network.class_dim import targets_classes_last
-from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import call, move
-from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
 from laplace_debias.curvature.network.shadow import shadow
 
 

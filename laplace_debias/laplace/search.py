@@ -15,8 +15,8 @@ from torch.distributions import Distribution
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.curvature.network.class_dim import targets_classes_last
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.laplace.evaluation import joined
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.tuning import Row, Tuning

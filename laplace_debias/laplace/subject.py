@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
@@ -16,28 +17,32 @@ from laplace_debias.curvature.losses.likelihoods import (
     Gaussian,
     Likelihood,
     MultiLabel,
+    look_at_shapes,
 )
-from laplace_debias.curvature.losses.likelihoods.names import look_at_shapes
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Batches, Stream
-from laplace_debias.curvature.network.class_dim import (
+from laplace_debias.curvature.network.inputs import Inputs, call, move, take
+from laplace_debias.curvature.network.outputs import (
     check_layout,
     classes_last,
     warn_of_probabilities,
     warn_of_sigmoid,
 )
-from laplace_debias.curvature.network.inputs import Inputs, call, move, take
-from laplace_debias.curvature.network.last_layer import is_last_layer, needs_example
-from laplace_debias.curvature.network.precision import is_narrow, widened
 from laplace_debias.curvature.network.reader import BatchHook, BatchReader
-from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.selection import (
+    ParameterSelection,
+    is_last_layer,
+    needs_example,
+)
 from laplace_debias.curvature.network.shadow import (
     check_deterministic,
     check_finite,
     check_usable,
+    is_narrow,
+    plain_names,
     shadow,
+    unwrapped,
+    widened,
 )
-from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.laplace.data_size import first_batch
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
@@ -49,7 +54,7 @@ from laplace_debias.laplace.prior import (
     prior_precision_from,
 )
 from laplace_debias.system.ranks import current
-from laplace_debias.system.warn import warn
+from laplace_debias.system.shown import warn
 
 
 @dataclass(frozen=True, eq=False)

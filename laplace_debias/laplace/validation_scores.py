@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 from torch.nn.functional import one_hot
 
+from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.losses.negative_log_likelihood import flat_terms
 from laplace_debias.laplace.evaluation import score
 from laplace_debias.laplace.links import Link
 from laplace_debias.metrics.checks import check_classification

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laplace_debias.operators import base
 from laplace_debias.operators.base import LinearOperator
-from laplace_debias.operators.parts import numbers
+from laplace_debias.operators.dispatch import numbers
 from laplace_debias.system import checks
 
 

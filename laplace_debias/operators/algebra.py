@@ -9,19 +9,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.base import Composed, LinearOperator
 from laplace_debias.operators.dispatch import (
     Scalar,
     add,
     adopt,
     identity_multiple,
     multiply,
+    same,
     scale,
     shift,
 )
 from laplace_debias.operators.layout import ParameterLayout
-from laplace_debias.operators.parts import same
-from laplace_debias.operators.structures.composed import Composed
 from laplace_debias.operators.structures.wrappers import Wrapper
 
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from numbers import Real
 from typing import Any, TypeVar, overload
 
@@ -15,6 +16,7 @@ from laplace_debias.operators.dispatch import (
     Scalar,
     add,
     adopt,
+    converted,
     identity_like,
     multiply,
     named_range,
@@ -23,7 +25,6 @@ from laplace_debias.operators.dispatch import (
     unify,
 )
 from laplace_debias.operators.layout import ParameterLayout
-from laplace_debias.operators.parts import converted
 
 Operator = TypeVar("Operator", bound="LinearOperator")
 Parameters = Mapping[str, Tensor] | Sequence[Tensor]
@@ -392,3 +393,38 @@ def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
         "Rows and columns are chosen by an integer, a slice, one list, tensor or array of integers "
         f"or booleans, or a parameter's name, got {index!r}."
     )
+
+
+class Composed(LinearOperator):
+    """A dataclass whose first part (a tensor, an operator, or several) has its dtype and device.
+
+    A subclass gives `shape`, `_matmat` and `T`.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all parts."""
+        return _first_part(self).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all parts."""
+        return _first_part(self).device
+
+
+class Symmetric(Composed):
+    """A symmetric operator by its structure; a subclass gives `shape` and `_matmat`."""
+
+    is_symmetric = True
+
+    @property
+    def T(self: Operator) -> Operator:  # noqa: N802
+        """The operator itself."""
+        return self
+
+
+def _first_part(operator: Any) -> Any:
+    part = getattr(operator, fields(operator)[0].name)
+    if isinstance(part, Mapping):
+        return next(iter(part.values()))
+    return part[0] if isinstance(part, tuple) else part

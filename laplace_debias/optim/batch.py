@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from laplace_debias.operators.structures.composed import Symmetric
+from laplace_debias.operators.base import Symmetric
 
 # Computes a batch's outputs and its mean loss anew: returns (loss, outputs).
 Closure = Callable[[], tuple[Tensor, Tensor]]

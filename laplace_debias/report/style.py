@@ -15,7 +15,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from laplace_debias.system.atomic import written_atomically
+from laplace_debias.system.files import written_atomically
 
 OKABE_ITO = {
     "orange": "#E69F00",

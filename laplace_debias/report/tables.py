@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from laplace_debias.system.atomic import written_atomically
+from laplace_debias.system.files import written_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,6 +10,7 @@ One that is gone is found by the group's own timeout.
 
 import builtins
 import os
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -20,7 +21,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laplace_debias.system.workers import telling_of_lost_workers
+_GONE = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (exited|is killed by signal: (.*))"
+)
+
+
+class LostWorkerError(RuntimeError):
+    """A worker process of a `DataLoader` was killed or has crashed."""
+
+
+@contextmanager
+def telling_of_lost_workers() -> Iterator[None]:
+    """Say what to do where torch says that a worker of a `DataLoader` is gone.
+
+    Raises:
+        LostWorkerError: In that case.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = _GONE.search(str(error))
+        if found is None or isinstance(error, LostWorkerError):
+            raise
+        how = f" ({found[3].split('.')[0]})" if found[3] else ""
+        raise LostWorkerError(
+            f"A worker process of the DataLoader (pid {found[1].strip()}) is gone{how}: memory, or "
+            "the shared memory /dev/shm of a container (docker run --shm-size=8g), ran out, or it "
+            "crashed. Take fewer workers (num_workers, --workers) or smaller batches, or none "
+            "(num_workers=0, --workers=0) to see where it crashes."
+        ) from error
+
 
 Key = TypeVar("Key", bound=Hashable)
 # Of each key some tensors; None stands for one that there is not.

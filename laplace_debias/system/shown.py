@@ -1,9 +1,12 @@
-"""How objects show themselves: in one line without long tensors, and as a table in notebooks."""
+"""Objects in one line or as a table, warnings, lines on the terminal: shown to a user."""
 
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from html import escape
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -66,3 +69,44 @@ def _line(tag: str, cells: Sequence[object]) -> str:
 
 def _plain(cell: object) -> str:
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+# What may lie between that line and the one that warns: this package, and what wraps functions.
+_WITHIN = {"laplace_debias", "torch", "contextlib", "functools", "beartype", "jaxtyping"}
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of a line of the user's code: the nearest one that is not within this package.
+
+    Args:
+        message: The text.
+        category: The kind of warning.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    # Level 1 is this function.
+    level = 2
+    while frame is not None and _is_within(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_within(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    # Functions that beartype makes have names of no file.
+    return module.partition(".")[0] in _WITHIN or frame.f_code.co_filename.startswith("<@beartype")
+
+
+@runtime_checkable
+class Printer(Protocol):
+    """A place that commands print lines on: rich's console, or `Lines`."""
+
+    def print(self, *objects: object, soft_wrap: bool | None = None) -> None:
+        """Print objects as a line; `soft_wrap` leaves it to the terminal to break it."""
+
+
+class Lines:
+    """The standard output; the terminal breaks the lines."""
+
+    def print(self, *objects: object, soft_wrap: bool | None = None) -> None:
+        """As `Printer.print`."""
+        sys.stdout.write(f"{' '.join(map(str, objects))}\n")

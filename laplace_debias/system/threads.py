@@ -1,8 +1,10 @@
-"""Shared by threads of a process: locks, and settings of torch that belong to the whole process.
+"""Locks, settings of torch and its global generator, which threads of a process share.
 
 Nothing here is needed where each call works on tensors and copies of its own. It is needed for what
 torch keeps once for all threads: the level of forward-mode differentiation, the switches of fused
-kernels, the filters of warnings.
+kernels, the filters of warnings, the generator on the CPU. A `DataLoader` draws from that: a seed
+for its workers in every pass, even without any; a seed for `shuffle=True`; and what its data set
+draws to augment.
 """
 
 import threading
@@ -10,6 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import Context, copy_context
 from typing import Any
+
+import torch
 
 
 class Lock:
@@ -70,3 +74,32 @@ class SharedSetting:
             if self._num_holders == 0 and self._entered is not None:
                 (manager, context), self._entered = self._entered, None
                 context.run(manager.__exit__, None, None, None)
+
+
+# Held while the global generator is exchanged: for the time of one batch's reading.
+_GLOBAL = Lock()
+
+
+class Randomness:
+    """Random numbers that stand in for torch's global generator on the CPU while it is entered.
+
+    The global generator is afterwards as if nothing had been drawn. What another thread draws from
+    it meanwhile is not its own sequence. Untouched are `random` and NumPy's generators.
+
+    Args:
+        generator: Source of the seed, drawn once.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+        self._state = torch.Generator().manual_seed(int(seed)).get_state()
+
+    def __enter__(self) -> None:
+        _GLOBAL.__enter__()
+        self._outer = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+
+    def __exit__(self, *error: object) -> None:
+        self._state = torch.get_rng_state()
+        torch.set_rng_state(self._outer)
+        _GLOBAL.__exit__(*error)

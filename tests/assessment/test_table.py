@@ -5,7 +5,7 @@ import json
 import pytest
 
 from laplace_debias.commands.compared import tell
-from laplace_debias.system.console import Lines
+from laplace_debias.system.shown import Lines
 
 
 @pytest.fixture

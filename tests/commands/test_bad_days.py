@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.system.workers import LostWorkerError
+from laplace_debias.system.ranks import LostWorkerError
 
 NETWORKS = (
     bring.NETWORKS

@@ -8,9 +8,9 @@ from laplace_debias.curvature.fits.directions import Factor, Rows
 from laplace_debias.curvature.fits.forward import ForwardPasses
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import SideSums, factor_sums, owned_factors
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 
 PAD = 0
 

@@ -6,6 +6,7 @@ from torch.distributions import Bernoulli as TorchBernoulli
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Independent, Normal
 
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood, keyed_uniforms
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
@@ -13,8 +14,6 @@ from laplace_debias.curvature.losses.likelihoods import (
     Gaussian,
     likelihood_from,
 )
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
-from laplace_debias.curvature.losses.uniforms import keyed_uniforms
 
 CASES = {
     "categorical": (Categorical(), 5, lambda n, c: torch.randint(c, (n,))),

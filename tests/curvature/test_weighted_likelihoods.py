@@ -12,8 +12,8 @@ from torch.func import functional_call
 
 from laplace_debias import Bernoulli, Categorical, HeteroscedasticGaussian, MultiLabel
 from laplace_debias.curvature import GGN, EmpiricalFisher, Fisher, Hessian
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 
 N, POSITIONS = 9, 2
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC
-from laplace_debias.curvature.network.last_layer import last_layer_parameters
+from laplace_debias.curvature.network.selection import last_layer_parameters
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 

@@ -13,9 +13,9 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.curvature import KFAC
 from laplace_debias.curvature.layers import positions
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
 
 F64 = torch.float64
 V, D, CLASSES, IGNORED, PAD = 5, 4, 3, -100, 0

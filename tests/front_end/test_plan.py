@@ -13,7 +13,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.fits import dense, sums
 from laplace_debias.laplace import plan as plans
 from laplace_debias.laplace.plan import Tracked
-from laplace_debias.system import available
+from laplace_debias.system import memory
 
 
 class Tokens(nn.Module):
@@ -232,10 +232,10 @@ def test_available_memory_is_no_more_than_a_container_has(tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 200\n")
-    assert available._of_group(tmp_path) == 500
+    assert memory._of_group(tmp_path) == 500
     (tmp_path / "memory.max").write_text("max\n")
-    assert available._of_group(tmp_path) is None
-    assert available.available_memory() > 0
+    assert memory._of_group(tmp_path) is None
+    assert memory.available_memory() > 0
 
 
 def test_a_wide_layer_has_no_factor_on_that_side():

@@ -24,9 +24,8 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.cli import main
 from laplace_debias.report.tables import write_csv
-from laplace_debias.system import atomic
-from laplace_debias.system.atomic import written_atomically
-from laplace_debias.system.sealed import read_sealed, write_sealed
+from laplace_debias.system import files
+from laplace_debias.system.files import read_sealed, write_sealed, written_atomically
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
@@ -382,7 +381,7 @@ KILLED = """
 
 def test_a_killed_writer_leaves_what_was_there(la, path):
     before = path.read_bytes()
-    script = [sys.executable, "-c", textwrap.dedent(KILLED), atomic.__file__, str(path)]
+    script = [sys.executable, "-c", textwrap.dedent(KILLED), files.__file__, str(path)]
     assert subprocess.run(script, check=False).returncode == -signal.SIGKILL
     assert path.read_bytes() == before
     la.save(path)

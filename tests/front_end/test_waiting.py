@@ -8,7 +8,7 @@ from torch import nn
 from unusual_parameters import ClassToken
 
 from laplace_debias import Categorical, Laplace, MultiLabel
-from laplace_debias.curvature.network.faults import Faults, require
+from laplace_debias.curvature.network.outputs import Faults, require
 
 
 class Padded(nn.Module):

@@ -20,11 +20,16 @@ from torch import Tensor
 
 from laplace_debias.curvature.network.fingerprint import sum_of_bits
 from laplace_debias.curvature.network.inputs import tensors_of
-from laplace_debias.system.atomic import check_target, written_atomically
+from laplace_debias.system.files import (
+    DamagedFileError,
+    check_target,
+    differences,
+    read_sealed,
+    write_sealed,
+    written_atomically,
+)
 from laplace_debias.system.ranks import Ranks
-from laplace_debias.system.same_run import differences
-from laplace_debias.system.sealed import DamagedFileError, read_sealed, write_sealed
-from laplace_debias.system.warn import warn
+from laplace_debias.system.shown import warn
 
 EVERY = 60.0
 """Seconds after which a pass is saved again."""

@@ -27,7 +27,7 @@ from laplace_debias.operators import (
     LinearOperator,
     LowRankPlusDiagonal,
 )
-from laplace_debias.operators.structures.composed import Symmetric
+from laplace_debias.operators.base import Symmetric
 
 Rows = Float[Tensor, "rows parameters"]
 

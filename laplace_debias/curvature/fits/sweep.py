@@ -1,25 +1,218 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
 import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.checkpoint import UNSAVED, Progress, Sums
-from laplace_debias.curvature.fits.halves import Adding, run_by_halves
-from laplace_debias.curvature.fits.kept_inputs import ConsumeInputs, KeptInputs, by_example
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
-from laplace_debias.curvature.network.faults import Faults
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
-from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.outputs import Faults, check_outputs
 from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.system.memory import MOST_GRANTED, granted
+from laplace_debias.system.memory import MOST_GRANTED, granted, is_out_of_memory
+
+
+class Adding:
+    """Takes what is measured of a chunk, and leaves out what was added of it before.
+
+    Args:
+        add: Takes what was measured of a block.
+        before: How often each block was added before.
+
+    Attributes:
+        is_within: Whether it was broken off while it added.
+    """
+
+    def __init__(self, add: Consume, before: Counter[Block]) -> None:
+        self._add, self._before, self._calls = add, before, Counter[Block]()
+        self.is_within = False
+
+    def __call__(self, block: Block, measured: Any) -> None:
+        """Add what was measured of a block."""
+        self._calls[block] += 1
+        if self._calls[block] <= self._before[block]:
+            return
+        self.is_within = True
+        self._add(block, measured)
+        self.is_within = False
+
+    def added(self, together: Sequence[Block] | None) -> Counter[Block]:
+        """How often each block was added; blocks that are added `together` all equally often."""
+        added = self._calls | self._before
+        if together is None:
+            return added
+        return Counter(dict.fromkeys(together, min(added[block] for block in together)))
+
+
+def run_by_halves(
+    part: slice,
+    size: int,
+    run: Callable[[slice, Adding], None],
+    add: Consume,
+    together: Sequence[Block] | None,
+    before: Counter[Block] | None = None,
+) -> int:
+    """Run examples chunk by chunk, and a chunk for which there is not enough memory by halves.
+
+    Such a chunk may be in the sums of some blocks already: its halves are added to the others.
+
+    Args:
+        part: Which examples.
+        size: How many make a chunk.
+        run: Runs a chunk.
+        add: Takes what was measured of a block.
+        together: Blocks that are added once all of them are there; None if each is by itself.
+        before: How often blocks were added of these examples.
+
+    Returns:
+        How many examples make a chunk from now on.
+
+    Raises:
+        RuntimeError: If memory runs out for one example, or within a sum: it is not known what that
+            has come to.
+    """
+    start = part.start
+    while start < part.stop:
+        chunk = slice(start, min(start + size, part.stop))
+        adding = Adding(add, before or Counter())
+        if not _runs(run, chunk, adding):
+            half = (chunk.stop - start) // 2
+            size = run_by_halves(chunk, half, run, add, together, adding.added(together))
+        start = chunk.stop
+    return size
+
+
+def _runs(run: Callable[[slice, Adding], None], chunk: slice, adding: Adding) -> bool:
+    """Whether there was enough memory for a chunk; if not, what it held is let go of here."""
+    try:
+        run(chunk, adding)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if adding.is_within or chunk.stop - chunk.start == 1:
+            raise _refused(chunk.stop - chunk.start, error) from error
+        return False
+    return True
+
+
+def _refused(length: int, error: BaseException) -> RuntimeError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return RuntimeError(
+        f"Not enough memory for {length} example(s) ({reason}). Nothing was fitted. Pass a smaller "
+        'memory_bound=, use fisher="mc", or fewer parameters (params="last_layer"); '
+        "la.plan(loader) tells what a fit takes."
+    )
+
+
+# From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
+ConsumeInputs = Callable[
+    [nn.Module, Block, Sequence[Sequence[Tensor]], Sequence[Masks | None]], None
+]
+MOST_KEPT = 2**30
+"""Bytes of layers' inputs that are kept until A is computed from them."""
+
+
+class KeptInputs:
+    """Inputs of the layers of weight blocks, kept until the end of a batch.
+
+    Args:
+        network: The network that is swept.
+        blocks: The curvature blocks.
+        consume: As `sweep` takes it.
+    """
+
+    def __init__(self, network: nn.Module, blocks: Sequence[Block], consume: ConsumeInputs) -> None:
+        self._network = network
+        self._blocks = [block for block in blocks if not block.is_exact]
+        self._consume = consume
+        self._parts: dict[Block, list[tuple[list[Tensor], Masks | None]]] = {}
+        self._of_chunk: list[Block] = []
+        self._num_bytes = 0
+
+    def and_measure(
+        self, measure: Measure, masks: Mapping[str, Masks], roots: Tensor | None = None
+    ) -> Measure:
+        """`measure`, which keeps the inputs of a chunk's blocks on the way.
+
+        Args:
+            measure: What to compute of a block.
+            masks: Which positions take part, of the layers where not all do.
+            roots: Those of the examples' weights, by which inputs are multiplied; None for one.
+        """
+        # Further cotangents of the same examples come with the same inputs.
+        fresh = set(self._blocks)
+        self._of_chunk.clear()
+
+        def keep_and_measure(layer: nn.Module, block: Block, uses: Uses) -> Any:
+            mask = masks.get(block.layer)
+            if block in fresh and not isinstance(uses, CallUses):
+                fresh.discard(block)
+                inputs = [x if roots is None else by_example(x, roots, 0) for x, _ in uses]
+                self._parts.setdefault(block, []).append((inputs, mask))
+                self._of_chunk.append(block)
+                self._num_bytes += _num_bytes(inputs)
+            return (
+                measure(layer, block, uses) if mask is None else measure(layer, block, uses, mask)
+            )
+
+        return keep_and_measure
+
+    def forget_chunk(self) -> None:
+        """Let go of what was kept of the last chunk, which is run again."""
+        for block in self._of_chunk:
+            inputs, _ = self._parts[block].pop()
+            self._num_bytes -= _num_bytes(inputs)
+            if not self._parts[block]:
+                del self._parts[block]
+        self._of_chunk.clear()
+
+    def hand_over_if_full(self) -> None:
+        """Hand over what is kept if it takes much memory."""
+        if self._num_bytes > MOST_KEPT:
+            self.hand_over()
+
+    def hand_over(self) -> None:
+        """Hand over what is kept, one block after the other, and forget it."""
+        while self._parts:
+            block, parts = self._parts.popitem()
+            self._consume(self._network.get_submodule(block.layer), block, *_joined(parts))
+        self._num_bytes = 0
+
+
+def by_example(values: Tensor, factors: Tensor, dim: int) -> Tensor:
+    """Values times a factor for each example, which are along a dimension."""
+    shape = [1] * values.ndim
+    shape[dim] = -1
+    return values * factors.to(values).view(shape)
+
+
+def _num_bytes(inputs: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in inputs)
+
+
+def _joined(
+    parts: list[tuple[list[Tensor], Masks | None]],
+) -> tuple[list[list[Tensor]], list[Masks | None]]:
+    """The parts of a batch in one, where they are alike."""
+    inputs, masks = [part for part, _ in parts], [mask for _, mask in parts]
+    is_masked = any(mask is not None for mask in masks)
+    if is_masked or len({tuple(x.shape[1:] for x in part) for part in inputs}) > 1:
+        return inputs, masks
+    return [[torch.cat(uses) for uses in zip(*inputs, strict=True)]], [None]
+
 
 # A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
 # leave the processor's cache.

@@ -28,9 +28,8 @@ from laplace_debias.curvature.layers.tap import Tap, Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
-from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.selection import leaving_out
-from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.shadow import coarsest_eps, shadow
 from laplace_debias.system.memory import is_out_of_memory
 
 Calls = Mapping[str, Sequence[str]]

@@ -13,12 +13,12 @@ from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.calls import Call, CallUses
 from laplace_debias.curvature.layers.recorder import CallRecorder, ExampleDims
 from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.curvature.network.attention import expose_projections
-from laplace_debias.curvature.network.batch_norms import lay_out_gradients
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
     TRANSPOSED,
+    expose_projections,
+    lay_out_gradients,
 )
 from laplace_debias.system.memory import is_out_of_memory
 

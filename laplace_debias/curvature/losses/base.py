@@ -5,10 +5,80 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.losses.uniforms import Uniforms
+
+
+class Uniforms:
+    """Uniform numbers keyed by seed, sample and the example's place in the data.
+
+    Args:
+        seed: Any integer.
+        sample: Which of several independent tables.
+        first: Place of the batch's first example in the data.
+    """
+
+    def __init__(self, seed: int, sample: int, first: int) -> None:
+        self._key = (seed, sample, first)
+
+    def __call__(self, like: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Numbers in (0, 1), float64, of the shape and device of `like` `[B, ...]`.
+
+        Args:
+            like: Gives shape and device.
+            counted: Which entries count, `[B, ...]`: their numbers are those of an example without
+                the others. None for all.
+        """
+        rows = like.reshape(like.shape[0], -1)
+        columns = None if counted is None else places(counted.expand_as(like).flatten(1))
+        return keyed_uniforms(*self._key, rows, columns).reshape(like.shape)
+
+
+def places(counted: Bool[Tensor, "batch entries"]) -> Int[Tensor, "batch entries"]:
+    """The number of an entry among those of its row that count; anything for the others."""
+    return (counted.cumsum(1) - 1).clamp_min(0)
+
+
+def keyed_uniforms(
+    seed: int,
+    stream: int,
+    first: int,
+    like: Float[Tensor, "batch outputs"],
+    columns: Int[Tensor, "batch outputs"] | None = None,
+) -> Float[Tensor, "batch outputs"]:
+    """Uniform numbers in (0, 1), a function of (seed, stream, row, column) alone, float64.
+
+    A counter-based generator, so that the numbers do not depend on the batch size or the device:
+    the finaliser of SplitMix64 (Steele, Lea & Flood, 2014), applied once per key.
+
+    Args:
+        seed: Any integer.
+        stream: Which of several independent tables.
+        first: Row number of the first row.
+        like: Gives shape and device.
+        columns: Column numbers; in their order if None.
+    """
+    rows = torch.arange(first, first + like.shape[0], device=like.device)[:, None]
+    if columns is None:
+        columns = torch.arange(like.shape[1], device=like.device)[None, :]
+    state = torch.full_like(rows, seed)
+    for key in (torch.full_like(rows, stream), rows, columns):
+        state = _mix(state + (key + 1) * -7046029254386353131)  # 0x9E3779B97F4A7C15, signed
+    return (_shift(state, 11).double() + 0.5) / 2**53
+
+
+def _shift(values: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right of int64."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(values: Tensor) -> Tensor:
+    values = (values ^ _shift(values, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    values = (values ^ _shift(values, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    return values ^ _shift(values, 31)
+
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 # What operators take for a loss.
@@ -91,3 +161,141 @@ class OutputLoss(ABC):
     def has_distribution(self) -> bool:
         """Whether labels can be drawn from the model."""
         return type(self).drawn_gradient is not OutputLoss.drawn_gradient
+
+
+class NegativeLogLikelihood(OutputLoss):
+    """−log p(y | f) of outputs `[B, ..., C]`, summed over an example's positions, in nats.
+
+    The mean is one over examples. What a likelihood does not count, as `ignore_index` says it, adds
+    nothing.
+
+    Args:
+        likelihood: What the outputs mean.
+    """
+
+    reduction = "mean"
+    # A likelihood may be a user's own.
+    is_recordable = False
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        self.likelihood = likelihood
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Targets of the outputs' positions, as the likelihood has them."""
+        self.likelihood.check(*flat_terms(outputs, targets))
+
+    def labels(self, targets: Tensor, ndim: int) -> Labels:
+        """The targets with a row for each term; which count, `[B, ..., 1]`; curvature weights.
+
+        The second is left out where all count and have weight 1, the third where all have.
+        """
+        positions = targets.shape[: ndim - 1]
+        rows = targets.flatten(0, ndim - 2)
+        counted = self.likelihood.counted(rows)
+        weights = self.likelihood.curvature_weights(rows)
+        if weights is not None:
+            if counted is None:
+                counted = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+            of_terms = weights.reshape(*positions, -1)
+            return rows, counted.reshape(*positions, -1), of_terms
+        return (rows,) if counted is None else (rows, counted.reshape(*positions, -1))
+
+    def count(self, targets: Tensor) -> float:
+        """The number of examples."""
+        return float(len(targets))
+
+    def counted(self, labels: Labels) -> Tensor | None:
+        """Positions that the likelihood counts."""
+        return None if len(labels) == 1 else labels[1]
+
+    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """Σ ℓ, summed in double precision."""
+        return self.likelihood.nll(outputs.flatten(0, -2), labels[0]).double().sum()
+
+    def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
+        """ℓ of each example, float64."""
+        of_terms = self.likelihood.nll(outputs.flatten(0, -2), labels[0]).double()
+        return of_terms.reshape(len(outputs), -1).sum(1)
+
+    def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """∇ ℓ at every position that counts."""
+        gradient = self.likelihood.gradient(outputs.flatten(0, -2), labels[0])
+        return _placed(gradient.unsqueeze(0), outputs, labels[:2])[0]
+
+    def root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """The likelihood's columns, each at one position."""
+        return each_at_one_position(self._root(outputs, labels))
+
+    def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
+        """By the root, position by position."""
+        columns = self._root(outputs, labels)
+
+        def product(v: Tensor) -> Tensor:
+            along = torch.einsum("k...c,...c->k...", columns, v)
+            return torch.einsum("k...c,k...->...c", columns, along)
+
+        return product
+
+    def hessian_traces(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
+        """The trace of the Hessian of each example's loss, float64; 1 − Σ p² for a softmax."""
+        batch = len(outputs)
+        if len(labels) == 3 and labels[2].shape[-1] > 1:
+            return self._root(outputs.double(), labels).square().sum(0).reshape(batch, -1).sum(1)
+        traces = self.likelihood.hessian_trace(outputs.flatten(0, -2))
+        for factor in labels[1:]:
+            traces = traces * factor.flatten()
+        return traces.reshape(batch, -1).sum(1).double()
+
+    def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
+        """∇ of −log p at labels drawn from p(y | f), times the roots of the curvature weights."""
+        terms = outputs.flatten(0, -2)
+        numbers = uniforms(outputs, self.counted(labels)).reshape(terms.shape)
+        gradient = self.likelihood.drawn_gradient(terms, numbers)
+        return _placed(gradient.unsqueeze(0), outputs, labels)[0]
+
+    def _root(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """The likelihood's columns, weights included, `[K, B, ..., C]`."""
+        return _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
+
+
+def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
+    """Columns `[K, terms, C]` where the outputs are, `[K, B, ..., C]`, weighed by the labels."""
+    columns = columns.unflatten(1, outputs.shape[:-1])
+    columns = columns if len(labels) == 1 else columns * labels[1]
+    return columns if len(labels) < 3 else columns * labels[2].sqrt().to(columns.dtype)
+
+
+def flat_terms(
+    outputs: Float[Tensor, "batch *positions outputs"], targets: Tensor
+) -> tuple[Float[Tensor, "terms outputs"], Tensor]:
+    """Outputs and targets with one row for each term of the loss.
+
+    Args:
+        outputs: `[B, ..., C]`.
+        targets: `[B, ...]` or `[B, ..., C]`, as the likelihood has them.
+
+    Raises:
+        ValueError: If the targets do not have the outputs' positions.
+    """
+    positions = outputs.shape[:-1]
+    if targets.shape[: len(positions)] != positions:
+        raise ValueError(
+            f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape "
+            f"{tuple(outputs.shape)}: expected {tuple(positions)}, one for each position; outputs "
+            "have the classes in the last dimension (for [B, C, ...] use class_dim=1, or "
+            "`outputs.movedim(1, -1)` in the model)."
+        )
+    return outputs.flatten(0, -2), targets.flatten(0, len(positions) - 1)
+
+
+def each_at_one_position(
+    columns: Float[Tensor, "columns batch *positions outputs"],
+) -> Float[Tensor, "all batch *positions outputs"]:
+    """Of columns that all positions have, T times as many, each of them zero at all but one."""
+    positions = columns.shape[2:-1]
+    if not positions:
+        return columns
+    columns = columns.flatten(2, -2)
+    at = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
+    columns = columns.unsqueeze(1) * at[:, None, :, None]
+    return columns.flatten(0, 1).unflatten(2, positions)

@@ -6,10 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.losses.base import OutputLoss
-from laplace_debias.curvature.losses.negative_log_likelihood import NegativeLogLikelihood
-from laplace_debias.curvature.losses.uniforms import Uniforms
-from laplace_debias.curvature.network.class_dim import targets_classes_last
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood, OutputLoss, Uniforms
+from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.system.checks import whole
 
 FISHERS = ("exact", "mc", "empirical")

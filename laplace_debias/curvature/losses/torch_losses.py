@@ -4,13 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from laplace_debias.curvature.losses.base import Labels, Loss, LossFunction, OutputLoss, OutputMap
-from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
-from laplace_debias.curvature.losses.negative_log_likelihood import (
+from laplace_debias.curvature.losses.base import (
+    Labels,
+    Loss,
+    LossFunction,
     NegativeLogLikelihood,
+    OutputLoss,
+    OutputMap,
+    Uniforms,
     each_at_one_position,
 )
-from laplace_debias.curvature.losses.uniforms import Uniforms
+from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
 
 REDUCTIONS = ("mean", "sum")
 

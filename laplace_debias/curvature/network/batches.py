@@ -13,8 +13,8 @@ from tqdm import tqdm
 from laplace_debias.curvature.network.inputs import move, tensors_of
 from laplace_debias.curvature.network.reader import USE_A_HOOK, BatchReader
 from laplace_debias.system.checks import check_generator
-from laplace_debias.system.randomness import Randomness
 from laplace_debias.system.ranks import current
+from laplace_debias.system.threads import Randomness
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
 Batches = Iterable[Any]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from laplace_debias.curvature.network.inputs import Inputs, call, like, logits_of, take
-from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.curvature.network.shadow import shadow, unwrapped
 from laplace_debias.system.memory import is_out_of_memory
 
 Positions = int | Sequence[int] | Tensor

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from laplace_debias.curvature.network.precision import wide
+from laplace_debias.curvature.network.shadow import wide
 from laplace_debias.system.threads import SharedSetting
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on

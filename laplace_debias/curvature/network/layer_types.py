@@ -1,6 +1,10 @@
-"""The layers that are known, by their class."""
+"""The layers that are known, by their class, and how torch's own are made ready to be hooked."""
 
-from torch import nn
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -28,3 +32,107 @@ def is_hugging_face_conv1d(layer: nn.Module) -> bool:
     """Whether a layer is transformers' `Conv1D`: a linear layer with a transposed weight."""
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(layer).__mro__[:1]}
     return "transformers.pytorch_utils.Conv1D" in names
+
+
+def expose_projections(network: nn.Module) -> None:
+    """Give every attention of a `shadow` layers `query`, `key` and `value`, and call them."""
+    for module in list(network.modules()):
+        if type(module) is nn.MultiheadAttention:
+            _expose(module)
+
+
+def _expose(attention: nn.MultiheadAttention) -> None:
+    packed = attention.in_proj_weight
+    weights = (
+        [getattr(attention, f"{name[0]}_proj_weight") for name in PROJECTIONS]
+        if packed is None
+        else packed.detach().chunk(3)
+    )
+    bias = attention.in_proj_bias
+    biases = [None] * 3 if bias is None else bias.detach().chunk(3)
+    for name, weight, offset in zip(PROJECTIONS, weights, biases, strict=True):
+        attention.add_module(name, _linear(weight, offset))
+    out = attention.out_proj
+    attention.out_proj = _linear(out.weight, out.bias)  # type: ignore[assignment]
+    attention.__class__ = _ExposedAttention
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.in_features, layer.out_features = weight.shape[1], weight.shape[0]
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
+class _ExposedAttention(nn.MultiheadAttention):
+    """Attention whose projections are calls of layers; the masks and heads are left to torch."""
+
+    query: nn.Linear
+    key: nn.Linear
+    value: nn.Linear
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> Any:
+        projected = [self.query(query), self.key(key), self.value(value)]
+        if self.batch_first and query.ndim == 3:
+            projected = [x.transpose(0, 1) for x in projected]
+        # torch projects once more, by the identity, which changes no digit.
+        attend: Any = F.multi_head_attention_forward
+        same = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
+        outputs, weights = attend(
+            *projected,
+            self.embed_dim,
+            self.num_heads,
+            None,
+            None,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            0.0,
+            same,
+            None,
+            training=False,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=True,
+            q_proj_weight=same,
+            k_proj_weight=same,
+            v_proj_weight=same,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+        )
+        if self.batch_first and outputs.ndim == 3:
+            outputs = outputs.transpose(0, 1)
+        return self.out_proj(outputs), weights
+
+
+def lay_out_gradients(network: nn.Module) -> None:
+    """Give batch normalisations contiguous output gradients where there is one example.
+
+    If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as it may from
+    tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode reads its numbers in
+    another order (torch 2.15, on the CPU).
+
+    Args:
+        network: A `shadow` of the model: hooks are left on it.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.register_forward_hook(_hook, prepend=True)
+
+
+def _hook(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+    if len(output) == 1 and output.requires_grad:
+        output.register_hook(Tensor.contiguous)

@@ -8,23 +8,25 @@ from torch.func import functional_call
 
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
-from laplace_debias.curvature.network.last_layer import needs_example
 from laplace_debias.curvature.network.outputs import check_finite_outputs
-from laplace_debias.curvature.network.precision import wide, widened
 from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     ParameterSelection,
     check_parameters,
+    needs_example,
     select_parameters,
 )
 from laplace_debias.curvature.network.shadow import (
     check_deterministic,
     check_finite,
     check_usable,
+    plain_names,
     shadow,
+    unwrapped,
+    wide,
+    widened,
 )
-from laplace_debias.curvature.network.wrappers import plain_names, unwrapped
 from laplace_debias.operators import ParameterLayout
 
 

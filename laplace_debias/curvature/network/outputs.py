@@ -1,16 +1,129 @@
-"""Checks of what comes out of a network: finite, of the expected shape, the same twice."""
+"""Checks of what comes out of a network: right numbers, the right shape, the classes last.
 
-from collections.abc import Iterator
+Faults in the numbers of a batch are asked without waiting for the device.
+
+Whether labels are in range and outputs finite is known once the device has computed it. Asked batch
+by batch, the host would wait for every one. So a pass over data collects the answers where they
+are, and reads them together: at its end, in a long pass also on the way. Nothing is made of the
+data before that. On the CPU an answer is there at once, and read at once.
+"""
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.faults import require
-from laplace_debias.curvature.network.inputs import Inputs, call, take
-from laplace_debias.curvature.network.precision import coarsest_eps
-from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.inputs import Inputs, call, logits_of, take
+from laplace_debias.curvature.network.shadow import coarsest_eps, shadow
+from laplace_debias.system.checks import whole
 from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.shown import warn
+
+# Answers that are kept before they are read: a pass over wrong data ends early, and an answer takes
+# half a kilobyte of the device's memory.
+_MOST_KEPT = 1024
+_CURRENT: ContextVar["Faults | None"] = ContextVar("faults", default=None)
+
+
+class Faults:
+    """The answers of one pass over data, and the errors that they stand for.
+
+    Example:
+        >>> faults = Faults()
+        >>> for number, batch in enumerate([torch.zeros(2), torch.ones(2)], start=1):
+        ...     with faults.of_batch(number):
+        ...         require((batch < 2).all(), lambda: ValueError("too large"))
+        >>> faults.read()
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, Callable[[], Exception], int | None]] = []
+
+    @contextmanager
+    def of_batch(self, number: int | None) -> Iterator[None]:
+        """Takes what is required within as a batch's: answers are kept, or read if on the CPU.
+
+        Args:
+            number: Which one errors name, from 1; None for none.
+
+        Raises:
+            ValueError: Or what else was required, if something within fails, and an earlier answer
+                may be why.
+        """
+        token = _CURRENT.set(self)
+        self._number = number
+        try:
+            yield
+        except Exception as error:
+            self._read(error)
+            raise
+        finally:
+            _CURRENT.reset(token)
+        if len(self._kept) > _MOST_KEPT:
+            self.read()
+
+    def add(self, is_right: Tensor, error: Callable[[], Exception]) -> None:
+        """As `require`."""
+        if is_read_at_once(is_right):
+            if not is_right:
+                raise _of_batch(error(), self._number)
+            return
+        self._kept.append((is_right, error, self._number))
+
+    def read(self) -> None:
+        """Read the answers. The host waits for the device.
+
+        Raises:
+            ValueError: Or what else was required: the first of the errors.
+        """
+        self._read(None)
+
+    def _read(self, cause: Exception | None) -> None:
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        for is_right, (_, error, number) in zip(
+            torch.stack([answer for answer, *_ in kept]).tolist(), kept, strict=True
+        ):
+            if not is_right:
+                raise _of_batch(error(), number) from cause
+
+
+def require(is_right: Tensor, error: Callable[[], Exception]) -> None:
+    """Require something of a batch's numbers: now, or as `Faults` has it within a pass.
+
+    Args:
+        is_right: Whether it is so, a bool, 0-d.
+        error: Makes the error. It is kept: let it refer to few numbers, not to the batch.
+
+    Raises:
+        ValueError: Or what else `error` makes.
+    """
+    faults = _CURRENT.get()
+    if faults is not None:
+        faults.add(is_right, error)
+    elif not is_right:
+        raise error()
+
+
+def is_pending() -> bool:
+    """Whether what was required may turn out to be wrong later: work must not fail before."""
+    return _CURRENT.get() is not None
+
+
+def is_read_at_once(answer: Tensor) -> bool:
+    """Whether nobody waits for an answer: it lies on the CPU."""
+    return answer.device.type == "cpu"
+
+
+def _of_batch(error: Exception, number: int | None) -> Exception:
+    if number is None:
+        return error
+    return type(error)(f"{error} (Batch {number} of the pass over the data.)")
 
 
 def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
@@ -127,4 +240,125 @@ def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
             "examples of a batch (statistics over the batch, attention along the wrong dimension, "
             "...), and curvature per example is not defined. Let every example have outputs of "
             "its own."
+        )
+
+
+# How far from 1 the sum of probabilities may be: softmaxes are also computed in half precision.
+_ROUNDING = 1e-3
+
+
+def check_class_dim(class_dim: int | None) -> None:
+    """Require None or a dimension other than that of the examples.
+
+    Raises:
+        ValueError: For dimension 0.
+        TypeError: As `whole`.
+    """
+    if class_dim is None:
+        return
+    if whole(class_dim, "class_dim", -(2**53)) == 0:
+        raise ValueError(
+            "class_dim=0 is the dimension of the examples: use class_dim=1 for outputs "
+            "[B, C, ...], class_dim=-1 for outputs [B, ..., C]."
+        )
+
+
+def classes_last(model: nn.Module, class_dim: int | None) -> nn.Module:
+    """The model with its outputs `[B, ..., C]`: itself, or a `shadow` that moves the classes there.
+
+    Args:
+        model: The model; it is left untouched.
+        class_dim: Which dimension of its outputs has the classes; the last if None.
+    """
+    if class_dim in (None, -1):
+        return model
+    assert class_dim is not None
+    twin = shadow(model)
+    twin.register_forward_hook(_ClassesLast(class_dim))
+    return twin
+
+
+@dataclass(frozen=True)
+class _ClassesLast:
+    """A forward hook that moves the dimension of the classes to the end."""
+
+    class_dim: int
+
+    def __call__(self, _: nn.Module, __: Any, outputs: Any) -> Any:
+        outputs = logits_of(outputs)
+        if self.class_dim % max(outputs.ndim, 1) == 0 or not (
+            -outputs.ndim <= self.class_dim < outputs.ndim
+        ):
+            # How many examples a probe had is none of the user's business.
+            shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
+            raise ValueError(
+                f"class_dim={self.class_dim}, but the model's outputs have shape [{shape}]: give a "
+                "dimension of theirs that is not the first."
+            )
+        return outputs.movedim(self.class_dim, -1)
+
+
+def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> Tensor:
+    """Targets that go with outputs `[B, ..., C]`.
+
+    Targets with an entry for every output (regression, several labels) have the classes where the
+    model's outputs have them, and so they are moved too; class indices stay as they are.
+
+    Args:
+        targets: As the user has them.
+        ndim: How many dimensions the outputs have.
+        class_dim: As `classes_last`.
+    """
+    if class_dim is None or targets.ndim != ndim:
+        return targets
+    return targets.movedim(class_dim, -1)
+
+
+def check_layout(shape: torch.Size, targets: Tensor, class_dim: int | None) -> None:
+    """Ask where the classes are if the shapes fit both `[B, ..., C]` and `[B, C, ...]`.
+
+    One batch whose shapes fit one of the two tells for all: the others have the same model.
+
+    Args:
+        shape: That of a batch's outputs.
+        targets: The batch's targets.
+        class_dim: As the user gave it.
+
+    Raises:
+        ValueError: If they do, and `class_dim` does not say it.
+    """
+    if class_dim is not None or len(shape) < 3:
+        return
+    if targets.shape == shape[:-1] == shape[:1] + shape[2:] and shape[1] > 1:
+        raise ValueError(
+            f"Outputs of shape {tuple(shape)} with targets of shape {tuple(targets.shape)} may "
+            "have the classes in the last dimension or in dimension 1. Say which: "
+            "Laplace(..., class_dim=-1) for [B, ..., C], class_dim=1 for [B, C, ...]."
+        )
+
+
+def warn_of_probabilities(outputs: Tensor) -> None:
+    """Warn if every row of the outputs `[B, ..., C]` is a distribution over C ≥ 2 classes.
+
+    Logits may be one row of non-negative numbers that sum to 1, but hardly several.
+    """
+    if outputs.ndim < 2 or outputs.shape[-1] < 2 or outputs[..., 0].numel() < 2:
+        return
+    sums = outputs.double().sum(-1)
+    if bool((outputs >= 0).all()) and bool(((sums - 1).abs() <= _ROUNDING).all()):
+        warn(
+            "The model's outputs are probabilities: none is negative and each row sums to 1. "
+            'likelihood="classification" takes logits and applies a softmax to them. Remove the '
+            "softmax from the model, or return log-probabilities."
+        )
+
+
+def warn_of_sigmoid(network: nn.Module, outputs: Tensor) -> None:
+    """Warn if the network's last layer is a sigmoid, and the outputs are between 0 and 1."""
+    is_sigmoid = isinstance(list(network.modules())[-1], nn.Sigmoid)
+    if is_sigmoid and bool(((outputs >= 0) & (outputs <= 1)).all()):
+        warn(
+            "The model's outputs are probabilities: its last layer is a sigmoid. "
+            'likelihood="binary" and "multilabel" take logits and apply a sigmoid to them. Remove '
+            "the sigmoid from the model."
         )

@@ -16,8 +16,7 @@ from laplace_debias.curvature.network.inputs import (
     take,
     tensors_of,
 )
-from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.curvature.network.wrappers import unwrapped
+from laplace_debias.curvature.network.shadow import shadow, unwrapped
 from laplace_debias.system.memory import is_out_of_memory
 
 # From what the data yields to (inputs, targets).

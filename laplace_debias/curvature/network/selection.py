@@ -1,13 +1,243 @@
-"""Selects the Bayesian parameters."""
+"""Selects the Bayesian parameters; the last layer is found by running an example."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.last_layer import is_last_layer, last_layer_parameters
-from laplace_debias.curvature.network.precision import wide
+from laplace_debias.curvature.network.inputs import Inputs, call, take
+from laplace_debias.curvature.network.layer_types import (
+    LAYERS,
+    NORMS,
+    PROJECTIONS,
+    expose_projections,
+)
+from laplace_debias.curvature.network.shadow import shadow, wide
+
+LAST_LAYER = "last_layer"
+# Examples that are run where one does not reach all layers.
+_MORE = 16
+_REMEDY = (
+    'Take params="all", or name the parameters, params=[...] (model.named_parameters() lists them).'
+)
+_NORMS = (*NORMS, nn.modules.batchnorm._NormBase)
+
+
+def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]:
+    """Names of the trainable parameters of the layer that the outputs come from.
+
+    Every layer's output is cut from what went into it; what the network's outputs still depend on
+    is what they come from. Operations without parameters (views, a softmax, a temperature, pooling)
+    do not count, nor do normalisations and single numbers such as a learned temperature: they
+    rescale what the last layer gives.
+
+    Args:
+        model: The model.
+        example: Inputs, of which one example is run, or `_MORE` if that does not reach all layers;
+            None if there are none, which is enough for an `nn.Sequential` that ends in one of
+            torch's layers.
+
+    Raises:
+        ValueError: Naming the candidates, if there is not exactly one; if it or the whole model
+            is frozen, or it shares its parameters with another layer; if there is no example where
+            one is needed.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f'params="{LAST_LAYER}" selects no parameter: the model has no trainable one '
+            "(requires_grad)."
+        )
+    path = _last_of_sequential(model) if example is None else None
+    if path is not None:
+        return _trainable(model, path)
+    if example is None:
+        raise ValueError(
+            f'params="{LAST_LAYER}" is the layer that the outputs come from. For a '
+            f"{type(model).__name__} it is found by running an example, and there is none here: "
+            "name its parameters, params=[...]."
+        )
+    sources = _sources(model, example)
+    if len(sources.layers) == 1 and not sources.parameters:
+        return _trainable(model, sources.layers[0])
+    raise ValueError(_not_one(model, sources))
+
+
+def needs_example(model: nn.Module, selection: object) -> bool:
+    """Whether the last layer is asked for and the structure alone does not tell it."""
+    is_trainable = any(parameter.requires_grad for parameter in model.parameters())
+    return is_trainable and is_last_layer(selection) and _last_of_sequential(model) is None
+
+
+def is_last_layer(selection: object) -> bool:
+    """Whether a selection of parameters is that of the last layer."""
+    return isinstance(selection, str) and selection == LAST_LAYER
+
+
+def _last_of_sequential(model: nn.Module) -> str | None:
+    """The last layer of `nn.Sequential`s, nested at will, where nothing else can come after it."""
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return None
+    path, module = "", model
+    while type(module) is nn.Sequential:
+        inside = [(name, child) for name, child in module._modules.items() if child is not None]
+        inside = [(name, child) for name, child in inside if any(True for _ in child.parameters())]
+        while inside and _is_passed_over(inside[-1][1]):
+            inside.pop()
+        if not inside:
+            return None
+        name, module = inside[-1]
+        path = f"{path}.{name}".lstrip(".")
+    return path if type(module) in LAYERS and type(module) is not nn.MultiheadAttention else None
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """The layers that the outputs come from.
+
+    Attributes:
+        layers: Paths of layers, in the order of the forward pass.
+        parameters: Names of parameters that are used outside of a layer.
+    """
+
+    layers: list[str]
+    parameters: list[str]
+
+
+@torch.inference_mode(False)
+def _sources(model: nn.Module, inputs: Inputs) -> _Sources:
+    network = shadow(model)
+    expose_projections(network)
+    cuts: dict[str, list[Tensor]] = {}
+    passed_over = {id(p) for m in network.modules() if _is_passed_over(m) for p in m.parameters()}
+    layers = dict(_layers(network))
+    for path, layer in layers.items():
+        layer.register_forward_hook(_cutter(cuts.setdefault, path), prepend=True)
+    parameters = {
+        name: parameter.requires_grad_()
+        for name, parameter in network.named_parameters()
+        if parameter.is_floating_point() and parameter.numel() > 1
+        if id(parameter) not in passed_over
+    }
+    with torch.enable_grad():
+        outputs = call(network, take(inputs, slice(0, 1)))
+        if len(cuts) < len(layers):
+            # Another example may take another way, as in a mixture of experts.
+            cuts.clear()
+            outputs = call(network, take(inputs, slice(0, _MORE)))
+    if not outputs.requires_grad:
+        return _Sources([], [])
+    leaves = [(path, leaf) for path, of_layer in cuts.items() for leaf in of_layer]
+    everything = [leaf for _, leaf in leaves] + list(parameters.values())
+    found = torch.autograd.grad(outputs, everything, torch.ones_like(outputs), allow_unused=True)
+    reached = [gradient is not None for gradient in found]
+    of_layers, of_parameters = reached[: len(leaves)], reached[len(leaves) :]
+    return _Sources(
+        list(dict.fromkeys(p for (p, _), is_one in zip(leaves, of_layers, strict=True) if is_one)),
+        [name for name, is_one in zip(parameters, of_parameters, strict=True) if is_one],
+    )
+
+
+def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with parameters of their own and none inside; reparametrised ones as a whole."""
+    whole: list[str] = []
+    for path, module in network.named_modules():
+        if any(path.startswith(prefix) for prefix in whole):
+            continue
+        if is_parametrized(module):
+            whole.append(f"{path}." if path else "")
+        elif len(list(module.parameters(recurse=False))) != len(list(module.parameters())):
+            continue
+        if any(True for _ in module.parameters()) and not _is_passed_over(module):
+            yield path, module
+
+
+def _is_passed_over(module: nn.Module) -> bool:
+    """Whether a module only rescales: a normalisation, or one with single numbers alone."""
+    if isinstance(module, _NORMS):
+        return True
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    return bool(sizes) and max(sizes) == 1 and not isinstance(module, LAYERS)
+
+
+def _cutter(list_of: Any, path: str) -> Any:
+    def cut(_: nn.Module, __: Any, output: Any) -> Any:
+        return _cut(output, list_of(path, []))
+
+    return cut
+
+
+def _cut(value: Any, leaves: list[Tensor]) -> Any:
+    """The same values without a past; where it begins anew is added to the leaves."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point() or value.is_inference():
+            return value
+        leaf = value.detach().requires_grad_()
+        leaves.append(leaf)
+        # The forward pass goes on with a copy, which it may overwrite.
+        return leaf.clone()
+    if isinstance(value, tuple):
+        parts = [_cut(part, leaves) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return [_cut(part, leaves) for part in value]
+    if type(value) is dict:
+        return {key: _cut(part, leaves) for key, part in value.items()}
+    return value
+
+
+def _trainable(model: nn.Module, path: str) -> list[str]:
+    """Names of the layer's trainable parameters, which are its own.
+
+    Raises:
+        ValueError: If there are none, or other layers share them.
+    """
+    layer = _owner(model, path)
+    title = f"{path or 'model'} ({type(layer).__name__})"
+    own = {id(parameter) for parameter in layer.parameters()}
+    sharing = [
+        f"{where}.{key}".lstrip(".")
+        for where, module in model.named_modules()
+        for key, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in own and not any(module is inner for inner in layer.modules())
+    ]
+    if sharing:
+        raise ValueError(
+            f'params="{LAST_LAYER}": the outputs come from {title}, whose parameters are tied to '
+            f"{sharing}, so that they are not those of the last layer alone. {_REMEDY}"
+        )
+    names = [n for n, p in model.named_parameters() if id(p) in own and p.requires_grad]
+    if not names:
+        raise ValueError(
+            f'params="{LAST_LAYER}": the outputs come from {title}, which is frozen '
+            f"(requires_grad=False). Unfreeze it with requires_grad_(True), or: {_REMEDY}"
+        )
+    return names
+
+
+def _not_one(model: nn.Module, sources: _Sources) -> str:
+    """The message where the outputs come from no layer, or from more than one."""
+    titles = [f"{path} ({type(_owner(model, path)).__name__})" for path in sources.layers]
+    titles += [f"the parameter {n}, used outside of a layer" for n in sources.parameters]
+    inside = tuple(f"{path}." for path in sources.layers)
+    names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
+    chosen = names if inside and names else "[...]"
+    return (
+        f'params="{LAST_LAYER}" needs one layer that the outputs come from, but by differentiable '
+        f'operations they come from {" and ".join(titles) or "none"}: take params="all", or name '
+        f"the parameters, params={chosen}."
+    )
+
+
+def _owner(model: nn.Module, path: str) -> nn.Module:
+    """The user's module at the path; attention itself for a projection made of its parameters."""
+    parent, _, key = path.rpartition(".")
+    above = model.get_submodule(parent)
+    is_made = type(above) is nn.MultiheadAttention and key in PROJECTIONS
+    return above if is_made else model.get_submodule(path)
+
 
 SUPPORTED = "supported"
 ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]

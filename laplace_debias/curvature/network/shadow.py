@@ -1,7 +1,8 @@
 """A stand-in for the user's model that can be hooked, extended and differentiated freely."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -189,3 +190,137 @@ def drop_caches(original: nn.Module, copied: nn.Module) -> None:
 
 def _is_computed(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_leaf
+
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes in which neither probabilities nor curvature are computed."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which curvature of parameters of a dtype is computed."""
+    return torch.float32 if dtype in NARROW else dtype
+
+
+def is_narrow(model: nn.Module, names: Iterable[str]) -> bool:
+    """Whether some of these parameters are in half precision."""
+    return any(model.get_parameter(name).dtype in NARROW for name in names)
+
+
+def widened(model: nn.Module, names: Iterable[str]) -> nn.Module:
+    """The model computed in single precision where some of its Bayesian parameters are narrower.
+
+    The parameters keep their values, which single precision holds exactly. So curvature, directions
+    and predictives are those of the function of these values, without the rounding of every
+    activation and gradient to the 8 bits of bfloat16. It takes 4 bytes for each parameter of the
+    model, Bayesian or not.
+
+    Args:
+        model: The model; it is left untouched.
+        names: Its Bayesian parameters.
+
+    Returns:
+        The model itself if all of these are in single or double precision, whatever the frozen ones
+        are; else a `shadow` whose narrow tensors are in single precision, as are its inputs.
+    """
+    if not is_narrow(model, names):
+        return model
+    twin = shadow(model)
+    twin._apply(_widen)
+    twin.register_forward_pre_hook(_widen_inputs, prepend=True, with_kwargs=True)
+    return twin
+
+
+def coarsest_eps(model: nn.Module) -> float:
+    """The relative rounding of the model's coarsest floating-point tensor."""
+    tensors = [*model.parameters(), *model.buffers()]
+    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(wide(value.dtype))
+    if isinstance(value, Mapping):
+        return {key: _widen(part) for key, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_widen(part) for part in value)
+    return value
+
+
+def _widen_inputs(
+    _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return _widen(arguments), _widen(named)
+
+
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def inner(module: nn.Module) -> nn.Module | None:
+    """The module in a wrapper; None for anything else.
+
+    Raises:
+        ValueError: If the wrapper has forward hooks of its own.
+    """
+    # A compiled module by its attribute: to import torch's compiler for its class takes a second.
+    key = "module" if isinstance(module, _PARALLEL) else "_orig_mod"
+    inside = module._modules.get(key)
+    if inside is None:
+        return None
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise ValueError(
+            f"The {type(module).__name__} around {type(inside).__name__} has forward hooks, which "
+            "would be lost with it: register them on the module inside."
+        )
+    return inside
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without what was wrapped around it or around a part of it.
+
+    Its parameters are the user's own tensors, under the names that they have in the plain model. A
+    wrapper computes what the model in it computes, but neither hooks nor derivatives of any order
+    can be relied on through it.
+
+    Args:
+        model: The user's model.
+
+    Returns:
+        The model itself where nothing is wrapped; the model in the wrapper; or, where parts of it
+        are wrapped, a copy of the modules around these. The copy does not see the modes that are
+        set later: ask for it where it is needed, and do not keep it.
+
+    Raises:
+        ValueError: If a wrapper has forward hooks of its own.
+    """
+    return _plain(model, {})
+
+
+def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Names of parameters as the plain model has them, such as `0.weight` for `module.0.weight`.
+
+    Args:
+        model: The user's model, wrapped or not.
+        names: Names in either form; one that the model does not have comes back as it is.
+    """
+    inside = _plain(model, {})
+    plain = {id(p): name for name, p in inside.named_parameters()}
+    known = set(plain.values())
+    wrapped = {n: plain[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    return [name if name in known else wrapped.get(name, name) for name in names]
+
+
+def _plain(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
+    while (inside := inner(module)) is not None:
+        module = inside
+    if id(module) in seen:
+        return seen[id(module)]
+    if all(inner(part) is None for part in module.modules()):
+        seen[id(module)] = module
+        return module
+    twin = seen[id(module)] = copy.copy(module)
+    twin.__dict__["_modules"] = {
+        name: None if child is None else _plain(child, seen)
+        for name, child in module._modules.items()
+    }
+    return twin

@@ -1,6 +1,5 @@
 """Curvature matrices and Jacobians of networks as linear operators."""
 
-from laplace_debias.curvature.operators.jacobian import Jacobian
 from laplace_debias.curvature.operators.kfac import EKFAC, KFAC
 from laplace_debias.curvature.operators.matrix_free import (
     GGN,
@@ -9,6 +8,7 @@ from laplace_debias.curvature.operators.matrix_free import (
     Fisher,
     Hessian,
 )
+from laplace_debias.curvature.operators.network_operator import Jacobian
 
 __all__ = [
     "EKFAC",

@@ -23,7 +23,7 @@ from laplace_debias.linalg.results import EigenPairs, Status
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_eigh
-from laplace_debias.system.warn import warn
+from laplace_debias.system.shown import warn
 
 _BOUND_STEPS = 12
 """Lanczos steps that bound the spectrum for the shift of ARPACK and subspace iteration."""

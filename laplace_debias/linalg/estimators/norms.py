@@ -16,7 +16,7 @@ from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_frobenius_norm, exact_spectral_norm
-from laplace_debias.system.warn import warn
+from laplace_debias.system.shown import warn
 
 
 def frobenius_norm(

@@ -12,7 +12,7 @@ from laplace_debias.linalg.estimators.function_trace import with_bias
 from laplace_debias.linalg.estimators.quadrature import Quadrature, lanczos_quadrature
 from laplace_debias.linalg.results import SpectralDensity
 from laplace_debias.operators.base import LinearOperator
-from laplace_debias.system.warn import warn
+from laplace_debias.system.shown import warn
 
 SCALES = ("linear", "log")
 _RELATIVE_WIDTH = 0.01

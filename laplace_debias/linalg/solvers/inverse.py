@@ -21,7 +21,7 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_inverse
 from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.structures.wrappers import Wrapper
-from laplace_debias.system.warn import warn
+from laplace_debias.system.shown import warn
 
 _SOLVERS: dict[str, Callable[..., Any]] = {"cg": cg, "lsmr": lsmr, "neumann": neumann}
 _OPTIONS = {

@@ -21,7 +21,7 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_inverse, exact_sqrt, least_eigenvalue_bound
 from laplace_debias.operators.structures.wrappers import Wrapper
-from laplace_debias.system.warn import warn
+from laplace_debias.system.shown import warn
 
 _MAX_ITER = 200
 

@@ -9,13 +9,18 @@ from torch import Tensor
 
 from laplace_debias.operators.algebra import Scaled, Sum
 from laplace_debias.operators.base import LinearOperator, check_square
-from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on, squares
-from laplace_debias.operators.exact.spectrum import eigenvalues
+from laplace_debias.operators.exact.spectrum import (
+    NoClosedFormError,
+    eigenvalues,
+    known,
+    or_none,
+    pass_on,
+    squares,
+)
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
-from laplace_debias.operators.structures.diagonal import Diagonal
+from laplace_debias.operators.structures.diagonal import Diagonal, Identity
 from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker, frame
-from laplace_debias.operators.structures.identity import Identity
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.structures.wrappers import Assumed, Permuted

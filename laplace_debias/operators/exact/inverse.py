@@ -11,18 +11,21 @@ from laplace_debias.operators.algebra import Scaled
 from laplace_debias.operators.base import LinearOperator, check_square
 from laplace_debias.operators.dispatch import scale
 from laplace_debias.operators.eigh import eigvalsh
-from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on, squares
 from laplace_debias.operators.exact.spectrum import (
+    NoClosedFormError,
     eigenvalues,
     exact_function,
+    known,
     low_rank_eigh,
+    or_none,
+    pass_on,
     shown,
+    squares,
 )
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
-from laplace_debias.operators.structures.diagonal import Diagonal
+from laplace_debias.operators.structures.diagonal import Diagonal, Identity
 from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker
-from laplace_debias.operators.structures.identity import Identity
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.structures.permutation import Permutation

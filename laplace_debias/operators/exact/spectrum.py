@@ -1,7 +1,9 @@
-"""Eigenvalues, eigenvectors and functions of symmetric operators."""
+"""How closed forms that do not exist are told: by an exception inside, by None outside."""
 
+from collections.abc import Callable, Collection
 from functools import reduce, singledispatch
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -11,21 +13,68 @@ from laplace_debias.operators.algebra import Scaled, Sum
 from laplace_debias.operators.base import LinearOperator, check_square
 from laplace_debias.operators.dispatch import identity_multiple, scale
 from laplace_debias.operators.eigh import eigh, eigvalsh
-from laplace_debias.operators.exact.known import NoClosedFormError, known, or_none, pass_on
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
-from laplace_debias.operators.structures.diagonal import Diagonal
+from laplace_debias.operators.structures.diagonal import Diagonal, Identity
 from laplace_debias.operators.structures.eigen_kronecker import (
     EigenKronecker,
     Spectrum,
     completed,
     is_thin,
 )
-from laplace_debias.operators.structures.identity import Identity
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
 from laplace_debias.operators.structures.permutation import Permutation
 from laplace_debias.operators.structures.wrappers import Assumed, Permuted, assume
+
+Value = TypeVar("Value")
+
+
+class NoClosedFormError(Exception):
+    """There is no closed form."""
+
+
+def or_none(function: Callable[..., Value], *arguments: Any) -> Value | None:
+    """The value that the function returns, None if it finds no closed form."""
+    try:
+        return function(*arguments)
+    except NoClosedFormError:
+        return None
+
+
+def known(value: Value | None) -> Value:
+    """The value, which is None where there is no closed form.
+
+    Raises:
+        NoClosedFormError: If it is None.
+    """
+    if value is None:
+        raise NoClosedFormError
+    return value
+
+
+def squares(operators: Collection[LinearOperator]) -> Collection[LinearOperator]:
+    """The operators.
+
+    Raises:
+        NoClosedFormError: If one is not square.
+    """
+    if any(operator.shape[0] != operator.shape[1] for operator in operators):
+        raise NoClosedFormError
+    return operators
+
+
+def pass_on(
+    rule: Any, wrapper: type, inner: Callable[[Any], LinearOperator] = attrgetter("operator")
+) -> None:
+    """Register that a wrapper has the closed form of what it wraps.
+
+    Args:
+        rule: A function that is dispatched by the operator's type (`functools.singledispatch`).
+        wrapper: The wrapper's type.
+        inner: Gives the wrapped operator.
+    """
+    rule.register(wrapper, lambda operator, *rest: rule(inner(operator), *rest))
 
 
 class Eigendecomposition(NamedTuple):

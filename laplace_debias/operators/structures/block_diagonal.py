@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.base import Composed, LinearOperator
 from laplace_debias.operators.dispatch import (
     Scalar,
     add,
@@ -22,7 +22,6 @@ from laplace_debias.operators.dispatch import (
     unify,
 )
 from laplace_debias.operators.layout import ParameterLayout
-from laplace_debias.operators.structures.composed import Composed
 from laplace_debias.operators.structures.wrappers import SubMatrix
 
 Block = TypeVar("Block", bound=LinearOperator)

@@ -6,9 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.base import Composed, LinearOperator
 from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift, submatrix
-from laplace_debias.operators.structures.composed import Composed
 from laplace_debias.operators.structures.diagonal import Diagonal
 from laplace_debias.system.checks import check_is
 

@@ -1,13 +1,23 @@
-"""Diagonal matrices."""
+"""Diagonal matrices, and the identity."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator
-from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift
-from laplace_debias.operators.structures.composed import Symmetric
+from laplace_debias.operators.base import LinearOperator, Symmetric
+from laplace_debias.operators.dispatch import (
+    Scalar,
+    add,
+    adopt,
+    identity_like,
+    identity_multiple,
+    multiply,
+    scale,
+    shift,
+)
 from laplace_debias.system.checks import check_is
 
 
@@ -64,3 +74,97 @@ def _(operator: Diagonal, scalar: Scalar) -> LinearOperator:
 @shift.register
 def _(operator: Diagonal, scalar: Scalar) -> LinearOperator | None:
     return Diagonal(operator.values + scalar)
+
+
+@dataclass(frozen=True, eq=False, repr=False, init=False)
+class Identity(Symmetric):
+    """The identity.
+
+    Without a dtype or device it takes those of the first operator or tensor that it meets, so that
+    `H + 0.1 * Identity(n)` needs neither; alone it has torch's defaults.
+
+    Args:
+        n: The number of rows and columns, at least 1.
+        dtype: The dtype of the entries.
+        device: Where it is.
+
+    Raises:
+        ValueError: If n is less than 1.
+        TypeError: If the dtype is not a real floating one.
+    """
+
+    n: int
+    _dtype: torch.dtype | None
+    _device: torch.device | None
+
+    def __init__(
+        self,
+        n: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if n < 1:
+            raise ValueError(f"An identity needs at least one row, got n = {n}.")
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"Entries are real floating numbers, got {dtype}.")
+        object.__setattr__(self, "n", int(n))
+        object.__setattr__(self, "_dtype", dtype)
+        # "cuda" is short for one device: that whose number tensors carry.
+        exact = None if device is None else torch.empty(0, device=device).device
+        object.__setattr__(self, "_device", exact)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Both n."""
+        return self.n, self.n
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The given one, or torch's default."""
+        return self._dtype or torch.get_default_dtype()
+
+    @property
+    def device(self) -> torch.device:
+        """The given one, or torch's default."""
+        return self._device or torch.empty(0).device
+
+    is_positive_semidefinite = True
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        # A copy: a change of the product must not change what was multiplied.
+        return matrix.clone()
+
+    def to(self, *args: Any, **kwargs: Any) -> "Identity":
+        """Convert dtype or device as `Tensor.to` does."""
+        target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        return Identity(self.n, target.dtype, target.device)
+
+
+@adopt.register
+def _(operator: Identity, dtype: torch.dtype, device: torch.device) -> LinearOperator:
+    return Identity(operator.n, operator._dtype or dtype, operator._device or device)
+
+
+@identity_like.register
+def _(operator: LinearOperator) -> LinearOperator:
+    return Identity(operator.shape[0], operator.dtype, operator.device)
+
+
+@identity_multiple.register
+def _(operator: Identity) -> Scalar | None:
+    return 1.0
+
+
+@shift.register
+def _(operator: Identity, scalar: Scalar) -> LinearOperator | None:
+    return scale(operator, 1.0 + scalar)
+
+
+@multiply.register(Identity, LinearOperator)
+def _(left: Identity, right: LinearOperator) -> LinearOperator:
+    return right
+
+
+@multiply.register(LinearOperator, Identity)
+def _(left: LinearOperator, right: Identity) -> LinearOperator:
+    return left

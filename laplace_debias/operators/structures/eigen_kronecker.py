@@ -9,10 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator
-from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift
-from laplace_debias.operators.parts import same
-from laplace_debias.operators.structures.composed import Symmetric
+from laplace_debias.operators.base import LinearOperator, Symmetric
+from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale, shift
 
 Spectrum = Callable[[Tensor], Tensor]
 """A function of eigenvalues, entry by entry: from a tensor to one of the same shape."""

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.base import Composed, LinearOperator
 from laplace_debias.operators.dispatch import Scalar, multiply, scale, unify
-from laplace_debias.operators.structures.composed import Composed
 from laplace_debias.operators.structures.dense import Dense
 
 

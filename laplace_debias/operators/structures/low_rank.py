@@ -6,9 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.base import LinearOperator, Symmetric
 from laplace_debias.operators.dispatch import Scalar, add, scale, shift
-from laplace_debias.operators.structures.composed import Symmetric
 from laplace_debias.operators.structures.diagonal import Diagonal
 
 

@@ -8,11 +8,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from laplace_debias.operators.base import LinearOperator, check_square
-from laplace_debias.operators.dispatch import Scalar, add, multiply, scale, shift, submatrix
+from laplace_debias.operators.base import Composed, LinearOperator, check_square
+from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale, shift, submatrix
 from laplace_debias.operators.layout import ParameterLayout
-from laplace_debias.operators.parts import same
-from laplace_debias.operators.structures.composed import Composed
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -20,7 +20,7 @@ from laplace_debias.report.page.table import (
 )
 from laplace_debias.report.run_folder import Run, read_run
 from laplace_debias.report.style import GRID, INK, OKABE_ITO
-from laplace_debias.system.atomic import written_atomically
+from laplace_debias.system.files import written_atomically
 
 _THEME = {
     INK: "ink",

@@ -1,10 +1,13 @@
 """Likelihoods: what the network's outputs mean, and how the loss curves in them."""
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood
 from laplace_debias.curvature.losses.likelihoods.bernoulli import Bernoulli, MultiLabel
 from laplace_debias.curvature.losses.likelihoods.categorical import Categorical
 from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
-from laplace_debias.curvature.losses.likelihoods.names import likelihood_from
 
 __all__ = [
     "Bernoulli",
@@ -15,3 +18,53 @@ __all__ = [
     "MultiLabel",
     "likelihood_from",
 ]
+
+
+LIKELIHOODS: dict[str, type[Likelihood]] = {
+    "classification": Categorical,
+    "regression": Gaussian,
+    "binary": Bernoulli,
+    "multilabel": MultiLabel,
+    "heteroscedastic": HeteroscedasticGaussian,
+}
+
+# Of the outputs their checks look at shape and dtype alone.
+_OF_SHAPES = (Categorical, Gaussian, Bernoulli, MultiLabel)
+
+
+def look_at_shapes(likelihood: Likelihood) -> bool:
+    """Whether a likelihood's check takes targets on the CPU beside outputs on another device.
+
+    A user's likelihood, one derived from ours too, may calculate with both.
+    """
+    return type(likelihood) in _OF_SHAPES
+
+
+def likelihood_from(
+    name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
+) -> Likelihood:
+    """The likelihood of a name, or the instance itself.
+
+    Args:
+        name: `"classification"`, `"regression"`, `"heteroscedastic"`, `"binary"`, `"multilabel"`,
+            or a `Likelihood`.
+        sigma: Noise of `"regression"`; as `Gaussian` takes it.
+
+    Raises:
+        ValueError: For an unknown name, or a `sigma` that the likelihood has no use for.
+    """
+    if sigma is not None and name != "regression":
+        raise ValueError(
+            f'sigma belongs to likelihood="regression", not to {name!r}; build '
+            "`Gaussian(sigma)` to pass an instance."
+        )
+    if isinstance(name, Likelihood):
+        return name
+    if name == "regression":
+        return Gaussian(sigma)
+    if isinstance(name, str) and name in LIKELIHOODS:
+        return LIKELIHOODS[name]()
+    raise ValueError(
+        f"Unknown likelihood {name!r}: use 'classification', 'regression', 'binary', 'multilabel', "
+        "'heteroscedastic', or an instance of Likelihood."
+    )

@@ -14,7 +14,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     checked_weights,
     probit,
 )
-from laplace_debias.curvature.network.faults import require
+from laplace_debias.curvature.network.outputs import require
 
 
 class _Sigmoids(Likelihood):

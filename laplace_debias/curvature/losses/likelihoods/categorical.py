@@ -13,7 +13,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     checked_weights,
     probit,
 )
-from laplace_debias.curvature.network.faults import is_pending, require
+from laplace_debias.curvature.network.outputs import is_pending, require
 
 # How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
 _ROUNDING = 1e-3

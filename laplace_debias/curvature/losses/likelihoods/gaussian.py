@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
 
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood
-from laplace_debias.curvature.network.faults import require
+from laplace_debias.curvature.network.outputs import require
 from laplace_debias.system.checks import real
 
 # Halvings of a bracket of quantiles: what is left of it is below the rounding of float64.
