@@ -105,13 +105,13 @@ def tuned(
     """
     if isinstance(choice, Path):
         return _sweep_of(la, None), ()
-    is_regression = isinstance(la.likelihood, Gaussian)
+    # Of the empirical Fisher the best noise has no closed form: it stays the network's.
+    with_noise = isinstance(la.likelihood, Gaussian) and choice.fisher != "empirical"
     if validation is not None:
-        # Of the empirical Fisher the best noise has no closed form: it stays the network's.
-        found = la.tune(validation, sigma=is_regression and choice.fisher != "empirical")
+        found = la.tune(validation, sigma=with_noise)
         return _sweep_of(la, found), found.notes
     try:
-        found = la.tune_evidence(sigma=is_regression)
+        found = la.tune_evidence(sigma=with_noise)
     except ValueError as error:
         return _sweep_of(la, None), (f"The prior precision was not tuned and is 1: {error}",)
     return _sweep_of(la, found), found.notes

@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits.kinds import DENSE, WITH_FACTORS
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.shadow import unwrapped
-from laplace_debias.laplace.fitted import Fitted, Noise, posterior_of
+from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -57,7 +57,8 @@ class Header:
         class_dim: Which dimension of the outputs has the classes; the last if None.
         mode: How the posterior was fitted, for `repr`.
         calls: Parameters that are measured at calls of modules, with the modules' paths.
-        noise: Of a regression `Fitted.noise`; left out where there is none.
+        noise: Of a regression `Fitted.num_targets`, and 2, the power of 1/σ that the curvature
+            goes with; left out where there is none.
         temperature: T of the likelihood; left out where it is 1.
         link: Name and temperature of the link; left out where there is none.
     """
@@ -97,7 +98,7 @@ class Header:
             settings.class_dim,
             fitted.mode,
             {name: list(paths) for name, paths in fitted.parameters.calls.items()},
-            None if fitted.noise is None else asdict(fitted.noise),
+            None if fitted.num_targets is None else {"num_targets": fitted.num_targets, "power": 2},
             fitted.posterior.temperature,
             None if fitted.subject.link is None else asdict(fitted.subject.link),
         )
@@ -215,9 +216,11 @@ class Saved:
             given_mean=placed.get("prior_mean", 0.0),
             link=None if header.link is None else Link(**header.link),
         )
-        curvature, noise = BlockDiagonal(operators), header.noise
+        curvature, noise = BlockDiagonal(operators), header.noise or {}
+        # Of the empirical Fisher earlier versions wrote another power.
+        num_targets = noise["num_targets"] if noise.get("power") == 2 else None
         posterior = posterior_of(subject, curvature, header.num_data)
-        told = float(header.nll), others, header.mode, None if noise is None else Noise(**noise)
+        told = float(header.nll), others, header.mode, num_targets
         return Fitted(subject, posterior, *told)
 
 

@@ -22,7 +22,7 @@ from laplace_debias.laplace.data_size import (
     expected_of_given,
     expected_of_loader,
 )
-from laplace_debias.laplace.fitted import Fitted, Noise, posterior_of
+from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.plan import check_room
 from laplace_debias.laplace.posterior import scaled
 from laplace_debias.laplace.resume import check_resumable, identity_of
@@ -169,11 +169,10 @@ def _fitted(subject: Subject, found: CurvatureFit, num_data: int, mode: str) -> 
     Raises:
         ValueError: As `GaussianPosterior` and `Fitted`.
     """
-    seen, noise = found.seen, None
+    seen, num_targets = found.seen, None
     per_seen = num_data / seen.weight
-    if type(subject.likelihood) is Gaussian:
-        power = 4 if subject.settings.fisher.kind == "empirical" else 2
-        noise = Noise(seen.num_outputs * per_seen, power)
+    if type(subject.likelihood) is Gaussian and subject.settings.fisher.kind != "empirical":
+        num_targets = seen.num_outputs * per_seen
     others = fingerprint(unwrapped(subject.model), subject.known.names)
     posterior = posterior_of(subject, found.curvature, num_data)
-    return Fitted(subject, posterior, seen.nll * per_seen, others, mode, noise)
+    return Fitted(subject, posterior, seen.nll * per_seen, others, mode, num_targets)

@@ -20,19 +20,6 @@ from laplace_debias.system.checks import real
 
 
 @dataclass(frozen=True)
-class Noise:
-    """How a regression's fit depends on σ.
-
-    Attributes:
-        num_targets: M, how many numbers the targets of the N examples hold.
-        power: p, if the curvature is proportional to σ⁻ᵖ: 2, of the empirical Fisher 4.
-    """
-
-    num_targets: float
-    power: int
-
-
-@dataclass(frozen=True)
 class FitReport:
     """How far a fit of `mode="auto"` is from the one of all the data.
 
@@ -98,7 +85,8 @@ class Fitted:
         nll: Summed negative log-likelihood of the N examples, in nats.
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
         mode: How it was fitted, for `repr`; None if that is not known.
-        noise: For a `Gaussian` likelihood how the fit depends on its σ, if that is known.
+        num_targets: For a `Gaussian` likelihood, of a curvature that is proportional to σ⁻², how
+            many numbers the targets of the N examples hold.
         watch: What finds changes of the others.
         report: How far a fit of `mode="auto"` is from that of all the data.
 
@@ -111,7 +99,7 @@ class Fitted:
     nll: float
     others: dict[str, int]
     mode: str | None
-    noise: Noise | None = None
+    num_targets: float | None = None
     watch: Watch = field(default_factory=Watch, repr=False)
     report: FitReport | None = None
 

@@ -352,8 +352,8 @@ class Laplace(Approximation):
             generator: Seeds the loader's order and augmentation; torch's global one if None.
             sigma: Tune the noise of a regression, too, and set it. If None, a sigma that was never
                 given is tuned, unless a `grid` is given. For each prior precision the best one has
-                a closed form (`metric="nll"`, no `grid`, not with `fisher="empirical"`); one per
-                output is multiplied by a common factor.
+                a closed form (`metric="nll"`, no `grid`); one per output is multiplied by a
+                common factor. Of `fisher="empirical"` no noise is tuned.
             link: A formula to look at alone, at all temperatures, or a `Link`; None for the default
                 and the probit.
             per: For `method="marglik"`.

@@ -1,7 +1,7 @@
 """The noise of a regression, tuned together with the prior precision.
 
 A fit at σ₀ tells the posterior at every σ = k σ₀: the residuals stay, and the curvature C of the
-mean loss becomes k⁻ᵖ C. So the marginal likelihood reads no data.
+mean loss becomes k⁻² C. So the marginal likelihood reads no data.
 """
 
 import math
@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.laplace.fitted import Fitted, Noise
+from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.posterior import GaussianPosterior, scaled
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Tuning
 
-# The range of γ = δ kᵖ that is searched, in powers of ten.
+# The range of γ = δ k² that is searched, in powers of ten.
 _RANGE = 20
 
 
@@ -23,17 +23,17 @@ def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[fl
     """The fit with σ multiplied by a factor, under another prior.
 
     Args:
-        fitted: A fit whose `noise` is known.
+        fitted: A fit whose `num_targets` is known.
         factor: k.
         prior_precision: δ, one number or one per block.
 
     Raises:
         ValueError: As `GaussianPosterior`.
     """
-    noise, old = fitted.noise, fitted.posterior
+    old = fitted.posterior
     assert isinstance(fitted.likelihood, Gaussian)
-    assert noise is not None
-    share = factor**-noise.power
+    assert fitted.num_targets is not None
+    share = factor**-2
     deltas = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
     posterior = GaussianPosterior(
         old.mean,
@@ -53,56 +53,54 @@ def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[fl
             prior_precision=deltas,
         ),
         posterior=posterior,
-        nll=fitted.nll + 0.5 * squares * (factor**-2 - 1) + noise.num_targets * math.log(factor),
+        nll=fitted.nll + 0.5 * squares * (factor**-2 - 1) + fitted.num_targets * math.log(factor),
     )
 
 
 def squared_residuals(fitted: Fitted) -> float:
     """Q = Σ ‖(f − y)/σ‖² over the N examples."""
     assert isinstance(fitted.likelihood, Gaussian)
-    assert fitted.noise is not None
+    assert fitted.num_targets is not None
     sigma = fitted.likelihood.sigma
     # The mean over outputs, of which there are as many as sigmas, or whose sigma is the same.
     normaliser = fitted.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
-    return 2 * (fitted.nll - fitted.noise.num_targets * normaliser)
+    return 2 * (fitted.nll - fitted.num_targets * normaliser)
 
 
-def noise_of(fitted: Fitted) -> Noise:
-    """How the fit depends on its σ, if there is a σ to be tuned.
+def check_noise(fitted: Fitted) -> None:
+    """Require a σ that can be tuned.
 
     Raises:
-        ValueError: For another likelihood than `Gaussian`, a fit that does not say how it depends
-            on σ, or residuals of zero.
+        ValueError: For another likelihood than `Gaussian`, a fit of the empirical Fisher, a file
+            that does not say how many targets the fit saw, or residuals of zero.
     """
     if type(fitted.likelihood) is not Gaussian:
         raise ValueError(
             f"sigma=True tunes the noise of Gaussian, not of {type(fitted.likelihood).__name__}: "
             "leave it out."
         )
-    if fitted.noise is None:
+    if fitted.num_targets is None:
         raise ValueError(
-            "The posterior's file was written before sigma could be tuned, and does not say how "
-            "many targets the fit saw: fit again."
+            'sigma=True is not there for fisher="empirical", nor for a posterior file from before '
+            'sigma could be tuned: fit again, with fisher="exact" or "mc".'
         )
     # What `squared_residuals` takes the difference of, in double precision.
-    if 1e-12 * (abs(fitted.nll) + fitted.noise.num_targets) >= squared_residuals(fitted):
+    if 1e-12 * (abs(fitted.nll) + fitted.num_targets) >= squared_residuals(fitted):
         raise ValueError(
             "The residuals are zero beside sigma, to rounding: there is no noise to estimate. "
             "Check that the targets are not the outputs, or fit with a smaller sigma."
         )
-    return fitted.noise
 
 
 def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
 
-    With $P = k^{-p}(N C + \gamma)$, $\gamma = \delta k^p$, S = ‖θ* − μ‖² for the prior's mean μ and
+    With $P = k^{-2}(N C + \gamma)$, $\gamma = \delta k^2$, S = ‖θ* − μ‖² for the prior's mean μ and
     the residuals' Q, the log marginal likelihood is, up to a constant,
-    $$-\frac{Q}{2k^2} - M\log k - \frac{\gamma S}{2k^p} + \frac D2\log\gamma
+    $$-\frac{Q + \gamma S}{2k^2} - M\log k + \frac D2\log\gamma
     - \frac12\log\det(N C + \gamma),$$
-    whose best k has a closed form: $k^2 = (Q + \gamma S)/M$ for p = 2, and for the empirical
-    Fisher, p = 4, $k^2 = (Q + \sqrt{Q^2 + 8 M\gamma S})/(2M)$. What is left is a search over γ.
-    A σ for each output keeps the ratios that it has.
+    whose best k has a closed form, $k^2 = (Q + \gamma S)/M$. What is left is a search over γ. A σ
+    for each output keeps the ratios that it has.
 
     Args:
         fitted: A fit with a `Gaussian` likelihood.
@@ -111,8 +109,7 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
         What was found, and the fit with it.
 
     Raises:
-        ValueError: For another likelihood, a fit that does not say how it depends on σ, residuals
-            of zero, or if there is no optimum.
+        ValueError: As `check_noise`; if there is no optimum.
 
     Reference:
         MacKay (1992), "Bayesian interpolation", for both hyperparameters by the evidence.
@@ -120,12 +117,13 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     # Here, as it takes a third of a second to import.
     from scipy.optimize import minimize_scalar
 
-    noise = noise_of(fitted)
-    posterior, p = fitted.posterior, noise.power
+    check_noise(fitted)
+    assert fitted.num_targets is not None
+    posterior = fitted.posterior
     # At a temperature the likelihood is that of N/T examples.
     M, Q, nll = (
         value / posterior.temperature
-        for value in (noise.num_targets, squared_residuals(fitted), fitted.nll)
+        for value in (fitted.num_targets, squared_residuals(fitted), fitted.nll)
     )
     D = len(posterior.mean)
     S = posterior.from_prior_mean.double().square().sum().item()
@@ -133,7 +131,7 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     table: list[dict[str, float]] = []
 
     def best_factor(gamma: float) -> float:
-        return _best_factor(M, Q, gamma * S, p)
+        return math.sqrt((Q + gamma * S) / M)
 
     def loss(log_gamma: float) -> float:
         gamma = 10.0**log_gamma
@@ -142,8 +140,8 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
         log_det = posterior.log_det_precision(
             torch.tensor(gamma, dtype=torch.float64, device=posterior.mean.device)
         ).item()
-        value = -at_k + 0.5 * (D * math.log(gamma) - gamma * S * k**-p - log_det)
-        table.append({"prior_precision": gamma * k**-p, "sigma_factor": k, name: value})
+        value = -at_k + 0.5 * (D * math.log(gamma) - gamma * S * k**-2 - log_det)
+        table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, name: value})
         return -value
 
     # With the noise free there may be several optima: a grid finds the best of them.
@@ -160,15 +158,8 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
         loss, bounds=(start - 1, start + 1), method="bounded", options={"xatol": 1e-4}
     )
     k = best_factor(10.0**result.x)
-    delta = 10.0**result.x * k**-p
+    delta = 10.0**result.x * k**-2
     tuned = rescaled(fitted, k, delta)
     assert isinstance(tuned.likelihood, Gaussian)
     table.sort(key=lambda row: row["prior_precision"])
     return Tuning(delta, name, -result.fun, table, tuned.likelihood.sigma.tolist()), tuned
-
-
-def _best_factor(M: float, Q: float, square: float, power: int) -> float:
-    """k, given γ‖θ* − μ‖² of the prior precisions that move with it."""
-    if power == 2:
-        return math.sqrt((Q + square) / M)
-    return math.sqrt((Q + math.sqrt(Q * Q + 8 * M * square)) / (2 * M))

@@ -75,8 +75,8 @@ def on_data(
     scores: MetricOverTerms | NoiseProfile = MetricOverTerms(metric, likelihood)
     if with_noise:
         # The grid is of γ = δ k², about the k² that the residuals of the training data tell.
-        of_noise = noise.noise_of(fitted)
-        unit = noise.squared_residuals(fitted) / of_noise.num_targets
+        assert fitted.num_targets is not None
+        unit = noise.squared_residuals(fitted) / fitted.num_targets
         scores, points = NoiseProfile(likelihood), points * unit
 
     # The first batch shows how many classes there are.
@@ -132,7 +132,7 @@ def by_evidence(
     Raises:
         ValueError: As `evidence` and `noise` raise.
     """
-    with_noise = sigma or (sigma is None and _is_assumed(fitted) and fitted.noise is not None)
+    with_noise = sigma or (sigma is None and _is_assumed(fitted) and fitted.num_targets is not None)
     found, tuned = noise.tune_noise(fitted) if with_noise else (None, fitted)
     if per is not None:
         of_groups = evidence.tune_groups(tuned, per)
@@ -171,21 +171,15 @@ def _tunes_noise(fitted: Fitted, grid: object, sigma: bool | None) -> bool:
     Raises:
         ValueError: If it is to be, and cannot.
     """
-    is_closed = fitted.noise is not None and fitted.noise.power == 2
     if sigma is None:
-        return _is_assumed(fitted) and is_closed and grid is None
+        return _is_assumed(fitted) and fitted.num_targets is not None and grid is None
     if not sigma:
         return False
-    noise.noise_of(fitted)
+    noise.check_noise(fitted)
     if grid is not None:
         raise ValueError(
             "sigma=True looks at every prior precision with the best sigma for it, and chooses the "
             "grid by that: leave out the grid, or sigma."
-        )
-    if not is_closed:
-        raise ValueError(
-            'sigma=True has no closed form on held-out data for fisher="empirical": use '
-            'tune_evidence(sigma=True), or fit with fisher="exact".'
         )
     return True
 
