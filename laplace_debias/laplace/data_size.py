@@ -137,39 +137,30 @@ def told_by(loader: Any) -> int | None:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     batches = loader.batch_sampler
+    sampler, wrong = getattr(batches, "sampler", loader.sampler), ""
     if isinstance(batches, ShardedBatches):
-        if batches.num_ranks != current().size:
-            raise _misleading(
-                f"ShardedBatches splits the data over {batches.num_ranks} processes, of which "
-                f"{current().size} take part"
-            )
-        return batches.num_examples
-    sampler = getattr(batches, "sampler", loader.sampler)
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise _misleading(
-            f"{type(sampler).__name__} splits the data over {sampler.num_replicas} processes, "
-            "padded or cut to equal parts (use DataLoader(data, "
-            "batch_sampler=ShardedBatches(data, batch_size)), which does neither)"
+        if batches.num_ranks == current().size:
+            return batches.num_examples
+        wrong = f"is for {batches.num_ranks} processes, of which {current().size} take part"
+    elif isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        wrong = (
+            f"splits the data over {sampler.num_replicas} processes, padded or cut to equal parts "
+            "(batch_sampler=ShardedBatches(data, batch_size) does neither)"
         )
-    if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
+    elif isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
         of_all: Any = sampler.data_source if isinstance(sampler, RandomSampler) else sampler.weights
-        num_examples = len(of_all)
-        if sampler.replacement or sampler.num_samples != num_examples:
+        if sampler.replacement or sampler.num_samples != len(of_all):
             how = "with replacement" if sampler.replacement else "anew in every pass"
-            raise _misleading(
-                f"{type(sampler).__name__} draws {sampler.num_samples} out of {num_examples} "
-                f"examples {how}"
-            )
+            wrong = f"draws {sampler.num_samples} out of {len(of_all)} examples {how}"
+    if wrong:
+        which = batches if isinstance(batches, ShardedBatches) else sampler
+        raise ValueError(
+            "The loader does not tell the number of training examples: its "
+            f"{type(which).__name__} {wrong}. Pass num_data=, the number of training examples; the "
+            "curvature is the mean over the examples that the loader gives."
+        )
     is_plain = type(batches) is BatchSampler and type(sampler) in _TELL_BY_LENGTH
     return len(sampler) if is_plain else None  # type: ignore[arg-type]
-
-
-def _misleading(why: str) -> ValueError:
-    return ValueError(
-        f"The loader does not tell the number of training examples: its {why}. Pass num_data=, the "
-        "number of training examples; the curvature is the mean over the examples that the loader "
-        "gives."
-    )
 
 
 def first_batch(ranks: Ranks, own: list[Any]) -> list[Any]:
