@@ -9,6 +9,7 @@ from torch.func import functional_call, jacrev
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.layers import blocks
+from laplace_debias.laplace.functional import moments
 
 transformers = pytest.importorskip("transformers")
 
@@ -179,6 +180,19 @@ def test_samples_at_positions_are_those_of_all(fitted):
         everywhere = la.predict(x, method, samples, generators[0]).probs
         last = la.predict(x, method, samples, generators[1], positions=-1).probs
         close(last, everywhere.gather(1, at)[:, 0], 100 * rtol)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_vocabulary_of_a_shared_weight_is_refused_with_the_remedy(tied, monkeypatch):
+    la = Laplace(build("gpt2", tied), fisher="mc").fit([batch_of()])
+    monkeypatch.setattr(moments, "MOST_GRANTED", 100)
+    x = inputs_of(batch_of())
+    assert la.functional(x, positions=-1, outputs=3)[0].shape == (B, 3)
+    if not tied:
+        assert la.predict(x, positions=-1).probs.shape == (B, V)
+        return
+    with pytest.raises(ValueError, match=r"outputs=k.*shares the head's weight, leave"):
+        la.predict(x, positions=-1)
 
 
 def test_chunks_do_not_matter(fitted):

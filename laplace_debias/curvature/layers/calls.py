@@ -152,22 +152,6 @@ class CallUses:
         self.num_examples = batch
         self.num_columns = next(len(g) for of_call in gradients for g in of_call if g is not None)
 
-    def lookups(self) -> tuple[nn.Embedding, list[tuple[Tensor, Tensor]]] | None:
-        """An embedding, the tokens of each call, `[B, T]`, and the gradients at what it gave.
-
-        None if another module is among those called: then there are `rows` alone.
-        """
-        found = []
-        layer: nn.Module | None = None
-        for call, gradients in self._calls:
-            layer = self._network.get_submodule(call.path)
-            is_plain = type(layer).forward is nn.Embedding.forward
-            has_examples = [*call.dims, *call.output_dims] == [0, 0]
-            if not is_plain or not has_examples or gradients[0] is None:
-                return None
-            found.append((call.leaves[0], gradients[0]))
-        return (layer, found) if isinstance(layer, nn.Embedding) else None
-
     def rows(self, block: Block) -> Iterator[tuple[slice, Float[Tensor, "columns part size"]]]:
         """Jacobian rows of a block's parameter, with the examples that they belong to."""
         (name,) = block.parameters

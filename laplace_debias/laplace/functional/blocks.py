@@ -1,13 +1,13 @@
 """Functional covariance of a posterior that is block-diagonal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.jacobians import Jacobians, Rotated, rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.tap import Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -117,38 +117,19 @@ class BlockMoments:
             uses: Inputs and output gradients of the layer's uses.
         """
         operator, curvature = self._operator(index)
-        parts = self._jacobians(layer, self._blocks[index], uses, operator.U_G, operator.U_A)
-        self._add_parts(index, curvature, parts)
-
-    def add_table(self, index: int, parts: Sequence[Rotated], shape: torch.Size) -> None:
-        """Take the Jacobian of a block of entries that are those of an embedding's table.
-
-        Args:
-            index: The block's number.
-            parts: Its Jacobian as that of a table, `[b, K, d, tokens]`.
-            shape: Of the table, `[tokens, d]`.
-        """
-        self._add_parts(index, self._operator(index)[1].view(shape).mT, parts)
+        deltas = self._prior_precisions[:, index]
+        weigh = weighted_squares if self._diagonal else weighted_gram
+        for part, J, columns in self._jacobians(
+            layer, self._blocks[index], uses, operator.U_G, operator.U_A
+        ):
+            seen = curvature if columns is None else curvature[..., columns]
+            self._into[:, part] += weigh(J.flatten(2), seen.flatten(), deltas)
 
     def _operator(self, index: int) -> tuple[EigenKronecker, Tensor]:
         """A block's curvature, and N·Λ of every coordinate of it, `[*groups, d_out, d_in]`."""
         operator = self._posterior.curvature.blocks[self._blocks[index].name]
         assert isinstance(operator, EigenKronecker)
         return operator, self._posterior.data_weight * operator.in_frame
-
-    def _add_parts(self, index: int, curvature: Tensor, parts: Iterable[Rotated]) -> None:
-        """Add products of a block's Jacobian rows along its directions.
-
-        Args:
-            index: The block's number.
-            curvature: N·Λ, `[*groups, d_out, d_in]`.
-            parts: The block's Jacobian along the directions.
-        """
-        deltas = self._prior_precisions[:, index]
-        weigh = weighted_squares if self._diagonal else weighted_gram
-        for part, J, columns in parts:
-            seen = curvature if columns is None else curvature[..., columns]
-            self._into[:, part] += weigh(J.flatten(2), seen.flatten(), deltas)
 
     def end(self) -> None:
         """Nothing is left to add: every block was added as it came."""

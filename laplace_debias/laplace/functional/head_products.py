@@ -8,7 +8,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.jacobians import Rotated
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
@@ -85,7 +84,7 @@ class OfHead:
     """A block of the head's at one point of the grid.
 
     Attributes:
-        block: The block: the head's weight, its bias, or a weight that an embedding shares.
+        block: The block: the head's weight, or its bias.
         operator: Its curvature.
         data_weight: N.
         delta: δ.
@@ -110,35 +109,28 @@ class OfHead:
         deltas = prior_precisions[:, index]
         return [cls(block, operator, posterior.data_weight, delta) for delta in deltas]
 
-    def variances(
-        self, wanted: Wanted, classes: Int[Tensor, " some"] | slice
-    ) -> Float[Tensor, "some d"]:
+    def variances(self, classes: Int[Tensor, " some"] | slice) -> Float[Tensor, "some d"]:
         """1/P of some rows of the magnitudes."""
-        magnitudes = self.operator.in_frame
-        if self.block.calls:
-            magnitudes = magnitudes.view(wanted.weight.shape)
-        return (self.data_weight * magnitudes[classes] + self.delta).reciprocal()
+        return (self.data_weight * self.operator.in_frame[classes] + self.delta).reciprocal()
 
     def own(self, wanted: Wanted, example: int, diagonal: bool) -> Tensor:
         """Products of the rows `e_c ⊗ h_t` of an example, `[k, k]`, or with themselves, `[k]`."""
         h, at, classes = wanted.h[example], wanted.positions[example], wanted.classes[example]
-        if self.block.is_exact and not self.block.calls:
+        if self.block.is_exact:
             h = h.new_ones(len(h), 1)
         if self.block.is_joint:
             h = torch.nn.functional.pad(h, (0, 1), value=1.0)
-        a = h if self.block.calls else coordinates(h, self.operator.U_A)
-        U_G = None if self.block.calls else self.operator.U_G
+        a, U_G = coordinates(h, self.operator.U_A), self.operator.U_G
         if U_G is None and not diagonal:
             rows = a[at]
-            products = (rows * self.variances(wanted, classes)) @ rows.mT
+            products = (rows * self.variances(classes)) @ rows.mT
             return products * (classes[:, None] == classes)
         if U_G is None:
             parts = [
-                (a[at[s]].square() * self.variances(wanted, classes[s])).sum(-1)
-                for s in wanted.slices()
+                (a[at[s]].square() * self.variances(classes[s])).sum(-1) for s in wanted.slices()
             ]
             return torch.cat(parts)
-        variances, rows = self.variances(wanted, slice(None)), frame(U_G)[classes]
+        variances, rows = self.variances(slice(None)), frame(U_G)[classes]
         if diagonal:
             along = a.square() @ variances.mT
             return (rows.square() * along[at]).sum(-1)
@@ -146,37 +138,6 @@ class OfHead:
         for t, s in torch.cartesian_prod(*[torch.arange(len(a), device=a.device)] * 2):
             along = (a[t] * a[s]) @ variances.mT
             total += ((rows * along) @ rows.mT) * ((at == t)[:, None] & (at == s))
-        return total
-
-    def crossed(self, wanted: Wanted, example: int, found: Rotated, diagonal: bool) -> Tensor:
-        """Products of the rows `e_c ⊗ h_t` with what is seen through the embedding, both ways.
-
-        Args:
-            wanted: The outputs.
-            example: Which example.
-            found: The Jacobian of the columns of `wanted` in the embedding's table.
-            diagonal: Whether to give those of equal outputs alone.
-        """
-        J = found.J[example - found.examples.start]
-        at, classes = wanted.positions[example], wanted.classes[example]
-        total = J.new_zeros([wanted.num_outputs] * (1 if diagonal else 2))
-        tokens = found.columns
-        assert tokens is not None
-        places = torch.searchsorted(tokens, classes.contiguous()).clamp_max(len(tokens) - 1)
-        (seen,) = (tokens[places] == classes).nonzero(as_tuple=True)
-        if not len(seen):
-            return total
-        weighed = wanted.h[example, at[seen]] * self.variances(wanted, classes[seen])
-        products = torch.einsum("sj,ljs->sl", weighed, J[:, :, places[seen]])
-        if diagonal and wanted.by_inputs:
-            total[seen] = 2 * (products * wanted.rows_of(example, seen)).sum(-1)
-        elif diagonal:
-            total[seen] = 2 * products.gather(1, seen.unsqueeze(1)).squeeze(1)
-        else:
-            if wanted.by_inputs:
-                products = products @ wanted.rows_of(example, slice(None)).mT
-            total[seen] += products
-            total[:, seen] += products.mT
         return total
 
 
@@ -218,23 +179,4 @@ def head_products(
     examples = range(len(wanted.h))
     return torch.stack(
         [torch.stack([point.own(wanted, n, diagonal) for n in examples]) for point in grid]
-    )
-
-
-def cross_products(
-    grid: Sequence[OfHead], parts: Sequence[Rotated], wanted: Wanted, diagonal: bool
-) -> Float[Tensor, "grid batch *outputs"]:
-    """As `head_products`, of the head's rows with what is seen through the embedding."""
-    places = [
-        (part, example)
-        for part in parts
-        for example in range(part.examples.start, part.examples.stop)
-    ]
-    return torch.stack(
-        [
-            torch.stack(
-                [point.crossed(wanted, example, part, diagonal) for part, example in places]
-            )
-            for point in grid
-        ]
     )

@@ -61,7 +61,7 @@ def moments(
                 network,
                 x,
                 positions,
-                lambda head: can_go_through(network, head, blocks, posterior),
+                lambda head: can_go_through(head, blocks, posterior),
             )
             chosen = asked.chosen(outputs)
             request = OutputRequest(diagonal, chosen, fitted.settings.memory_bound)

@@ -146,8 +146,15 @@ def check_size(
     outputs: Float[Tensor, "batch *outputs"],
     chosen: Int[Tensor, "batch k"] | None,
     request: OutputRequest,
+    free_positions: int = 0,
 ) -> None:
     """Require what is asked for to be of a size that can be computed.
+
+    Args:
+        outputs: The network's.
+        chosen: Which of them; None for all.
+        request: What is asked for.
+        free_positions: How many positions take no backward pass for each output.
 
     Raises:
         ValueError: If an example's covariance does not fit into memory, or if it has so many
@@ -158,11 +165,12 @@ def check_size(
     if needed <= MOST_GRANTED:
         return
     shape = tuple(outputs.shape[1:])
-    if outputs.ndim > 2 and outputs.shape[1] > 1 and chosen is None:
+    if outputs.ndim > 2 and outputs.shape[1] > free_positions and chosen is None:
         raise ValueError(
             f"The model has {size} outputs an example, of shape {shape}, and each would be "
             "differentiated by itself: ask for some positions (positions=-1 is the last token) or "
-            "for some outputs (functional(x, positions=-1, outputs=k) for the k largest)."
+            "for some outputs (functional(x, positions=-1, outputs=k) for the k largest). Where an "
+            "embedding shares the head's weight, leave that weight out of params."
         )
     if not request.diagonal:
         raise ValueError(

@@ -5,25 +5,17 @@ With $f_{tc} = w_c^\top h_t + b_c$, parameters below the head act on the outputs
 rows $w_c$; where these are more than $p \cdot d$, the covariance $\Sigma_h$ is computed, and
 $w_c^\top \Sigma_h w_{c'}$ of it. The head's own parameters have the Jacobian rows
 $e_c \otimes h_t$.
-
-A weight that an embedding shares has a diagonal block. With $E_{tc}$ for what the output sees of it
-through the embedding, its Jacobian rows are $e_c \otimes h_t + E_{tc}$, and the four terms of their
-products are added one by one; $E$ is zero but for the tokens of the example.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.jacobians import Rotated, rotated_jacobians
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.chosen_positions import LinearCalls
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
@@ -33,7 +25,6 @@ from laplace_debias.laplace.functional.head_products import (
     OfHead,
     Wanted,
     contracted,
-    cross_products,
     head_products,
 )
 from laplace_debias.laplace.functional.moments import (
@@ -44,35 +35,22 @@ from laplace_debias.laplace.functional.moments import (
     finished,
 )
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.operators import EigenKronecker
 
 
-def can_go_through(
-    network: nn.Module, head: str, blocks: Sequence[Block], posterior: GaussianPosterior
-) -> bool:
+def can_go_through(head: str, blocks: Sequence[Block], posterior: GaussianPosterior) -> bool:
     """Whether all parameters are the head's, or act on the outputs through what goes into it.
 
+    A weight that the head shares with an embedding does both, and does not go this way.
+
     Args:
-        network: The network.
         head: Path of the linear layer that gives the outputs.
         blocks: The blocks of the parameters.
         posterior: A posterior over them.
     """
-    if DENSE_BLOCK in posterior.curvature.blocks:
-        return False
-    weight = network.get_submodule(head).weight
-    for block in blocks:
-        # Calls that are run once more give what comes behind the head.
-        if any(not path or head.startswith(f"{path}.") for path in block.calls):
-            return False
-        if head not in block.calls:
-            continue
-        operator = posterior.curvature.blocks[block.name]
-        assert isinstance(operator, EigenKronecker)
-        is_weight = network.get_parameter(block.parameters[0]) is weight
-        if not is_weight or operator.U_G is not None:
-            return False
-    return True
+    # Calls that are run once more give what comes behind the head.
+    paths = [path for block in blocks for path in block.calls]
+    is_behind = any(not path or path == head or head.startswith(f"{path}.") for path in paths)
+    return DENSE_BLOCK not in posterior.curvature.blocks and not is_behind
 
 
 def moments_through_head(
@@ -109,7 +87,7 @@ def moments_through_head(
         outputs = tap.forward(take(x, part))
         check_outputs(outputs, num_examples(x) if chunk == 1 else None)
         chosen = None if request.outputs is None else request.outputs[part]
-        check_size(outputs, chosen, request)
+        check_size(outputs, chosen, request, free_positions=1)
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))
         wanted = Wanted.of(below.weight, calls.x, chosen)
@@ -129,7 +107,7 @@ def moments_through_head(
 
 @dataclass
 class _Below:
-    """The effect that parameters below a head, and an embedding that shares its weight, have on h.
+    """The effect that parameters below a head have on what goes into it.
 
     Args:
         tap: Where the blocks are measured.
@@ -149,9 +127,7 @@ class _Below:
 
     def __post_init__(self) -> None:
         self.weight = self.tap.network.get_parameter(f"{self.head}.weight".lstrip(".")).detach()
-        self._own = [i for i, b in enumerate(self.blocks) if b.layer == self.head and not b.calls]
-        self._tied = [i for i, b in enumerate(self.blocks) if self.head in b.calls]
-        self.in_head = [*self._own, *self._tied]
+        self.in_head = [i for i, block in enumerate(self.blocks) if block.layer == self.head]
 
     def add(self, total: Tensor, wanted: Wanted, request: OutputRequest) -> int:
         """Add the covariance or variances of some examples, and say how many to take next.
@@ -169,50 +145,19 @@ class _Below:
             of_h, num_columns, gradients, sized, wanted.h, ", or ask for fewer outputs"
         )
         moments = BlockMoments(self.blocks, self.posterior, self.prior_precisions, of_h.diagonal)
+        without = self.blocks[self.in_head[0]].site if self.in_head else None
         for begin in range(0, num_columns, at_once):
             some = slice(begin, min(begin + at_once, num_columns))
             size = [some.stop - begin] * (1 if of_h.diagonal else 2)
             found = total.new_zeros(*total.shape[:2], *size)
             moments.begin(found)
-            seen = self._add_columns(moments, wanted.columns(some), some.stop < num_columns)
+            columns, more = wanted.columns(some), some.stop < num_columns
+            for site, uses in self.tap.backward(self.calls.x, columns, again=more, without=without):
+                for index, block in enumerate(self.blocks):
+                    if block.site == site:
+                        moments.add(index, self.tap.module(site), uses)
             # Without the diagonal alone all columns are one part.
             outputs = wanted.of_columns(some) if of_h.diagonal else wanted
             into = total[..., some] if of_h.diagonal else total
             into += contracted(found, outputs, request.diagonal)
-            for index, parts in seen:
-                grid = OfHead.grid(self.blocks[index], index, self.posterior, self.prior_precisions)
-                into += cross_products(grid, parts, outputs, request.diagonal)
         return max(1, bound // (SHARE * gradients * at_once))
-
-    def _add_columns(
-        self, moments: BlockMoments, columns: Tensor, more: bool
-    ) -> list[tuple[int, list[Rotated]]]:
-        """Add what columns tell of every block; and the Jacobians of embeddings with the head's."""
-        seen = []
-        without = self.blocks[self._own[0]].site if self._own else None
-        for site, uses in self.tap.backward(self.calls.x, columns, again=more, without=without):
-            for index, block in enumerate(self.blocks):
-                if block.site != site:
-                    continue
-                if index not in self._tied:
-                    moments.add(index, self.tap.module(site), uses)
-                    continue
-                parts = list(self._of_table(block, uses))
-                moments.add_table(index, parts, self.weight.shape)
-                seen.append((index, parts))
-        return seen
-
-    def _of_table(self, block: Block, uses: Uses) -> Iterator[Rotated]:
-        """The Jacobian in a table `[C, d]`, as that of an embedding, `[b, K, d, tokens]`."""
-        assert isinstance(uses, CallUses)
-        found = uses.lookups()
-        if found is not None:
-            layer, of_table = found
-            num_tokens, width = self.weight.shape
-            table = replace(block, role="table", shape=(width, num_tokens), calls=())
-            yield from rotated_jacobians(layer, table, of_table, None, None)
-            return
-        everything = torch.arange(len(self.weight), device=self.weight.device)
-        for part, rows in uses.rows(block):
-            J = rows.unflatten(2, self.weight.shape).mT.transpose(0, 1)
-            yield Rotated(part, J, everything)
