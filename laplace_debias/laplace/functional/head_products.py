@@ -1,6 +1,6 @@
 r"""Products of a linear head's own Jacobian rows, $e_c \otimes h_t$, weighed by variances."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,68 +79,6 @@ class Wanted:
         return rows.flatten(1)
 
 
-@dataclass(frozen=True)
-class OfHead:
-    """A block of the head's at one point of the grid.
-
-    Attributes:
-        block: The block: the head's weight, or its bias.
-        operator: Its curvature.
-        data_weight: N.
-        delta: δ.
-    """
-
-    block: Block
-    operator: EigenKronecker
-    data_weight: float
-    delta: Tensor
-
-    @classmethod
-    def grid(
-        cls,
-        block: Block,
-        index: int,
-        posterior: GaussianPosterior,
-        prior_precisions: Float[Tensor, "grid blocks"],
-    ) -> list["OfHead"]:
-        """The products at the grid's points."""
-        operator = posterior.curvature.blocks[block.name]
-        assert isinstance(operator, EigenKronecker)
-        deltas = prior_precisions[:, index]
-        return [cls(block, operator, posterior.data_weight, delta) for delta in deltas]
-
-    def variances(self, classes: Int[Tensor, " some"] | slice) -> Float[Tensor, "some d"]:
-        """1/P of some rows of the magnitudes."""
-        return (self.data_weight * self.operator.in_frame[classes] + self.delta).reciprocal()
-
-    def own(self, wanted: Wanted, example: int, diagonal: bool) -> Tensor:
-        """Products of the rows `e_c ⊗ h_t` of an example, `[k, k]`, or with themselves, `[k]`."""
-        h, at, classes = wanted.h[example], wanted.positions[example], wanted.classes[example]
-        if self.block.is_exact:
-            h = h.new_ones(len(h), 1)
-        if self.block.is_joint:
-            h = torch.nn.functional.pad(h, (0, 1), value=1.0)
-        a, U_G = coordinates(h, self.operator.U_A), self.operator.U_G
-        if U_G is None and not diagonal:
-            rows = a[at]
-            products = (rows * self.variances(classes)) @ rows.mT
-            return products * (classes[:, None] == classes)
-        if U_G is None:
-            parts = [
-                (a[at[s]].square() * self.variances(classes[s])).sum(-1) for s in wanted.slices()
-            ]
-            return torch.cat(parts)
-        variances, rows = self.variances(slice(None)), frame(U_G)[classes]
-        if diagonal:
-            along = a.square() @ variances.mT
-            return (rows.square() * along[at]).sum(-1)
-        total = a.new_zeros(len(at), len(at))
-        for t, s in torch.cartesian_prod(*[torch.arange(len(a), device=a.device)] * 2):
-            along = (a[t] * a[s]) @ variances.mT
-            total += ((rows * along) @ rows.mT) * ((at == t)[:, None] & (at == s))
-        return total
-
-
 def contracted(
     found: Float[Tensor, "grid batch *columns"], wanted: Wanted, diagonal: bool
 ) -> Float[Tensor, "grid batch *outputs"]:
@@ -173,10 +111,50 @@ def contracted(
 
 
 def head_products(
-    grid: Sequence[OfHead], wanted: Wanted, diagonal: bool
+    block: Block,
+    posterior: GaussianPosterior,
+    deltas: Float[Tensor, " grid"],
+    wanted: Wanted,
+    diagonal: bool,
 ) -> Float[Tensor, "grid batch *outputs"]:
-    """Products of the head's own rows, for every point of the grid and every example."""
-    examples = range(len(wanted.h))
-    return torch.stack(
-        [torch.stack([point.own(wanted, n, diagonal) for n in examples]) for point in grid]
-    )
+    """Products of the rows `e_c ⊗ h_t`, `[P, b, k, k]`, or with themselves, `[P, b, k]`.
+
+    Args:
+        block: The head's weight, or its bias.
+        posterior: A posterior over it.
+        deltas: δ at every point of a grid.
+        wanted: The outputs.
+        diagonal: Whether to give variances alone.
+    """
+    operator, h = posterior.curvature.blocks[block.name], wanted.h
+    assert isinstance(operator, EigenKronecker)
+    if block.is_exact:
+        h = h.new_ones(*h.shape[:2], 1)
+    if block.is_joint:
+        h = torch.nn.functional.pad(h, (0, 1), value=1.0)
+    magnitudes, inputs = operator.in_frame, coordinates(h, operator.U_A)
+    rows_of_G = None if operator.U_G is None else frame(operator.U_G)
+
+    def own(example: int, delta: Tensor) -> Tensor:
+        a, at, classes = inputs[example], wanted.positions[example], wanted.classes[example]
+
+        def variances(some: Tensor | slice) -> Tensor:
+            return (posterior.data_weight * magnitudes[some] + delta).reciprocal()
+
+        if rows_of_G is None and diagonal:
+            slices = [(a[at[s]], classes[s]) for s in wanted.slices()]
+            return torch.cat([(x.square() * variances(some)).sum(-1) for x, some in slices])
+        if rows_of_G is None:
+            products = (a[at] * variances(classes)) @ a[at].mT
+            return products * (classes[:, None] == classes)
+        weights, rows = variances(slice(None)), rows_of_G[classes]
+        if diagonal:
+            return (rows.square() * (a.square() @ weights.mT)[at]).sum(-1)
+        total = a.new_zeros(len(at), len(at))
+        for t, s in torch.cartesian_prod(*[torch.arange(len(a), device=a.device)] * 2):
+            along = (a[t] * a[s]) @ weights.mT
+            total += ((rows * along) @ rows.mT) * ((at == t)[:, None] & (at == s))
+        return total
+
+    of_points = [[own(example, delta) for example in range(len(h))] for delta in deltas]
+    return torch.stack([torch.stack(of_examples) for of_examples in of_points])

@@ -22,7 +22,6 @@ from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.head_products import (
-    OfHead,
     Wanted,
     contracted,
     head_products,
@@ -98,8 +97,8 @@ def moments_through_head(
             chunk = below.add(total, wanted, request)
         tap.forget()
         for index in below.in_head:
-            grid = OfHead.grid(blocks[index], index, posterior, prior_precisions)
-            total += head_products(grid, wanted, request.diagonal)
+            deltas = prior_precisions[:, index]
+            total += head_products(blocks[index], posterior, deltas, wanted, request.diagonal)
         covariances.append(total)
     shape = outputs.shape[1:] if request.outputs is None else None
     return finished(means, covariances, prior_precisions, shape, request.diagonal)
