@@ -5,33 +5,12 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.shadow import wide
-from laplace_debias.laplace.posterior import check_prior_precision
 from laplace_debias.system.checks import real
 
 # One number, or one per block.
 PriorPrecision = float | Tensor
 # One number, or one per Bayesian parameter [D].
 PriorMean = float | Tensor
-
-
-def prior_precision_from(
-    value: PriorPrecision, first: Tensor, num_blocks: int | None
-) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
-    """The prior precision, float64, on the model's device.
-
-    Args:
-        value: One number, or one per block.
-        first: The first Bayesian parameter.
-        num_blocks: How many blocks there are; None if the fit that finds them checks their number.
-
-    Raises:
-        ValueError: As `check_prior_precision`.
-    """
-    precision = real(value, "prior_precision", first.device).detach().clone()
-    num_blocks = precision.numel() if num_blocks is None else num_blocks
-    check_prior_precision(precision, num_blocks, wide(first.dtype))
-    return precision
 
 
 def check_kind(value: Any) -> None:

@@ -46,13 +46,9 @@ from laplace_debias.curvature.network.shadow import (
 from laplace_debias.laplace.data_size import first_batch
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
-from laplace_debias.laplace.posterior import check_temperature
-from laplace_debias.laplace.prior import (
-    PriorMean,
-    check_kind,
-    prior_mean_from,
-    prior_precision_from,
-)
+from laplace_debias.laplace.posterior import check_prior_precision, check_temperature
+from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
+from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import current
 from laplace_debias.system.shown import warn
 
@@ -146,16 +142,17 @@ class Subject:
         """
         other = replace(self, **fields)
         known, mean = other.parameters, None
+        device = other.first_parameter.device
+        precision = real(other.prior_precision, "prior_precision", device).detach().clone()
         # As long as there are no blocks, the fit that finds them checks their number.
-        num_blocks = None if known is None else len(known.block_names)
+        num_blocks = precision.numel() if known is None else len(known.block_names)
+        check_prior_precision(precision, num_blocks)
         check_kind(other.given_mean)
         if known is not None:
             mean = prior_mean_from(other.given_mean, unwrapped(other.model), known.names)
         return replace(
             other,
-            prior_precision=prior_precision_from(
-                other.prior_precision, other.first_parameter, num_blocks
-            ),
+            prior_precision=precision,
             temperature=check_temperature(other.temperature),
             link=link_from(other.link, other.likelihood),
             prior_mean=mean,

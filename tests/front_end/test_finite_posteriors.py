@@ -200,12 +200,12 @@ def test_precisions_are_in_range_block_by_block():
 
 
 @pytest.mark.parametrize("value", [1e-300, 1e-39, 1e38, 1e300])
-def test_a_prior_precision_out_of_range_is_refused_at_once_and_changes_nothing(value):
-    batches = two_batches()
-    with pytest.raises(ValueError, match=r"prior precision .* out of the range of torch\.float32"):
-        Laplace(classifier(), prior_precision=value)
+def test_a_prior_precision_out_of_range_is_refused_and_changes_nothing(value):
+    batches, says = two_batches(), r"too (small|large) for torch\.float32"
+    with pytest.raises(ValueError, match=says):
+        Laplace(classifier(), prior_precision=value).fit_batches(batches)
     la = Laplace(classifier()).fit_batches(batches)
-    with pytest.raises(ValueError, match=r"out of the range of torch\.float32"):
+    with pytest.raises(ValueError, match=says):
         la.prior_precision = value
     assert la.prior_precision == la.posterior.prior_precision == 1.0
     with pytest.raises(ValueError, match=r"prior precision|precision of"):
