@@ -113,21 +113,16 @@ class Subject:
         selected = None
         if not needs_example(plain, selection):
             selected = BayesianParameters.of(plain, selection, settings, None)
-        class_dim = settings.class_dim
-        if class_dim not in (None, -1) and backend == "backpack":
-            raise NotImplementedError(
-                f"BackPACK does not see how class_dim={class_dim} moves the outputs' dimensions: "
-                "use backend='hooks' or 'auto', or put the classes last in the model."
-            )
         names = selected.names if selected else [name for name, _ in plain.named_parameters()]
-        if is_narrow(plain, names):
+        if settings.class_dim not in (None, -1) or is_narrow(plain, names):
             if backend == "backpack":
                 raise NotImplementedError(
-                    "BackPACK does not see that parameters in half precision are computed with in "
-                    "single precision: use backend='hooks' or 'auto'."
+                    "BackPACK sees neither how class_dim= moves the outputs' dimensions nor that "
+                    "parameters in half precision are computed with in single precision: use "
+                    "backend='hooks' or 'auto', or put the classes last in the model."
                 )
-            backend = "hooks"
-        choose_backend(classes_last(plain, class_dim), backend)
+            backend = "hooks" if backend == "auto" else backend
+        choose_backend(plain, backend)
         parts = model, likelihood, settings, selection, backend, read_batch, selected, selected
         return cls(*parts, torch.ones((), dtype=torch.float64)).changed(**prior)
 

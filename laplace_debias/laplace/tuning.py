@@ -58,17 +58,8 @@ class Tuning:
     compared: list[Row] = field(default_factory=list)
 
     def __float__(self) -> float:
-        """The prior precision, if there is one.
-
-        Raises:
-            TypeError: If there are several.
-        """
-        if isinstance(self.prior_precision, list):
-            raise TypeError(
-                f"There are {len(self.prior_precision)} prior precisions, one for each block: use "
-                "`.prior_precision`."
-            )
-        return float(self.prior_precision)  # scipy's searches end in numpy's numbers
+        """The prior precision; a `TypeError` if there are several."""
+        return float(self.prior_precision)  # type: ignore[arg-type]
 
     @property
     def _tried(self) -> list[float]:
