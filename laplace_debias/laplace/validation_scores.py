@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -31,7 +32,6 @@ class Evaluated:
         value: The metric.
         sums: What each example adds to the sum, `[n]`, float64.
         counts: How many terms each has, `[n]`, float64.
-        prior_precision: δ there.
         sigma_factor: What σ is multiplied by there, if it is tuned, too.
         link: What logits become probabilities by; None where there are none.
     """
@@ -40,9 +40,22 @@ class Evaluated:
     value: float
     sums: Float[Tensor, " n"]
     counts: Float[Tensor, " n"]
-    prior_precision: float
     sigma_factor: float | None = None
     link: Link | None = None
+
+    @classmethod
+    def of(
+        cls, at: float, value: float, terms: Tensor, examples: Int[Tensor, " n"], **known: Any
+    ) -> "Evaluated":
+        """The metric of terms, each of an example, in ascending order."""
+        sums = terms.new_zeros(int(examples[-1]) + 1, dtype=torch.float64)
+        counts = torch.zeros_like(sums).index_add_(0, examples, torch.ones_like(terms))
+        return cls(at, value, sums.index_add_(0, examples, terms), counts, **known)
+
+    @property
+    def prior_precision(self) -> float:
+        """δ there."""
+        return self.at if self.sigma_factor is None else self.at / self.sigma_factor**2
 
     @property
     def standard_error(self) -> float:
@@ -117,7 +130,7 @@ class MetricOverTerms:
             value = float(terms.mean())
             if self._metric == "ece":
                 terms, value = _gaps(*terms.unbind(1))
-            found.append(replace(_evaluated(at, value, terms, examples), link=link))
+            found.append(Evaluated.of(at, value, terms, examples, link=link))
         return found
 
 
@@ -167,7 +180,7 @@ class NoiseProfile:
             )
         terms = 0.5 * (squares / factor**2 + log_dets + outputs * math.log(2 * math.pi))
         terms = terms + outputs * math.log(factor)
-        return [_evaluated(at, float(terms.mean()), terms, examples, at / factor**2, factor)]
+        return [Evaluated.of(at, float(terms.mean()), terms, examples, sigma_factor=factor)]
 
 
 def examples_of(likelihood: Likelihood, predicted: Distribution, y: Tensor) -> Int[Tensor, " n"]:
@@ -189,21 +202,6 @@ def examples_of(likelihood: Likelihood, predicted: Distribution, y: Tensor) -> I
     examples = torch.arange(len(labels), device=labels.device) // math.prod(shape[2:])
     counted = likelihood.counted(labels)
     return examples if counted is None else examples[counted]
-
-
-def _evaluated(
-    at: float,
-    value: float,
-    terms: Tensor,
-    examples: Tensor,
-    prior_precision: float | None = None,
-    sigma_factor: float | None = None,
-) -> Evaluated:
-    sums = terms.new_zeros(int(examples[-1]) + 1, dtype=torch.float64)
-    counts = torch.zeros_like(sums).index_add_(0, examples, torch.ones_like(terms))
-    sums = sums.index_add_(0, examples, terms)
-    delta = at if prior_precision is None else prior_precision
-    return Evaluated(at, value, sums, counts, delta, sigma_factor)
 
 
 def _gaps(confidence: Tensor, is_right: Tensor) -> tuple[Float[Tensor, " n"], float]:
