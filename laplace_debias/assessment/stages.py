@@ -113,7 +113,8 @@ def _posterior(run: Run, family: Family, model: nn.Module, number: int) -> Lapla
     path = run.folder / "posteriors" / f"{name}.safetensors"
     sweep_path = run.folder / "sweeps" / f"{name}.json"
     if not current().from_rank(path.exists(), 0):
-        run.say(f"Fitting {label}{f', checkpoint {number}' if lead.of_all else ''}")
+        verb = "Reading" if isinstance(lead.posterior, Path) else "Fitting"
+        run.say(f"{verb} {label}{f', checkpoint {number}' if lead.of_all else ''}")
         start, resume = time.perf_counter(), run.folder / "state" / f"{name}.fit"
         la = fitted(loaded, lead.posterior, run.said["sigma"], run.seed, resume)
         _took(run, family, "fit", start)
@@ -276,7 +277,7 @@ def _predict(run: Run, family: Family, part: DataSet, members: Sequence[Member])
     missing = [method for method in family if not run.told(method, part)]
     if not missing:
         return
-    run.say(f"Predicting {part.name}: {', '.join(method.label for method in missing)}")
+    run.say(f"Predicting {part.name}: {'; '.join(method.label for method in missing)}")
     positions, examples = None, run.examples(family)
     if examples is not None:
         # The network comes first and predicts all: its table knows how many there are.

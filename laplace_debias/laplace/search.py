@@ -162,7 +162,10 @@ class Found:
 
     def is_worse(self, index: int) -> bool:
         """Whether a point is worse than the best by more than one paired standard error."""
-        return _is_worse(self.points[index], self.points[self.best])
+        one, best = self.points[index], self.points[self.best]
+        # Of a temperature alone the best value is that of a larger prior precision.
+        is_better = one.value > best.value if self.more_is_better else one.value < best.value
+        return not is_better and _is_worse(one, best)
 
     @property
     def flat(self) -> tuple[int, int] | None:
@@ -246,14 +249,14 @@ def refined(look: Look, found: Found) -> Found | None:
 
     Returns:
         What lies between the neighbours, these included; None if the data do not tell them from the
-        best, or can be read only once.
+        best, if a temperature alone is best, or if the data can be read only once.
 
     Raises:
         ValueError: As `Look`; if no value is a number.
     """
     best = found.best
     neighbours = found.neighbours(best)
-    if not any(found.is_worse(i) for i in neighbours):
+    if best != found._highest or not any(found.is_worse(i) for i in neighbours):
         return None
     at = found.points[best].at
     ratios = [found.points[i].at / at for i in neighbours]

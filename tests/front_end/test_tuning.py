@@ -408,6 +408,9 @@ def test_a_link_that_is_asked_for_is_the_only_one():
     at_end = la.tune([(x, y)], grid=[1e2, 1e4, 1e6, 1e8, 1e10], link="pairwise")
     assert at_end.link.temperature != 1
     assert at_end.prior_precision < 1e10
+    # All the larger ones are at least as good.
+    assert at_end.flat == (at_end.prior_precision, 1e10)
+    assert la.tune([(x, y)], link="pairwise").flat[1] == 1e8
 
 
 def test_evidence_is_a_function_of_its_own_and_leaves_the_link():
