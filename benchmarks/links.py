@@ -112,7 +112,7 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
     data = [(validation.mean, validation.labels)]
     look = Look(predict, data, _SOFTMAX, None, MetricOverTerms("nll", _SOFTMAX))
     by = links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None)
-    found = first_look(look, validation.grid, by, more_is_better=False)
+    found = first_look(look, validation.grid, by)
     point = found.points[found.best]
     assert point.link is not None
     return point.prior_precision, point.link

@@ -31,7 +31,7 @@ class Settings(SourceSettings):
         overwrite: Replace another existing file.
         method: Criterion: `grid`, the best on validation examples; `marglik`, the largest marginal
             likelihood.
-        metric: Metric that is best on the grid: `nll`, `ece`, `brier` or `accuracy`.
+        metric: Metric that is best on the grid: `nll` or `brier`.
         prior_precisions: The grid; 31 values from 1e-4 to 1e8 by default, and finer ones around the
             best.
         sigma: Tune the noise of a regression too; by default if it was never given.
@@ -46,7 +46,7 @@ class Settings(SourceSettings):
     output: Path | None = None
     overwrite: bool = False
     method: Literal["grid", "marglik"] = "grid"
-    metric: Literal["nll", "ece", "brier", "accuracy"] = "nll"
+    metric: Literal["nll", "brier"] = "nll"
     prior_precisions: tuple[float, ...] | None = None
     sigma: bool | None = None
     per: Literal["kind", "block"] | None = None

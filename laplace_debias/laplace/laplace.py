@@ -344,8 +344,8 @@ class Laplace(Approximation):
 
         Args:
             loader: Held-out batches `(x, y)`. One pass serves a whole grid.
-            metric: `"nll"`, `"ece"`, `"brier"` or `"accuracy"` of the `"glm"` predictive; of
-                several labels the NLL is summed over those of an example, the others are over all.
+            metric: `"nll"` or `"brier"` of the `"glm"` predictive; of several labels the NLL is
+                summed over those of an example, the Brier score is over all.
             grid: The only prior precisions to try; None for the default, which is refined.
             method: `"marglik"` is an older name of `tune_evidence(sigma=, per=)`.
             progress: Show a progress bar over the loader.

@@ -117,12 +117,10 @@ class Found:
 
     Attributes:
         points: In the order of what is searched over.
-        more_is_better: Whether the metric is to be large.
         others: The same by other links, and without any covariance, by what they are called.
     """
 
     points: list[Evaluated]
-    more_is_better: bool
     others: dict[str, Evaluated] = field(default_factory=dict)
 
     @property
@@ -135,7 +133,7 @@ class Found:
         Raises:
             ValueError: If no value is a number.
         """
-        best, last = self._highest, len(self.points) - 1
+        best, last = self._lowest, len(self.points) - 1
         link = self.points[best].link
         if link is None or link.temperature == 1 or best < last:
             return best
@@ -144,16 +142,14 @@ class Found:
         return best
 
     @property
-    def _highest(self) -> int:
-        sign = 1 if self.more_is_better else -1
-        values = [sign * point.value for point in self.points]
-        numbers = [value for value in values if value == value]
+    def _lowest(self) -> int:
+        numbers = [point.value for point in self.points if point.value == point.value]
         if not numbers:
             raise ValueError("The metric is NaN at every prior precision: check the predictions.")
-        highest = max(numbers)
+        lowest = min(numbers)
         runs: list[list[int]] = [[]]
-        for index, value in enumerate(values):
-            if value == highest:
+        for index, point in enumerate(self.points):
+            if point.value == lowest:
                 runs[-1].append(index)
             elif runs[-1]:
                 runs.append([])
@@ -191,9 +187,7 @@ def _is_worse(one: Evaluated, best: Evaluated) -> bool:
     return not abs(difference) <= error
 
 
-def first_look(
-    look: Look, grid: Float[Tensor, " grid"], links: Sequence[Link | None], more_is_better: bool
-) -> Found:
+def first_look(look: Look, grid: Float[Tensor, " grid"], links: Sequence[Link | None]) -> Found:
     """Look at a grid by every link, and choose a link by the one-standard-error rule.
 
     The first link is the simplest. Then come the others of T = 1, the first one's formula at other
@@ -204,7 +198,6 @@ def first_look(
         look: What predicts and scores.
         grid: Where to begin, ascending.
         links: The simplest first; None alone for a likelihood that has none.
-        more_is_better: Whether the metric is to be large.
 
     Raises:
         ValueError: As `Look`; if no value is a number.
@@ -213,11 +206,10 @@ def first_look(
     if not rows:
         raise ValueError("The loader holds no batch: nothing to tune on.")
     points, without = rows[: len(grid)], rows[-1:]
-    sign = 1 if more_is_better else -1
 
     def best(numbers: Sequence[int], rows: Sequence[Sequence[Evaluated]]) -> Evaluated:
         some = [row[number] for row in rows for number in numbers]
-        return max(some, key=lambda p: sign * p.value if p.value == p.value else -math.inf)
+        return min(some, key=lambda p: p.value if p.value == p.value else math.inf)
 
     by = [(number, link) for number, link in enumerate(links) if link is not None]
     names = list(dict.fromkeys(link.name for _, link in by))
@@ -227,7 +219,7 @@ def first_look(
         if some and len(chosen.sums) >= FEW:
             one = best(some, points)
             difference, error = one.minus(chosen)
-            if sign * difference > max(error, _SEEN * chosen.standard_error):
+            if -difference > max(error, _SEEN * chosen.standard_error):
                 chosen = one
     if len(by) > 1:
         others["network"] = best([0], without)
@@ -237,7 +229,7 @@ def first_look(
             others[name] = best([n for n, link in same if link.temperature == 1], points)
             others[f"{name}, tempered"] = best([n for n, _ in same], points)
     at_chosen = [point for row in points for point in row if point.link == chosen.link]
-    return Found(at_chosen, more_is_better, others=others)
+    return Found(at_chosen, others)
 
 
 def refined(look: Look, found: Found) -> Found | None:

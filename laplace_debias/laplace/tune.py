@@ -27,9 +27,6 @@ from laplace_debias.laplace.validation_scores import MetricOverTerms, NoiseProfi
 from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import current
 
-# Metrics of class probabilities; True where more is better.
-_OF_PROBABILITIES = {"accuracy": True, "brier": False, "ece": False, "nll": False}
-
 
 def on_data(
     fitted: Fitted,
@@ -64,7 +61,7 @@ def on_data(
     stream = fitted.subject.stream(loader, generator, "tune" if progress else None)
     likelihood, class_dim = fitted.likelihood, fitted.settings.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
-    known = ["nll"] if is_regression else list(_OF_PROBABILITIES)
+    known = ["nll"] if is_regression else ["brier", "nll"]
     if metric not in known:
         raise ValueError(
             f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
@@ -86,7 +83,7 @@ def on_data(
     look = Look(
         partial(predictive.predictives_by_links, fitted), stream, likelihood, class_dim, scores
     )
-    found = first_look(look, points, by, _OF_PROBABILITIES[metric])
+    found = first_look(look, points, by)
     finer = None if grid is not None or isinstance(loader, Iterator) else refined(look, found)
 
     result = tuning_of(found, finer, metric, likelihood)

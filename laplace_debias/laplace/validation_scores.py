@@ -17,8 +17,6 @@ from laplace_debias.laplace.evaluation import score
 from laplace_debias.laplace.links import Link
 from laplace_debias.metrics.checks import check_classification
 
-_BINS = 15
-
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
@@ -81,7 +79,7 @@ class MetricOverTerms:
     """A metric of predictives.
 
     Args:
-        metric: `"nll"`, `"accuracy"`, `"brier"` or `"ece"`.
+        metric: `"nll"` or `"brier"`.
         likelihood: What targets must fit.
     """
 
@@ -89,7 +87,7 @@ class MetricOverTerms:
         self._metric = metric
         self._likelihood = likelihood
 
-    def of_batch(self, predicted: Distribution, y: Tensor) -> Float[Tensor, "n links *of_ece"]:
+    def of_batch(self, predicted: Distribution, y: Tensor) -> Float[Tensor, "n links"]:
         """The numbers that must be kept of a batch at one point, a column for each link.
 
         Args:
@@ -102,16 +100,10 @@ class MetricOverTerms:
             # No class probabilities: for a thousand classes a thousandth of the memory.
             return -scored.log_probs.double().view(num_links, -1).T
         if not len(scored.log_probs):  # A batch may hold ignored targets alone.
-            size = (0, num_links, 2) if self._metric == "ece" else (0, num_links)
-            return scored.log_probs.new_zeros(size, dtype=torch.float64)
+            return scored.log_probs.new_zeros(0, num_links, dtype=torch.float64)
         probs, labels = check_classification(*scored.classified)
-        confidence, first = probs.double().max(1)
-        is_right = (first == labels).double()
-        if self._metric == "ece":
-            return torch.stack([confidence, is_right], 1).view(num_links, -1, 2).transpose(0, 1)
-        if self._metric == "brier":
-            is_right = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
-        return is_right.view(num_links, -1).T
+        squares = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
+        return squares.view(num_links, -1).T
 
     def of_all(
         self, at: float, columns: Tensor, examples: Int[Tensor, " n"], links: Sequence[Link | None]
@@ -125,13 +117,10 @@ class MetricOverTerms:
             links: The columns' links.
         """
         examples = examples.repeat_interleave(len(columns) // len(examples))
-        found = []
-        for link, terms in zip(links, columns.unbind(1), strict=True):
-            value = float(terms.mean())
-            if self._metric == "ece":
-                terms, value = _gaps(*terms.unbind(1))
-            found.append(Evaluated.of(at, value, terms, examples, link=link))
-        return found
+        return [
+            Evaluated.of(at, float(terms.mean()), terms, examples, link=link)
+            for link, terms in zip(links, columns.unbind(1), strict=True)
+        ]
 
 
 class NoiseProfile:
@@ -202,11 +191,3 @@ def examples_of(likelihood: Likelihood, predicted: Distribution, y: Tensor) -> I
     examples = torch.arange(len(labels), device=labels.device) // math.prod(shape[2:])
     counted = likelihood.counted(labels)
     return examples if counted is None else examples[counted]
-
-
-def _gaps(confidence: Tensor, is_right: Tensor) -> tuple[Float[Tensor, " n"], float]:
-    """Shares of targets in the ECE, as long as no bin's gap changes its sign; and the ECE."""
-    bins = (confidence * _BINS).long().clamp_(max=_BINS - 1)
-    gaps = is_right - confidence
-    of_bins = gaps.new_zeros(_BINS).index_add_(0, bins, gaps)
-    return of_bins.sign()[bins] * gaps, float(of_bins.abs().sum() / len(gaps))
