@@ -392,13 +392,13 @@ class Approximation(Predictor):
         self,
         path: str | Path,
         example: Inputs | Record,
-        method: str = "glm",
-        samples: int | None = None,
-        generator: torch.Generator | None = None,
         *,
         link: str | Link | None = None,
     ) -> None:
         """Write the predictive as a program that runs without this package, atomically.
+
+        It is the closed form of a posterior over the last layer, an `nn.Linear`, with curvature
+        `"kfac"`, `"ekfac"` or `"diag"`.
 
         The program holds the network. It is called as the model is, with any number of examples,
         and gives tensors by their names, with positions `[B, T, ...]` where the model has them:
@@ -414,26 +414,18 @@ class Approximation(Predictor):
             path: The file, `.pt2`, in a folder that exists.
             example: Inputs as `predict` takes them, one example or more. Their sizes but for the
                 number of examples are those that the program takes.
-            method: `"glm"`: the closed form, of a posterior over the last layer, an `nn.Linear`,
-                with curvature `"kfac"`, `"ekfac"` or `"diag"`.
-                `"nn"`: samples of the parameters through the network, of any posterior; the file
-                holds them all, and the program gives the same numbers every time. Logits and mean
-                are averages over the samples then.
-            samples: Draws for `"nn"`, 100 if None.
-            generator: For the draws; torch's global one if None.
-            link: For `"glm"`, as `predict` takes it.
+            link: As `predict` takes it.
 
         Raises:
             NotImplementedError: If torch cannot trace the model for any number of examples, for
-                `"glm"` with another posterior, for inputs that are no tensors, or for a likelihood
-                of a user's class.
-            ValueError: For another suffix, an unknown method or link, or an argument that the
-                method does not use.
+                another posterior, for inputs that are no tensors, or for a likelihood of a user's
+                class.
+            ValueError: For another suffix, or an unknown link.
             RuntimeError: If the program does not give for the example what `predict` gives.
             OSError: If the file cannot be written. Else this raises what `predict` raises.
         """
         state = self._unchanged_state
-        export(state, Path(path), example, method, samples, generator, link)
+        export(state, Path(path), example, link)
 
     def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
         return predictive.predict(self._unchanged_state, x, how, link)

@@ -28,15 +28,12 @@ from laplace_debias.curvature.network.inputs import (
     OneArgument,
     Record,
     call,
-    call_with,
     join,
 )
 from laplace_debias.curvature.network.shadow import shadow
-from laplace_debias.laplace import predictive, sampling
+from laplace_debias.laplace import predictive
 from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.links import Link, variances_suffice
-from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.laplace.predictive import Prediction
+from laplace_debias.laplace.links import Link, link_from, variances_suffice
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import frame
 from laplace_debias.system.files import check_target, written_atomically
@@ -46,23 +43,9 @@ from laplace_debias.system.threads import FORWARD_MODE
 Answers = dict[str, Tensor]
 
 
-def export(
-    fitted: Fitted,
-    path: Path,
-    example: Inputs | Record,
-    method: str,
-    samples: int | None,
-    generator: torch.Generator | None,
-    link: str | Link | None,
-) -> None:
+def export(fitted: Fitted, path: Path, example: Inputs | Record, link: str | Link | None) -> None:
     """As `Laplace.export`."""
-    how = Prediction(method, samples, generator)
-    if method not in ("glm", "nn") or how.is_closed != (method == "glm"):
-        raise ValueError(
-            f"method={method!r} with samples={samples} cannot be exported: use 'glm' in closed "
-            "form, without samples, or 'nn'."
-        )
-    chosen = how.link(link, fitted.likelihood) or fitted.subject.link
+    chosen = link_from(link, fitted.likelihood) or fitted.subject.link
     if type(fitted.likelihood) not in (Bernoulli, Categorical, Gaussian, MultiLabel):
         raise NotImplementedError(
             f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported: only "
@@ -74,21 +57,13 @@ def export(
     with torch.inference_mode(False):
         inputs = fitted.moved(example)
         _check_tensors(inputs)
-        if method == "glm":
-            chosen = chosen or predictive.default_link(fitted, inputs)
-            if chosen is not None and chosen.name == "exact":
-                raise NotImplementedError(
-                    'link="exact" decomposes covariances, which is not exported: use "pairwise".'
-                )
-            program = _traced(_LastLayerPredictive(fitted, inputs, chosen), inputs)
-            expected = predictive.closed(fitted, inputs, chosen)
-        else:
-            draws = fitted.posterior.sample(how.num_samples, generator)
-            program = _traced(_SampledPredictive(fitted, inputs, draws), inputs)
-            names = fitted.parameters.names
-            outputs = sampling.sampled_outputs(fitted.network, names, inputs, draws)
-            expected = fitted.likelihood.mixture(outputs)
-        _check(program, inputs, expected)
+        chosen = chosen or predictive.default_link(fitted, inputs)
+        if chosen is not None and chosen.name == "exact":
+            raise NotImplementedError(
+                'link="exact" decomposes covariances, which is not exported: use "pairwise".'
+            )
+        program = _traced(_Predictive(fitted, inputs, chosen), inputs)
+        _check(program, inputs, predictive.closed(fitted, inputs, chosen))
         buffer = io.BytesIO()
         with FORWARD_MODE:
             torch.export.save(program, buffer)
@@ -96,15 +71,36 @@ def export(
         temporary.write_bytes(buffer.getvalue())
 
 
-# --------------------------------------------------------------- modules that can be traced
-
-
 class _Predictive(nn.Module):
-    """The network and what is made of its outputs, called as the network is."""
+    r"""The closed form of a posterior over a linear last layer with inputs φ.
 
-    def __init__(self, fitted: Fitted, example: Inputs) -> None:
+    The covariance of the outputs is the sum over the layer's blocks of
+    $U_G\,\mathrm{diag}\big(\sum_j (U_A^\top\phi)_j^2/P_{ij}\big)_i U_G^\top$.
+    """
+
+    def __init__(self, fitted: Fitted, example: Inputs, link: Link | None) -> None:
         super().__init__()
         self.network, self.likelihood = shadow(fitted.network), fitted.likelihood
+        self._layer = _last_linear_layer(fitted, example)
+        self._link, self._blocks = link, fitted.parameters.blocks
+        posterior = fitted.posterior
+        deltas = posterior.prior_precision.to(posterior.mean).expand(len(self._blocks))
+        for index, (block, delta) in enumerate(zip(self._blocks, deltas, strict=True)):
+            operator = posterior.curvature.blocks.get(block.name)
+            if not isinstance(operator, EigenKronecker):
+                raise NotImplementedError(
+                    "The closed form is exported of curvature kfac, ekfac and diag alone: fit one "
+                    "of these."
+                )
+            variances = 1 / (posterior.data_weight * operator.in_frame + delta)
+            bases = {"U_G": operator.U_G, "U_A": operator.U_A}
+            held = {name: None if U is None else frame(U) for name, U in bases.items()}
+            held["variances"] = variances
+            for name, value in held.items():
+                if value is not None:
+                    # A copy: of a view the file would hold what it is a view of.
+                    copy = value.clone(memory_format=torch.contiguous_format)
+                    self.register_buffer(f"{name}_{index}", copy)
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Answers:
             is_whole = isinstance(example, OneArgument)
@@ -119,43 +115,6 @@ class _Predictive(nn.Module):
 
     def answers(self, inputs: Inputs) -> Answers:
         """The program's answers for the model's inputs."""
-        raise NotImplementedError
-
-
-class _LastLayerPredictive(_Predictive):
-    r"""The closed form of a posterior over a linear last layer with inputs φ.
-
-    The covariance of the outputs is the sum over the layer's blocks of
-    $U_G\,\mathrm{diag}\big(\sum_j (U_A^\top\phi)_j^2/P_{ij}\big)_i U_G^\top$.
-    """
-
-    def __init__(self, fitted: Fitted, example: Inputs, link: Link | None) -> None:
-        super().__init__(fitted, example)
-        self._layer = _last_linear_layer(fitted, example)
-        self._link, self._blocks = link, fitted.parameters.blocks
-        self._hold(fitted.posterior)
-
-    def _hold(self, posterior: GaussianPosterior) -> None:
-        deltas = posterior.prior_precision.to(posterior.mean).expand(len(self._blocks))
-        for index, (block, delta) in enumerate(zip(self._blocks, deltas, strict=True)):
-            operator = posterior.curvature.blocks.get(block.name)
-            if not isinstance(operator, EigenKronecker):
-                raise NotImplementedError(
-                    "The closed form is exported of curvature kfac, ekfac and diag alone: export "
-                    'samples of this posterior, method="nn".'
-                )
-            variances = 1 / (posterior.data_weight * operator.in_frame + delta)
-            bases = {"U_G": operator.U_G, "U_A": operator.U_A}
-            held = {name: None if U is None else frame(U) for name, U in bases.items()}
-            held["variances"] = variances
-            for name, value in held.items():
-                if value is not None:
-                    # A copy: of a view the file would hold what it is a view of.
-                    copy = value.clone(memory_format=torch.contiguous_format)
-                    self.register_buffer(f"{name}_{index}", copy)
-
-    def answers(self, inputs: Inputs) -> Answers:
-        """As `_Predictive.answers`."""
         read: list[Tensor] = []
         handle = self.network.get_submodule(self._layer).register_forward_hook(
             lambda _, given, named, __: read.append(
@@ -170,7 +129,10 @@ class _LastLayerPredictive(_Predictive):
         diagonal = variances_suffice(self.likelihood, self._link)
         covariance = self._covariance(read[0], diagonal)
         if isinstance(self.likelihood, Gaussian):
-            return _regression(self.likelihood, mean, covariance)
+            noise = self.likelihood.sigma.to(mean).square().expand(mean.shape[-1])
+            total = (covariance + covariance.mT) / 2 + torch.diag(noise)
+            variance = total.diagonal(dim1=-2, dim2=-1)
+            return {"mean": mean, "variance": variance, "covariance": total}
         variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
         assert self._link is not None
         logits = self._link.logits(self.likelihood, mean, covariance)
@@ -194,48 +156,6 @@ class _LastLayerPredictive(_Predictive):
             else:
                 parts.append((U_G * along.unsqueeze(-2)) @ U_G.mT)
         return sum(parts[1:], parts[0])
-
-
-class _SampledPredictive(_Predictive):
-    """The average over samples of the parameters, which are in the program."""
-
-    def __init__(
-        self,
-        fitted: Fitted,
-        example: Inputs,
-        draws: Float[Tensor, "samples parameters"],
-    ) -> None:
-        super().__init__(fitted, example)
-        self._names = fitted.parameters.names
-        shapes = [self.network.get_parameter(name).shape for name in self._names]
-        columns = draws.split([shape.numel() for shape in shapes], dim=1)
-        for index, (part, shape) in enumerate(zip(columns, shapes, strict=True)):
-            self.register_buffer(f"samples_{index}", part.clone().reshape(-1, *shape).contiguous())
-
-    def answers(self, inputs: Inputs) -> Answers:
-        """As `_Predictive.answers`."""
-
-        def outputs(*values: Tensor) -> Tensor:
-            parameters = dict(zip(self._names, values, strict=True))
-            return call_with(self.network, parameters, inputs)
-
-        # One after the other: of some operations, convolutions and embeddings among them, torch
-        # cannot trace several samples at once for any number of examples.
-        stacks = [getattr(self, f"samples_{index}") for index in range(len(self._names))]
-        samples = torch.stack([outputs(*values) for values in zip(*stacks, strict=True)])
-        mean, residuals = samples.mean(0), samples - samples.mean(0)
-        if isinstance(self.likelihood, Gaussian):
-            covariance = (residuals.unsqueeze(-1) * residuals.unsqueeze(-2)).mean(0)
-            return _regression(self.likelihood, mean, covariance)
-        probs = _probabilities(self.likelihood, samples).mean(0)
-        return {"logits": mean, "variance": residuals.square().mean(0), "probs": probs}
-
-
-def _regression(likelihood: Gaussian, mean: Tensor, covariance: Tensor) -> Answers:
-    noise = likelihood.sigma.to(mean).square().expand(mean.shape[-1])
-    total = (covariance + covariance.mT) / 2 + torch.diag(noise)
-    variance = total.diagonal(dim1=-2, dim2=-1)
-    return {"mean": mean, "variance": variance, "covariance": total}
 
 
 def _probabilities(likelihood: Likelihood, logits: Tensor) -> Tensor:
@@ -330,13 +250,10 @@ def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:
     """
     blocks: Sequence[Block] = fitted.parameters.blocks
     layers = list(dict.fromkeys(block.layer for block in blocks))
-    remedy = (
-        'Fit with params="last_layer" a model that ends in an nn.Linear, or export samples of the '
-        'parameters, method="nn".'
-    )
+    remedy = 'Fit with params="last_layer" a model that ends in an nn.Linear.'
     if len(layers) > 1:
         raise NotImplementedError(
-            'The "glm" predictive is exported of a posterior over the last layer alone, but '
+            "The predictive is exported of a posterior over the last layer alone, but "
             f"{len(layers)} layers are Bayesian here: {', '.join(layers[:3])}"
             f"{', …' if len(layers) > 3 else ''}. {remedy}"
         )
@@ -348,6 +265,6 @@ def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:
     if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:
         raise NotImplementedError(
             f"The outputs are not those of {layers[0]} ({type(layer).__name__}) as a linear layer "
-            f'gives them, which the export of the "glm" predictive needs. {remedy}'
+            f"gives them, which the export needs. {remedy}"
         )
     return layers[0]

@@ -171,7 +171,7 @@ def test_blocks_without_curvature_or_at_the_priors_mean_are_told(likelihood):
     assert {row["name"] for row in by_kind.table} == {"linear", "bias"}
 
 
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
 def test_prior_precisions_of_blocks_are_the_best_at_the_noise_that_is_best_with_one(fisher):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double().eval()

@@ -8,14 +8,12 @@ import conformance
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from laplace_debias import Categorical, Laplace
 from laplace_debias.laplace import export as exporting
 
 DELTA = 0.7
 NUM_DATA = 30
-SAMPLES = 3
 
 
 class Named(nn.Module):
@@ -104,20 +102,10 @@ class Case:
         self.la.fit_batches(data, num_data=NUM_DATA)
 
     def write(self, path):
-        options = dict(self.export)
-        if options.get("method") == "nn":
-            options["generator"] = torch.Generator().manual_seed(5)
-        self.la.export(path, self.batches[1], **options)
-
-    def call(self, parameters, x):
-        args, kwargs = ((), x) if isinstance(x, dict) else ((x,) if torch.is_tensor(x) else x, {})
-        outputs = functional_call(self.model, parameters, args, kwargs)
-        return outputs.movedim(1, -1) if isinstance(self.model, nn.Conv1d) else outputs
+        self.la.export(path, self.batches[1], **self.export)
 
     def expected(self, x):
         """What `predict` answers, which other tests hold against dense Jacobians."""
-        if self.export.get("method") == "nn":
-            return self.expected_of_samples(x)
         link = self.export.get("link")
         predictive = self.la.predict(x, link=link)
         if self.likelihood == "regression":
@@ -128,55 +116,22 @@ class Case:
         probs = predictive.mean if self.likelihood == "multilabel" else predictive.probs
         return {"logits": mean, "variance": variance, "probs": probs}
 
-    def expected_of_samples(self, x):
-        outputs = []
-        for draw in self.la.sample(SAMPLES, torch.Generator().manual_seed(5)):
-            parameters, left = {}, draw
-            for name in self.la.param_names:
-                shape = self.model.get_parameter(name).shape
-                parameters[name], left = left[: shape.numel()].reshape(shape), left[shape.numel() :]
-            outputs.append(self.call(parameters, x).detach())
-        outputs = torch.stack(outputs)
-        mean = outputs.mean(0)
-        if self.likelihood == "regression":
-            covariance = sum((f - mean)[..., None] * (f - mean)[..., None, :] for f in outputs)
-            covariance = covariance / SAMPLES + torch.tensor(self.sigma).double().square().diag()
-            variance = covariance.diagonal(dim1=-2, dim2=-1)
-            return {"mean": mean, "variance": variance, "covariance": covariance}
-        probs = sum(self.probabilities(f) for f in outputs) / SAMPLES
-        return {"logits": mean, "variance": outputs.var(0, correction=0), "probs": probs}
 
-    def probabilities(self, logits):
-        if self.likelihood == "classification":
-            return logits.softmax(-1)
-        return logits.sigmoid()[..., 0] if self.likelihood == "binary" else logits.sigmoid()
-
-
-NN = {"method": "nn", "samples": SAMPLES}
 CASES = {
-    **{f"glm, {name}": lambda name=name: Case(plain, vectors, name) for name in OUTPUTS},
+    **{f"{name}": lambda name=name: Case(plain, vectors, name) for name in OUTPUTS},
     **{
-        f"glm, {name}": lambda name=name: Case(plain, vectors, "regression", curvature=name)
+        f"{name}": lambda name=name: Case(plain, vectors, "regression", curvature=name)
         for name in ("ekfac", "diag")
     },
-    "glm, joint": lambda: Case(plain, vectors, "regression", joint=True),
-    "glm, without bias": lambda: Case(Pair, pair, "regression"),
-    "glm, one δ a block": lambda: Case(plain, vectors, prior_precision=torch.tensor([0.2, 3.0])),
-    "glm, cold": lambda: Case(plain, vectors, temperature=0.3),
-    "glm, images": lambda: Case(convolutional, images),
-    "glm, probit": lambda: Case(plain, vectors, export={"link": "probit"}),
-    "glm, two inputs": lambda: Case(Pair, pair, "multilabel"),
-    "glm, named inputs": lambda: Case(Named, named),
-    "glm, regression at positions": lambda: Case(Named, named, "regression"),
-    **{
-        f"nn, {name}": lambda name=name: Case(plain, vectors, name, NN, params="all")
-        for name in OUTPUTS
-    },
-    "nn, images": lambda: Case(convolutional, images, export=NN, params="weights"),
-    "nn, named inputs": lambda: Case(Named, named, "regression", NN, params="all"),
-    "nn, classes first": lambda: Case(
-        lambda C: nn.Conv1d(3, C, 1), sequences, export=NN, params="all", class_dim=1
-    ),
+    "joint": lambda: Case(plain, vectors, "regression", joint=True),
+    "without bias": lambda: Case(Pair, pair, "regression"),
+    "one δ a block": lambda: Case(plain, vectors, prior_precision=torch.tensor([0.2, 3.0])),
+    "cold": lambda: Case(plain, vectors, temperature=0.3),
+    "images": lambda: Case(convolutional, images),
+    "probit": lambda: Case(plain, vectors, export={"link": "probit"}),
+    "two inputs": lambda: Case(Pair, pair, "multilabel"),
+    "named inputs": lambda: Case(Named, named),
+    "regression at positions": lambda: Case(Named, named, "regression"),
 }
 
 ALONE = """
@@ -265,18 +220,16 @@ class ByValue(nn.Module):
         return self.head(x if float(x.sum()) > -1e9 else -x)
 
 
-@pytest.mark.parametrize("export", [{}, NN], ids=["glm", "nn"])
-def test_a_model_that_torch_cannot_trace_is_told_and_the_old_file_stays(export, tmp_path):
+def test_a_model_that_torch_cannot_trace_is_told_and_the_old_file_stays(tmp_path):
     path = tmp_path / "predictive.pt2"
     path.write_bytes(b"before")
     case = Case(plain, vectors)
     case.model = ByValue(3).double().eval()
     x = case.batches[7]
     la = Laplace(case.model, params="last_layer")
-    # Sampling is vectorised, which a look at a value refuses before anything is traced.
     la.fit_batches([(x, torch.zeros(7, dtype=torch.long))])
-    with pytest.raises((NotImplementedError, RuntimeError), match=r"trace|vmap"):
-        la.export(path, x, **export)
+    with pytest.raises(NotImplementedError, match="cannot trace"):
+        la.export(path, x)
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("predictive.pt2", b"before")]
 
 
@@ -292,10 +245,6 @@ def test_a_program_that_gives_other_numbers_is_not_written(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"method": "map"}, ValueError, "method='map' .* cannot be exported"),
-        ({"samples": 3}, ValueError, "without samples, or 'nn'"),
-        ({"method": "nn", "samples": 0}, ValueError, "at least 1"),
-        ({"method": "nn", "link": "probit"}, ValueError, "belongs to the closed form"),
         ({"link": "logit"}, ValueError, "Unknown link"),
         ({"link": "exact"}, NotImplementedError, 'use "pairwise"'),
         ({"path": "predictive.pt"}, ValueError, r"ends in '\.pt': name it \*\.pt2"),
@@ -335,12 +284,11 @@ def test_glm_of_other_layers_is_refused_with_what_to_do(build, params, message, 
     case = Case(build, vectors, params=params)
     with pytest.raises(NotImplementedError, match=message):
         case.la.export(tmp_path / "predictive.pt2", case.batches[1])
-    case.la.export(tmp_path / "predictive.pt2", case.batches[1], method="nn", samples=2)
 
 
 def test_what_has_no_closed_form_or_no_tensors_is_refused_with_what_to_do(tmp_path):
     dense = Case(plain, vectors, curvature="full")
-    with pytest.raises(NotImplementedError, match=r'kfac, ekfac and diag alone.*method="nn"'):
+    with pytest.raises(NotImplementedError, match="kfac, ekfac and diag alone"):
         dense.la.export(tmp_path / "predictive.pt2", dense.batches[1])
     flag = Case(Pair, lambda n, g: (*pair(n, g), True))
     with pytest.raises(NotImplementedError, match=r"takes tensors alone.*None, a flag"):

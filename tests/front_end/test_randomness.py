@@ -1,9 +1,7 @@
 """With a generator, a call is a function of it and of the data; torch's global one stays."""
 
 import inspect
-import tempfile
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,14 +158,6 @@ def operator(kind):
     return result
 
 
-def exported(generator):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "predictive.pt2"
-        x = Augmented().x
-        fitted().export(path, x[:2], method="nn", samples=3, generator=generator)
-        return torch.export.load(path).module()(x)["probs"]
-
-
 # The function that takes a generator, and cases of it.
 CASES = {
     Laplace.fit: {
@@ -182,7 +172,6 @@ CASES = {
     Laplace.fit_batches: {"two loaders": fit_batches, "an iterator": fit_of_an_iterator},
     Laplace.sample: {"": lambda generator: fitted().sample(3, generator)},
     Laplace.predict: {method: predict(method) for method in ("glm", "glm-mc", "nn")},
-    Laplace.export: {"nn": exported},
     Laplace.marginals: {method: marginals(method) for method in ("glm", "glm-mc", "nn")},
     Laplace.uncertainty: {method: uncertainty(method) for method in ("glm", "glm-mc", "nn")},
     Laplace.tune: {"grid": tune},
