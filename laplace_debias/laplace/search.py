@@ -160,8 +160,7 @@ class Found:
         """Whether a point is worse than the best by more than one paired standard error."""
         one, best = self.points[index], self.points[self.best]
         # Of a temperature alone the best value is that of a larger prior precision.
-        is_better = one.value > best.value if self.more_is_better else one.value < best.value
-        return not is_better and _is_worse(one, best)
+        return not one.value < best.value and _is_worse(one, best)
 
     @property
     def flat(self) -> tuple[int, int] | None:
@@ -248,7 +247,7 @@ def refined(look: Look, found: Found) -> Found | None:
     """
     best = found.best
     neighbours = found.neighbours(best)
-    if best != found._highest or not any(found.is_worse(i) for i in neighbours):
+    if best != found._lowest or not any(found.is_worse(i) for i in neighbours):
         return None
     at = found.points[best].at
     ratios = [found.points[i].at / at for i in neighbours]
