@@ -1,7 +1,5 @@
 """An exhausted memory says nothing of the model: nobody takes it for "the model cannot do this"."""
 
-import re
-
 import pytest
 import torch
 import unusual_parameters
@@ -26,20 +24,11 @@ ERRORS = {
 }
 
 
-@pytest.fixture(params=ERRORS)
-def error(request):
-    return ERRORS[request.param]
+ERROR = ERRORS["gpu"]
 
 
-def escaped(error):
-    return re.escape(str(error)[:10])
-
-
-def raising(error):
-    def exhausted(*_, **__):
-        raise error
-
-    return exhausted
+def exhausted(*_, **__):
+    raise ERROR
 
 
 def test_what_says_that_memory_is_exhausted():
@@ -53,92 +42,90 @@ def linear():
     return nn.Sequential(nn.Linear(4, 3)).double().eval()
 
 
-def test_while_a_batch_is_linearised(error, monkeypatch):
-    monkeypatch.setattr(linearisation, "trace", raising(error))
+def linearised(patch, _):
+    patch.setattr(linearisation, "trace", exhausted)
     A = GGN(linear(), nn.CrossEntropyLoss(), [(torch.randn(2, 4).double(), torch.tensor([0, 1]))])
-    with pytest.raises(type(error), match=escaped(error)):
-        A @ torch.ones(15, dtype=torch.float64)
+    A @ torch.ones(15, dtype=torch.float64)
 
 
-def test_while_a_model_is_copied(error):
+def copied(patch, _):
     class Uncopied:
-        def __deepcopy__(self, memo):
-            raise error
+        __deepcopy__ = exhausted
 
     model = linear()
     model.held = Uncopied()
-    with pytest.raises(type(error), match=escaped(error)):
-        shadow(model)
+    shadow(model)
 
 
-def test_inside_a_forward_pass_that_may_lack_the_dimension_of_examples(error):
+def run_without_a_dimension_of_examples(patch, _):
     x = torch.randn(4).double()
     with pytest.raises(ValueError, match="unsqueeze"), explaining_unbatched(linear(), x):
         raise RuntimeError("shapes do not fit")
-    with pytest.raises(type(error), match=escaped(error)), explaining_unbatched(linear(), x):
-        raise error
+    with explaining_unbatched(linear(), x):
+        raise ERROR
 
 
-def test_while_it_is_tried_whether_the_dimension_of_examples_lacks(error):
+def tried_with_a_dimension_of_examples(patch, _):
     model = linear()
-    model.register_forward_pre_hook(raising(error))
-    x = torch.randn(4).double()
-    with pytest.raises(type(error), match=escaped(error)), explaining_unbatched(model, x):
+    model.register_forward_pre_hook(exhausted)
+    with explaining_unbatched(model, torch.randn(4).double()):
         raise ValueError("shapes do not fit")
 
 
-def test_while_copies_for_every_example_are_tried(error, monkeypatch):
+def copied_for_every_example(patch, _):
     tap = Tap(shadow(linear()), [])
-    monkeypatch.setattr(tap, "_run", raising(error))
-    with pytest.raises(type(error), match=escaped(error)):
-        tap._takes_copies(torch.randn(2, 4).double(), torch.zeros(2, 3))
+    patch.setattr(tap, "_run", exhausted)
+    tap._takes_copies(torch.randn(2, 4).double(), torch.zeros(2, 3))
 
 
-def test_while_a_head_is_given_some_positions_alone(error, monkeypatch):
+def given_some_positions_alone(patch, _):
     model, x = linear(), torch.randn(2, 5, 4).double()
-    monkeypatch.setattr(chosen_positions, "_takes_fewer", lambda *_: True)
-    chosen = chosen_positions.choose_positions(model, x, 1)
-    monkeypatch.undo()
-    monkeypatch.setattr(chosen_positions, "call", raising(error))
-    with pytest.raises(type(error), match=escaped(error)):
-        chosen_positions._takes_fewer(model, chosen, x[:1], model(x[:1]))
+    with patch.context() as other:
+        other.setattr(chosen_positions, "_takes_fewer", lambda *_: True)
+        chosen = chosen_positions.choose_positions(model, x, 1)
+    patch.setattr(chosen_positions, "call", exhausted)
+    chosen_positions._takes_fewer(model, chosen, x[:1], model(x[:1]))
 
 
-def test_while_a_block_is_verified(error, monkeypatch):
-    monkeypatch.setattr(resolve, "_jacobians", raising(error))
+def verified(patch, _):
+    patch.setattr(resolve, "_jacobians", exhausted)
     la = Laplace(linear(), backend="hooks")
-    with pytest.raises(type(error), match=escaped(error)):
-        la.fit([(torch.randn(2, 4).double(), torch.tensor([0, 1]))])
+    la.fit([(torch.randn(2, 4).double(), torch.tensor([0, 1]))])
 
 
-def test_while_the_outputs_are_differentiated(error):
+def differentiated(patch, _):
     class Exhausted(torch.autograd.Function):
-        @staticmethod
-        def forward(_, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(_, gradient):
-            raise error
+        forward = staticmethod(lambda _, x: x.clone())
+        backward = staticmethod(exhausted)
 
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(type(error), match=escaped(error)):
-        resolve._gradients(Exhausted.apply(x), [x], torch.ones(2))
+    resolve._gradients(Exhausted.apply(x), [x], torch.ones(2))
 
 
-def test_while_the_labels_of_a_language_model_are_looked_at(error, monkeypatch):
-    monkeypatch.setattr(next_token, "_takes_labels", lambda model: model)
-    monkeypatch.setattr(next_token, "_positions_read", raising(error))
-    with pytest.raises(type(error), match=escaped(error)):
-        next_token.shifts_labels(linear(), {}, torch.zeros(1, 4, dtype=torch.long))
+def asked_about_labels(patch, _):
+    patch.setattr(next_token, "_takes_labels", lambda model: model)
+    patch.setattr(next_token, "_positions_read", exhausted)
+    next_token.shifts_labels(linear(), {}, torch.zeros(1, 4, dtype=torch.long))
 
 
-def test_while_a_prediction_is_exported(error, monkeypatch, tmp_path):
+def exported(patch, folder):
     x = torch.randn(4, 4).double()
     la = Laplace(linear(), params="last_layer").fit([(x, torch.zeros(4, dtype=torch.long))])
-    monkeypatch.setattr(torch.export, "export", raising(error))
-    with pytest.raises(type(error), match=escaped(error)):
-        la.export(tmp_path / "p.pt2", x)
+    patch.setattr(torch.export, "export", exhausted)
+    la.export(folder / "p.pt2", x)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        *(linearised, copied, run_without_a_dimension_of_examples, copied_for_every_example),
+        *(tried_with_a_dimension_of_examples, given_some_positions_alone, verified),
+        *(differentiated, asked_about_labels, exported),
+    ],
+)
+def test_it_is_raised_while_a_model_is(work, monkeypatch, tmp_path):
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        work(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -147,7 +134,7 @@ def entries():
     return unusual_parameters.network("class token")
 
 
-def test_calls_that_are_run_again_go_on_by_halves(entries, error, monkeypatch):
+def test_calls_that_are_run_again_go_on_by_halves(entries, monkeypatch):
     model, x, y = entries
     options = {"curvature": "diag", "backend": "hooks"}
     expected = Laplace(model, **options).fit([(x, y)]).posterior.precision.to_dense().diagonal()
@@ -156,7 +143,7 @@ def test_calls_that_are_run_again_go_on_by_halves(entries, error, monkeypatch):
     def few(call, parameters, cotangents, part):
         tried.append(part.stop - part.start)
         if tried[-1] > 2:
-            raise error
+            raise ERROR
         return original(call, parameters, cotangents, part)
 
     monkeypatch.setattr(calls, "_vectorised", few)
@@ -167,11 +154,11 @@ def test_calls_that_are_run_again_go_on_by_halves(entries, error, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_call_of_one_example_that_does_not_fit_is_refused(entries, error, monkeypatch):
+def test_a_call_of_one_example_that_does_not_fit_is_refused(entries, monkeypatch):
     model, x, y = entries
     la = Laplace(model, curvature="diag", backend="hooks")
     la.fit([(x, y)])
-    monkeypatch.setattr(calls, "_vectorised", raising(error))
+    monkeypatch.setattr(calls, "_vectorised", exhausted)
     monkeypatch.setattr(calls, "_one_by_one", None)
-    with pytest.raises((RuntimeError, MemoryError), match=r"memory|allocate|ALLOC"):
+    with pytest.raises(RuntimeError, match="memory"):
         Laplace(model, curvature="diag", backend="hooks").fit([(x, y)])

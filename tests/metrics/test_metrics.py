@@ -1,6 +1,4 @@
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -277,14 +275,3 @@ def test_evaluate_refuses_ood_sets_of_other_classes_by_name():
         metrics.evaluate(HALVES, LABELS, {"noise": torch.full((3, 4), 0.25)})
     with pytest.raises(ValueError, match=r"ood\['noise'\]` is empty"):
         metrics.evaluate(HALVES, LABELS, {"noise": torch.empty(0, 2)})
-
-
-@pytest.mark.slow
-def test_what_is_slow_to_import_is_imported_where_it_is_used():
-    code = (
-        "import sys; import laplace_debias.metrics, laplace_debias.linalg; "
-        "slow = ('torchmetrics', 'torchvision', 'scipy.stats', 'scipy.sparse', 'scipy.linalg'); "
-        "print([module for module in slow if module in sys.modules])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"

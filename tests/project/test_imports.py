@@ -6,6 +6,7 @@
 import ast
 import functools
 import graphlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -202,3 +203,22 @@ def test_what_the_table_says(room, other, is_allowed):
 )
 def test_the_room_of_a_module(module, room):
     assert room_of(module) == room
+
+
+@pytest.mark.slow
+def test_what_is_slow_to_import_is_imported_where_it_is_used():
+    slow = (
+        "torchmetrics",
+        "torchvision",
+        "backpack",
+        "scipy.stats",
+        "scipy.sparse",
+        "scipy.linalg",
+    )
+    code = f"""
+import sys, laplace_debias.metrics, laplace_debias.linalg, laplace_debias.curvature
+laplace_debias.curvature.GGN
+print([module for module in {slow} if module in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -76,38 +76,61 @@ def kill_fits(kills: int, seed: int, folder: Path) -> Outcomes:
         seed: Decides the moments.
         folder: For their files.
     """
-    return _kill_and_go_on(tasks.fit, CURVATURES, kills, seed, folder)
+    alone = {curvature: folder / f"{curvature}.alone" for curvature in CURVATURES[:kills]}
+    for curvature, output in alone.items():
+        run(tasks.fit, curvature, None, output)
+
+    def places(number: int, attempt: int) -> tuple[str, Path, Path]:
+        name = f"{number}-{attempt}"
+        return CURVATURES[number % len(CURVATURES)], folder / f"state-{name}", folder / name
+
+    def is_same(curvature: str, state: Path, output: Path) -> bool:
+        return output.read_bytes() == alone[curvature].read_bytes() and not state.exists()
+
+    steps = [run(tasks.fit, *places(number, -1)) for number in range(len(alone))]
+    return _kill_and_go_on(tasks.fit, steps, places, is_same, kills, seed)
+
+
+def kill_reports(kills: int, seed: int, folder: Path) -> Outcomes:
+    """Kill reports and go on with them; arguments as `kill_fits`."""
+    steps = run(tasks.report, folder / "alone")
+    expected = _contents(folder / "alone")
+
+    def places(number: int, attempt: int) -> tuple[Path]:
+        return (folder / f"run-{number}-{attempt}",)
+
+    def is_same(run_folder: Path) -> bool:
+        found = _contents(run_folder)
+        shutil.rmtree(run_folder)
+        return found == expected
+
+    return _kill_and_go_on(tasks.report, [steps], places, is_same, kills, seed)
 
 
 def _kill_and_go_on(
-    task: Callable, variants: tuple[str, ...], kills: int, seed: int, folder: Path
+    task: Callable,
+    steps: list[list[str]],
+    places: Callable,
+    is_same: Callable,
+    kills: int,
+    seed: int,
 ) -> Outcomes:
-    random_, found = random.Random(seed), Outcomes()
-    expected, steps = {}, {}
-    for variant in variants[:kills]:
-        output = folder / f"{variant}.alone"
-        run(task, variant, None, output)
-        expected[variant] = output.read_bytes()
-        steps[variant] = run(task, variant, folder / "state", output)
+    """Half of the runs of each variant are killed twice; those that end before are repeated."""
+    random_, found, num_variants = random.Random(seed), Outcomes(), len(steps)
     for number in range(kills):
-        variant = variants[number % len(variants)]
-        # Half of them are killed twice.
-        num_kills = 1 + number // len(variants) % 2
+        num_kills = 1 + number // num_variants % 2
         for attempt in found.tries():
-            state, output = folder / f"state-{number}-{attempt}", folder / f"{number}-{attempt}"
-            landed: list[str] = []
+            arguments, landed = places(number, attempt), []
             for _ in range(num_kills):
-                moment = Moment.of(random_, steps[variant])
-                step = killed(moment, task, variant, state, output)
+                moment = Moment.of(random_, steps[number % num_variants])
+                step = killed(moment, task, *arguments)
                 if step is None:
                     break
                 landed.append(step)
             if len(landed) == num_kills:
-                run(task, variant, state, output)
-            if output.read_bytes() != expected[variant] or state.exists():
-                found.failures.append(
-                    f"{task.__name__} {number}, {variant}, seed {seed}, killed after {landed}"
-                )
+                run(task, *arguments)
+            if not is_same(*arguments):
+                found.failures.append(f"{task.__name__} {number}, seed {seed}, after {landed}")
             if len(landed) == num_kills:
                 found.steps.update(landed)
                 break
@@ -132,37 +155,6 @@ def kill_savings(kills: int, seed: int, folder: Path) -> Outcomes:
             # Otherwise it was killed between two savings.
             if step != "saved":
                 found.steps[step.replace(target.name, "the file")] += 1
-                break
-    return found
-
-
-def kill_reports(kills: int, seed: int, folder: Path) -> Outcomes:
-    """Kill reports and go on with them; arguments as `kill_fits`."""
-    random_, found = random.Random(seed), Outcomes()
-    steps = run(tasks.report, folder / "alone")
-    expected = _contents(folder / "alone")
-    for number in range(kills):
-        num_kills = 1 + number % 2
-        for attempt in found.tries():
-            folder_of_run = folder / f"run-{number}-{attempt}"
-            landed: list[str] = []
-            for _ in range(num_kills):
-                step = killed(Moment.of(random_, steps), tasks.report, folder_of_run)
-                if step is None:
-                    break
-                landed.append(step)
-            if len(landed) == num_kills:
-                run(tasks.report, folder_of_run)
-            again = _contents(folder_of_run)
-            names = {*expected, *again}
-            different = [name for name in names if expected.get(name) != again.get(name)]
-            if different:
-                found.failures.append(
-                    f"report {number}, seed {seed}, killed after {landed}: {different}"
-                )
-            shutil.rmtree(folder_of_run)
-            if len(landed) == num_kills:
-                found.steps.update(landed)
                 break
     return found
 
@@ -220,7 +212,7 @@ def _ranks(
 
 def _contents(run_folder: Path) -> dict[str, bytes]:
     """What a run found, without times."""
-    kept = ("metrics.json", "examples.json", "sweeps/*", "posteriors/*", "state/*")
+    kept = ("metrics.json", "examples.json", "sweeps/*", "spectra/*", "posteriors/*", "state/*")
     found = {
         str(path.relative_to(run_folder)): path.read_bytes()
         for pattern in kept
