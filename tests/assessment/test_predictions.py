@@ -1,6 +1,5 @@
 """What methods predict for a set: held against the Laplace object and against plain loops."""
 
-import math
 from dataclasses import replace
 
 import a_run
@@ -11,12 +10,10 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.assessment.predictions import (
     Chosen,
-    chosen_positions,
     of_laplace,
     predict_set,
     probs_of,
 )
-from laplace_debias.metrics.ood import label_entropy
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +101,6 @@ def test_labels_that_apply_or_not(task):
     torch.testing.assert_close(found["instability"].exp().float(), least)
 
 
-def test_the_entropy_of_several_labels_is_the_sum_of_theirs():
-    p = torch.tensor([[0.5, 1.0], [0.25, 0.5]], dtype=torch.float64)
-    of_quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    expected = torch.tensor([math.log(2), of_quarter + math.log(2)], dtype=torch.float64)
-    torch.testing.assert_close(label_entropy(p), expected)
-
-
 def test_some_examples_are_chosen_across_batches(fitted):
     loaded, _ = fitted
     positions = torch.tensor([0, 3, 12, 13, 39])
@@ -120,15 +110,6 @@ def test_some_examples_are_chosen_across_batches(fitted):
     torch.testing.assert_close(torch.cat([part for part, _ in found]), x[positions])
     assert torch.equal(torch.cat([part for _, part in found]), y[positions])
     assert [len(part) for _, part in found] == [2, 2, 1]
-
-
-def test_the_choice_is_the_same_for_sets_of_one_size():
-    chosen = chosen_positions(100, 20, seed=5)
-    assert torch.equal(chosen, chosen_positions(100, 20, seed=5))
-    assert torch.equal(chosen, chosen.unique())
-    assert len(chosen) == 20
-    assert not torch.equal(chosen, chosen_positions(100, 20, seed=6))
-    assert chosen_positions(100, 100, seed=5) is None
 
 
 def test_outputs_for_positions_are_refused():

@@ -2,9 +2,7 @@
 
 import errno
 import json
-import os
 import shutil
-import subprocess
 
 import a_run
 import kill_fits
@@ -167,21 +165,6 @@ def test_an_earlier_run_is_replaced_if_that_is_asked_for(loaded, tmp_path):
     assert [method["key"] for method in read_json(folder / "run.json")["methods"]] == ["network"]
 
 
-@pytest.mark.parametrize("first", ["run.write_json", "assessing.write_bytes"])
-def test_a_run_that_is_broken_off_at_its_first_files_begins_again(
-    loaded, tmp_path, monkeypatch, first
-):
-    def broken(*_):
-        raise Broken
-
-    with monkeypatch.context() as patched:
-        patched.setattr(f"laplace_debias.assessment.{first}", broken)
-        with pytest.raises(Broken):
-            run(loaded, tmp_path / "run", methods=(NETWORK,))
-    folder = run(loaded, tmp_path / "run", methods=(NETWORK,))
-    assert (folder / "config.yaml").exists()
-
-
 def test_a_replacement_that_is_broken_off_begins_again(loaded, tmp_path, monkeypatch):
     folder = run(loaded, tmp_path / "run", methods=(NETWORK,))
 
@@ -228,32 +211,6 @@ def test_a_full_disk_is_told_in_one_line_and_gone_on_from(loaded, unbroken, tmp_
             run(loaded, tmp_path / "run")
     folder = run(loaded, tmp_path / "run")
     assert json.dumps(contents(folder)) == json.dumps(contents(unbroken))
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 60 kB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", str(place)]
-    if os.name == "nt" or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_small_disk_fills_up_with_whole_files(loaded, small_disk):
-    with pytest.raises(OSError, match="no space left") as told:
-        run(loaded, small_disk / "run")
-    assert "\n" not in str(told.value)
-    for path in small_disk.rglob("*"):
-        assert path.suffix != ".partial"
-        if path.suffix == ".parquet":
-            assert len(read_predictions(path)["index"]) in (20, 40)
-        elif path.suffix == ".json":
-            json.loads(path.read_text(encoding="utf-8"))
-    subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
-    assert read_json(run(loaded, small_disk / "run") / "run.json")["status"] == "complete"
 
 
 @pytest.mark.usefixtures("unbroken")

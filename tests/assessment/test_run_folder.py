@@ -63,19 +63,6 @@ def test_the_run_tells_what_was_done(run_of_images, images):
     assert run["conclusion"]
 
 
-def test_the_entries_of_methods_say_what_they_took(run_of_images):
-    of = {method["key"]: method for method in read(run_of_images, "run.json")["methods"]}
-    for key in ("last-layer", "last-layer-temperature", "laplace"):
-        file = run_of_images / "posteriors" / f"{of[key]['posterior']}.safetensors"
-        assert of[key]["bytes"] == file.stat().st_size
-        assert of[key]["prior_precision"] > 0
-        assert set(of[key]["seconds"]) == {"fit", "tune", "predict"}
-    assert of["last-layer-temperature"]["posterior"] == "last-layer"
-    assert of["network"]["posterior"] is None
-    assert of["network"]["temperature"] is None
-    assert of["laplace"]["seconds_per_example"] > 0
-
-
 @pytest.mark.parametrize("name", ["test", "shift-5"])
 def test_the_network_and_its_temperature(run_of_images, images, name):
     batches = images.test if name == "test" else images.shifts[5]
@@ -118,15 +105,6 @@ def test_posteriors_predict_what_predict_gives(run_of_images, images, key, name)
     assert ("label" in table) == (name == "test")
     if name == "test":
         assert table["label"].tolist() == y[at].tolist()
-
-
-def test_a_temperature_on_top_divides_the_logarithms(run_of_images):
-    run = read(run_of_images, "run.json")
-    T = next(m for m in run["methods"] if m["key"] == "last-layer-temperature")["temperature"]
-    plain = probs_of(predictions(run_of_images, "last-layer", "test"))
-    expected = plain.pow(1 / T) / plain.pow(1 / T).sum(1, keepdim=True)
-    found = probs_of(predictions(run_of_images, "last-layer-temperature", "test"))
-    torch.testing.assert_close(found, expected)
 
 
 def test_a_limited_method_predicts_the_same_examples_of_shifts(run_of_images):

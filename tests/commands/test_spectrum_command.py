@@ -100,11 +100,3 @@ def test_configs_are_valid(name, capsys):
 def test_settings_out_of_range_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         spectrum.Settings(**{**SMALL, **change})
-
-
-def test_more_images_than_there_are_is_refused(checkpoint, tmp_path):
-    settings = spectrum.Settings(
-        **{**SMALL, "examples": 2000}, checkpoint=checkpoint, output=tmp_path
-    )
-    with pytest.raises(ValueError, match="examples is 2000; expected at most"):
-        spectrum.run(settings, Console(file=io.StringIO()))

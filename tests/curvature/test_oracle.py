@@ -35,23 +35,6 @@ def sequential(*modules, seed=0):
 # ------------------------------------------------------------------------------ the models
 
 
-@pytest.mark.parametrize("key", EVERY)
-def test_small_models_are_small_seeded_and_in_float64(key):
-    model, x, y, likelihood, sigma = oracle.SMALL_MODELS[key]()
-    again, x2, y2, *_ = oracle.SMALL_MODELS[key]()
-    assert sum(p.numel() for p in model.parameters()) < 600
-    assert {p.dtype for p in model.parameters()} | {x.dtype} == {T64}
-    assert isinstance(model, nn.Sequential)
-    assert not model.training
-    assert torch.equal(model(x), again(x2))
-    assert torch.equal(y, y2)
-    losses = oracle.nll(likelihood, model(x), y, sigma)
-    assert losses.shape == (len(x),)
-    assert losses.isfinite().all()
-    # an example does not see the others
-    close(torch.cat([model(x[n : n + 1]) for n in range(len(x))]), model(x), 1e-12)
-
-
 def test_models_leave_the_random_state_alone():
     before = torch.get_rng_state()
     for build in oracle.SMALL_MODELS.values():
@@ -92,18 +75,6 @@ def test_loss_hessian_against_closed_forms():
     close(oracle.loss_hessian("regression", f, sigma), torch.diag(sigma**-2).expand(5, 4, 4))
     q = f[:, :1].sigmoid()
     close(oracle.loss_hessian("binary", f[:, :1]), (q * (1 - q))[:, :, None])
-
-
-@pytest.mark.parametrize(
-    ("likelihood", "num_outputs", "sigma"),
-    [("classification", 4, None), ("regression", 3, 0.4), ("binary", 1, None)],
-)
-def test_loss_hessian_root(likelihood, num_outputs, sigma):
-    f = rand(5, num_outputs)
-    root = oracle.loss_hessian_root(likelihood, f, sigma)
-    exact = oracle.loss_hessian(likelihood, f, sigma)
-    close(root @ root.transpose(1, 2), exact)
-    close((root**2).sum(dim=(1, 2)), exact.diagonal(dim1=1, dim2=2).sum(dim=1))
 
 
 # ---------------------------------------------------------------------- Jacobians, curvature
@@ -236,15 +207,6 @@ def test_ekfac_block(key):
         close(block, U @ torch.diag(Lambda.reshape(-1)) @ U.T)
 
 
-def test_eigen():
-    root = rand(6, 4)
-    matrix = root @ root.T
-    values, vectors = oracle.eigen(matrix)
-    assert (values[:-1] >= values[1:]).all()
-    close(vectors @ torch.diag(values) @ vectors.T, matrix)
-    assert oracle.diagonalises(vectors, matrix)
-
-
 # ------------------------------------------------------------------------------ the posterior
 
 
@@ -264,13 +226,6 @@ def test_posterior_covariance_block_by_block():
         oracle.posterior_covariance(blocks, 50, 2.0),
         oracle.posterior_covariance(blocks, 50, [2, 2]),
     )
-
-
-def test_functional_covariance_is_that_of_linearised_samples():
-    J, root = rand(3, 2, 5), rand(5, 5, seed=1)
-    cov = root @ root.T
-    # samples of unit covariance by construction: the columns of the root
-    close(oracle.functional_covariance(J, cov), (J @ root) @ (J @ root).transpose(1, 2))
 
 
 @pytest.mark.parametrize("sigma", [0.5, torch.tensor([0.3, 1.5], dtype=T64)], ids=str)

@@ -118,19 +118,14 @@ class Case:
 
 
 CASES = {
-    **{f"{name}": lambda name=name: Case(plain, vectors, name) for name in OUTPUTS},
-    **{
-        f"{name}": lambda name=name: Case(plain, vectors, "regression", curvature=name)
-        for name in ("ekfac", "diag")
-    },
-    "joint": lambda: Case(plain, vectors, "regression", joint=True),
-    "without bias": lambda: Case(Pair, pair, "regression"),
-    "one δ a block": lambda: Case(plain, vectors, prior_precision=torch.tensor([0.2, 3.0])),
-    "cold": lambda: Case(plain, vectors, temperature=0.3),
-    "images": lambda: Case(convolutional, images),
-    "probit": lambda: Case(plain, vectors, export={"link": "probit"}),
+    "images, one δ a block, cold": lambda: Case(
+        convolutional, images, prior_precision=torch.tensor([0.2, 3.0]), temperature=0.3
+    ),
+    "binary, ekfac": lambda: Case(plain, vectors, "binary", curvature="ekfac"),
     "two inputs": lambda: Case(Pair, pair, "multilabel"),
-    "named inputs": lambda: Case(Named, named),
+    "without bias, diag": lambda: Case(Pair, pair, "regression", curvature="diag"),
+    "joint": lambda: Case(plain, vectors, "regression", joint=True),
+    "named inputs, probit": lambda: Case(Named, named, export={"link": "probit"}),
     "regression at positions": lambda: Case(Named, named, "regression"),
 }
 

@@ -111,25 +111,6 @@ def test_the_loss_is_the_models_own(name):
     torch.testing.assert_close(float(map_nll), loss, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BartForCausalLM"])
-def test_the_empirical_fisher_is_that_of_the_models_own_loss(name):
-    """With fisher="empirical" the curvature is made of gradients of the own loss, by autograd."""
-    model, head, _, shifts = build(name)
-    batch = batch_of(29)
-    weight = f"{head}.weight"
-    la = Laplace(model, curvature="full", fisher="empirical", params=[weight], prior_precision=1.0)
-    la.fit([batch])
-    expected = torch.eye(29 * 8, dtype=torch.float64)
-    for n in range(3):
-        one = {key: value[n : n + 1] for key, value in batch.items()}
-        labels = one["labels"][:, 1:] if shifts else one["labels"]
-        # A sum over the tokens of an example; the model's own is their mean.
-        loss = model(**one).loss * int((labels != -100).sum())
-        (gradient,) = torch.autograd.grad(loss, model.get_parameter(weight))
-        expected += torch.outer(gradient.flatten(), gradient.flatten())
-    torch.testing.assert_close(la.posterior.precision.to_dense(), expected, rtol=1e-5, atol=1e-6)
-
-
 def test_the_model_is_not_given_the_labels():
     model, head, num_outputs, _ = build("BertForTokenClassification")
     la = Laplace(model, params="last_layer", fisher="mc")
@@ -159,24 +140,6 @@ def test_labels_of_sequences_stay_as_they_are():
     torch.testing.assert_close(
         la._fitted.nll, 6 * float(cross_entropy(model(ids).logits, labels)), rtol=1e-6, atol=0
     )
-
-
-def test_images_and_their_labels():
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=12,
-        image_size=8,
-        patch_size=4,
-        num_labels=3,
-    )
-    model = transformers.ViTForImageClassification(config).eval()
-    x, y = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
-    of_dict = Laplace(model, params="last_layer").fit([{"pixel_values": x, "labels": y}])
-    of_pair = Laplace(model, params="last_layer").fit([(x, y)])
-    torch.testing.assert_close(of_dict.predict(x).probs, of_pair.predict(x).probs, rtol=0, atol=0)
 
 
 class Bare(nn.Module):

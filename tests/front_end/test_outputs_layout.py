@@ -234,26 +234,6 @@ def test_a_binary_map_takes_targets_with_or_without_its_channel(with_channel):
     assert found["nll"] == pytest.approx(nll, rel=1e-6)
 
 
-def test_targets_of_several_labels_are_moved_with_the_outputs():
-    """Ignored positions among them; as many positions as labels."""
-    model, x = build(), inputs()
-    y = torch.randint(2, (B, C, L), generator=torch.Generator().manual_seed(6))
-    y[0, :, 2] = y[3, :, 0] = -100
-    la = Laplace(model, "multilabel", "full", class_dim=1, prior_precision=DELTA)
-    la.fit_batches([(x, y)])
-
-    def loss(f, n):
-        each = F.binary_cross_entropy_with_logits(f, y[n : n + 1].double(), reduction="none")
-        return each[y[n : n + 1] != -100].sum()
-
-    C_sum = dense_ggn(model, x, loss)
-    same(posterior(la), C_sum + DELTA * torch.eye(len(C_sum)).double())
-    last = Laplace(Moved(model), "multilabel", "kfac", class_dim=-1).fit_batches([(x, y.mT)])
-    first = Laplace(model, "multilabel", "kfac", class_dim=1).fit_batches([(x, y)])
-    same(posterior(first), posterior(last))
-    assert first.evaluate([(x, y)]) == pytest.approx(last.evaluate([(x, y.mT)]), rel=1e-9)
-
-
 def test_images_and_a_model_that_is_one_layer():
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 1).double().eval()

@@ -332,13 +332,6 @@ def test_kfac_is_that_of_every_example_without_padding(name, sharing):
         assert_blocks(la, expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_one_example_after_the_other_without_padding(name):
-    """Batches of other lengths, each with its own T."""
-    model, data = build(name), examples(name)
-    assert_blocks(fitted(model, *data), oracle_blocks(model, data, "expand"))
-
-
 @pytest.mark.parametrize(
     ("backend", "sharing", "joint"),
     one_axis_at_a_time(["hooks", "backpack"], ["expand", "reduce"], [False, True]),
@@ -576,39 +569,3 @@ def test_the_last_block_of_a_classifier_of_tokens_counts_all_real_positions():
 
 
 # ---------------------------------------------------------------------- a real language model
-
-
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_a_llama(sharing, side):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=7,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-    model = transformers.LlamaForCausalLM(config).double().eval()
-    fits = []
-    for length in (16, 32):
-        generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(7, (6, 12), generator=generator)
-        targets = torch.randint(7, (6, 12), generator=generator)
-        mask = (torch.arange(12) < torch.tensor([[12], [9], [7], [12], [5], [10]])).long()
-        targets = targets.masked_fill(mask == 0, IGNORED)
-        if side == "left":
-            tokens, targets, mask = (t.flip(1) for t in (tokens, targets, mask))
-        where = (length - 12, 0) if side == "left" else (0, length - 12)
-        mask = F.pad(mask, where)
-        x = {
-            "input_ids": F.pad(tokens, where),
-            "attention_mask": mask,
-            "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
-        }
-        y = F.pad(targets, where, value=IGNORED)
-        params = lambda name, _: "proj" in name  # noqa: E731
-        fits.append(Laplace(model, params=params, sharing=sharing).fit_batches([(x, y)]))
-    assert_same(*fits, 1e-10)

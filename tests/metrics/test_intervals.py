@@ -175,14 +175,6 @@ def test_influence_on_the_aurc_is_what_leaving_an_example_out_changes():
     assert np.std(influence) == pytest.approx(np.std(jackknife), rel=0.01)
 
 
-def test_perfect_separation_has_an_interval():
-    low, high = torch.arange(50.0), torch.arange(60.0) + 100
-    report = metrics.evaluate_ood(low, high)
-    assert report["auroc"] == 1
-    assert report["auroc"].low == pytest.approx(of_proportion(50, 50, 0.95)[0])
-    assert report["fpr95"].value == 0
-
-
 @pytest.mark.parametrize(("value", "exact"), [(1 + 2**-52, 1.0), (-(2**-60), 0.0)])
 def test_an_area_a_rounding_error_beyond_its_ends_has_their_interval(value, exact):
     assert of_area(value, 0.0, 50, 0.95) == of_proportion(50 * exact, 50, 0.95)

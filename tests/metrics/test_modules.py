@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from laplace_debias import metrics
 from laplace_debias.metrics import modules
@@ -113,17 +113,6 @@ def test_options_have_an_effect():
     ):
         with pytest.raises(ValueError, match="expected"):
             build()
-
-
-def test_a_collection_computes_them_together():
-    probs, labels, *_ = data()
-    found = MetricCollection([modules.NLL(), modules.Brier(), modules.ECE()])
-    found.update(probs[:30], labels[:30])
-    found.update(probs[30:], labels[30:])
-    values = found.compute()
-    assert values["NLL"].item() == pytest.approx(metrics.nll(probs, labels).item())
-    assert values["Brier"].item() == pytest.approx(metrics.brier(probs, labels).item())
-    assert values["ECE"].item() == pytest.approx(metrics.ece(probs, labels).item())
 
 
 @pytest.mark.usefixtures("unchecked")

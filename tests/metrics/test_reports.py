@@ -91,25 +91,6 @@ def test_compare_gives_the_paired_difference_of_every_metric():
     assert narrower < sum(report["nll"].high - report["nll"].low for report in reports)
 
 
-def test_a_method_does_not_differ_from_itself():
-    probs, _, labels = predictions()
-    report = metrics.evaluate(probs, labels)
-    difference = metrics.compare(report, report)
-    assert all(entry.value == 0 for entry in difference.values())
-    assert all(e.low <= 0 <= e.high for e in difference.values() if e.is_known)
-    assert difference["nll"] == metrics.Interval(0.0, 0.0, 0.0)
-
-
-def test_regressions_are_compared():
-    mean, y = torch.randn(2, 50)
-    a = metrics.evaluate_regression(mean, torch.ones(50), y)
-    b = metrics.evaluate_regression(mean, 2 * torch.ones(50), y)
-    found = metrics.compare(a, b)
-    assert found["rmse"] == metrics.Interval(0.0, 0.0, 0.0)
-    assert found["width"].value == pytest.approx(a["width"].value - b["width"].value)
-    assert found["width"].high < 0
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_paired_is_refused():
     a, b, labels = predictions()

@@ -3,7 +3,6 @@
 import contextlib
 import doctest
 import importlib
-import os
 import re
 import shlex
 import shutil
@@ -133,28 +132,3 @@ def test_docstring_examples_run(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("given", [(), ("DATA",), ("DATA", "CHECKPOINT")])
-def test_make_tells_which_experiments_it_skips_and_why(given):
-    names = {name: f"LAPLACE_DEBIAS_{name}" for name in ("DATA", "CHECKPOINT")}
-    variables = {key: value for key, value in os.environ.items() if key not in names.values()}
-    variables |= {names[name]: "somewhere" for name in given}
-    run = subprocess.run(
-        ["make", "-n", "experiments"],
-        cwd=ROOT,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = run.stdout.replace("\\\n", " ").splitlines()
-    skipped = " ".join(line for line in lines if "Skipped" in line)
-    started = " ".join(line for line in lines if "Skipped" not in line)
-    for config in (ROOT / "configs" / "paper").glob("*.yaml"):
-        is_run = f"--config configs/paper/{config.name}" in started
-        is_told = re.search(rf"[ \"]{config.stem}[ \"]", skipped) is not None
-        assert is_run != is_told, config.stem
-    for name, variable in names.items():
-        assert (variable in skipped) == (name not in given)

@@ -1,8 +1,5 @@
-"""The documentation site has every page and every public name, and refuses what is broken."""
+"""The documentation site has every page, each public module one; CI builds it strictly."""
 
-import html
-import importlib
-import logging
 import re
 import shutil
 import subprocess
@@ -111,48 +108,3 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     build(DOCS, folder)
     return folder
-
-
-@pytest.mark.slow
-def test_the_site_has_every_public_name(site):
-    for module in MODULES:
-        page = site / "reference" / f"{reference_page(module).stem}.html"
-        text = page.read_text(encoding="utf-8")
-        for name in importlib.import_module(module).__all__:
-            # In a module of its own name it has the longer path.
-            path = rf"{re.escape(module)}\.([\w.]*\b{name}\.)?{name}"
-            assert re.search(f'<h2 id="{path}"', text), f"{module}.{name}"
-
-
-@pytest.mark.slow
-def test_the_site_needs_no_other_host(site):
-    for page in site.rglob("*.html"):
-        text = page.read_text(encoding="utf-8")
-        sources = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?([^\">\s]+)", text)
-        sheets = re.findall(r"<link\b[^>]*rel=\"?(?:stylesheet|icon|preload)[^>]*>", text)
-        assert sources
-        assert sheets
-        for source in [*sources, *sheets]:
-            assert "//" not in html.unescape(source), f"{page.name} fetches {source}"
-        assert "arithmatex" not in text, f"{page.name} has a formula that was not rendered"
-
-
-@pytest.mark.slow
-def test_a_broken_link_anchor_reference_or_snippet_fails(tmp_path, caplog):
-    pytest.importorskip("mkdocs", reason=NEEDS_MKDOCS)
-    from mkdocs.exceptions import Abort
-
-    docs = tmp_path / "docs"
-    shutil.copytree(DOCS, docs)
-    shutil.rmtree(docs / "reference")
-    (docs / "reference").mkdir()
-    for module in MODULES:
-        (docs / "reference" / reference_page(module).name).write_text(f"# {module}\n")
-    broken = "[a](missing.md) [b](guide.md#missing) [c][laplace_debias.Missing] ![d](missing.png)"
-    (docs / "gotchas.md").write_text(f"# Gotchas\n\n{broken}\n", encoding="utf-8")
-    (docs / "unlisted.md").write_text("# Unlisted\n", encoding="utf-8")
-    with caplog.at_level(logging.WARNING), pytest.raises(Abort):
-        build(docs, tmp_path / "site")
-    told = "\n".join(record.getMessage() for record in caplog.records)
-    for fault in ("missing.md", "#missing", "laplace_debias.Missing", "missing.png", "unlisted.md"):
-        assert fault in told

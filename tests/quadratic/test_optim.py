@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from matrices import randn
-from sklearn.datasets import load_digits
 from spectra import Counted
 from torch import nn
 from torch.func import functional_call, hessian, jacrev
 from torch.testing import assert_close
 
-from laplace_debias.linalg import Status, debiased_cg
+from laplace_debias.linalg import debiased_cg
 from laplace_debias.optim import DebiasedHessianFree
 from laplace_debias.optim.batch import GraphGGN
 
@@ -236,42 +235,6 @@ def test_a_closure_that_raises_in_the_line_search_leaves_the_parameters():
         DebiasedHessianFree(model.parameters()).step(fails)
     for p, q in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, q)
-
-
-def digits(seed, halves, steps=8, **options):
-    """Train on 128 digits a step, in one batch or two halves: final training loss and accuracy."""
-    images, labels = load_digits(return_X_y=True)
-    X, Y = torch.tensor(images / 16).float(), torch.tensor(labels)
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(X), generator=generator)
-    train, test = order[:1200], order[1200:]
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-    weights, biases = ([p for p in model.parameters() if (p.ndim > 1) == w] for w in (1, 0))
-    optimizer = DebiasedHessianFree(
-        [{"params": weights, "weight_decay": 1e-3}, {"params": biases}], **options
-    )
-    for _ in range(steps):
-        batch = train[torch.randperm(len(train), generator=generator)[:128]]
-        parts = batch.chunk(2) if halves else [batch]
-        optimizer.step(*[closure(model, X[i], Y[i]) for i in parts])
-        assert optimizer.last_step.solution.status is not Status.NEGATIVE_CURVATURE
-    with torch.no_grad():
-        loss = F.cross_entropy(model(X[train]), Y[train])
-        accuracy = (model(X[test]).argmax(1) == Y[test]).double().mean()
-    return float(loss), float(accuracy)
-
-
-@pytest.mark.slow
-def test_on_the_digits_it_trains_and_does_without_damping_what_one_batch_cannot():
-    options = {"damping": 1e-4, "adapt_damping": False}
-    single, debiased = ([digits(s, halves, **options) for s in (0, 1)] for halves in (0, 1))
-    for (loss, accuracy), (loss2, accuracy2) in zip(single, debiased, strict=True):
-        assert loss2 < loss
-        assert accuracy2 > accuracy
-    damped = digits(0, halves=True, damping=0.1)
-    assert damped[0] < 0.6
-    assert damped[1] > 0.8
 
 
 # ------------------------------------------------------------------ bad input

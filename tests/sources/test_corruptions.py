@@ -1,9 +1,6 @@
 """Corrupted images: after CIFAR-10-C, the same whatever the batch."""
 
-import os
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +9,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from examples.paper.corruptions import BENCHMARK_KINDS
-from examples.paper.data import cifar10_parts
-from examples.paper.networks import all_cnn_c
 from laplace_debias.sources import corruptions
 from laplace_debias.sources.corruptions import KINDS
-from laplace_debias.sources.weights import load_weights
 
 ALL_KINDS = {**KINDS, **BENCHMARK_KINDS}
 
@@ -172,27 +166,3 @@ def test_corruption_refuses_what_it_does_not_know():
         corrupt(torch.zeros(1, 2, 8, 8, dtype=torch.uint8), 1)
     with pytest.raises(ValueError, match="seed -1"):
         corrupt(GREY[:1], 1, seed=-1)
-
-
-@pytest.mark.slow
-@pytest.mark.real
-@pytest.mark.skipif(
-    not {"LAPLACE_DEBIAS_CHECKPOINT", "LAPLACE_DEBIAS_DATA"} <= set(os.environ),
-    reason="LAPLACE_DEBIAS_DATA and LAPLACE_DEBIAS_CHECKPOINT do not name CIFAR-10 and All-CNN-C",
-)
-def test_severity_raises_a_real_classifiers_error():
-    model = all_cnn_c().eval()
-    load_weights(model, Path(os.environ["LAPLACE_DEBIAS_CHECKPOINT"]))
-    test = cifar10_parts()["test"]
-    data = test.subset(torch.arange(40) * len(test) // 40)
-
-    @torch.no_grad()
-    def error(images: torch.Tensor) -> float:
-        inputs, labels = replace(data, pixels=images).batch(range(len(data)))
-        return (model(inputs).argmax(1) != labels).float().mean().item()
-
-    errors = [
-        np.mean([error(corrupt(data.pixels, severity, kind)) for kind in BENCHMARK_KINDS])
-        for severity in range(1, 6)
-    ]
-    assert all(b > a for a, b in pairwise([error(data.pixels), *errors]))

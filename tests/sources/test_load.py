@@ -1,7 +1,6 @@
 """Networks and data from names and paths."""
 
 import sys
-from dataclasses import replace
 
 import bring
 import numpy as np
@@ -10,7 +9,6 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.sources import SourceSettings, load, split_by_seed
@@ -114,17 +112,6 @@ def test_archives_of_bytes_are_images(here):
     assert np.array_equal(found.picture(x[4]).numpy(), pixels[4])
     assert found.validation is None
     assert "no validation data" in " ".join(found.notes)
-
-
-def test_float_images_have_pictures_of_full_contrast(here):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(9, 3, 16, 20)).astype(np.float32)
-    y = np.arange(9) % 3
-    bring.archive(here / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    found = loaded(model="nets:build", data="d.npz")
-    pictures = torch.stack([found.picture(image) for image in every(found.test)[0]])
-    assert int(pictures.min()) == 0
-    assert int(pictures.max()) == 255
 
 
 # --- folders of images ---------------------------------------------------------------------------
@@ -423,17 +410,3 @@ def test_checkpoints_as_people_save_them(here, suffix, prefix, nest):
     found = loaded(model="nets:rows", data="d.npz", checkpoint=path)
     for name, value in trained.state_dict().items():
         assert torch.equal(found.model.state_dict()[name], value)
-
-
-def test_loaders_work_with_torchs_own(own):
-    """A `DataLoader` over what `load` gives, as other libraries make them."""
-    found = loaded(model="nets:rows", data="own:parts")
-    assert isinstance(found.train, DataLoader)
-    assert not isinstance(found.train.dataset, TensorDataset)
-    assert len(found.train.dataset) == 30
-
-
-def test_settings_are_values(here):
-    settings = SourceSettings(model="nets:rows", data="d.npz")
-    assert replace(settings, seed=3) != settings
-    assert replace(settings, seed=0) == settings

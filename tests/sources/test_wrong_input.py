@@ -1,8 +1,6 @@
 """What a new user gets wrong: a line that says what to do, before anything is written."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import bring
@@ -184,24 +182,3 @@ def test_an_error_nobody_foresaw_is_a_line_too(here, capsys, monkeypatch):
 def test_settings_are_checked_without_the_command_line():
     with pytest.raises(ValueError, match="batch_size is 0"):
         SourceSettings(model="nets:rows", batch_size=0)
-
-
-@pytest.mark.slow
-def test_in_a_process_of_its_own(here):
-    """As a user starts it: the working directory is importable, nothing else is said."""
-    command = [sys.executable, "-c", "import sys; from laplace_debias.cli import main; "]
-    command[-1] += "sys.path = [p for p in sys.path if p]; sys.exit(main())"
-    common = ["--output=p.safetensors", "--progress=false", "--device=cpu"]
-    for case in ("no such attribute", "classes", "pickled"):
-        arguments, message = WRONG[case]
-        done = subprocess.run(
-            [*command, "fit", *arguments, *common], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 2
-        assert message in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr
-    done = subprocess.run(
-        [*command, "fit", *ROWS, *common], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert (here / "p.safetensors").exists()
