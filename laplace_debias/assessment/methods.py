@@ -105,22 +105,6 @@ def families_of(methods: Sequence[Method]) -> list[Family]:
     return list(found.values())
 
 
-def tempered(method: Method) -> Method:
-    """The same method with a temperature on top.
-
-    Args:
-        method: The method of a posterior.
-    """
-    return replace(
-        method,
-        key=f"{method.key}-temperature",
-        label=f"{method.label}, temperature",
-        describes=f"{method.describes} The logarithms of the predicted probabilities are divided "
-        "by one number, fitted on the validation examples.",
-        has_temperature=True,
-    )
-
-
 NETWORK = Method(
     key="network", label="Network", describes="The trained network's own probabilities."
 )
@@ -136,7 +120,6 @@ LAST_LAYER = Method(
     describes="A Laplace approximation (K-FAC) over the last layer's parameters.",
     posterior=PosteriorChoice(),
 )
-LAST_LAYER_TEMPERATURE = tempered(LAST_LAYER)
 LAPLACE = Method(
     key="laplace",
     label="Laplace, all parameters",
@@ -161,10 +144,7 @@ MIXTURE = Method(
 )
 
 
-BUILT_IN = {
-    method.key: method
-    for method in (NETWORK, TEMPERATURE, LAST_LAYER, LAST_LAYER_TEMPERATURE, LAPLACE)
-}
+BUILT_IN = {method.key: method for method in (NETWORK, TEMPERATURE, LAST_LAYER, LAPLACE)}
 """Methods that have names."""
 
 
@@ -186,7 +166,6 @@ def default_methods(task: str, has_validation: bool) -> tuple[Method, ...]:
 def chosen_methods(
     names: Sequence[str] | None,
     posteriors: Mapping[str, PosteriorChoice],
-    with_temperature: bool,
     examples: int | None,
     task: str,
     has_validation: bool,
@@ -197,7 +176,6 @@ def chosen_methods(
         names: Keys of `BUILT_IN`, in any order; the network is there in any case. If None those of
             `default_methods`.
         posteriors: More posteriors by the key that they get.
-        with_temperature: Whether these are there a second time with a temperature on top.
         examples: How many examples of each set a posterior over more than the last layer predicts.
         task: As in `Loaded`.
         has_validation: Whether there are examples to fit a temperature on.
@@ -226,30 +204,24 @@ def chosen_methods(
                 f"posteriors has {key}, which is a built-in method: choose another name"
             )
         limit = None if choice.params == "last_layer" else examples
-        found += methods_of(key, f"Laplace, {key}", choice, with_temperature, limit)
+        found.append(method_of(key, f"Laplace, {key}", choice, limit))
     return tuple(found)
 
 
-def methods_of(
-    key: str,
-    label: str,
-    posterior: PosteriorChoice | Path,
-    with_temperature: bool,
-    examples: int | None,
-) -> list[Method]:
-    """The method of a posterior, and with a temperature on top if that is asked for.
+def method_of(
+    key: str, label: str, posterior: PosteriorChoice | Path, examples: int | None
+) -> Method:
+    """The method of a posterior.
 
     Args:
         key: Its key.
         label: Its label.
         posterior: The posterior, or its file.
-        with_temperature: Whether it is there a second time.
         examples: How many examples of each set it predicts.
     """
     told = "The posterior of a file, as it is there."
     told = told if isinstance(posterior, Path) else posterior.described
-    plain = Method(key=key, label=label, describes=told, posterior=posterior, examples=examples)
-    return [plain, tempered(plain)] if with_temperature else [plain]
+    return Method(key=key, label=label, describes=told, posterior=posterior, examples=examples)
 
 
 def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:

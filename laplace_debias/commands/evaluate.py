@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from laplace_debias.assessment import assess
-from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, Method, methods_of
+from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
 from laplace_debias.commands.compared import found_in, identity_of, tell
 from laplace_debias.commands.network import check_posterior
 from laplace_debias.sources import SourceSettings, load
@@ -22,7 +22,6 @@ class Settings(SourceSettings):
     Attributes:
         posterior: A file or folder that `laplace-debias fit` or `tune` wrote, as often as wanted.
             Each is used as it is and gives its name to a method.
-        with_temperature: Compare each posterior a second time with a temperature on top.
         examples: Number of examples of each set, chosen at random, that the posteriors predict; by
             default as many as take about ten minutes.
         spelled: An option that is given again adds to what was given.
@@ -34,7 +33,6 @@ class Settings(SourceSettings):
     spelled: ClassVar = {"--posterior": "--posterior+"}
 
     posterior: list[Path] = field(default_factory=list)
-    with_temperature: bool = False
     examples: int | None = None
 
     def __post_init__(self) -> None:
@@ -48,9 +46,7 @@ class Settings(SourceSettings):
 
     def without_effect(self) -> dict[str, str]:
         """As `SourceSettings.without_effect`."""
-        if self.posterior:
-            return {}
-        return dict.fromkeys(("with_temperature", "examples"), "there is no --posterior")
+        return {} if self.posterior else {"examples": "there is no --posterior"}
 
 
 def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
@@ -72,7 +68,9 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
     if loaded.validation is not None and loaded.task != "regression":
         methods.append(TEMPERATURE)
     for path in settings.posterior:
-        methods += _of_file(path, settings)
+        key = f"posterior-{path.stem.lower()}"
+        key = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in key)
+        methods.append(method_of(key, path.stem, path, settings.examples))
     with tempfile.TemporaryDirectory(prefix="laplace-debias-") as folder:
         shared = Path(current().from_rank(folder, 0))
         if not shared.is_dir():
@@ -100,9 +98,3 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
 def as_json(settings: Settings, found: dict[str, Any]) -> dict[str, Any]:
     """The object that `--json` prints."""
     return found
-
-
-def _of_file(path: Path, settings: Settings) -> list[Method]:
-    key = f"posterior-{path.stem.lower()}"
-    key = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in key)
-    return methods_of(key, path.stem, path, settings.with_temperature, settings.examples)

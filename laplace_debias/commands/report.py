@@ -29,12 +29,10 @@ class Settings(SourceSettings):
         more_checkpoints: Weights of more networks of the same architecture, of other seeds or
             epochs: `--checkpoint` given again adds one. They give the rows `ensemble`, the mean of
             the networks' predictions, and `mixture`, that of a last-layer posterior of each.
-        methods: Methods to compare: `network`, `temperature`, `last-layer`,
-            `last-layer-temperature`, `laplace` (all parameters, minutes to hours); by default all
-            but the last that the data allows.
+        methods: Methods to compare: `network`, `temperature`, `last-layer`, `laplace` (all
+            parameters, minutes to hours); by default all but the last that the data allows.
         posteriors: More posteriors by name: `--posteriors.NAME '{"params": "all", "mode":
             "debiased", "fit_examples": 256}'`, or in a YAML file.
-        with_temperature: Compare each posterior a second time with a temperature on top.
         examples: Number of examples of each set, chosen at random, that posteriors over more than
             the last layer predict; by default as many as take about ten minutes.
         overwrite: Replace an earlier run in the folder.
@@ -56,7 +54,6 @@ class Settings(SourceSettings):
     more_checkpoints: list[Path] = field(default_factory=list)
     methods: tuple[str, ...] | None = None
     posteriors: dict[str, PosteriorChoice] = field(default_factory=dict)
-    with_temperature: bool = False
     examples: int | None = None
     overwrite: bool = False
 
@@ -71,12 +68,9 @@ class Settings(SourceSettings):
             names = (field.name for field in fields(self))
             why = "`--from` draws the page of a run as it is"
             return {name: why for name in names if name not in ("from_run", "json")}
-        if self.posteriors:
+        if self.posteriors or LAPLACE.key in (self.methods or ()):
             return {}
-        found = {"with_temperature": "for `posteriors`, and there are none"}
-        if LAPLACE.key not in (self.methods or ()):
-            found["examples"] = "no posterior over more than the last layer is compared"
-        return found
+        return {"examples": "no posterior over more than the last layer is compared"}
 
 
 def run(settings: Settings, console: Printer | None = None) -> Path:
@@ -120,7 +114,6 @@ def _assessed(settings: Settings, console: Printer) -> Path:
     methods = chosen_methods(
         settings.methods,
         settings.posteriors,
-        settings.with_temperature,
         settings.examples,
         loaded.task,
         loaded.validation is not None,

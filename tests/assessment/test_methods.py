@@ -19,8 +19,7 @@ def keys(methods):
 
 
 def test_the_default_has_a_temperature_where_one_can_be_fitted():
-    every = ["network", "temperature", "last-layer", "last-layer-temperature"]
-    assert keys(default_methods("classification", True)) == every
+    assert keys(default_methods("classification", True)) == ["network", "temperature", "last-layer"]
     plain = ["network", "last-layer"]
     assert keys(default_methods("classification", False)) == plain
     assert keys(default_methods("regression", True)) == plain
@@ -56,29 +55,26 @@ def test_posteriors_that_are_asked_for_come_last():
         "ekfac": PosteriorChoice(curvature="ekfac", params="all"),
         "head": PosteriorChoice(),
     }
-    found = chosen_methods(None, asked, True, 100, "classification", True)
-    assert keys(found) == [
-        *("network", "temperature", "last-layer", "last-layer-temperature"),
-        *("ekfac", "ekfac-temperature", "head", "head-temperature"),
-    ]
+    found = chosen_methods(None, asked, 100, "classification", True)
+    assert keys(found) == ["network", "temperature", "last-layer", "ekfac", "head"]
     # Predicting with the last layer alone is cheap.
-    assert [method.examples for method in found[4:]] == [100, 100, None, None]
+    assert [method.examples for method in found[3:]] == [100, None]
 
 
 def test_methods_can_be_named_and_keep_their_order():
-    found = chosen_methods(("laplace", "temperature"), {}, False, 7, "classification", True)
+    found = chosen_methods(("laplace", "temperature"), {}, 7, "classification", True)
     assert keys(found) == ["network", "temperature", "laplace"]
     assert found[-1].examples == 7
     with pytest.raises(ValueError, match="no method magic; expected network, temperature"):
-        chosen_methods(("magic",), {}, False, None, "classification", True)
+        chosen_methods(("magic",), {}, None, "classification", True)
     with pytest.raises(ValueError, match="built-in method"):
-        chosen_methods(None, {"laplace": PosteriorChoice()}, False, None, "classification", True)
+        chosen_methods(None, {"laplace": PosteriorChoice()}, None, "classification", True)
 
 
-def test_a_method_with_a_temperature_shares_its_posterior():
+def test_the_temperature_shares_the_networks_predictions():
     families = families_of(tuple(BUILT_IN.values()))
     assert [keys(family) for family in families] == [
         ["network", "temperature"],
-        ["last-layer", "last-layer-temperature"],
+        ["last-layer"],
         ["laplace"],
     ]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from laplace_debias import Laplace
 
-METHODS = ["network", "temperature", "last-layer", "last-layer-temperature", "laplace"]
+METHODS = ["network", "temperature", "last-layer", "last-tempered", "laplace"]
 SETS = ["test", "shift-1", "shift-5", "shuffled", "static"]
 
 

@@ -33,13 +33,8 @@ REFUSED = {
     ],
     "predict": ["--corruptions=[1]", "--train_examples=3", "--inputs=d.npz --test_examples=3"],
     "spectrum": ["--corruptions=[1]"],
-    "evaluate": ["--with_temperature", "--examples=3"],
-    "report": [
-        "--with_temperature",
-        "--examples=9",
-        "--methods=[temperature] --examples=9",
-        "--from=x",
-    ],
+    "evaluate": ["--examples=3"],
+    "report": ["--examples=9", "--methods=[temperature] --examples=9", "--from=x"],
 }
 NEEDED = {
     "fit": ["--output=p.safetensors"],

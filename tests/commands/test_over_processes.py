@@ -154,7 +154,7 @@ def test_a_report_and_an_evaluation_say_what_one_process_says(here, processes, c
     # Twice the number of batches that there are processes, and one that is not full.
     common = [*SOURCE, "--data=nets:rows", "--batch_size=4"]
     method = '{"mode": "crossfit", "fit_examples": 9, "fisher": "mc"}'
-    report = ["report", *common, "--methods=[temperature,last-layer-temperature]", "--examples=5"]
+    report = ["report", *common, "--methods=[temperature,last-layer]", "--examples=5"]
     report.append(f"--posteriors.mine={method}")
     assert main([*report, "--output=one"]) == 0
     alone = capsys.readouterr().out

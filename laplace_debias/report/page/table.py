@@ -129,11 +129,14 @@ def _table(
 ) -> Table:
     """Metrics of every method, or what they differ by from a reference."""
     against = run.methods[0].key if reference is None else reference
-    methods = [method for method in run.methods if method.key != reference]
+    of_reference = run.differences[run.differences["reference"] == against]
+    # A method is compared with those before it alone.
+    compared = {method.key for method in run.methods}
+    compared = compared if reference is None else set(of_reference["method"])
+    methods = [method for method in run.methods if method.key in compared]
     columns, cells = [], []
     for data, metric in chosen:
-        differences = run.differences[run.differences["reference"] == against]
-        differences = of_metric(differences, data, metric, score)
+        differences = of_metric(of_reference, data, metric, score)
         rows = of_metric(run.rows, data, metric, score) if reference is None else differences
         rows = rows[rows.index.isin([method.key for method in methods])]
         if rows.empty:
