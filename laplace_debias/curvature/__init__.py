@@ -1,7 +1,6 @@
 """Operators of networks: what curvature is, and how it is factored."""
 
 from laplace_debias.curvature.network.inputs import OneArgument
-from laplace_debias.curvature.network.parametric import ParametricFunction
 from laplace_debias.curvature.operators import (
     EKFAC,
     GGN,
@@ -21,5 +20,4 @@ __all__ = [
     "Hessian",
     "Jacobian",
     "OneArgument",
-    "ParametricFunction",
 ]

@@ -31,7 +31,6 @@ from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.selection import (
     ParameterSelection,
     is_last_layer,
-    needs_example,
 )
 from laplace_debias.curvature.network.shadow import (
     check_deterministic,
@@ -111,7 +110,7 @@ class Subject:
         if isinstance(selection, (list, tuple)):
             selection = plain_names(model, selection)
         selected = None
-        if not needs_example(plain, selection):
+        if not is_last_layer(selection) or not any(p.requires_grad for p in plain.parameters()):
             selected = BayesianParameters.of(plain, selection, settings, None)
         names = selected.names if selected else [name for name, _ in plain.named_parameters()]
         if settings.class_dim not in (None, -1) or is_narrow(plain, names):

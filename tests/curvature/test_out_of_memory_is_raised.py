@@ -10,7 +10,6 @@ from laplace_debias.curvature import GGN
 from laplace_debias.curvature.layers import calls, resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network import chosen_positions
-from laplace_debias.curvature.network import reader as next_token
 from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.operators import linearisation
@@ -102,12 +101,6 @@ def differentiated(patch, _):
     resolve._gradients(Exhausted.apply(x), [x], torch.ones(2))
 
 
-def asked_about_labels(patch, _):
-    patch.setattr(next_token, "_takes_labels", lambda model: model)
-    patch.setattr(next_token, "_positions_read", exhausted)
-    next_token.shifts_labels(linear(), {}, torch.zeros(1, 4, dtype=torch.long))
-
-
 def exported(patch, folder):
     x = torch.randn(4, 4).double()
     la = Laplace(linear(), params="last_layer").fit([(x, torch.zeros(4, dtype=torch.long))])
@@ -120,7 +113,7 @@ def exported(patch, folder):
     [
         *(linearised, copied, run_without_a_dimension_of_examples, copied_for_every_example),
         *(tried_with_a_dimension_of_examples, given_some_positions_alone, verified),
-        *(differentiated, asked_about_labels, exported),
+        *(differentiated, exported),
     ],
 )
 def test_it_is_raised_while_a_model_is(work, monkeypatch, tmp_path):

@@ -254,11 +254,11 @@ def test_outputs_without_logits_are_refused():
         Laplace(model, params="last_layer").fit_batches(data())
 
 
-def test_a_frozen_head_of_a_sequential_is_refused_at_once():
+def test_a_frozen_head_is_refused_and_a_frozen_model_at_once():
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).eval()
     model[1].requires_grad_(False)
     with pytest.raises(ValueError, match=r"1 \(Linear\), which is frozen"):
-        Laplace(model, params="last_layer")
+        Laplace(model, params="last_layer").fit_batches(data())
     with pytest.raises(ValueError, match="no trainable parameter"):
         Laplace(model.requires_grad_(False), params="last_layer")
 
@@ -297,10 +297,7 @@ def test_before_the_fit_it_is_not_known_and_says_so():
         wrong.fit_batches(data())
 
 
-def test_a_sequential_needs_no_fit():
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), nn.LogSoftmax(1)).eval()
-    la = Laplace(model, params="last_layer")
-    assert la.param_names == ["2.weight", "2.bias"]
+def test_a_hook_of_the_models_own_decides():
     hooked = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).eval()
     hooked.register_forward_hook(lambda module, args, output: module[0](args[0]))
     la = Laplace(hooked, params="last_layer")

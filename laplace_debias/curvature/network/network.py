@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     ParameterSelection,
     check_parameters,
-    needs_example,
+    is_last_layer,
     select_parameters,
 )
 from laplace_debias.curvature.network.shadow import (
@@ -65,7 +65,7 @@ class Network:
         check_deterministic(model)
         example = None
         self._dtypes = {p.dtype for p in model.parameters()}
-        if data is not None and needs_example(model, params):
+        if data is not None and is_last_layer(params):
             like = next(model.parameters())
             example = move(first_inputs(self.stream(data)), like.device, None)
         self.names = select_parameters(model, params, example)

@@ -17,7 +17,6 @@ from laplace_debias.curvature.network.inputs import (
     tensors_of,
 )
 from laplace_debias.curvature.network.shadow import shadow, unwrapped
-from laplace_debias.system.memory import is_out_of_memory
 
 # From what the data yields to (inputs, targets).
 BatchHook = Callable[[Any], tuple[Any, Any]]
@@ -223,7 +222,8 @@ def next_token_targets(labels: Tensor) -> Tensor:
     return torch.cat([labels[:, 1:], nothing], dim=1)
 
 
-def shifts_labels(model: nn.Module, named: dict[str, object], labels: Tensor) -> bool:
+@torch.inference_mode(False)
+def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bool:
     """Whether a Hugging Face model moves labels by one position before it compares them.
 
     Most causal language models do, some of that name do not (those of BART's family), nor do token
@@ -240,26 +240,29 @@ def shifts_labels(model: nn.Module, named: dict[str, object], labels: Tensor) ->
         False for models that take no `labels`, as those that are not of Hugging Face.
 
     Raises:
-        ValueError: If the model takes `labels` and it cannot be found out.
+        ValueError: If the loss reads other positions.
     """
     asked = _takes_labels(model)
     if asked is None:
         return False
+    twin, last = shadow(asked), labels.shape[1] - 1
+    weights = [p.requires_grad_() for p in twin.parameters() if p.is_floating_point()]
     known = inspect.signature(asked.forward).parameters
     some = {name: value for name, value in named.items() if name in known}
-    last = labels.shape[1] - 1
-    try:
-        read = _positions_read(asked, some, labels, last)
-    # Whatever a forward pass raises.
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ValueError(
-            _unknown(asked, f"its forward pass with labels fails ({error})")
-        ) from error
+    one: Any = take(move(some, weights[0].device, None), slice(0, 1))
+    marked = torch.full_like(labels[:1], IGNORED, device=weights[0].device)
+    marked[0, last] = 0
+    with torch.enable_grad():
+        outputs = twin(**one, labels=marked)
+    is_tuple = isinstance(outputs, tuple)
+    loss, logits = outputs[:2] if is_tuple else (outputs.loss, outputs.logits)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
     if read not in ([last], [last - 1]):
         raise ValueError(
-            _unknown(asked, f"of the label of position {last} its loss reads the logits of {read}")
+            f"{type(asked).__name__} takes labels, and of the label of position {last} its loss "
+            f"reads the logits of {read}. Say with batch=, a function from a batch to (inputs, "
+            "targets), which output a label belongs to: the target of a position at that position."
         )
     return read == [last - 1]
 
@@ -274,33 +277,3 @@ def _takes_labels(model: nn.Module) -> nn.Module | None:
         if is_one and "labels" in inspect.signature(module.forward).parameters:
             return module
     return None
-
-
-@torch.inference_mode(False)
-def _positions_read(
-    model: nn.Module, named: dict[str, Any], labels: Tensor, last: int
-) -> list[int]:
-    """Positions whose logits the loss of a label of the last position depends on."""
-    twin = shadow(model)
-    weights = [p for p in twin.parameters() if p.is_floating_point()]
-    for weight in weights:
-        weight.requires_grad_()
-    device = weights[0].device
-    one: Any = take(move(named, device, None), slice(0, 1))
-    marked = torch.full_like(labels[:1], IGNORED, device=device)
-    marked[0, last] = 0
-    with torch.enable_grad():
-        outputs = twin(**one, labels=marked)
-    loss, logits = (
-        (outputs.loss, outputs.logits) if hasattr(outputs, "logits") else tuple(outputs[:2])
-    )
-    (gradient,) = torch.autograd.grad(loss.sum(), logits)
-    return gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
-
-
-def _unknown(model: nn.Module, why: str) -> str:
-    return (
-        f"{type(model).__name__} takes labels, and it cannot be found out which of its outputs a "
-        f"label belongs to: {why}. Say so with batch=, a function from a batch to (inputs, "
-        "targets) with the target of a position at that position."
-    )

@@ -37,8 +37,7 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     Args:
         model: The model.
         example: Inputs, of which one example is run, or `_MORE` if that does not reach all layers;
-            None if there are none, which is enough for an `nn.Sequential` that ends in one of
-            torch's layers.
+            None if there are none.
 
     Raises:
         ValueError: Naming the candidates, if there is not exactly one; if it or the whole model
@@ -50,9 +49,6 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
             f'params="{LAST_LAYER}" selects no parameter: the model has no trainable one '
             "(requires_grad)."
         )
-    path = _last_of_sequential(model) if example is None else None
-    if path is not None:
-        return _trainable(model, path)
     if example is None:
         raise ValueError(
             f'params="{LAST_LAYER}" is the layer that the outputs come from. For a '
@@ -65,32 +61,9 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     raise ValueError(_not_one(model, sources))
 
 
-def needs_example(model: nn.Module, selection: object) -> bool:
-    """Whether the last layer is asked for and the structure alone does not tell it."""
-    is_trainable = any(parameter.requires_grad for parameter in model.parameters())
-    return is_trainable and is_last_layer(selection) and _last_of_sequential(model) is None
-
-
 def is_last_layer(selection: object) -> bool:
     """Whether a selection of parameters is that of the last layer."""
     return isinstance(selection, str) and selection == LAST_LAYER
-
-
-def _last_of_sequential(model: nn.Module) -> str | None:
-    """The last layer of `nn.Sequential`s, nested at will, where nothing else can come after it."""
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
-        return None
-    path, module = "", model
-    while type(module) is nn.Sequential:
-        inside = [(name, child) for name, child in module._modules.items() if child is not None]
-        inside = [(name, child) for name, child in inside if any(True for _ in child.parameters())]
-        while inside and _is_passed_over(inside[-1][1]):
-            inside.pop()
-        if not inside:
-            return None
-        name, module = inside[-1]
-        path = f"{path}.{name}".lstrip(".")
-    return path if type(module) in LAYERS and type(module) is not nn.MultiheadAttention else None
 
 
 @dataclass(frozen=True)
@@ -255,7 +228,7 @@ def select_parameters(
             come from, see `last_layer_parameters`); names; or a predicate
             `(name, parameter) -> bool`. Frozen parameters are never Bayesian.
         example: Inputs on the model's device, for `"last_layer"`, which is found by running one of
-            them; an `nn.Sequential` of torch's layers needs none.
+            them.
 
     Raises:
         ValueError: For an unknown name, or if nothing is selected; as `last_layer_parameters`.

@@ -1,26 +1,27 @@
 """Data that several processes share: each reads its part, none is read twice."""
 
 import itertools
-import random
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
     Sampler,
     SequentialSampler,
-    default_collate,
 )
 from torch.utils.data.sampler import RandomSampler
 
 from laplace_debias.curvature.network.batches import Place, Stream
+from laplace_debias.curvature.network.fingerprint import sum_of_bits
 from laplace_debias.system.ranks import Ranks, check_joined
+from laplace_debias.system.threads import Randomness
 
 # Examples of a data set that are read to tell it from another.
 _FEW = 4
@@ -256,39 +257,11 @@ def _whole_data_set(data: Any) -> list[Any] | None:
     size = len(dataset)
     if size == 0 or len(data.sampler) != size:  # type: ignore[arg-type]
         return None
-    marks = []
-    with _fixed_randomness():
-        for index in sorted({size * k // _FEW for k in range(_FEW)}):
-            marks += [float(x) for x in _sums(default_collate([dataset[index]]))]
-    return [size, *marks]
-
-
-def _sums(entry: Any) -> Iterable[torch.Tensor]:
-    """A sum over each tensor of an entry, whose places weigh differently."""
-    if isinstance(entry, torch.Tensor):
-        numbers = (torch.view_as_real(entry) if entry.is_complex() else entry).double().flatten()
-        numbers = numbers.nan_to_num()
-        places = torch.arange(1, len(numbers) + 1, dtype=torch.float64, device=numbers.device)
-        yield (numbers * (places * 0.6180339887498949).frac()).sum()
-    elif isinstance(entry, dict):
-        yield from itertools.chain.from_iterable(map(_sums, entry.values()))
-    elif isinstance(entry, (list, tuple)):
-        yield from itertools.chain.from_iterable(map(_sums, entry))
-
-
-@contextmanager
-def _fixed_randomness() -> Iterator[None]:
-    """Augmentation draws the same numbers within, and leaves the generators as they were."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+    # Augmentation by torch draws the same numbers on all, and leaves the generator as it was.
+    with Randomness(torch.Generator().manual_seed(0)):
+        some = [dataset[index] for index in sorted({size * k // _FEW for k in range(_FEW)})]
+    entries = [x for x in tree_leaves(some) if isinstance(x, (Tensor, np.ndarray, int))]
+    return [size, *(sum_of_bits(torch.as_tensor(x)) for x in entries)]
 
 
 def _has_group() -> bool:
