@@ -195,8 +195,8 @@ def _report_unused(unused: Sequence[str], names: Sequence[str], may_leave_out: b
         "branch, `detach`, `no_grad`)"
     )
     if not may_leave_out:
-        raise ValueError(f"{says}: leave them out with {leaving_out(unused, names)}.")
+        raise ValueError(f"{says}: leave them out with {leaving_out(unused)}.")
     warn(
         f"{says}, so they are left out of the posterior. To say so yourself, pass "
-        f"{leaving_out(unused, names)}, or freeze them with requires_grad_(False)."
+        f"{leaving_out(unused)}, or freeze them with requires_grad_(False)."
     )

@@ -11,7 +11,7 @@ One that is gone is found by the group's own timeout.
 import builtins
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -56,9 +56,6 @@ Key = TypeVar("Key", bound=Hashable)
 # Of each key some tensors; None stands for one that there is not.
 Parts = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
-
-# A message takes as long as its bytes from about a megabyte on; a copy of a bucket is made.
-_BUCKET_BYTES = 2**26
 
 
 class RankError(RuntimeError):
@@ -122,11 +119,10 @@ class Ranks:
         """Sum tensors over all ranks, in place, to the same bits; raises as `exchange`."""
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
-        """Sum symmetric matrices (or vectors) to one rank each; raises as `exchange`.
+        """Sum tensors to one rank each; raises as `exchange`.
 
         Args:
-            sums: `[..., d, d]`, of which the upper triangle travels, or `[d]`; the same keys in the
-                same order on all ranks.
+            sums: The same keys in the same order on all ranks.
             owners: The rank that each is summed to.
 
         Returns:
@@ -197,30 +193,24 @@ class Group(Ranks):
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """As `Ranks.sum`."""
         self.exchange(None)
-        for bucket in _buckets(tensors):
-            flat = _packed(bucket)
+        for tensor in tensors:
+            total = tensor.contiguous()
             with _talking():
-                dist.all_reduce(flat)
-            _unpack(flat, bucket)
+                dist.all_reduce(total)
+            if total is not tensor:
+                tensor.copy_(total)
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
         """As `Ranks.sum_to_owners`."""
         self.exchange(None)
         found: dict[Key, Tensor] = {}
-        for owner in range(self.size):
-            keys = [key for key in sums if owners[key] == owner]
-            for bucket in _buckets([sums[key] for key in keys], _upper_size):
-                flat = torch.cat([_upper(x) for x in bucket])
-                with _talking():
-                    dist.reduce(flat, owner)
-                some, keys = keys[: len(bucket)], keys[len(bucket) :]
-                if owner == self.rank:
-                    of_each = flat.split([_upper_size(x) for x in bucket])
-                    found |= {
-                        key: _symmetric(part, like)
-                        for key, part, like in zip(some, of_each, bucket, strict=True)
-                    }
-        return {key: found[key] for key in sums if key in found}
+        for key, of_rank in sums.items():
+            total = of_rank.clone(memory_format=torch.contiguous_format)
+            with _talking():
+                dist.reduce(total, owners[key])
+            if owners[key] == self.rank:
+                found[key] = total
+        return found
 
     def share(self, parts: Parts, owners: Mapping[Key, int]) -> Shared:
         """As `Ranks.share`."""
@@ -233,14 +223,10 @@ class Group(Ranks):
                 shared[key] = tuple(None if x is None else x.contiguous() for x in parts[key])
             else:
                 shared[key] = tuple(map(_empty, of_key))
-        for owner in range(self.size):
-            of_owner = [x for key in owners if owners[key] == owner for x in shared[key]]
-            for bucket in _buckets([x for x in of_owner if x is not None]):
-                flat = _packed(bucket)
-                with _talking():
-                    dist.broadcast(flat, owner)
-                if owner != self.rank:
-                    _unpack(flat, bucket)
+            for x in shared[key]:
+                if x is not None:
+                    with _talking():
+                        dist.broadcast(x, owner)
         return shared
 
     def on_all(self, tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
@@ -382,66 +368,6 @@ def _error_of(rank: int, kind: str, text: str) -> Exception:
     if known in (ValueError, TypeError, NotImplementedError, RuntimeError):
         return known(message)
     return RankError(message)
-
-
-def _buckets(
-    tensors: Sequence[Tensor], size: Callable[[Tensor], int] = Tensor.numel
-) -> Iterator[list[Tensor]]:
-    """Consecutive tensors of one dtype and device, up to a number of bytes.
-
-    Args:
-        tensors: Any.
-        size: How many numbers of one travel.
-    """
-    bucket: list[Tensor] = []
-    num_bytes = 0
-    for x in tensors:
-        more = size(x) * x.element_size()
-        is_alike = bool(bucket) and (x.dtype, x.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and (not is_alike or num_bytes + more > _BUCKET_BYTES):
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(x)
-        num_bytes += more
-    if bucket:
-        yield bucket
-
-
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of tensors, one after the other, flat."""
-    return torch.cat([x.reshape(-1) for x in tensors])
-
-
-def _unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    for part, tensor in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True):
-        tensor.copy_(part.view(tensor.shape))
-
-
-def _upper_size(tensor: Tensor) -> int:
-    """How many numbers `_upper` gives."""
-    if tensor.ndim < 2:
-        return tensor.numel()
-    d = tensor.shape[-1]
-    return tensor[..., 0, 0].numel() * (d * (d + 1) // 2)
-
-
-def _upper(tensor: Tensor) -> Tensor:
-    """The upper triangles of symmetric matrices `[..., d, d]`, flat; a vector as it is."""
-    return tensor if tensor.ndim < 2 else tensor[..., _is_upper(tensor)].reshape(-1)
-
-
-def _symmetric(flat: Tensor, like: Tensor) -> Tensor:
-    """The symmetric matrices, of a shape as another, whose upper triangles `_upper` gave."""
-    if like.ndim < 2:
-        return flat.clone()
-    full = torch.zeros_like(like)
-    full[..., _is_upper(like)] = flat.view(*like.shape[:-2], -1)
-    return full + full.triu(1).mT
-
-
-def _is_upper(tensor: Tensor) -> Tensor:
-    d = tensor.shape[-1]
-    return torch.ones(d, d, dtype=torch.bool, device=tensor.device).triu()
 
 
 def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype, str] | None:

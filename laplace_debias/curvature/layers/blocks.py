@@ -198,17 +198,6 @@ def _is_supported(layer: nn.Module) -> bool:
     return isinstance(layer, LAYERS)
 
 
-def is_overridden(layer: nn.Module) -> bool:
-    """Whether a subclass has a forward pass of its own, which has to be checked."""
-    own = type(layer)
-    return not is_hugging_face_conv1d(layer) and not any(
-        isinstance(layer, kind)
-        and own.forward is kind.forward
-        and getattr(own, "_conv_forward", None) is getattr(kind, "_conv_forward", None)
-        for kind in LAYERS
-    )
-
-
 def parameter_order(
     model: nn.Module, names: Sequence[str], blocks: Sequence[Block]
 ) -> Int[Tensor, " parameters"] | None:

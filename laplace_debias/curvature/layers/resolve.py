@@ -20,11 +20,10 @@ from laplace_debias.curvature.layers.blocks import (
     around,
     curvature_blocks,
     entries_of,
-    is_overridden,
     owners_of_parameters,
 )
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
-from laplace_debias.curvature.layers.tap import Tap, Use
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
@@ -111,7 +110,7 @@ def resolve(
             raise NotImplementedError(
                 f"The gradients of single examples cannot be computed for {list(lost)} "
                 f"({next(iter(lost.values()))}) Leave these parameters out with "
-                f"{leaving_out(list(lost), names)}, or freeze them with requires_grad_(False)."
+                f"{leaving_out(list(lost))}, or freeze them with requires_grad_(False)."
             )
 
 
@@ -202,13 +201,12 @@ def _wrong(
     outputs, faults = tap.look(x)
     faults = of_more | faults
     uses: dict[Site, Uses] = {}
-    of_layers = {use.layer: use for use in tap.uses}
     if outputs.shape == reference.cotangent.shape:
         uses = dict(tap.backward(outputs, reference.cotangent.unsqueeze(0), strict=False))
     for block in blocks:
         error = faults.get(block.site)
         if error is None:
-            error = _error(network, tap, block, of_layers, uses.get(block.site), reference)
+            error = _error(network, tap, block, uses.get(block.site), reference)
         if error is not None:
             for name in block.parameters:
                 yield name, (block, error)
@@ -218,7 +216,6 @@ def _error(
     network: nn.Module,
     tap: Tap,
     block: Block,
-    of_layers: Mapping[str, Use],
     uses: Uses | None,
     reference: _Reference,
 ) -> Exception | None:
@@ -230,19 +227,12 @@ def _error(
         for index in range(len(reference.cotangent))
     ]
     try:
-        is_other = (
-            not block.calls and is_overridden(layer) and not _agrees(network, block, of_layers)
-        )
-        rows = [] if is_other else _jacobians(layer, block, uses, expected)
+        rows = _jacobians(layer, block, uses, expected)
     # Whatever a layer raises that is not what its class says, or a module that is run by itself.
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return error
-    if is_other:
-        return NotImplementedError(
-            f"{block.layer} ({type(layer).__name__}) does not compute what its base class does."
-        )
     for J, of_example in zip(rows, expected, strict=True):
         if not of_example.isfinite().all():
             continue  # The fit finds what is not finite, and says where.
@@ -253,35 +243,6 @@ def _error(
                 f"{block.site}."
             )
     return None
-
-
-def _agrees(network: nn.Module, block: Block, of_layers: Mapping[str, Use]) -> bool:
-    """Whether the Jacobian of a layer's call for one example is that of the class it extends.
-
-    A library's own `LayerNorm` computes what torch's does; weight standardisation or an adapter
-    does not.
-    """
-    layer, use = network.get_submodule(block.layer), of_layers[block.layer]
-    x, z = use.x[:1], use.z[:1]
-    keys = [name.rpartition(".")[2] for name in block.parameters]
-    parameters = [getattr(layer, key) for key in keys]
-    generator = torch.Generator(z.device).manual_seed(0)
-    cotangent = torch.randn(z.shape, generator=generator, dtype=z.dtype, device=z.device)
-    with torch.enable_grad():
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        # The class's forward: the hooks on the module belong to the tap.
-        outputs = type(layer).forward(layer, x)
-        found = torch.autograd.grad(
-            outputs, parameters, cotangent, retain_graph=True, allow_unused=True
-        )
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-    if any(gradient is None for gradient in found):
-        return False
-    matrix = entries_of(network, block, dict(zip(block.parameters, found, strict=True)))
-    (J,) = _jacobians(layer, block, [(x, cotangent.unsqueeze(0))], [matrix])
-    return torch.allclose(J, matrix, rtol=1e-2, atol=1e-3 * float(matrix.abs().max()))
 
 
 def _jacobians(layer: nn.Module, block: Block, uses: Uses, like: Sequence[Tensor]) -> list[Tensor]:

@@ -6,11 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
-MIX = -7046029254386353131
-"""An odd number without a pattern, by which what is told apart weighs differently."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -59,28 +56,6 @@ def sum_of_bits(tensor: Tensor) -> int:
 def bits(vector: Tensor) -> Tensor:
     """A vector's entries as integers of their size, or two for each complex one in float64."""
     return vector.contiguous().view(_INTEGERS.get(vector.element_size(), torch.int64))
-
-
-def mark_in_order(tensor: Tensor) -> Int[Tensor, ""]:
-    """An integer that changes with any entry of a tensor, and if rows or columns change places.
-
-    It is exact. A matrix is told by the sums of its rows and columns, a vector by every entry.
-    """
-    mark = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if not tensor.numel():
-        return mark
-    rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
-    entries = bits(rows.flatten())
-    # The sign of a double is its highest bit, of which a sum over two has nothing left.
-    entries = entries.view(torch.int32) if entries.dtype == torch.int64 else entries
-    entries = entries.view(len(rows), -1)
-    for dim in (0, 1):
-        sums = entries.sum(dim, dtype=torch.int64)
-        # Odd weights without a pattern: as multiples of each other small differences would cancel.
-        weights = torch.arange(1, len(sums) + 1, device=tensor.device) * MIX
-        weights = ((weights ^ (weights >> 29)) * MIX) | 1
-        mark = mark * MIX + (sums * weights).sum()
-    return mark
 
 
 # Entries of a tensor that are read: so many, or up to twice as many.

@@ -288,24 +288,9 @@ def _kind(selection: object) -> str:
     return f"a {kind}"
 
 
-def leaving_out(names: Sequence[str], among: Sequence[str]) -> str:
-    """How to leave parameters out, ready to be typed; where all of a module are, by its prefix.
-
-    Args:
-        names: The parameters to leave out.
-        among: All of them.
-    """
-    others = [name for name in among if name not in set(names)]
-    prefixes: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        candidates = [".".join(parts[:end]) + "." for end in range(1, len(parts))] + [name]
-        free = (p for p in candidates if not any(other.startswith(p) for other in others))
-        prefix = next(free, None)
-        if prefix is None:
-            return f"params=lambda name, parameter: name not in {list(names)}"
-        prefixes[prefix] = None
-    return f"params=lambda name, parameter: not name.startswith({tuple(prefixes)})"
+def leaving_out(names: Sequence[str]) -> str:
+    """How to leave parameters out, ready to be typed."""
+    return f"params=lambda name, parameter: name not in {list(names)}"
 
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
