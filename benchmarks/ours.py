@@ -12,8 +12,10 @@ from benchmarks.timing import Run
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import factor_sums
+from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.cotangents import FisherType
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.selection import select_parameters
 
@@ -57,9 +59,9 @@ def problem_of(
     model: nn.Module, fisher: str, backend: str = "auto", dtype: torch.dtype = torch.float32
 ) -> Problem:
     """What curvature a `Laplace` of all parameters takes of a classifier."""
-    names = select_parameters(model, "all")
-    loss = NegativeLogLikelihood(Categorical())
-    return Problem.of(model, loss, names, FisherType(fisher), dtype, backend)
+    blocks = curvature_blocks(model, select_parameters(model, "all"))
+    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType(fisher))
+    return Problem(model, cotangents, blocks, choose_backend(model, backend), dtype, None)
 
 
 def fitted(settings: Settings, **options: Any) -> Laplace:

@@ -14,8 +14,10 @@ from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import eigenbases, factor_sums
+from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.cotangents import FisherType
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
 
 UNIT = "s"
@@ -99,8 +101,9 @@ def _names(model: nn.Module) -> Sequence[str]:
 
 def _problem(settings: VisionSettings) -> Problem:
     model = settings.model()
-    loss = NegativeLogLikelihood(Categorical())
-    return Problem.of(model, loss, _names(model), FisherType("mc"), torch.float64)
+    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc"))
+    blocks = curvature_blocks(model, _names(model))
+    return Problem(model, cotangents, blocks, choose_backend(model, "auto"), torch.float64, None)
 
 
 def _factors(settings: VisionSettings) -> Callable[[], Run]:

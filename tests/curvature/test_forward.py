@@ -8,8 +8,10 @@ from laplace_debias.curvature.fits.directions import Factor, Rows
 from laplace_debias.curvature.fits.forward import ForwardPasses
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import SideSums, factor_sums, owned_factors
+from laplace_debias.curvature.layers.backends import HookStream
+from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.cotangents import FisherType
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
 
 PAD = 0
@@ -86,8 +88,9 @@ def test_input_factors_of_both_passes_agree(name: str):
     model = model.double().eval()
     y = torch.arange(6) % 3
     names = [name for name, _ in model.named_parameters()]
-    loss = NegativeLogLikelihood(Categorical())
-    problem = Problem.of(model, loss, names, FisherType("exact"), torch.float64)
+    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
+    blocks = curvature_blocks(model, names)
+    problem = Problem(model, cotangents, blocks, HookStream, torch.float64, None)
     factors, _ = factor_sums(problem, [(x, y)])
     inputs, forward = SideSums(problem, 1), ForwardPasses(problem)
     outputs = [forward(x[part], y[part], inputs) for part in (slice(0, 2), slice(2, 6))]

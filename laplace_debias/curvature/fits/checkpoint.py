@@ -59,33 +59,7 @@ class Progress:
     weight: float = 0
 
 
-class Unsaved:
-    """The passes of a fit of which nothing is saved."""
-
-    def begin(self, sums: Sums, keys: Mapping[str, Any]) -> Progress:
-        """Begin the next pass.
-
-        Args:
-            sums: Where it sums; what was saved is put back there.
-            keys: The keys of `sums` by their names; a text stands for itself.
-        """
-        return Progress()
-
-    def has(self, pair: tuple[Any, ...]) -> bool:
-        """Whether the batch that was read next is in the sums already."""
-        return False
-
-    def done(self, progress: Progress, check: Callable[[], None]) -> None:
-        """Tell that the batch is in the sums; they are not saved if `check` raises."""
-
-    def end(self) -> None:
-        """End the pass."""
-
-
-UNSAVED = Unsaved()
-
-
-class Checkpoint(Unsaved):
+class Checkpoint:
     """The passes of a fit that is saved in a folder.
 
     Args:
@@ -118,7 +92,11 @@ class Checkpoint(Unsaved):
         ranks.exchange(None)
 
     def begin(self, sums: Sums, keys: Mapping[str, Any]) -> Progress:
-        """As `Unsaved.begin`.
+        """Begin the next pass.
+
+        Args:
+            sums: Where it sums; what was saved is put back there.
+            keys: The keys of `sums` by their names; a text stands for itself.
 
         Raises:
             ValueError: If what was saved is damaged.
@@ -142,7 +120,7 @@ class Checkpoint(Unsaved):
         return found
 
     def has(self, pair: tuple[Any, ...]) -> bool:
-        """As `Unsaved.has`.
+        """Whether the batch that was read next is in the sums already.
 
         Raises:
             ValueError: If the batches in the sums were others.
@@ -155,7 +133,10 @@ class Checkpoint(Unsaved):
         return self._read <= self._saved
 
     def done(self, progress: Progress, check: Callable[[], None]) -> None:
-        """As `Unsaved.done`; a disk that is full does not end the fit."""
+        """Tell that the batch is in the sums; they are not saved if `check` raises.
+
+        A disk that is full does not end the fit.
+        """
         if time.monotonic() - self._last < EVERY:
             return
         check()
@@ -171,7 +152,7 @@ class Checkpoint(Unsaved):
         self._last = time.monotonic()
 
     def end(self) -> None:
-        """As `Unsaved.end`.
+        """End the pass.
 
         Raises:
             ValueError: If the data ended before what was saved.

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from laplace_debias.curvature.fits.checkpoint import UNSAVED, Unsaved
-from laplace_debias.curvature.layers.backends import Backend, choose_backend
-from laplace_debias.curvature.layers.blocks import Block, curvature_blocks
-from laplace_debias.curvature.losses.base import OutputLoss
-from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
+from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.curvature.layers.backends import Backend
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.ranks import ALONE, Ranks
 
@@ -27,7 +26,7 @@ class Problem:
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes that one chunk's output gradients may take; None as `granted` takes it.
         ranks: The processes that share the data. What a fit sums over examples is summed over them.
-        checkpoint: Where its passes over the data are saved.
+        checkpoint: Where its passes over the data are saved, if they are.
     """
 
     model: nn.Module
@@ -37,33 +36,7 @@ class Problem:
     factor_dtype: torch.dtype
     memory_bound: int | None
     ranks: Ranks = ALONE
-    checkpoint: Unsaved = UNSAVED
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        loss: OutputLoss,
-        names: Sequence[str],
-        fisher: FisherType,
-        factor_dtype: torch.dtype,
-        backend: str = "auto",
-        memory_bound: int | None = None,
-    ) -> "Problem":
-        """The problem of some parameters of a model, one block each.
-
-        Args:
-            model: The model.
-            loss: Its loss in the outputs.
-            names: The parameters, as `select_parameters` gives them.
-            fisher: Which cotangents stand for the loss Hessian.
-            factor_dtype: In what factors are summed and decomposed.
-            backend: As `choose_backend` takes it.
-            memory_bound: Bytes that one chunk's output gradients may take.
-        """
-        blocks = curvature_blocks(model, names)
-        stream = choose_backend(model, backend)
-        return cls(model, Cotangents(loss, fisher), blocks, stream, factor_dtype, memory_bound)
+    checkpoint: Checkpoint | None = None
 
     @property
     def dtype(self) -> torch.dtype:

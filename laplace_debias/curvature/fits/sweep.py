@@ -1,16 +1,13 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.checkpoint import UNSAVED, Progress, Sums
+from laplace_debias.curvature.fits.checkpoint import Progress, Sums
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.blocks import Block
@@ -132,6 +129,9 @@ class KeptInputs:
         network: The network that is swept.
         blocks: The curvature blocks.
         consume: As `sweep` takes it.
+
+    Attributes:
+        num_bytes: What is kept, in bytes.
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[Block], consume: ConsumeInputs) -> None:
@@ -140,7 +140,7 @@ class KeptInputs:
         self._consume = consume
         self._parts: dict[Block, list[tuple[list[Tensor], Masks | None]]] = {}
         self._of_chunk: list[Block] = []
-        self._num_bytes = 0
+        self.num_bytes = 0
 
     def and_measure(
         self, measure: Measure, masks: Mapping[str, Masks], roots: Tensor | None = None
@@ -163,7 +163,7 @@ class KeptInputs:
                 inputs = [x if roots is None else by_example(x, roots, 0) for x, _ in uses]
                 self._parts.setdefault(block, []).append((inputs, mask))
                 self._of_chunk.append(block)
-                self._num_bytes += _num_bytes(inputs)
+                self.num_bytes += sum(x.nbytes for x in inputs)
             return (
                 measure(layer, block, uses) if mask is None else measure(layer, block, uses, mask)
             )
@@ -174,22 +174,17 @@ class KeptInputs:
         """Let go of what was kept of the last chunk, which is run again."""
         for block in self._of_chunk:
             inputs, _ = self._parts[block].pop()
-            self._num_bytes -= _num_bytes(inputs)
+            self.num_bytes -= sum(x.nbytes for x in inputs)
             if not self._parts[block]:
                 del self._parts[block]
         self._of_chunk.clear()
-
-    def hand_over_if_full(self) -> None:
-        """Hand over what is kept if it takes much memory."""
-        if self._num_bytes > MOST_KEPT:
-            self.hand_over()
 
     def hand_over(self) -> None:
         """Hand over what is kept, one block after the other, and forget it."""
         while self._parts:
             block, parts = self._parts.popitem()
             self._consume(self._network.get_submodule(block.layer), block, *_joined(parts))
-        self._num_bytes = 0
+        self.num_bytes = 0
 
 
 def by_example(values: Tensor, factors: Tensor, dim: int) -> Tensor:
@@ -197,10 +192,6 @@ def by_example(values: Tensor, factors: Tensor, dim: int) -> Tensor:
     shape = [1] * values.ndim
     shape[dim] = -1
     return values * factors.to(values).view(shape)
-
-
-def _num_bytes(inputs: Sequence[Tensor]) -> int:
-    return sum(x.numel() * x.element_size() for x in inputs)
 
 
 def _joined(
@@ -252,13 +243,14 @@ class Sweep:
         joins_blocks: bool = False,
     ) -> None:
         self.problem, self.measure, self.add = problem, measure, add
-        self.sums = {} if sums is None else sums
-        self.checkpoint = UNSAVED if sums is None else problem.checkpoint
+        self.sums, self.checkpoint = ({}, None) if sums is None else (sums, problem.checkpoint)
         self.additive, self.extra_bytes = additive, extra_bytes
         self.together = problem.blocks if joins_blocks else None
         network = shadow(problem.model)
         self.stream = problem.backend(network, problem.blocks)
         self.kept = add_inputs and KeptInputs(network, problem.blocks, add_inputs)
+        self.progress = Progress()
+        self.positions: PositionFinder | None = None
 
     def over(self, batches: Pairs, first: int = 0) -> Seen:
         """Go through data; of several processes each through its own, and what all saw is summed.
@@ -274,68 +266,65 @@ class Sweep:
                 `[B, C]`, or targets do not fit.
             RuntimeError: As `run_by_halves`.
         """
-        placed = batches if isinstance(batches, Placed) else Placed(batches)
-        keys = {block.name: block for block in self.problem.blocks}
-        progress, faults = self.checkpoint.begin(self.sums, keys), Faults()
-        pace, num_read = None, 0
+        placed, faults, num_read = batches, Faults(), 0
+        if not isinstance(placed, Placed):
+            placed = Placed(batches)
+        if self.checkpoint is not None:
+            keys = {block.name: block for block in self.problem.blocks}
+            self.progress = self.checkpoint.begin(self.sums, keys)
         for number, pair in enumerate(placed, start=1):
-            pace = pace or self._pace(pair[0])
+            if self.positions is None:
+                self._look(pair[0])
             place = first + placed.place(number - 1, num_read)
             num_read += len(pair[1])
-            if self.checkpoint.has(pair):
+            if self.checkpoint is not None and self.checkpoint.has(pair):
                 continue
             # The batches of a list are folds, and not those of the user.
             with faults.of_batch(None if placed.are_folds else number):
-                self._batch(*pair, place=place, pace=pace, progress=progress)
-            progress.num_batches += 1
-            self.checkpoint.done(progress, faults.read)
+                self._batch(place, *pair)
+            self.progress.num_batches += 1
+            if self.checkpoint is not None:
+                self.checkpoint.done(self.progress, faults.read)
         faults.read()
-        self.checkpoint.end()
-        own = [*(progress.num_examples, float(progress.nll), progress.num_outputs, progress.weight)]
-        seen = reduce(operator.add, (Seen(*of) for of in self.problem.ranks.exchange(own)))
+        if self.checkpoint is not None:
+            self.checkpoint.end()
+        own = self.progress
+        of_ranks = self.problem.ranks.exchange(
+            [own.num_examples, float(own.nll), own.num_outputs, own.weight]
+        )
+        seen = Seen(*map(sum, zip(*of_ranks, strict=True)))
         if seen.num_examples == 0:
             raise ValueError("The data holds no example: pass a loader with at least one batch.")
         if not seen.weight:
             raise ValueError("The weights of all examples are zero: give some of them a weight.")
         return seen
 
-    def _pace(self, x: Inputs) -> "Pace":
-        """The chunk that fits into the memory bound, found by running one example.
+    def _look(self, x: Inputs) -> None:
+        """Find the chunk that fits into the memory bound, and what finds padding, by one example.
 
         Raises:
             ValueError: If one cotangent of one example does not fit.
         """
-        problem, device = self.problem, self.problem.device
-        stream, blocks = self.stream, problem.blocks
+        problem, stream, blocks = self.problem, self.stream, self.problem.blocks
         tap = (
             stream.tap if isinstance(stream, HookStream) else Tap.on(shadow(problem.model), blocks)
         )
-        outputs = tap.forward(move(take(x, slice(0, 1)), device, None))
+        outputs = tap.forward(move(take(x, slice(0, 1)), problem.device, None))
         check_outputs(outputs, num_examples(x))
-        positions = PositionFinder(
+        self.positions = PositionFinder(
             problem.model, blocks, problem.cotangents, tap.network, tap.uses, outputs
         )
         columns = problem.cotangents.num_columns(outputs)
         _check_columns(columns, outputs)
         size = tap.output_bytes() + self.extra_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example")
-        at_once = min(columns, bound // size)
+        self.columns = min(columns, bound // size)
         if self.additive and tap.one_by_one and isinstance(stream, HookStream):
-            at_once = 1
-        examples = bound // (_SHARE * at_once * size)
+            self.columns = 1
+        self.examples = max(1, bound // (_SHARE * self.columns * size))
         tap.forget()
-        return Pace(max(1, examples), at_once, positions, device)
 
-    def _batch(
-        self,
-        x: Inputs,
-        y: Tensor,
-        weights: Tensor | None = None,
-        *,
-        place: int,
-        pace: "Pace",
-        progress: Progress,
-    ) -> None:
+    def _batch(self, place: int, x: Inputs, y: Tensor, weights: Tensor | None = None) -> None:
         """Measure a batch and add it up, chunk by chunk.
 
         Raises:
@@ -348,66 +337,51 @@ class Sweep:
                 "Examples have weights, which neither joint=True nor an embedding's table takes: "
                 'leave out joint, or name other parameters (params="last_layer").'
             )
+        progress, kept = self.progress, self.kept
 
         def run(part: slice, adding: Adding) -> None:
-            before = progress.nll, progress.num_outputs
+            of_part = None if weights is None else weights[part]
             try:
-                of_part = None if weights is None else weights[part]
-                pairs = take(x, part), y[part], place + part.start
-                self._chunk(*pairs, pace, progress, adding, of_part)
+                nll, num_outputs = self._chunk(
+                    take(x, part), y[part], place + part.start, adding, of_part
+                )
             except BaseException:
-                progress.nll, progress.num_outputs = before
-                if self.kept is not None:
-                    self.kept.forget_chunk()
+                if kept is not None:
+                    kept.forget_chunk()
                 raise
-            if self.kept is not None:
-                self.kept.hand_over_if_full()
+            progress.nll = progress.nll + nll
+            progress.num_outputs += num_outputs
+            if kept is not None and kept.num_bytes > MOST_KEPT:
+                kept.hand_over()
 
         everything = slice(0, len(y))
-        pace.examples = run_by_halves(everything, pace.examples, run, self.add, self.together)
+        self.examples = run_by_halves(everything, self.examples, run, self.add, self.together)
         progress.num_examples += len(y)
         progress.weight += weight_of((x, y) if weights is None else (x, y, weights))
-        if self.kept is not None:
-            self.kept.hand_over()
+        if kept is not None:
+            kept.hand_over()
 
     def _chunk(
-        self,
-        x: Inputs,
-        y: Tensor,
-        key: int,
-        pace: "Pace",
-        progress: Progress,
-        adding: Adding,
-        weights: Tensor | None,
-    ) -> None:
-        """Push a chunk through the network, forward and back."""
+        self, x: Inputs, y: Tensor, key: int, adding: Adding, weights: Tensor | None
+    ) -> tuple[Tensor, float]:
+        """Push a chunk through the network, forward and back; its loss and number of outputs."""
         roots = None if weights is None else weights.sqrt()
+        told: list[tuple[Tensor, float]] = []
 
         def columns(outputs: Tensor) -> Tensor:
             check_outputs(outputs)
             cotangents, value = self.problem.cotangents(outputs, y, key, weights)
-            progress.nll = progress.nll + value
-            per_example = outputs[0].numel()
-            progress.num_outputs += per_example * (
-                len(y) if weights is None else float(weights.double().sum())
-            )
+            size = len(y) if weights is None else float(weights.double().sum())
+            told.append((value, outputs[0].numel() * size))
             return cotangents if roots is None else by_example(cotangents, roots, 1)
 
-        moved, measure = move(x, pace.device, None), self.measure
+        moved, measure = move(x, self.problem.device, None), self.measure
         if self.kept is not None:
+            assert self.positions is not None
             # It asks about what still lies on the CPU there.
-            measure = self.kept.and_measure(measure, pace.positions.find(x, y), roots)
-        self.stream(moved, columns, measure, adding, pace.columns)
-
-
-@dataclass
-class Pace:
-    """How many examples and cotangents go through the network at once, and what finds padding."""
-
-    examples: int
-    columns: int
-    positions: PositionFinder
-    device: torch.device
+            measure = self.kept.and_measure(measure, self.positions.find(x, y), roots)
+        self.stream(moved, columns, measure, adding, self.columns)
+        return told[0]
 
 
 def _check_columns(columns: int, outputs: Tensor) -> None:
