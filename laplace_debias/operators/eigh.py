@@ -7,7 +7,6 @@ double precision, and then on the CPU by another algorithm.
 """
 
 import math
-from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float
@@ -44,11 +43,18 @@ def eigh(matrix: Float[Tensor, "*batch d d"], what: str = "the matrix") -> Decom
     scaled, exponent = _scaled(matrix, what)
     if matrix.shape[-1] == 1:
         return matrix.squeeze(-1), torch.ones_like(matrix)
-    for attempt in _attempts(scaled):
+    # Where it failed, in double precision, on the CPU, and there by another algorithm.
+    double, cpu = torch.float64, torch.device("cpu")
+    places = dict.fromkeys([(scaled.dtype, scaled.device), (double, scaled.device), (double, cpu)])
+    attempts = [(torch.linalg.eigh, dtype, device) for dtype, device in places]
+    if not scaled.requires_grad:
+        attempts.append((_by_qr_iterations, double, cpu))
+    for decompose, dtype, device in attempts:
         try:
-            values, vectors = (part.to(scaled) for part in attempt())
+            values, vectors = decompose(scaled.to(device, dtype))
         except torch.linalg.LinAlgError:
             continue
+        values, vectors = values.to(scaled), vectors.to(scaled)
         if _is_right(scaled, values, vectors):
             return _ldexp(values, exponent.squeeze(-1)), vectors
     raise torch.linalg.LinAlgError(
@@ -112,16 +118,6 @@ def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
     return x
 
 
-def _attempts(matrix: Tensor) -> Iterator[Callable[[], Decomposition]]:
-    yield lambda: torch.linalg.eigh(matrix)
-    if matrix.dtype != torch.float64:
-        yield lambda: torch.linalg.eigh(matrix.double())
-    if matrix.device.type != "cpu":
-        yield lambda: torch.linalg.eigh(matrix.double().cpu())
-    if not matrix.requires_grad:
-        yield lambda: _by_qr_iterations(matrix.double().cpu())
-
-
 def _by_qr_iterations(matrices: Tensor) -> Decomposition:
     """By LAPACK's `syev`, the slowest of its algorithms and the least likely to fail."""
     # Slow to import, and needed only where torch's algorithms failed.
@@ -181,5 +177,6 @@ def _probes(like: Tensor) -> Float[Tensor, "d probes"]:
     """Fixed vectors of ±1 without a pattern that a matrix would share, `[d, _PROBES]`."""
     at = torch.arange(like.shape[-1], dtype=torch.float64, device=like.device)
     golden = (math.sqrt(5) - 1) / 2
-    signs = [(at * at * golden * (k + 1)).frac() < 0.5 for k in range(_PROBES)]
-    return torch.stack(signs, dim=1).to(like.dtype) * 2 - 1
+    multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=like.device)
+    signs = ((at * at * golden).unsqueeze(1) * multiples).frac() < 0.5
+    return signs.to(like.dtype) * 2 - 1

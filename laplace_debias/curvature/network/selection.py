@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_map
 
 from laplace_debias.curvature.network.inputs import Inputs, call, take
 from laplace_debias.curvature.network.layer_types import (
@@ -87,7 +88,7 @@ def _sources(model: nn.Module, inputs: Inputs) -> _Sources:
     passed_over = {id(p) for m in network.modules() if _is_passed_over(m) for p in m.parameters()}
     layers = dict(_layers(network))
     for path, layer in layers.items():
-        layer.register_forward_hook(_cutter(cuts.setdefault, path), prepend=True)
+        layer.register_forward_hook(_cutter(cuts, path), prepend=True)
     parameters = {
         name: parameter.requires_grad_()
         for name, parameter in network.named_parameters()
@@ -135,30 +136,18 @@ def _is_passed_over(module: nn.Module) -> bool:
     return bool(sizes) and max(sizes) == 1 and not isinstance(module, LAYERS)
 
 
-def _cutter(list_of: Any, path: str) -> Any:
-    def cut(_: nn.Module, __: Any, output: Any) -> Any:
-        return _cut(output, list_of(path, []))
+def _cutter(cuts: dict[str, list[Tensor]], path: str) -> Any:
+    """A forward hook that cuts a layer's output from its past, and keeps where it begins anew."""
 
-    return cut
-
-
-def _cut(value: Any, leaves: list[Tensor]) -> Any:
-    """The same values without a past; where it begins anew is added to the leaves."""
-    if isinstance(value, Tensor):
-        if not value.is_floating_point() or value.is_inference():
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_inference():
             return value
         leaf = value.detach().requires_grad_()
-        leaves.append(leaf)
+        cuts.setdefault(path, []).append(leaf)
         # The forward pass goes on with a copy, which it may overwrite.
         return leaf.clone()
-    if isinstance(value, tuple):
-        parts = [_cut(part, leaves) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, list):
-        return [_cut(part, leaves) for part in value]
-    if type(value) is dict:
-        return {key: _cut(part, leaves) for key, part in value.items()}
-    return value
+
+    return lambda _, __, output: tree_map(cut, output)
 
 
 def _trainable(model: nn.Module, path: str) -> list[str]:

@@ -1,11 +1,12 @@
 """A stand-in for the user's model that can be hooked, extended and differentiated freely."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from laplace_debias.system.memory import is_out_of_memory
 
@@ -237,20 +238,12 @@ def coarsest_eps(model: nn.Module) -> float:
     return max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
 
 
-def _widen(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(wide(value.dtype))
-    if isinstance(value, Mapping):
-        return {key: _widen(part) for key, part in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_widen(part) for part in value)
-    return value
+def _widen(value: Tensor) -> Tensor:
+    return value.to(wide(value.dtype))
 
 
-def _widen_inputs(
-    _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return _widen(arguments), _widen(named)
+def _widen_inputs(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return tree_map_only(Tensor, _widen, (arguments, named))
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
