@@ -11,9 +11,8 @@ from laplace_debias import metrics
 from laplace_debias.assessment.methods import PosteriorChoice
 from laplace_debias.assessment.predictions import Chosen, network_outputs, of_network, probs_of
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, num_examples, take
-from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.sources.loaded import Loaded

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from laplace_debias import metrics
 from laplace_debias.assessment.temperature import tempered
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
-from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace, links
 from laplace_debias.laplace.mixture import mean_logits
 from laplace_debias.laplace.predictive import of_draws, scores_of_moments

@@ -19,9 +19,8 @@ from laplace_debias.commands.network import (
     not_for,
     print_notes,
 )
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.reader import BatchReader
 from laplace_debias.laplace import Laplace
 from laplace_debias.report.tables import not_a_formula
 from laplace_debias.sources import Loaded, SourceSettings, load

@@ -14,8 +14,7 @@ from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
-from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.reader import BatchHook
+from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.laplace import file, tune
 from laplace_debias.laplace import fit as fits

@@ -19,7 +19,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     MultiLabel,
     look_at_shapes,
 )
-from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.outputs import (
     check_layout,
@@ -27,7 +27,6 @@ from laplace_debias.curvature.network.outputs import (
     warn_of_probabilities,
     warn_of_sigmoid,
 )
-from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.selection import (
     ParameterSelection,
     is_last_layer,

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from laplace_debias.curvature.losses import Loss, output_loss
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_finite_outputs
-from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators import GGN, Hessian

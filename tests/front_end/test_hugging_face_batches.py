@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from laplace_debias import Categorical, Laplace
 from laplace_debias.curvature import GGN
-from laplace_debias.curvature.network.reader import next_token_targets
+from laplace_debias.curvature.network.batches import next_token_targets
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.outputs import check_finite_outputs
-from laplace_debias.curvature.network.reader import BatchHook, BatchReader
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     ParameterSelection,

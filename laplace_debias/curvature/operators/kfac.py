@@ -13,11 +13,10 @@ from laplace_debias.curvature.layers.blocks import Block, Sharing, parameter_ord
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
-from laplace_debias.curvature.network.batches import Batches, Placed, Stream
+from laplace_debias.curvature.network.batches import Batches, BatchHook, Placed, Stream
 from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.network.reader import BatchHook
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.network_operator import loss_scale

@@ -7,8 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import Loss, OutputMap, Uniforms, output_loss
-from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.reader import BatchHook
+from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
