@@ -25,13 +25,6 @@ def test_a_quadratic(processes):
             torch.testing.assert_close(found[key], value, rtol=1e-11, atol=1e-13)
 
 
-def test_vectors_that_differ_are_refused(processes):
-    for kind, message in processes.run(2, tasks.product_of_own_vector):
-        assert kind == "ValueError"
-        assert "vectors differs between the ranks" in message
-        assert "generators of one seed" in message
-
-
 def test_what_is_not_there_says_so(processes):
     for kind, message in processes.run(2, tasks.refused_operator):
         assert kind == "NotImplementedError"

@@ -250,14 +250,6 @@ def fit_alone(rank):
         return numbers(laplace().fit(loader(rank=0, num_ranks=1)))
 
 
-def product_of_own_vector(rank):
-    A = operator("ggn", loader())
-    # Random signs, of which two differ: in a sum of bits the signs of two doubles cancel.
-    vector = torch.ones(A.shape[0], dtype=torch.float64)
-    vector[:2] = 1 - 2 * rank
-    return A @ vector
-
-
 def refused_operator(rank):
     return Jacobian(network(), loader())
 
