@@ -12,7 +12,7 @@ import torch
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.posterior import GaussianPosterior, scaled
+from laplace_debias.laplace.posterior import scaled
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Tuning
 
 # The range of γ = δ k² that is searched, in powers of ten.
@@ -30,20 +30,11 @@ def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[fl
     Raises:
         ValueError: As `GaussianPosterior`.
     """
-    old = fitted.posterior
+    old, share = fitted.posterior, factor**-2
     assert isinstance(fitted.likelihood, Gaussian)
     assert fitted.num_targets is not None
-    share = factor**-2
     deltas = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
-    posterior = GaussianPosterior(
-        old.mean,
-        old.curvature.map(lambda _, block: scaled(block, share)),
-        old.num_data,
-        deltas,
-        old.order,
-        old.prior_mean,
-        old.temperature,
-    )
+    curvature = old.curvature.map(lambda _, block: scaled(block, share))
     squares = squared_residuals(fitted)
     return replace(
         fitted,
@@ -52,7 +43,7 @@ def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[fl
             likelihood=Gaussian(fitted.likelihood.sigma * factor),
             prior_precision=deltas,
         ),
-        posterior=posterior,
+        posterior=replace(old, curvature=curvature, prior_precision=deltas),
         nll=fitted.nll + 0.5 * squares * (factor**-2 - 1) + fitted.num_targets * math.log(factor),
     )
 

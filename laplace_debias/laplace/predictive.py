@@ -134,10 +134,10 @@ class Prediction:
         x, network = fitted.moved(x), fitted.network
         with explaining_unbatched(network, x):
             parameters = fitted.posterior.sample(self.num_samples, self.generator)
-            is_linear = self.method == "glm-mc"
-            push = sampling.linearised_outputs if is_linear else sampling.sampled_outputs
             asked = linearised.Asked.of(network, x, self.positions, lambda _: True)
-            found = push(asked.network, fitted.parameters.names, asked.x, parameters)
+            of_network = asked.network, fitted.parameters.names, asked.x
+            linear = self.method == "glm-mc"
+            found = sampling.outputs_of_samples(*of_network, parameters, linear)
             return asked.shaped(found, None)
 
 

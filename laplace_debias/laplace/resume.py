@@ -52,15 +52,10 @@ def check_resumable(
     if generator is None and fisher == "mc":
         raise ValueError(f'resume= with fisher="mc" needs the same labels again: {seeded}')
     for samplers in (_samplers(one) for one in data if isinstance(one, DataLoader)):
-        if generator is None and samplers:
+        if samplers and (generator is None or any(s.generator is not None for s in samplers)):
             raise ValueError(
-                "resume= needs the same batches again, and this loader shuffles with no seed: "
-                f"{seeded}"
-            )
-        if any(sampler.generator is not None for sampler in samplers):
-            raise ValueError(
-                "resume= needs the same batches again, and this loader shuffles by a generator of "
-                f"its own, which the fit cannot set back: leave it out of the loader, and {seeded}"
+                "resume= needs the same batches again, and this loader shuffles by itself: leave "
+                f"generator= out of the loader, and {seeded}"
             )
 
 

@@ -1,6 +1,6 @@
 """Samples of the outputs: of their Gaussian, and of the network at sampled parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -33,21 +33,24 @@ def sample_outputs(
     return mean + torch.einsum("bij,sbj->sbi", root, noise)
 
 
-def linearised_outputs(
+def outputs_of_samples(
     model: nn.Module,
     names: Sequence[str],
     x: Inputs,
     parameters: Float[Tensor, "samples parameters"],
+    linear: bool,
 ) -> Float[Tensor, "samples batch *outputs"]:
-    r"""$f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18), `[S, B, C]`.
+    r"""Outputs at sampled parameters, `[S, B, C]`: of the network itself, or linearised.
 
-    By Jacobian-vector products, vectorised over the samples in chunks.
+    $f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18), by Jacobian-vector
+    products, vectorised over the samples in chunks.
 
     Args:
         model: The trained network at θ*.
         names: The Bayesian parameters, in the order of the samples' columns.
         x: Inputs, `[B, ...]`.
         parameters: Samples θ_s, `[S, D]`.
+        linear: Whether to linearise.
     """
     network = shadow(model)
     at = {name: network.get_parameter(name).detach() for name in names}
@@ -60,31 +63,10 @@ def linearised_outputs(
         outputs, product = jvp(outputs_of, (at,), (tangents,))  # type: ignore[misc]
         return outputs + product
 
+    sizes, results = [value.numel() for value in at.values()], []
     # One thread at a time. Reverse mode twice would need no lock, but for a convolutional network
     # it takes twice as long on a CPU, and it holds the activations of a batch twice over.
-    return _over_samples(linearised, at, parameters, FORWARD_MODE)
-
-
-def sampled_outputs(
-    model: nn.Module,
-    names: Sequence[str],
-    x: Inputs,
-    parameters: Float[Tensor, "samples parameters"],
-) -> Float[Tensor, "samples batch *outputs"]:
-    """The network itself at sampled parameters, f(x, θ_s), `[S, B, C]`; arguments as above."""
-    network = shadow(model)
-    at = {name: network.get_parameter(name).detach() for name in names}
-    return _over_samples(lambda values: call_with(network, values, x), at, parameters)
-
-
-def _over_samples(
-    function: Callable[[dict[str, Tensor]], Tensor],
-    at: dict[str, Tensor],
-    parameters: Tensor,
-    lock: AbstractContextManager = nullcontext(),  # noqa: B008
-) -> Tensor:
-    sizes = [value.numel() for value in at.values()]
-    results = []
+    lock: AbstractContextManager = FORWARD_MODE if linear else nullcontext()
     for rows in parameters.split(SAMPLES_AT_ONCE):
         columns = rows.split(sizes, dim=1)
         samples = {
@@ -93,7 +75,7 @@ def _over_samples(
         }
         # For some of the samples only, so that other threads take turns.
         with torch.no_grad(), lock:
-            results.append(vmap(function)(samples))
+            results.append(vmap(linearised if linear else outputs_of)(samples))
     outputs = torch.cat(results)
     check_outputs(outputs.flatten(0, 1))
     return outputs

@@ -285,7 +285,6 @@ def tuning_of(found: Found, finer: Found | None, metric: str, likelihood: Likeli
     if (within := last.flat) is not None:
         deltas = [point.prior_precision for point in last.points[within[0] : within[1] + 1]]
         flat = min(deltas), max(deltas)
-    beside = [last.points[i].at / best.at for i in last.neighbours(last.best)]
     of_grid = found.points[found.best]
     return Tuning(
         best.prior_precision,
@@ -294,7 +293,6 @@ def tuning_of(found: Found, finer: Found | None, metric: str, likelihood: Likeli
         sorted(rows, key=lambda row: row["prior_precision"]),
         sigma,
         flat,
-        max((max(ratio, 1 / ratio) for ratio in beside), default=None),
         _at_the_end(found),
         best.link,
         [_compared(name, other, of_grid, metric) for name, other in found.others.items()],

@@ -35,8 +35,6 @@ class Tuning:
             the best by at most one standard error of that difference, paired over the examples. Of
             the marginal likelihood: within half a nat. None for one example, and for several prior
             precisions.
-        resolution: The factor between the best value and its nearest neighbours tried, the larger
-            of the two; None if it has none.
         notes: What a user should know of the search: that it ended at a limit, say.
         link: What makes probabilities of logits, tuned with it; None of the marginal likelihood and
             of a regression.
@@ -52,7 +50,6 @@ class Tuning:
     table: list[Row]
     sigma: float | list[float] | None = None
     flat: tuple[float, float] | None = None
-    resolution: float | None = None
     notes: tuple[str, ...] = ()
     link: Link | None = None
     compared: list[Row] = field(default_factory=list)

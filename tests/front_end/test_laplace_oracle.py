@@ -285,13 +285,13 @@ def _needed_bytes(compute):
 def test_linearised_samples_follow_the_dense_jacobian(name):
     case = Case(name)
     la = case.fit("full")
-    from laplace_debias.laplace.sampling import linearised_outputs, sampled_outputs
+    from laplace_debias.laplace.sampling import outputs_of_samples
 
     draws = la.sample(11, torch.Generator().manual_seed(0))
     J = oracle.flat_jacobian(case.model, case.x, la.param_names)
     expected = case.model(case.x).detach() + torch.einsum("bcd,sd->sbc", J, draws - la.mean)
-    close(linearised_outputs(case.model, la.param_names, case.x, draws), expected)
-    sampled = sampled_outputs(case.model, la.param_names, case.x, draws)
+    close(outputs_of_samples(case.model, la.param_names, case.x, draws, True), expected)
+    sampled = outputs_of_samples(case.model, la.param_names, case.x, draws, False)
     sizes = [case.model.get_parameter(n).numel() for n in la.param_names]
     for row, outputs in zip(draws, sampled, strict=True):
         values = {

@@ -207,7 +207,7 @@ def takers(*owners):
     """Public functions and classes with a parameter `generator`."""
     found = set()
     for owner in owners:
-        names = getattr(owner, "__all__", None) or [n for n in vars(owner) if n[0] != "_"]
+        names = getattr(owner, "__all__", None) or [n for n in dir(owner) if n[0] != "_"]
         for name in names:
             value = getattr(owner, name)
             is_ours = inspect.isfunction(value) or inspect.isclass(value)

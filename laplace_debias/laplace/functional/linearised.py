@@ -168,7 +168,7 @@ class Asked:
         return cls(found.network(network, head is not None), found.inputs(x), found, head)
 
     def chosen(self, outputs: OutputChoice | None) -> Int[Tensor, "batch k"] | None:
-        """The flattened outputs that are asked for.
+        """The flattened outputs that are asked for, those of one position after the other.
 
         Args:
             outputs: As `Laplace.functional` takes them.
@@ -178,10 +178,29 @@ class Asked:
         """
         if outputs is None:
             return None
-        values = map_outputs(self.network, self.x)
-        if self.positions is None:
-            return _chosen_outputs(values, outputs)
-        return _chosen_of_each(values, outputs, self.positions.is_single)
+        values, at = map_outputs(self.network, self.x), self.positions
+        # A row of an example, or of each of its positions.
+        rows = values.flatten(1) if at is None else values.flatten(0, 1)
+        shape = values.shape[: 1 if at is None or at.is_single else 2]
+        size = rows.shape[1]
+        if isinstance(outputs, int):
+            if not 1 <= outputs <= size:
+                raise ValueError(f"outputs={outputs}: the model has {size} outputs per example.")
+            found = rows.topk(outputs, dim=1).indices
+        else:
+            choice = torch.as_tensor(outputs)
+            is_index = not choice.is_floating_point() and choice.shape[:-1] == shape
+            if not is_index or choice.numel() == 0 or choice.min() < 0 or choice.max() >= size:
+                raise ValueError(
+                    f"outputs must be indices of shape ({', '.join(map(str, shape))}, k) in 0 … "
+                    f"{size - 1}, or a number; got {choice.dtype} of shape {tuple(choice.shape)}."
+                )
+            found = choice.to(rows.device, torch.long).flatten(0, -2)
+        if at is None:
+            return found
+        by_position = found.unflatten(0, (len(values), -1))
+        starts = size * torch.arange(by_position.shape[1], device=found.device)
+        return (by_position + starts[:, None]).flatten(1)
 
     def shaped(self, values: Float[Tensor, "..."], num_chosen: int | None) -> Float[Tensor, "..."]:
         """Means or variances as the positions have them: `[..., B, p, k]`, of one `[..., B, k]`.
@@ -195,52 +214,3 @@ class Asked:
         if num_chosen is not None:
             values = values.unflatten(-1, (self.positions.columns.shape[1], -1))
         return values.squeeze(-2) if self.positions.is_single else values
-
-
-def _chosen_of_each(
-    values: Float[Tensor, "batch p outputs"], outputs: OutputChoice, is_single: bool
-) -> Int[Tensor, "batch k"]:
-    """Indices into the outputs of all chosen positions, from those at each position."""
-    batch, p, size = values.shape
-    by_position = values.flatten(0, 1)
-    if isinstance(outputs, int):
-        found = _chosen_outputs(by_position, outputs)
-    else:
-        choice = torch.as_tensor(outputs)
-        expected = f"({batch}, k)" if is_single else f"({batch}, {p}, k)"
-        if choice.shape[:-1] != ((batch,) if is_single else (batch, p)):
-            raise ValueError(
-                f"outputs at chosen positions must be indices of shape {expected} in 0 … "
-                f"{size - 1}, or a number; got shape {tuple(choice.shape)}."
-            )
-        found = _chosen_outputs(by_position, choice.reshape(batch * p, -1))
-    starts = size * torch.arange(p, device=found.device)
-    return (found.unflatten(0, (batch, p)) + starts[:, None]).flatten(1)
-
-
-def _chosen_outputs(
-    outputs: Float[Tensor, "batch *outputs"], choice: OutputChoice
-) -> Int[Tensor, "batch k"]:
-    """Indices of outputs: those given, checked, or those of the largest ones.
-
-    Args:
-        outputs: `[B, ..., C]`; indices are into the flattened outputs of an example.
-        choice: Indices `[B, k]`, or a number k.
-
-    Raises:
-        ValueError: If there are no such outputs.
-    """
-    flat = outputs.flatten(1)
-    batch, size = flat.shape
-    if isinstance(choice, int):
-        if not 1 <= choice <= size:
-            raise ValueError(f"outputs={choice}: the model has {size} outputs per example.")
-        return flat.topk(choice, dim=1).indices
-    choice = torch.as_tensor(choice)
-    is_index = not choice.is_floating_point() and choice.ndim == 2 and len(choice) == batch
-    if not is_index or choice.numel() == 0 or choice.min() < 0 or choice.max() >= size:
-        raise ValueError(
-            f"outputs must be indices of shape ({batch}, k) in 0 … {size - 1}, or a number; got "
-            f"{choice.dtype} of shape {tuple(choice.shape)}."
-        )
-    return choice.to(flat.device, torch.long)

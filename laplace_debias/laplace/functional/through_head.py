@@ -8,7 +8,7 @@ $e_c \otimes h_t$.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -76,9 +76,35 @@ def moments_through_head(
         ValueError: As `functional_moments`.
     """
     network = shadow(model)
-    calls = LinearCalls(network, head)
-    tap = Tap.on(network, blocks)
-    below = _Below(tap, calls, head, blocks, posterior, prior_precisions)
+    calls, tap = LinearCalls(network, head), Tap.on(network, blocks)
+    weight = network.get_parameter(f"{head}.weight".lstrip(".")).detach()
+    in_head = [i for i, block in enumerate(blocks) if block.layer == head]
+    below = [block for i, block in enumerate(blocks) if i not in in_head]
+    without = blocks[in_head[0]].site if in_head else None
+
+    def add_below(total: Tensor, wanted: Wanted) -> int:
+        """Add what parameters below the head do, and say how many examples to take next."""
+        of_h = replace(request, diagonal=request.diagonal and not wanted.by_inputs)
+        num_columns = wanted.h[0].numel() if wanted.by_inputs else wanted.num_outputs
+        gradients, remedy = tap.output_bytes(), ", or ask for fewer outputs"
+        at_once, bound = columns_at_once(of_h, num_columns, gradients, below, wanted.h, remedy)
+        moments = BlockMoments(blocks, posterior, prior_precisions, of_h.diagonal)
+        for begin in range(0, num_columns, at_once):
+            some = slice(begin, min(begin + at_once, num_columns))
+            size = [some.stop - begin] * (1 if of_h.diagonal else 2)
+            found = total.new_zeros(*total.shape[:2], *size)
+            moments.begin(found)
+            columns, more = wanted.columns(some), some.stop < num_columns
+            for site, uses in tap.backward(calls.x, columns, again=more, without=without):
+                for index, block in enumerate(blocks):
+                    if block.site == site:
+                        moments.add(index, tap.module(site), uses)
+            # Without the diagonal alone all columns are one part.
+            outputs = wanted.of_columns(some) if of_h.diagonal else wanted
+            into = total[..., some] if of_h.diagonal else total
+            into += contracted(found, outputs, request.diagonal)
+        return max(1, bound // (SHARE * gradients * at_once))
+
     means, covariances = [], []
     start, chunk = 0, 1  # The first example shows how much memory one takes.
     while start < num_examples(x):
@@ -89,74 +115,16 @@ def moments_through_head(
         check_size(outputs, chosen, request, free_positions=1)
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))
-        wanted = Wanted.of(below.weight, calls.x, chosen)
+        wanted = Wanted.of(weight, calls.x, chosen)
         size = [wanted.num_outputs] * (1 if request.diagonal else 2)
         total = flat.new_zeros(len(prior_precisions), len(flat), *size)
         start += len(flat)
         if calls.x.requires_grad:
-            chunk = below.add(total, wanted, request)
+            chunk = add_below(total, wanted)
         tap.forget()
-        for index in below.in_head:
+        for index in in_head:
             deltas = prior_precisions[:, index]
             total += head_products(blocks[index], posterior, deltas, wanted, request.diagonal)
         covariances.append(total)
     shape = outputs.shape[1:] if request.outputs is None else None
     return finished(means, covariances, prior_precisions, shape, request.diagonal)
-
-
-@dataclass
-class _Below:
-    """The effect that parameters below a head have on what goes into it.
-
-    Args:
-        tap: Where the blocks are measured.
-        calls: The head's.
-        head: Its path.
-        blocks: All blocks.
-        posterior: A posterior over them.
-        prior_precisions: δ of every block at every grid point, `[P, blocks]`.
-    """
-
-    tap: Tap
-    calls: LinearCalls
-    head: str
-    blocks: Sequence[Block]
-    posterior: GaussianPosterior
-    prior_precisions: Float[Tensor, "grid blocks"]
-
-    def __post_init__(self) -> None:
-        self.weight = self.tap.network.get_parameter(f"{self.head}.weight".lstrip(".")).detach()
-        self.in_head = [i for i, block in enumerate(self.blocks) if block.layer == self.head]
-
-    def add(self, total: Tensor, wanted: Wanted, request: OutputRequest) -> int:
-        """Add the covariance or variances of some examples, and say how many to take next.
-
-        Args:
-            total: What to add to, `[P, b, k, k]`, or variances `[P, b, k]`.
-            wanted: The outputs, of which the last forward pass gave h.
-            request: As `functional_moments` takes it.
-        """
-        of_h = replace(request, diagonal=request.diagonal and not wanted.by_inputs)
-        num_columns = wanted.h[0].numel() if wanted.by_inputs else wanted.num_outputs
-        sized = [block for i, block in enumerate(self.blocks) if i not in self.in_head]
-        gradients = self.tap.output_bytes()
-        at_once, bound = columns_at_once(
-            of_h, num_columns, gradients, sized, wanted.h, ", or ask for fewer outputs"
-        )
-        moments = BlockMoments(self.blocks, self.posterior, self.prior_precisions, of_h.diagonal)
-        without = self.blocks[self.in_head[0]].site if self.in_head else None
-        for begin in range(0, num_columns, at_once):
-            some = slice(begin, min(begin + at_once, num_columns))
-            size = [some.stop - begin] * (1 if of_h.diagonal else 2)
-            found = total.new_zeros(*total.shape[:2], *size)
-            moments.begin(found)
-            columns, more = wanted.columns(some), some.stop < num_columns
-            for site, uses in self.tap.backward(self.calls.x, columns, again=more, without=without):
-                for index, block in enumerate(self.blocks):
-                    if block.site == site:
-                        moments.add(index, self.tap.module(site), uses)
-            # Without the diagonal alone all columns are one part.
-            outputs = wanted.of_columns(some) if of_h.diagonal else wanted
-            into = total[..., some] if of_h.diagonal else total
-            into += contracted(found, outputs, request.diagonal)
-        return max(1, bound // (SHARE * gradients * at_once))
