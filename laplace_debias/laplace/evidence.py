@@ -84,7 +84,7 @@ def maximise_marginal_likelihood(
         ValueError: If the optimum lies on the range's edge.
     """
     # Here, as it takes a third of a second to import.
-    from scipy.optimize import brentq, minimize_scalar
+    from scipy.optimize import minimize_scalar
 
     table: list[Row] = []
 
@@ -102,18 +102,9 @@ def maximise_marginal_likelihood(
             f"(the search ended at {10**result.x:.3g}): tune on validation data instead."
         )
 
-    def above_half_a_nat(log_delta: float) -> float:
-        delta = torch.tensor(10.0**log_delta, dtype=torch.float64)
-        return log_marginal_likelihood(delta).item() + result.fun + 0.5
-
-    ends = [
-        10.0**edge
-        if above_half_a_nat(edge) >= 0
-        else 10.0 ** brentq(above_half_a_nat, result.x, edge, xtol=1e-3)
-        for edge in (low, high)
-    ]
     table.sort(key=lambda row: row["prior_precision"])
-    return Tuning(10.0**result.x, OF_EVIDENCE, -result.fun, table, flat=(ends[0], ends[1]))
+    near = [row["prior_precision"] for row in table if row[OF_EVIDENCE] >= -result.fun - 0.5]
+    return Tuning(10.0**result.x, OF_EVIDENCE, -result.fun, table, flat=(near[0], near[-1]))
 
 
 def tune_groups(fitted: Fitted, per: str) -> Tuning:

@@ -63,10 +63,8 @@ class Mixture(Predictor):
         for number, member in enumerate(self.members, start=1):
             if not isinstance(member, Laplace):
                 raise TypeError(f"Member {number} is {type(member).__name__}, not Laplace.")
-            try:
-                member.posterior  # noqa: B018 (asks whether there is one)
-            except RuntimeError as error:
-                raise RuntimeError(f"Member {number} is not fitted: call its fit first.") from error
+            if member._fitted is None:
+                raise RuntimeError(f"Member {number} is not fitted: call its fit first.")
             own, first = (type(one.likelihood) for one in (member, self.members[0]))
             if own is not first:
                 raise ValueError(

@@ -51,18 +51,16 @@ def check_resumable(
     seeded = "pass generator=torch.Generator().manual_seed(0), every time the same."
     if generator is None and fisher == "mc":
         raise ValueError(f'resume= with fisher="mc" needs the same labels again: {seeded}')
-    for samplers in (_samplers(one) for one in data if isinstance(one, DataLoader)):
+    for loader in data:
+        if not isinstance(loader, DataLoader):
+            continue
+        found = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+        samplers = [sampler for sampler in found if isinstance(sampler, _RANDOM)]
         if samplers and (generator is None or any(s.generator is not None for s in samplers)):
             raise ValueError(
                 "resume= needs the same batches again, and this loader shuffles by itself: leave "
                 f"generator= out of the loader, and {seeded}"
             )
-
-
-def _samplers(loader: DataLoader) -> list[Any]:
-    """The samplers of a loader that draw the order."""
-    found = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
-    return [sampler for sampler in found if isinstance(sampler, _RANDOM)]
 
 
 def identity_of(

@@ -73,8 +73,19 @@ def joint_moments(
     size = num_columns * bytes_of_a_column(in_bytes, blocks, mean)
     for part in _groups(batch, size, request.memory_bound):
         part = part.to(mean.device)
-        of_part = _of_part(tap, blocks, moments, take(x, part), request, part)
-        covariance[part[:, None], :, part] = of_part.permute(0, 2, 1, 3)
+        of_part = tap.forward(take(x, part))
+        check_outputs(of_part)
+        chosen = None if request.outputs is None else request.outputs[part]
+        columns = unit_columns(of_part, chosen)
+        total = mean.new_zeros(1, 1, *[len(part) * num_columns] * 2)
+        moments.begin(total)
+        for site, uses in tap.backward(of_part, columns):
+            for index, block in enumerate(blocks):
+                if block.site == site:
+                    moments.add(index, tap.module(site), uses)
+        moments.end()
+        by_example = total.view(*[len(part), num_columns] * 2)
+        covariance[part[:, None], :, part] = by_example.permute(0, 2, 1, 3)
     check_covariance(covariance, prior_precision)
     flat = covariance.flatten(2).flatten(0, 1)
     covariance = ((flat + flat.mT) / 2).view(covariance.shape)
@@ -102,25 +113,3 @@ def _groups(batch: int, size: int, memory_bound: int | None) -> Iterator[Int[Ten
         return
     for pair in combinations(torch.arange(batch).split(fitting // 2), 2):
         yield torch.cat(pair)
-
-
-def _of_part(
-    tap: Tap,
-    blocks: Sequence[Block],
-    moments: BlockMoments | DenseMoments,
-    x: Inputs,
-    request: OutputRequest,
-    part: Int[Tensor, " some"],
-) -> Float[Tensor, "some m some m"]:
-    """The joint covariance of some examples."""
-    outputs = tap.forward(x)
-    check_outputs(outputs)
-    columns = unit_columns(outputs, None if request.outputs is None else request.outputs[part])
-    total = outputs.detach().new_zeros(1, 1, *[len(part) * len(columns)] * 2)
-    moments.begin(total)
-    for site, uses in tap.backward(outputs, columns):
-        for index, block in enumerate(blocks):
-            if block.site == site:
-                moments.add(index, tap.module(site), uses)
-    moments.end()
-    return total.view(len(part), len(columns), len(part), len(columns))
