@@ -118,21 +118,17 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     )
     D = len(posterior.mean)
     S = posterior.from_prior_mean.double().square().sum().item()
-    name = OF_EVIDENCE
     table: list[dict[str, float]] = []
-
-    def best_factor(gamma: float) -> float:
-        return math.sqrt((Q + gamma * S) / M)
 
     def loss(log_gamma: float) -> float:
         gamma = 10.0**log_gamma
-        k = best_factor(gamma)
+        k = math.sqrt((Q + gamma * S) / M)
         at_k = nll + 0.5 * Q * (k**-2 - 1) + M * math.log(k)
         log_det = posterior.log_det_precision(
             torch.tensor(gamma, dtype=torch.float64, device=posterior.mean.device)
         ).item()
         value = -at_k + 0.5 * (D * math.log(gamma) - gamma * S * k**-2 - log_det)
-        table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, name: value})
+        table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, OF_EVIDENCE: value})
         return -value
 
     # With the noise free there may be several optima: a grid finds the best of them.
@@ -140,17 +136,15 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
     if abs(start) == _RANGE:
         raise ValueError(
-            "The marginal likelihood has no optimum in sigma and the prior precision (the search "
-            f"ended at sigma_factor = {table[start + _RANGE]['sigma_factor']:.3g}, prior precision "
-            f"= {table[start + _RANGE]['prior_precision']:.3g}): give sigma, and tune the prior "
-            "precision on validation data."
+            "The marginal likelihood has no optimum in sigma and the prior precision together: "
+            "give sigma, and tune the prior precision on validation data."
         )
     result = minimize_scalar(
         loss, bounds=(start - 1, start + 1), method="bounded", options={"xatol": 1e-4}
     )
-    k = best_factor(10.0**result.x)
+    k = math.sqrt((Q + 10.0**result.x * S) / M)
     delta = 10.0**result.x * k**-2
     tuned = rescaled(fitted, k, delta)
     assert isinstance(tuned.likelihood, Gaussian)
     table.sort(key=lambda row: row["prior_precision"])
-    return Tuning(delta, name, -result.fun, table, tuned.likelihood.sigma.tolist()), tuned
+    return Tuning(delta, OF_EVIDENCE, -result.fun, table, tuned.likelihood.sigma.tolist()), tuned

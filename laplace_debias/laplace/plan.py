@@ -108,11 +108,9 @@ class Plan:
         if self.blocks:
             rows = [(name, *map(_size, sizes)) for name, *sizes in map(astuple, self.blocks)]
             lines += ["", aligned([("block", "factors", "magnitudes", "posterior"), *rows])]
-        whole = {"memory at most": self.peak}
-        whole |= {f"  {name}": number for name, number in self.stages.items()}
-        whole["posterior"] = self.posterior
-        if self.available is not None:
-            whole["available"] = self.available
+        stages = {f"  {name}": number for name, number in self.stages.items()}
+        whole = {"memory at most": self.peak, **stages, "posterior": self.posterior}
+        whole |= {} if self.available is None else {"available": self.available}
         told = [(name, _size(number)) for name, number in whole.items()]
         if self.seconds is not None:
             told.append(("passes over the data", f"{self.seconds:.3g} s"))
@@ -380,10 +378,5 @@ class Tracked(TorchDispatchMode):
         self.live += size
 
 
-def _size(num_bytes: float) -> str:
-    """A number of bytes with a unit, `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.1f} TiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.3f} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:,.1f} GiB"

@@ -79,8 +79,9 @@ class Tuning:
         else:
             error = self._standard_error
             plus = "" if error is None else f" ± {error:.2g}"
+            by = "" if self.link is None else f", link {self.link}"
             said = [
-                f"Prior precision {self.prior_precision:.3g}{sigma}{self._by}: {name} "
+                f"Prior precision {self.prior_precision:.3g}{sigma}{by}: {name} "
                 f"{self.value:.4g}{plus}."
             ]
         if self.flat is not None:
@@ -134,10 +135,6 @@ class Tuning:
     def _repr_html_(self) -> str:
         header = list(dict.fromkeys(name for row in self.table for name in row))
         return html_table([[row.get(name) for name in header] for row in self.table], header)
-
-    @property
-    def _by(self) -> str:
-        return "" if self.link is None else f", link {self.link}"
 
     @property
     def _standard_error(self) -> float | None:
