@@ -112,6 +112,11 @@ class Auto(Scheme):
         """
         if kind.name != "kfac":
             raise ValueError(f'mode="auto" fits curvature="kfac", not {kind.name!r}.')
+        if kind.rank is not None:
+            raise ValueError(
+                'mode="auto" tells an error that rank would add to: leave rank out, and call '
+                "la.thin(x) after tuning, or use another mode."
+            )
         batches = getattr(self.data, "batch_sampler", None)
         if isinstance(batches, ShardedBatches):
             is_in_order = not batches.shuffle
@@ -337,7 +342,7 @@ class _Fold:
             )
         scale = self.curvature / self.weighed
         return {
-            block: (_times(G, scale), self.inputs.get(block, self._ones(block, G)))
+            block: (G * scale, self.inputs.get(block, self._ones(block, G)))
             for block, G in self.gradients.items()
         }
 
@@ -480,10 +485,6 @@ def _joined(
     if len(shapes) > 1:
         return list(parts)
     return [(join(xs), torch.cat(ys), torch.cat(weights))]
-
-
-def _times(factor: Factor, number: float) -> Factor:
-    return Rows(factor.rows * number**0.5) if isinstance(factor, Rows) else factor * number
 
 
 def _added(total: Factors, more: Factors) -> Factors:

@@ -52,7 +52,7 @@ class Header:
         block_names: The curvature blocks.
         num_data: N.
         nll: Summed negative log-likelihood of the N examples, in nats.
-        rank: How many directions a low-rank curvature is asked for. Data of lower rank give fewer.
+        rank: How many directions were asked for, or what share. Data of lower rank give fewer.
         others: The `fingerprint` of what the model holds besides the Bayesian parameters.
         class_dim: Which dimension of the outputs has the classes; the last if None.
         mode: How the posterior was fitted, for `repr`.
@@ -71,7 +71,7 @@ class Header:
     block_names: list[str]
     num_data: int
     nll: float
-    rank: int | None
+    rank: float | None
     others: dict[str, int]
     class_dim: int | None
     mode: str | None

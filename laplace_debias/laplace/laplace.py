@@ -91,7 +91,10 @@ class Laplace(Approximation):
         joint: Whether a layer's weight and bias make one block. Not of `"lowrank"` and `"full"`.
         sharing: How positions share a weight, `"expand"` or `"reduce"`: one for all, or a mapping
             from layers' paths. Of `"kfac"` and `"ekfac"`.
-        rank: Directions of `"lowrank"`, 20 if None.
+        rank: Directions of `"lowrank"`, 20 if None. Of `"kfac"` and `"ekfac"` those of each factor
+            that are kept, a number or a share of the trace such as 0.99; the others share the mean
+            of their curvature. With a number no matrix is made of a factor eight times as wide.
+            None keeps all. Not of `mode="auto"`: see `thin`.
         memory_bound: Bytes of working memory for output gradients. Results do not depend on it.
             None for 128 MiB, and more where one example needs it.
         class_dim: Which dimension of the outputs has the classes: None or -1 for `[B, ..., C]`, 1
@@ -147,7 +150,7 @@ class Laplace(Approximation):
         mc_samples: int = 1,
         joint: bool = False,
         sharing: Sharing = "expand",
-        rank: int | None = None,
+        rank: float | None = None,
         memory_bound: int | None = None,
         class_dim: int | None = None,
         batch: BatchHook | None = None,

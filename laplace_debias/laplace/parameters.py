@@ -1,7 +1,7 @@
 """The choices of a `Laplace`, checked; its Bayesian parameters, and the blocks that they make."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -127,7 +127,9 @@ class BayesianParameters:
         names = select_parameters(model, selection, example)
         check_parameters(model, names)
         calls = {} if calls is None else calls
+        rank = settings.kind.directions_per_factor
         blocks = curvature_blocks(model, names, settings.joint, settings.sharing, calls)
+        blocks = [replace(block, rank=rank) for block in blocks]
         if selection == SUPPORTED:
             blocks = [block for block in blocks if not block.calls]
             taken = {name for block in blocks for name in block.parameters}

@@ -219,15 +219,20 @@ def _of_block(
         return BlockBytes(block.name, 0, wide * block.size, narrow * block.size), 0
     factors, directions, largest, table = 0, 0, 0, block.num_groups
     counts, shapes = rows.get(block, (None, None)), (shape_of_G(block), shape_of_A(block))
-    axes = block.has_diagonal_G, block.has_diagonal_A or block.is_exact
-    for d, is_axes, shape, count in zip(block.shape, axes, shapes, counts, strict=True):
+    axes, kept_table = (block.has_diagonal_G, block.has_diagonal_A or block.is_exact), table
+    for side, (d, is_axes, shape) in enumerate(zip(block.shape, axes, shapes, strict=True)):
+        count = block.most_rows if block.is_streamed(side) else counts[side]
         size = count * d if count is not None else prod(shape) if shape else 0
         factors += size
         table *= d if count is None else count + 1
+        kept = d if count is None else count
         if not is_axes:
-            directions, largest = directions + size, max(largest, size)
-    kept = narrow * (table + directions)
-    return BlockBytes(block.name, wide * factors, wide * table, kept), wide * largest
+            largest = max(largest, size)
+            kept = kept if block.rank is None or 2 * block.rank >= d else min(kept, block.rank)
+            directions += block.num_groups * kept * d
+        kept_table *= min(kept + 1, d)
+    posterior = narrow * (kept_table + directions)
+    return BlockBytes(block.name, wide * factors, wide * table, posterior), wide * largest
 
 
 def _stages(

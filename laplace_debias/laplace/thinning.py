@@ -133,27 +133,18 @@ def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> Eige
         threshold: As `at_threshold`.
     """
     assert isinstance(block, EigenKronecker)
-    magnitudes = block.magnitudes
-    bases = [block.U_G, block.U_A]
-    for side, (dim, other) in enumerate(((-2, -1), (-1, -2))):
-        U = bases[side]
+    for side, U in enumerate((block.U_G, block.U_A)):
         if U is None:
             continue
         d, r = U.shape[-2:]
         # Debiased magnitudes are not sorted.
-        scores = ratios.amax(other)
+        scores = ratios.amax(-1 - side)
         rank = int((scores[..., :r] > threshold).sum(-1).amax())
         if 2 * rank >= d or bool((scores[..., r:] > threshold).any()):
             continue
         order = scores[..., :r].argsort(-1, descending=True)
-        bases[side] = torch.take_along_dim(U, order[..., None, :rank], -1).mT.contiguous().mT
-        along, rest = magnitudes.split([r, magnitudes.shape[dim] - r], dim)
-        along = torch.take_along_dim(along, order.unsqueeze(other), dim)
-        kept, left = along.split([rank, r - rank], dim)
-        pool = left.sum(dim, keepdim=True) + (d - r) * rest.sum(dim, keepdim=True)
-        magnitudes = torch.cat([kept, pool / (d - rank)], dim)
-    U_G, U_A = bases
-    return EigenKronecker(U_G, U_A, magnitudes)
+        block = block.kept(side, order, rank)
+    return block
 
 
 def _in_deltas(fitted: Fitted) -> dict[str, Tensor]:

@@ -92,6 +92,7 @@ def skipped(monkeypatch):
     [
         ({"curvature": "kfac"}, 1),
         ({"curvature": "kfac", "factor_dtype": torch.float32}, 6),
+        ({"curvature": "kfac", "rank": 1}, 4),
         ({"curvature": "ekfac"}, 3),
         # In the second pass.
         ({"curvature": "ekfac"}, NUM_BATCHES + 2),

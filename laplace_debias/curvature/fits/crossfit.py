@@ -249,12 +249,17 @@ def _make_alike(of_folds: list[FactorSums]) -> None:
         sides = []
         for of_side in zip(*(sums[block] for sums in of_folds), strict=True):
             factors = list(of_side)
-            rows = [factor.rows for factor in factors if isinstance(factor, Rows)]
-            if len(rows) < len(factors) or 2 * sum(map(len, rows)) > rows[0].shape[1]:
+            rows = [factor for factor in factors if isinstance(factor, Rows)]
+            if len(rows) < len(factors) or _are_many(rows):
                 factors = [f.rows.mT @ f.rows if isinstance(f, Rows) else f for f in factors]
             sides.append(factors)
         for sums, G, A in zip(of_folds, *sides, strict=True):
             sums[block] = (G, A)
+
+
+def _are_many(rows: Sequence[Rows]) -> bool:
+    num_rows = sum(len(of_fold.rows) for of_fold in rows)
+    return rows[0].most is None and 2 * num_rows > rows[0].rows.shape[1]
 
 
 def _stacked(of_folds: list[FactorSums], block: Block) -> tuple[OfFolds, OfFolds]:
@@ -272,6 +277,14 @@ def _together(factors: list[Factor]) -> OfFolds:
 
 def _sum(factors: OfFolds) -> Factor:
     return factors.sum(0) if isinstance(factors, Tensor) else reduce(operator.add, factors)
+
+
+def _others(factors: OfFolds, fold: int) -> Factor:
+    """The sum of all folds' factors but one."""
+    if isinstance(factors, Tensor):
+        # It is made anew for each fold: beside what is decomposed it need not be kept.
+        return factors.sum(0) - factors[fold]
+    return reduce(operator.add, factors[:fold] + factors[fold + 1 :])
 
 
 def crossfit_magnitudes(
@@ -314,16 +327,10 @@ def crossfit_magnitudes(
     precision = values.dtype if precision is None else precision
     within = _Within(values, U, precision)
     magnitudes = torch.zeros_like(values)
-    for factor, size in zip(factors, sizes, strict=True):
-        own = within.projected(factor)
-        # The sum of all is made anew for each fold: beside what is decomposed it need not be kept.
-        others = (within.projected(_sum(factors)) - own).div_(num_examples - size)
-        of_others, basis = eigh(others)
-        assert basis is not None
-        del others
-        rest = (0, values.shape[-1] - of_others.shape[-1])
-        measured = F.pad(directional_curvature(own, basis), rest)
-        of_others = F.pad(of_others, rest)
+    for fold, (factor, size) in enumerate(zip(factors, sizes, strict=True)):
+        of_others, basis = within.eigenpairs(_others(factors, fold) / (num_examples - size))
+        own = directional_curvature(within.projected(factor), basis)
+        measured = within.with_rest(own, factor)
         if others_too is not None:
             others_too.append((of_others, within.lifted(basis)))
         del basis
@@ -351,6 +358,7 @@ class _Within:
         assert U is not None
         self.basis: Tensor | None = None
         self.rest: list[Tensor] = []
+        self._num_values, self._left = values.shape[-1], left_by(U)
         if is_thin(U):
             self.basis = U
         elif U.ndim == 2:
@@ -365,6 +373,23 @@ class _Within:
             along = factor.rows @ self.basis
             return along.mT @ along
         return factor if self.basis is None else self.basis.T @ factor @ self.basis
+
+    def eigenpairs(
+        self, factor: Factor
+    ) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups r r"]]:
+        """Eigenvalues of a factor, those of the rest behind them, and eigenvectors in the space."""
+        values, basis = eigh(self.projected(factor))
+        assert basis is not None
+        return self.with_rest(values, factor), basis
+
+    def with_rest(
+        self, along: Float[Tensor, "*groups r"], factor: Factor
+    ) -> Float[Tensor, "*groups d"]:
+        """A factor's curvature along a basis of the space, and behind it that of the rest."""
+        rest = 0.0
+        if isinstance(factor, Rows):
+            rest = float((factor.trace - along.sum()).clamp_min(0)) / self._left
+        return F.pad(along, (0, self._num_values - along.shape[-1]), value=rest)
 
     def lifted(self, basis: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:
         """An orthonormal basis of the space, and behind it, if it is not thin, one of the rest."""
@@ -396,8 +421,7 @@ def exact_crossfit(
         bases = {}
         for block in of_folds[0]:
             sides = zip(
-                _total(of_folds, block),
-                of_folds[number][block],
+                _total(of_folds[:number] + of_folds[number + 1 :], block),
                 _eigenpairs(of_all[block]),
                 strict=True,
             )
@@ -416,16 +440,14 @@ def exact_crossfit(
 
 
 def _basis_of_others(
-    total: Factor, own: Factor, known: FactorEigenpairs, num_others: float, precision: torch.dtype
+    others: Factor, known: FactorEigenpairs, num_others: float, precision: torch.dtype
 ) -> FactorEigenpairs:
     """Eigenvalues and eigenvectors of the mean factor of the other folds."""
-    if isinstance(total, Tensor) and isinstance(own, Tensor) and total.ndim == 1:
-        return (total - own) / num_others, None
+    if isinstance(others, Tensor) and others.ndim == 1:
+        return others / num_others, None
     within = _Within(*known, precision)
-    others = (within.projected(total) - within.projected(own)).div_(num_others)
-    values, basis = eigh(others)
-    assert basis is not None
-    return F.pad(values, (0, known[0].shape[-1] - values.shape[-1])), within.lifted(basis)
+    values, basis = within.eigenpairs(others / num_others)
+    return values, within.lifted(basis)
 
 
 def _eigenpairs(basis: Eigenbasis) -> tuple[FactorEigenpairs, FactorEigenpairs]:

@@ -1,7 +1,7 @@
 """Directions: the eigenbases of Kronecker factors, and which of their vectors data determine."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,19 +23,47 @@ _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 @dataclass(frozen=True)
 class Rows:
-    """A factor of few examples, `rowsᵀ rows`: no matrix `[d, d]` is made of it.
+    """A factor of few examples, or of few directions, of which no matrix `[d, d]` is made.
+
+    It is `rowsᵀ rows`, and an unknown rest of known trace in other directions.
 
     Attributes:
         rows: `[n, d]`, with n at most half of d.
+        rest: The trace of the rest.
+        most: Of more rows than this a sum keeps the leading directions, half as many.
     """
 
     rows: Float[Tensor, "n d"]
+    rest: Float[Tensor, ""] | float = 0.0
+    most: int | None = None
 
     def __add__(self, other: "Rows") -> "Rows":
-        return Rows(torch.cat([self.rows, other.rows]))
+        rows = torch.cat([self.rows, other.rows])
+        return Rows(rows, self.rest + other.rest, self.most).compressed()
+
+    def __mul__(self, number: float) -> "Rows":
+        return Rows(self.rows * number**0.5, self.rest * number, self.most)
 
     def __truediv__(self, number: float) -> "Rows":
-        return Rows(self.rows / number**0.5)
+        return self * (1 / number)
+
+    def compressed(self) -> "Rows":
+        """The leading directions, if there are more rows than `most`; the others join the rest."""
+        if self.most is None or len(self.rows) <= self.most:
+            return self
+        values, vectors = decomposition.eigh(self.rows @ self.rows.mT, "the products of rows")
+        num_left = len(values) - self.most // 2
+        rest = self.rest + values[:num_left].clamp_min(0).sum()
+        return Rows(vectors[:, num_left:].mT @ self.rows, rest, self.most)
+
+    def to(self, dtype: torch.dtype) -> "Rows":
+        """The same in another dtype."""
+        return replace(self, rows=self.rows.to(dtype))
+
+    @property
+    def trace(self) -> Float[Tensor, ""]:
+        """The trace of the factor."""
+        return self.rows.square().sum() + self.rest
 
 
 # A matrix `[*groups, d, d]`, the diagonal of one, `[d]`, or rows.
@@ -50,7 +78,8 @@ class Eigenbasis:
         U_G: Eigenvectors of G as columns, by descending eigenvalue, `[*groups, d_out, r_G]`; None
             for the coordinate axes. Thin directions (r < d) leave the null space.
         U_A: Likewise of A, `[*groups, d_in, r_A]`.
-        along_G: Eigenvalues of G, `[*groups, d_out]`; of thin directions `r_G + 1`, the last zero.
+        along_G: Eigenvalues of G, `[*groups, d_out]`; of thin directions `r_G + 1`, the last the
+            mean of those that they leave.
         along_A: Likewise of A.
     """
 
@@ -119,7 +148,7 @@ def eigh(
     """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
 
     Of rows the eigenvectors are thin, those that span them: in double precision, a decomposition of
-    their `[n, n]` coordinates loses no digit. One eigenvalue more, zero, is that of all others.
+    their `[n, n]` coordinates loses no digit. One eigenvalue more is the mean of all others.
 
     An eigenvector's sign is LAPACK's choice, and a sample depends on it. Here every eigenvector has
     a positive product with one fixed vector, so that other machines draw the same samples.
@@ -134,12 +163,15 @@ def eigh(
         torch.linalg.LinAlgError: If it cannot be decomposed.
     """
     if isinstance(factor, Rows):
+        factor = factor.compressed()
         Q, R = torch.linalg.qr(factor.rows.mT)
         values, inner = decomposition.eigh(R @ R.mT, what)
         rank = max(1, numerical_rank(values.flip(-1)))
         # Eigenvectors lie one after the other in memory, as torch has them.
         U = (Q @ inner).flip(-1)[:, :rank].mT.contiguous().mT
-        return F.pad(values.flip(-1)[:rank], (0, 1)), _signed(U)
+        values = F.pad(values.flip(-1)[:rank], (0, 1))
+        values[-1] = factor.rest / (len(U) - rank)
+        return values, _signed(U)
     if factor.ndim == 1:
         return factor, None
     values, vectors = decomposition.eigh(factor, what)
@@ -248,8 +280,8 @@ def directional_curvature(
     Behind it, where U is thin, its mean along all directions that U leaves.
 
     Args:
-        factor: `[*groups, d, d]`, `[d]` for a diagonal one, or rows.
-        U: `[*groups, d, r]`; None for the coordinate axes.
+        factor: `[*groups, d, d]`, `[d]` for a diagonal one, or rows without a rest.
+        U: `[*groups, d, r]`, thin of rows alone; None for the coordinate axes.
     """
     if isinstance(factor, Rows):
         return folded(coordinates(factor.rows, U).square().sum(0), U)
@@ -257,11 +289,7 @@ def directional_curvature(
         return factor if U is None else U.square().T @ factor
     if U is None:
         return factor.diagonal(dim1=-2, dim2=-1)
-    along = ((factor @ U) * U).sum(-2).clamp_min(0)
-    if not is_thin(U):
-        return along
-    rest = (factor.trace() - along.sum()).clamp_min(0) / left_by(U)
-    return torch.cat([along, rest.unsqueeze(0)])
+    return ((factor @ U) * U).sum(-2).clamp_min(0)
 
 
 def folded(squares: Float[Tensor, "*n columns"], U: Tensor | None) -> Float[Tensor, "*n values"]:

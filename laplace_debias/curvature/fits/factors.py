@@ -20,18 +20,20 @@ Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature 
 network architectures".
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.directions import Factor, Rows
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.patches import LARGE, has_displacements, patch_moments
 from laplace_debias.curvature.layers.uses import (
+    LayerUses,
     Masks,
     Uses,
     activations,
@@ -53,6 +55,31 @@ _SYMMETRIC_FROM = 256
 Inputs = Sequence[Sequence[Tensor]]
 
 
+def measured_gradients(
+    layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None, as_rows: bool = False
+) -> Factor:
+    """G of one block on one batch: rows if they are fewer than G's and G is wide.
+
+    Several chunks of a batch are cheaper to multiply together: writing G costs more than they do.
+
+    Args:
+        layer: As `gradient_factor` takes it; so are the others.
+        block: The block.
+        uses: Its uses.
+        masks: Positions that take part.
+        as_rows: Whether it is to be rows, however many.
+    """
+    d_out = block.shape[0]
+    is_matrix = bool(block.groups) or block.has_diagonal_G or d_out < _WIDE
+    if not as_rows and not is_matrix and not isinstance(uses, CallUses):
+        is_summed = block.is_exact or _is_reduced(block)
+        of_uses = [g.shape[:2].numel() if is_summed else g.numel() // d_out for _, g in uses]
+        as_rows = (of_uses[0] if is_summed else sum(of_uses)) < d_out
+    if as_rows:
+        return Rows(torch.cat(list(gradient_rows(layer, block, uses, masks))))
+    return gradient_factor(layer, block, uses, masks)
+
+
 def gradient_factor(
     layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
 ) -> Float[Tensor, "*groups d_out d_out"] | Float[Tensor, " d_out"]:
@@ -66,87 +93,83 @@ def gradient_factor(
             further positions.
         masks: For every use the positions that take part, `[B, T]`; None for all.
     """
-    if block.is_exact:
-        slices_of_rows = (rows.flatten(0, 1) for _, rows in exact_rows(layer, block, uses))
-        if block.has_diagonal_G:
-            # One after the other: a slice of a large parameter may be a single example's.
-            return reduce(torch.add, map(_squares, slices_of_rows))
-        products = [moments(rows) for rows in slices_of_rows]
-        return products[0] if len(products) == 1 else torch.stack(products).sum(0)
-    assert not isinstance(uses, CallUses)
-    if block.role == "table":
-        parts = [token_gradients(layer, block, x, g).flatten(0, 1) for x, g in uses]
-    else:
-        parts = [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
-    if block.sharing == "reduce" and block.role == "weight":
-        rows = torch.stack([part.sum(-1) for part in parts]).sum(0)
-        return _squares(rows) if block.has_diagonal_G else moments(rows)
-    masks = _counted(layer, block, [x for x, _ in uses], masks)
-    if masks is not None:
-        weights = _num_positions(masks).to(parts[0]).clamp_min(1).rsqrt()
-        of_G = [block.shape[0]] * (1 if block.has_diagonal_G else 2)
-        G = parts[0].new_zeros(*block.groups, *of_G)
-        for part, mask in zip(parts, masks, strict=True):
-            rows = chosen(part.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
-            of_rows = chosen(weights[:, None].expand_as(mask)[None], mask)[0]
-            rows = rows * of_rows.view(-1, *[1] * (rows.ndim - 2))
-            rows = rows.flatten(0, 1)
-            if block.has_diagonal_G:
-                G += _squares(rows)
-                continue
-            G = G.addmm_(rows.T, rows) if rows.ndim == 2 else G + moments(rows)
-        return G
-    positions = sum(part.shape[-1] for part in parts)
-    if block.has_diagonal_G:
-        return torch.stack([part.square().sum((0, 2)) for part in parts]).sum(0) / positions
-    return sum((_gram(part) for part in parts[1:]), start=_gram(parts[0])) / positions
+    if not (isinstance(uses, CallUses) or block.is_exact or _is_reduced(block)):
+        is_masked = _counted(layer, block, [x for x, _ in uses], masks) is not None
+        if not is_masked and not block.has_diagonal_G:
+            parts = _columns(layer, block, uses)
+            return reduce(torch.add, map(_gram, parts)) / sum(part.shape[-1] for part in parts)
+    square = _squares if block.has_diagonal_G else moments
+    return reduce(torch.add, map(square, gradient_rows(layer, block, uses, masks)))
 
 
-def few_gradient_rows(
+def gradient_rows(
     layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
-) -> Float[Tensor, "n d_out"] | None:
-    """Rows with `rowsᵀ rows = G`, if they are fewer than G's and G is wide; None otherwise.
-
-    Several chunks of a batch are cheaper to multiply together: writing G costs more than they do.
-    Arguments as `gradient_factor` takes them.
-    """
-    d_out = block.shape[0]
-    is_plain = masks is None and block.role == "weight" and block.sharing == "expand"
-    if block.groups or block.has_diagonal_G or d_out < _WIDE or not (block.is_exact or is_plain):
-        return None
-    if isinstance(uses, CallUses):
-        return None
+) -> Iterator[Float[Tensor, "n *groups d_out"]]:
+    """Rows with `rowsᵀ rows = G`, part by part; arguments as `gradient_factor`."""
     if block.is_exact:
-        rows = torch.cat([rows.flatten(0, 1) for _, rows in exact_rows(layer, block, uses)])
-        return rows if len(rows) < d_out else None
-    parts = [output_gradients(layer, block, g) for _, g in uses]
-    if sum(part.numel() for part in parts) >= d_out**2:
-        return None
-    positions = sum(part.shape[-1] for part in parts)
-    rows = torch.cat([part.flatten(0, 1).mT.flatten(0, 1) for part in parts])
-    return rows * positions**-0.5
+        # One after the other: a slice of a large parameter may be a single example's.
+        yield from (rows.flatten(0, 1) for _, rows in exact_rows(layer, block, uses))
+        return
+    assert not isinstance(uses, CallUses)
+    parts = _columns(layer, block, uses)
+    if _is_reduced(block):
+        yield torch.stack([part.sum(-1) for part in parts]).sum(0)
+        return
+    masks = _counted(layer, block, [x for x, _ in uses], masks)
+    if masks is None:
+        scale = sum(part.shape[-1] for part in parts) ** -0.5
+        yield from (part.movedim(-1, 1).flatten(0, 1) * scale for part in parts)
+        return
+    weights = _num_positions(masks).to(parts[0]).clamp_min(1).rsqrt()
+    for part, mask in zip(parts, masks, strict=True):
+        rows = chosen(part.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
+        of_rows = chosen(weights[:, None].expand_as(mask)[None], mask)[0]
+        yield (rows * of_rows.view(-1, *[1] * (rows.ndim - 2))).flatten(0, 1)
 
 
-def few_input_rows(
-    layer: nn.Module, block: Block, inputs: Inputs, masks: Sequence[Masks | None]
-) -> Float[Tensor, "n d_in"] | None:
-    """Rows with `rowsᵀ rows = A`, if they are at most half as many as A's and A is wide.
+def _columns(
+    layer: nn.Module, block: Block, uses: LayerUses
+) -> list[Float[Tensor, "n *groups d_out positions"]]:
+    """The gradients of every use, of all columns and examples."""
+    if block.role == "table":
+        return [token_gradients(layer, block, x, g).flatten(0, 1) for x, g in uses]
+    return [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
 
-    Arguments as `input_factor` takes them.
+
+def _is_reduced(block: Block) -> bool:
+    return block.sharing == "reduce" and block.role == "weight"
+
+
+def measured_inputs(
+    layer: nn.Module,
+    block: Block,
+    inputs: Inputs,
+    masks: Sequence[Masks | None],
+    as_rows: bool = False,
+) -> Iterator[Factor]:
+    """A of one block on one batch: rows if they are at most half as many as A's and A is wide.
+
+    Args:
+        layer: As `input_factor` takes it; so are the others.
+        block: The block.
+        inputs: Its inputs.
+        masks: Positions that take part.
+        as_rows: Whether it is to be rows, however many, which then come in several parts.
     """
+    if as_rows:
+        yield from map(Rows, input_rows(layer, block, inputs, masks))
+        return
     d_in = block.shape[1]
-    is_masked = any(of_part is not None for of_part in masks)
-    if block.groups or block.has_diagonal_A or d_in < _WIDE or is_masked:
-        return None
-    uses = [x for part in inputs for x in part]
-    if block.sharing == "reduce":
-        if 2 * sum(len(part[0]) for part in inputs) > d_in:
-            return None
-        return torch.cat([_mean_activations(layer, block, part, None) for part in inputs])
-    num_rows = sum(len(x) * activations(layer, block, x[:1]).shape[1] for x in uses)
-    if 2 * num_rows > d_in:
-        return None
-    return torch.cat([activations(layer, block, x).flatten(0, 1) for x in uses])
+    if not (block.groups or block.has_diagonal_A or d_in < _WIDE):
+        if block.sharing == "reduce":
+            num_rows = sum(len(part[0]) for part in inputs)
+        else:
+            of_uses = [(len(x), activations(layer, block, x[:1])) for part in inputs for x in part]
+            num_rows = sum(count * of_one.shape[1] for count, of_one in of_uses)
+        if 2 * num_rows <= d_in:
+            yield Rows(torch.cat(list(input_rows(layer, block, inputs, masks))))
+            return
+    yield input_factor(layer, block, inputs, masks)
 
 
 def _counted(
@@ -198,37 +221,46 @@ def input_factor(
     of_A = [block.shape[1]] * (1 if block.has_diagonal_A else 2)
     A = layer.weight.new_zeros(*block.groups, *of_A)
     for part, counted in zip(inputs, masks, strict=True):
-        if block.sharing == "reduce":
-            A = _add_moments(A, _mean_activations(layer, block, part, counted))
+        if counted is None and block.sharing == "expand" and _is_fast(layer, block, part):
+            for x in part:
+                _add_patches(A, layer, block, x)
             continue
-        for index, x in enumerate(part):
-            A = _add_positions(A, layer, block, x, None if counted is None else counted[index])
+        for rows in input_rows(layer, block, [part], [counted]):
+            A = _add_moments(A, rows)
     return A
 
 
-def _add_positions(
-    A: Tensor,
-    layer: nn.Module,
-    block: Block,
-    x: Tensor,
-    mask: Bool[Tensor, "batch positions"] | None,
-) -> Tensor:
-    if mask is not None:
-        for part in slices(layer, block, x):
-            A = _add_moments(A, chosen(activations(layer, block, x[part])[None], mask[part])[0])
-        return A
-    is_convolution = isinstance(layer, CONVOLUTIONS)
-    of_groups = x.chunk(block.num_groups, dim=1) if is_convolution else [x]
-    is_large = of_groups[0].numel() * of_groups[0].shape[1] >= LARGE
-    is_fast = is_convolution and has_displacements(layer) and is_large
-    if block.has_diagonal_A or not is_fast:
-        for part in slices(layer, block, x):
-            A = _add_moments(A, activations(layer, block, x[part]).flatten(0, 1))
-        return A
-    found = [patch_moments(layer, channels) for channels in of_groups]  # type: ignore[arg-type]
+def input_rows(
+    layer: nn.Module, block: Block, inputs: Inputs, masks: Sequence[Masks | None]
+) -> Iterator[Float[Tensor, "n *groups d_in"]]:
+    """Rows with `rowsᵀ rows = A`, part by part; arguments as `input_factor`."""
+    for part, counted in zip(inputs, masks, strict=True):
+        if block.sharing == "reduce":
+            yield _mean_activations(layer, block, part, counted)
+            continue
+        for index, x in enumerate(part):
+            for some in slices(layer, block, x):
+                rows = activations(layer, block, x[some])
+                if counted is None:
+                    yield rows.flatten(0, 1)
+                else:
+                    yield chosen(rows[None], counted[index][some])[0]
+
+
+def _is_fast(layer: nn.Module, block: Block, uses: Sequence[Tensor]) -> bool:
+    """Whether A is computed without patches."""
+    if block.has_diagonal_A or not isinstance(layer, CONVOLUTIONS) or not has_displacements(layer):
+        return False
+    sizes = [(x[:, : x.shape[1] // block.num_groups]).shape for x in uses]
+    return all(size.numel() * size[1] >= LARGE for size in sizes)
+
+
+def _add_patches(A: Tensor, layer: Any, block: Block, x: Tensor) -> None:
+    found = [patch_moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
     of_patches = torch.stack(found) if block.groups else found[0]
     if not block.is_joint:
-        return A.add_(of_patches)
+        A += of_patches
+        return
     A[..., :-1, :-1] += of_patches
     # Patches are linear in the image: one image stands for the sum of all.
     rows = activations(layer, block, x.sum(0, keepdim=True))[0]
@@ -236,7 +268,6 @@ def _add_positions(
     total[..., -1] *= len(x)
     A[..., -1, :] += total
     A[..., :-1, -1] += total[..., :-1]
-    return A
 
 
 def _mean_activations(

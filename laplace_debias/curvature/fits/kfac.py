@@ -9,17 +9,11 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Factor,
-    Rows,
     directional_curvature,
     ekfac_magnitudes,
     outer,
 )
-from laplace_debias.curvature.fits.factors import (
-    few_gradient_rows,
-    few_input_rows,
-    gradient_factor,
-    input_factor,
-)
+from laplace_debias.curvature.fits.factors import measured_gradients, measured_inputs
 from laplace_debias.curvature.fits.over_ranks import (
     to_all,
 )
@@ -68,13 +62,14 @@ def curvature_along(
     along_A: Sums = {}
 
     def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Factor:
-        few = few_gradient_rows(layer, block, uses, masks)
-        if few is not None:
-            return Rows(few.to(problem.factor_dtype))
-        return gradient_factor(layer, block, uses, masks).to(problem.factor_dtype)
+        return measured_gradients(layer, block, uses, masks, is_thin(bases[block].U_G))
+
+    def project(sums: Sums, block: Block, factor: Factor, U: Tensor | None) -> None:
+        factor = factor.to(problem.factor_dtype)
+        add_to(sums, block, directional_curvature(factor, U))
 
     def project_gradients(block: Block, G: Factor) -> None:
-        add_to(along_G, block, directional_curvature(G, bases[block].U_G))
+        project(along_G, block, G, bases[block].U_G)
 
     def project_inputs(
         layer: nn.Module,
@@ -82,13 +77,9 @@ def curvature_along(
         inputs: Sequence[Sequence[Tensor]],
         masks: Sequence[Masks | None],
     ) -> None:
-        few = few_input_rows(layer, block, inputs, masks)
-        A: Factor
-        if few is None:
-            A = input_factor(layer, block, inputs, masks).to(problem.factor_dtype)
-        else:
-            A = Rows(few.to(problem.factor_dtype))
-        add_to(along_A, block, directional_curvature(A, bases[block].U_A))
+        U = bases[block].U_A
+        for A in measured_inputs(layer, block, inputs, masks, is_thin(U)):
+            project(along_A, block, A, U)
 
     sums = {"G": along_G, "A": along_A}
     sweep = Sweep(problem, measure, project_gradients, project_inputs, sums=sums, additive=True)

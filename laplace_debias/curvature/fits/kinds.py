@@ -1,6 +1,6 @@
 """Kinds of curvature, by their names: what fits each of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laplace_debias.curvature.fits.crossfit import fit_crossfit
 from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fit_low_rank
@@ -23,24 +23,35 @@ class CurvatureKind:
 
     Args:
         name: One of `CURVATURES`.
-        rank: Directions of `"lowrank"`, 20 if None.
+        rank: Directions of `"lowrank"`, 20 if None; of `"kfac"` and `"ekfac"` those of each factor,
+            a number or a share of the curvature, all if None.
 
     Raises:
         ValueError: For an unknown name, or a rank that does not go with it.
+        TypeError: For a rank of another type.
     """
 
     name: str
-    rank: int | None = None
+    rank: float | None = None
 
     def __post_init__(self) -> None:
         if self.name not in CURVATURES:
             raise ValueError(
                 f"Unknown curvature={self.name!r}: use one of {', '.join(CURVATURES)}."
             )
-        if self.rank is not None:
+        if self.rank is None:
+            return
+        if self.name not in (*WITH_FACTORS, "lowrank"):
+            raise ValueError(
+                f'rank belongs to curvature="kfac", "ekfac" and "lowrank", not to {self.name!r}.'
+            )
+        if self.name == "lowrank" or not isinstance(self.rank, float):
             whole(self.rank, "rank")
-            if self.name != "lowrank":
-                raise ValueError(f'rank belongs to curvature="lowrank", not to {self.name!r}.')
+        elif not 0 < self.rank < 1:
+            raise ValueError(
+                f"rank must be a number of directions, or a share of the trace below 1, such as "
+                f"0.99, got {self.rank}."
+            )
 
     @property
     def is_dense(self) -> bool:
@@ -55,7 +66,13 @@ class CurvatureKind:
     @property
     def num_directions(self) -> int | None:
         """Directions of `"lowrank"`, at most; None of the others."""
-        return (self.rank or _RANK) if self.name == "lowrank" else None
+        return int(self.rank or _RANK) if self.name == "lowrank" else None
+
+    @property
+    def directions_per_factor(self) -> int | None:
+        """Directions of each Kronecker factor, at most; None for all, or a share."""
+        is_number = self.name in WITH_FACTORS and not isinstance(self.rank, float)
+        return int(self.rank) if is_number and self.rank else None
 
     def fit(self, problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
         """Directions from some data, magnitudes from others, or from the same for None."""
@@ -63,10 +80,17 @@ class CurvatureKind:
             return fit_full(problem, directions, magnitudes)
         if self.num_directions is not None:
             return fit_low_rank(problem, directions, magnitudes, self.num_directions)
-        return FITS[self.name](problem, directions, magnitudes)
+        return self._thin(FITS[self.name](problem, directions, magnitudes))
 
     def crossfit(self, problem: Problem, data: Pairs, num_folds: int) -> CurvatureFit:
         """Directions from all the data, magnitudes out of fold."""
         if self.is_dense:
             return fit_crossfit_dense(problem, data, num_folds, self.num_directions)
-        return fit_crossfit(problem, data, num_folds, self.name)
+        return self._thin(fit_crossfit(problem, data, num_folds, self.name))
+
+    def _thin(self, found: CurvatureFit) -> CurvatureFit:
+        """The fit with the directions that `rank` says."""
+        if self.rank is None:
+            return found
+        rank = self.rank
+        return replace(found, curvature=found.curvature.map(lambda _, of: of.leading(rank)))

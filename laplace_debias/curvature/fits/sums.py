@@ -1,6 +1,8 @@
 """Sums over data, block by block: factors, and the eigenbases that are made of them."""
 
+import operator
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -8,10 +10,9 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import Eigenbasis, Factor, Rows, eigenbasis
 from laplace_debias.curvature.fits.factors import (
-    few_gradient_rows,
-    few_input_rows,
-    gradient_factor,
     input_factor,
+    measured_gradients,
+    measured_inputs,
     moments,
 )
 from laplace_debias.curvature.fits.over_ranks import (
@@ -36,6 +37,8 @@ RowsOf = dict[Block, list[Tensor]]
 class SideSums:
     """Factors of one side of the blocks, summed batch by batch: rows while they are few.
 
+    Of streamed factors rows are kept whose number has a bound: see `Rows.most`.
+
     Args:
         problem: The blocks.
         side: 0 for G, 1 for A.
@@ -45,6 +48,8 @@ class SideSums:
         self.problem, self.side = problem, side
         self.sums: Sums = {}
         self.rows: RowsOf = {}
+        # The traces that compressed rows leave.
+        self.rests: Sums = {}
 
     def add(self, block: Block, factor: Factor) -> None:
         """Add a batch's factor."""
@@ -54,6 +59,13 @@ class SideSums:
             add_to(self.sums, block, factor.to(dtype) if is_first else factor)
             return
         kept, d = self.rows.setdefault(block, []), block.shape[self.side]
+        if block.is_streamed(self.side):
+            rows = factor.rows.to(self.problem.factor_dtype)
+            check_finite_sums({block: [rows]})
+            total = Rows(kept[0] if kept else rows[:0], self.rests.get(block, 0.0), block.most_rows)
+            total = reduce(operator.add, map(Rows, rows.split(2 * (block.rank or 1))), total)
+            kept[:], self.rests[block] = [total.rows], torch.as_tensor(total.rest).to(rows)
+            return
         kept.append(factor.rows)
         if sum(map(len, kept)) >= (d // 2 + 1 if self.side else d):
             self._multiply(block)
@@ -66,8 +78,11 @@ class SideSums:
         masks: Sequence[Masks | None],
     ) -> None:
         """Add A of a layer's inputs; arguments as `input_factor` takes them."""
-        few = None if block in self.sums else few_input_rows(layer, block, inputs, masks)
-        self.add(block, input_factor(layer, block, inputs, masks) if few is None else Rows(few))
+        if block in self.sums:
+            self.add(block, input_factor(layer, block, inputs, masks))
+            return
+        for A in measured_inputs(layer, block, inputs, masks, block.is_streamed(1)):
+            self.add(block, A)
 
     def few(self) -> dict[Block, Rows]:
         """Factors of all processes' rows where these are so few that no matrix is made of them.
@@ -79,11 +94,12 @@ class SideSums:
             block.name: None if block in self.sums else sum(map(len, self.rows.get(block, [])))
             for block in problem.blocks
         }
-        of_ranks = problem.ranks.exchange(own)
+        of_ranks = problem.ranks.exchange((own, {b.name: float(r) for b, r in self.rests.items()}))
         few = []
         for block in problem.blocks:
-            counts = [of_rank[block.name] for of_rank in of_ranks]
-            if None not in counts and 0 < 2 * sum(counts) <= limit[block]:
+            counts = [of_rank[block.name] for of_rank, _ in of_ranks]
+            is_few = None not in counts and 0 < 2 * sum(counts) <= limit[block]
+            if is_few or block.is_streamed(self.side):
                 few.append(block)
         joined: list[Tensor] | None = []
         if few:
@@ -99,7 +115,12 @@ class SideSums:
         for block in list(self.rows):
             self._multiply(block)
         assert joined is not None
-        return {b: Rows(of.to(problem.factor_dtype)) for b, of in zip(few, joined, strict=True)}
+        factors = {}
+        for block, rows in zip(few, joined, strict=True):
+            rest = sum(of_rank.get(block.name, 0.0) for _, of_rank in of_ranks)
+            most = block.most_rows if block.is_streamed(self.side) else None
+            factors[block] = Rows(rows.to(problem.factor_dtype), rest, most)
+        return factors
 
     def _multiply(self, block: Block) -> None:
         rows = torch.cat(self.rows.pop(block))
@@ -114,11 +135,11 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     gradients, inputs = SideSums(problem, 0), SideSums(problem, 1)
 
     def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Factor:
-        few = few_gradient_rows(layer, block, uses, masks)
-        return gradient_factor(layer, block, uses, masks) if few is None else Rows(few)
+        return measured_gradients(layer, block, uses, masks, block.is_streamed(0))
 
     sums: dict[str, Any] = {"G": gradients.sums, "A": inputs.sums}
     sums |= {"rows": gradients.rows, "input rows": inputs.rows}
+    sums |= {"rests": gradients.rests, "input rests": inputs.rests}
     sweep = Sweep(problem, measure, gradients.add, inputs.add_inputs, sums=sums, additive=True)
     seen = sweep.over(batches, first)
     owned_G, owned_A = owned_factors(problem, gradients, inputs)

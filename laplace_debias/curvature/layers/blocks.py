@@ -73,6 +73,7 @@ class Block:
         sharing: `"expand"` or `"reduce"`, for a weight.
         num_groups: How many groups a convolution's weight has.
         calls: For `"entries"` the paths of the modules whose calls read the parameter.
+        rank: How many directions of a factor are kept; None for all.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Block:
     sharing: str = "expand"
     num_groups: int = 1
     calls: tuple[str, ...] = ()
+    rank: int | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -95,12 +97,24 @@ class Block:
         """Whether only G's diagonal is kept, as a vector: it is wide, or a large exact block."""
         if self.role == "entries":
             return self.size > _DENSE_UP_TO
-        return not self.groups and self.shape[0] > WIDE
+        return not self.groups and self.shape[0] > WIDE and not self.is_streamed(0)
 
     @property
     def has_diagonal_A(self) -> bool:  # noqa: N802
         """Whether A is a vector: that of an embedding is diagonal, of a wide one its diagonal."""
-        return self.role == "table" or (not self.groups and self.shape[1] > WIDE)
+        is_wide = not self.groups and self.shape[1] > WIDE and not self.is_streamed(1)
+        return self.role == "table" or is_wide
+
+    @property
+    def most_rows(self) -> int | None:
+        """More rows of a streamed factor than this are compressed to half as many."""
+        return None if self.rank is None else 4 * self.rank
+
+    def is_streamed(self, side: int) -> bool:
+        """Whether no matrix is made of a factor, G or A, which is much wider than `rank`."""
+        if self.most_rows is None or self.groups or self.role == "entries":
+            return False
+        return not (side and self.role == "table") and 2 * self.most_rows <= self.shape[side]
 
     @property
     def site(self) -> "Site":

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.operators.base import LinearOperator, Symmetric
@@ -160,6 +160,49 @@ class EigenKronecker(Symmetric):
         if is_thin(self.U_A):
             return _of_rows(_vectors, left, self.U_A)
         return left if self.U_A is None else _times_right(left, self.U_A.mT)
+
+    def kept(self, side: int, order: Int[Tensor, "*groups r"], rank: int) -> "EigenKronecker":
+        """The operator with some directions of one side alone, of the same trace.
+
+        Args:
+            side: 0 for U_G, 1 for U_A, which is not None.
+            order: The directions' places, those that are kept first.
+            rank: How many are kept; the others share the mean of their magnitudes.
+        """
+        U, dim = (self.U_G, self.U_A)[side], side - 2
+        assert U is not None
+        d, r = U.shape[-2:]
+        along, rest = self.magnitudes.tensor_split([r], dim)
+        along = torch.take_along_dim(along, order.unsqueeze(-1 - side), dim)
+        kept, left = along.tensor_split([rank], dim)
+        pool = left.sum(dim, keepdim=True) + (d - r) * rest.sum(dim, keepdim=True)
+        magnitudes = torch.cat([kept, pool / (d - rank)], dim)
+        U = torch.take_along_dim(U, order.unsqueeze(-2)[..., :rank], -1).mT.contiguous().mT
+        U_G, U_A = (self.U_G, U) if side else (U, self.U_A)
+        return EigenKronecker(U_G, U_A, magnitudes)
+
+    def leading(self, rank: float) -> "EigenKronecker":
+        """The operator with the leading directions of each side, of the same trace.
+
+        A side that would keep half of its directions or more keeps all.
+
+        Args:
+            rank: How many of each side; below 1, as many as hold this share of the trace.
+        """
+        block = self
+        for side, U in enumerate((self.U_G, self.U_A)):
+            if U is None:
+                continue
+            d, r = U.shape[-2:]
+            count = int(rank)
+            if rank < 1:
+                shares = (self.magnitudes * self.multiplicities).sum(-1 - side)
+                reached = shares[..., :r].cumsum(-1) >= rank * shares.sum(-1, keepdim=True)
+                count = int((~reached).sum(-1).amax()) + 1
+            if count < r and 2 * count < d:
+                order = torch.arange(r, device=U.device).expand(*U.shape[:-2], -1)
+                block = block.kept(side, order, count)
+        return block
 
     def apply(self, function: Spectrum) -> "EigenKronecker":
         """The operator's function: the same directions, `function` of the magnitudes."""
