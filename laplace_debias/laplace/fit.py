@@ -34,7 +34,7 @@ from laplace_debias.laplace.schemes import (
     Scheme,
     check_mode,
 )
-from laplace_debias.laplace.subject import Subject, usable
+from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import current
 
@@ -122,7 +122,6 @@ def fit(
     if scale is not None:
         check_shared(ranks, scale)
         check_scale(scale, scheme.read[-1])
-    usable(subject.model)
     check_no_autocast(subject.first_parameter.device)
     expected = expected.over(ranks)
     bar = "fit" if progress and mode in ("full", "auto") else None
