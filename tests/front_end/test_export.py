@@ -57,10 +57,6 @@ def vectors(n, g):
     return torch.randn(n, 3, generator=g, dtype=torch.float64)
 
 
-def sequences(n, g):
-    return torch.randn(n, 3, 5, generator=g, dtype=torch.float64)
-
-
 def pair(n, g):
     return vectors(n, g), torch.randn(n, 4, generator=g, dtype=torch.float64)
 
@@ -92,7 +88,7 @@ class Case:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.model = build(OUTPUTS[likelihood]).double().eval()
-        positions = (5,) if inputs in (named, sequences) else ()
+        positions = (5,) if inputs is named else ()
         data = [(inputs(6, g), targets(likelihood, (6, *positions), g)) for _ in range(2)]
         self.batches = {n: inputs(n, g) for n in (1, 2, 7)}
         self.sigma = [0.5, 2.0] if likelihood == "regression" else None
