@@ -13,7 +13,7 @@ from examples.paper import debiasing, kfac_error, laplace
 from examples.paper.__main__ import EXPERIMENTS, main
 from examples.paper.common import CROSSFIT, FULL, MINI, Settings, Trained, judge
 from examples.paper.data import digits, digits_parts
-from examples.paper.problems import PROBLEMS, Recipe, get_problem, train
+from examples.paper.problems import Recipe, get_problem, train
 from examples.paper.quadratics import OTHER, SAME, BiasSettings, bias_rows, summary_of
 
 TINY = ["--recipe.cycles=[[1,0.05]]", "--progress=false", "--device=cpu"]
@@ -200,14 +200,6 @@ def test_the_study_compares_each_kind_with_its_own_full_batch():
 # --- networks, data, training --------------------------------------------------------------------
 
 
-def test_small_problems_have_networks_for_their_images():
-    for problem in PROBLEMS:
-        if "digits" in problem.name:
-            images, labels = problem.data(None)[0].batch([0, 1])
-            assert problem.initial_model(0).eval()(images).shape == (2, 10)
-            assert labels.dtype == torch.int64
-
-
 def test_the_digits_are_normalised_and_parted():
     pool, test = digits()
     assert (len(pool), len(test)) == (1297, 500)
@@ -216,16 +208,6 @@ def test_the_digits_are_normalised_and_parted():
     image, label = pool[3]
     assert torch.equal(image, x[3])
     assert label == pool.labels[3]
-
-
-def test_one_cycle_rises_to_its_peak_and_falls_to_nothing():
-    rates = list(Recipe(batch_size=1, cycles=((10, 0.2),)).rates(10))
-    assert len(rates) == 100
-    assert max(rates) == rates[29] == pytest.approx(0.2)
-    assert rates[0] == pytest.approx(0.2 / 25, rel=0.1)
-    assert rates[-1] < 1e-5
-    steps = Recipe(batch_size=1, epochs=4, learning_rate=1.0, milestones=(1, 3)).rates(2)
-    assert list(steps) == pytest.approx([1, 1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01])
 
 
 def test_training_repeats_with_the_seed():

@@ -31,13 +31,6 @@ BART = {
 MODELS = {
     "GPT2LMHeadModel": ("GPT2Config", {**GPT, **TOKENS}, "lm_head", 29, True),
     "LlamaForCausalLM": ("LlamaConfig", {**WIDTH, **TOKENS}, "lm_head", 29, True),
-    "Qwen2ForCausalLM": (
-        "Qwen2Config",
-        {**WIDTH, **TOKENS, "num_key_value_heads": 2},
-        "lm_head",
-        29,
-        True,
-    ),
     # Causal by name and by `loss_type`, and yet it compares labels with logits as they are.
     "BartForCausalLM": ("BartConfig", {**BART, **TOKENS}, "lm_head", 29, False),
     "BertForMaskedLM": (
@@ -50,13 +43,6 @@ MODELS = {
     "BertForTokenClassification": (
         "BertConfig",
         {**WIDTH, **TOKENS, "num_labels": 4},
-        "classifier",
-        4,
-        False,
-    ),
-    "GPT2ForTokenClassification": (
-        "GPT2Config",
-        {**GPT, **TOKENS, "num_labels": 4},
         "classifier",
         4,
         False,
