@@ -1,5 +1,6 @@
 """Tuning on held-out data: passes, the refined grid, flatness, ties, several metrics."""
 
+import itertools
 import math
 import warnings
 
@@ -87,7 +88,8 @@ def resolution(found):
     """The factor to the nearest values tried, the larger of the two."""
     tried = sorted(row["prior_precision"] for row in found.table)
     at = tried.index(found.prior_precision)
-    return max(tried[at + 1] / tried[at], tried[at] / tried[at - 1])
+    around = tried[max(at - 1, 0) : at + 2]
+    return max(high / low for low, high in itertools.pairwise(around))
 
 
 def test_the_optimum_within_the_grid_is_refined_in_one_more_pass():
