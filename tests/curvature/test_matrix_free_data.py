@@ -264,7 +264,7 @@ OF_DATA = {
     "all ignored": ([(X, torch.full_like(LABELS, -100))], ValueError, "ignore_index"),
     "labels": ([(X, LABELS + 1)], ValueError, "0 … 2"),
     "one-hot": ([(X, F.one_hot(LABELS))], ValueError, "class indices of shape"),
-    "bool": ([(X, LABELS > 0)], TypeError, "int64"),
+    "bool": ([(X, LABELS > 0)], TypeError, "must be integers"),
 }
 OF_A_LOSS = {
     "loss class": (CE, LABELS, TypeError, "instance"),

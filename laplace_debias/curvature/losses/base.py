@@ -249,7 +249,7 @@ class NegativeLogLikelihood(OutputLoss):
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """∇ of −log p at labels drawn from p(y | f), times the roots of the curvature weights."""
         terms = outputs.flatten(0, -2)
-        numbers = uniforms(outputs, self.counted(labels)).reshape(terms.shape)
+        numbers = uniforms(outputs, None if len(labels) == 1 else labels[1]).reshape(terms.shape)
         gradient = self.likelihood.drawn_gradient(terms, numbers)
         return _placed(gradient.unsqueeze(0), outputs, labels)[0]
 

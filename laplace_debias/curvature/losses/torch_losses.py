@@ -12,7 +12,6 @@ from laplace_debias.curvature.losses.base import (
     OutputLoss,
     OutputMap,
     Uniforms,
-    each_at_one_position,
 )
 from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
 
@@ -87,19 +86,20 @@ def _is(loss: LossFunction, kind: type[nn.Module]) -> bool:
     return isinstance(loss, kind) and type(loss).forward is kind.forward
 
 
-class CrossEntropy(OutputLoss):
+class CrossEntropy(NegativeLogLikelihood):
     r"""`nn.CrossEntropyLoss` of logits `[B, C]` or `[B, C, d1, ...]`.
 
-    With $w$ the class weights, $q$ the smoothed target distribution, $t_c = w_c q_c$ (zero where
-    the target is ignored) and $T = \sum_c t_c$, a term is $T\,\mathrm{logsumexp}(f) - t^\top f$,
-    its gradient $T p - t$ and its Hessian $T(\mathrm{diag}(p) - pp^\top)$ with $p$ the softmax.
+    It is −log p of `Categorical`, whose class weights, smoothing and ignored targets are torch's,
+    with the classes behind the examples, and with what torch divides by. Class probabilities need
+    not sum to 1.
     """
 
+    is_recordable = True
+
     def __init__(self, loss: nn.CrossEntropyLoss) -> None:
-        self.reduction = loss.reduction
         self._weight = _non_negative(loss.weight, "weight")
-        self._ignore_index = loss.ignore_index
-        self._smoothing = loss.label_smoothing
+        super().__init__(Categorical(loss.ignore_index, self._weight, loss.label_smoothing))
+        self.reduction, self._ignore_index = loss.reduction, loss.ignore_index
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Class indices `[B, d1, ...]` in range or `ignore_index`, or probabilities of `shape`."""
@@ -114,39 +114,25 @@ class CrossEntropy(OutputLoss):
                 f"CrossEntropyLoss has weight of shape {tuple(self._weight.shape)} for {shape[1]} "
                 "classes (dimension 1 of the outputs): give one weight per class."
             )
-        if targets.is_floating_point():
-            self._check_probabilities(shape, targets)
-            return
-        expected = shape[:1] + shape[2:]
-        if targets.dtype not in (torch.int64, torch.uint8):
-            raise TypeError(
-                f"Class indices must be int64, got {targets.dtype}: use `targets.long()`."
-            )
-        if targets.shape != expected:
+        is_soft = targets.is_floating_point()
+        if targets.shape != (shape if is_soft else shape[:1] + shape[2:]):
             raise ValueError(
-                f"Expected class indices of shape {tuple(expected)}, or class probabilities of "
-                f"shape {tuple(shape)}, got {tuple(targets.shape)}."
+                f"Expected class indices of shape {tuple(shape[:1] + shape[2:])}, or class "
+                f"probabilities of shape {tuple(shape)}, got {tuple(targets.shape)}."
             )
-        valid = targets[targets != self._ignore_index]
-        if len(valid) and not (int(valid.min()) >= 0 and int(valid.max()) < shape[1]):
-            raise ValueError(
-                f"Class indices must lie in 0 … {shape[1] - 1} or be ignore_index="
-                f"{self._ignore_index}, got {int(valid.min())} … {int(valid.max())}."
-            )
-
-    def _check_probabilities(self, shape: torch.Size, targets: Tensor) -> None:
-        if self._ignore_index >= 0:
+        if not is_soft:
+            self.likelihood.check(outputs.movedim(1, -1).flatten(0, -2), targets.flatten())
+        elif self._ignore_index >= 0:
             raise ValueError(
                 f"ignore_index={self._ignore_index} means nothing for class probabilities, and "
                 "torch refuses it: leave it out, or pass class indices."
             )
-        if targets.shape != shape:
-            raise ValueError(
-                f"Class probabilities must have the outputs' shape {tuple(shape)}, got "
-                f"{tuple(targets.shape)}."
-            )
-        if not (targets.isfinite() & (targets >= 0)).all():
+        elif not (targets.isfinite() & (targets >= 0)).all():
             raise ValueError("Class probabilities must be finite and not negative.")
+
+    def labels(self, targets: Tensor, ndim: int) -> Labels:
+        """As those of the likelihood: the classes of probabilities are put last."""
+        return super().labels(targets.movedim(1, -1) if targets.ndim == ndim else targets, ndim)
 
     def count(self, targets: Tensor) -> float:
         """The sum of the weights of the targets that are not ignored."""
@@ -159,73 +145,31 @@ class CrossEntropy(OutputLoss):
 
     def counted(self, labels: Labels) -> Tensor | None:
         """Targets that are not ignored, nor of a class whose weight is zero."""
-        targets = labels[0]
-        if targets.is_floating_point():
-            return None
-        counted = targets != self._ignore_index
-        if self._weight is not None and self._smoothing == 0:
-            weight = self._weight.to(targets.device)
-            counted = counted & (weight[targets.long().clamp(0, len(weight) - 1)] != 0)
-        return counted.unsqueeze(1)
+        return None if len(labels) == 1 else labels[1].movedim(-1, 1)
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The value that torch computes, summed."""
-        return F.cross_entropy(
-            outputs,
-            labels[0].to(outputs.dtype) if labels[0].is_floating_point() else labels[0],
-            weight=None if self._weight is None else self._weight.to(outputs),
-            ignore_index=self._ignore_index,
-            label_smoothing=self._smoothing,
-            reduction="sum",
-        )
-
-    def _weighted_targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """t, `[B, C, d1, ...]`."""
-        keep = None
-        if targets.is_floating_point():
-            q = targets.to(outputs.dtype)
-        else:
-            keep = (targets != self._ignore_index).unsqueeze(1)
-            classes = targets.long().unsqueeze(1).where(keep, 0)
-            q = torch.zeros_like(outputs).scatter_(1, classes, 1.0)
-        num_classes = outputs.shape[1]
-        t = (1 - self._smoothing) * q + self._smoothing / num_classes
-        if self._weight is not None:
-            t = t * self._weight.to(outputs).reshape(-1, *[1] * (outputs.ndim - 2))
-        return t if keep is None else t * keep
+        """The value that torch computes, summed in double precision."""
+        return super().value(outputs.movedim(1, -1), labels)
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """T p − t."""
-        t = self._weighted_targets(outputs, labels[0])
-        return t.sum(1, keepdim=True) * outputs.softmax(1) - t
+        """T p − t, with t the weighted target distribution and T its sum."""
+        return super().gradient(outputs.movedim(1, -1), labels).movedim(-1, 1)
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """The map of v to T (p ∘ v − p pᵀv)."""
-        p = outputs.softmax(1)
-        weighted = self._weighted_targets(outputs, labels[0]).sum(1, keepdim=True) * p
-        axis = 1 - outputs.ndim
-
-        def product(v: Tensor) -> Tensor:
-            return weighted * (v - (p * v).sum(axis, keepdim=True))
-
-        return product
+        p, axis = outputs.softmax(1), 1 - outputs.ndim
+        weighted = p
+        for factor in labels[1:]:
+            weighted = weighted * factor.movedim(-1, 1).to(p.dtype)
+        return lambda v: weighted * (v - (p * v).sum(axis, keepdim=True))
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """√T times the columns of `Categorical.hessian_root`, each at one position."""
-        total = self._weighted_targets(outputs, labels[0]).sum(1).sqrt()  # [B, d1, ...]
-        logits = outputs.movedim(1, -1)
-        columns = Categorical().hessian_root(logits.flatten(0, -2)).unflatten(1, total.shape)
-        columns = columns * total.unsqueeze(-1)  # [C - 1, B, d1, ..., C]
-        return each_at_one_position(columns).movedim(-1, 2)
+        return super().root(outputs.movedim(1, -1), labels).movedim(-1, 2)
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """√T (p − e_y), y drawn from the softmax at every position."""
-        p = outputs.softmax(1)
-        cumulative = p.cumsum(1)
-        above = uniforms(p[:, :1], self.counted(labels)).to(p.dtype) * cumulative[:, -1:]
-        drawn = (cumulative[:, :-1] <= above).sum(1, keepdim=True)
-        root = self._weighted_targets(outputs, labels[0]).sum(1, keepdim=True).sqrt()
-        return root * p.scatter_add(1, drawn, torch.full_like(p[:, :1], -1.0))
+        return super().drawn_gradient(outputs.movedim(1, -1), labels, uniforms).movedim(-1, 1)
 
 
 class SquaredError(OutputLoss):
