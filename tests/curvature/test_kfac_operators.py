@@ -349,7 +349,7 @@ CE = nn.CrossEntropyLoss
         ({"factor_dtype": torch.half}, ValueError, "factor_d"),
         ({"loss": CE(reduction="none")}, ValueError, "reduction='none'"),
         ({"loss": CE(weight=torch.ones(4))}, ValueError, "weight"),
-        ({"loss": nn.MSELoss()}, TypeError, "floating-point targets"),
+        ({"loss": nn.MSELoss()}, TypeError, "targets must be floating point"),
         ({"model": nn.Sequential(mlp(), nn.Dropout())}, ValueError, "dropout"),
     ],
 )

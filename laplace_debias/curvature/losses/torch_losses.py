@@ -14,6 +14,7 @@ from laplace_debias.curvature.losses.base import (
     Uniforms,
 )
 from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
+from laplace_debias.curvature.losses.likelihoods.gaussian import check_finite_floats
 
 REDUCTIONS = ("mean", "sum")
 
@@ -370,17 +371,12 @@ def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:
 
 
 def _check_like_outputs(name: str, shape: torch.Size, targets: Tensor) -> None:
-    if not targets.is_floating_point():
-        raise TypeError(
-            f"{name} needs floating-point targets, got {targets.dtype}: use `targets.float()`."
-        )
+    check_finite_floats(targets, name)
     if targets.shape != shape:
         raise ValueError(
             f"{name} needs targets of the outputs' shape {tuple(shape)}, got "
             f"{tuple(targets.shape)}: use `targets.reshape(...)`."
         )
-    if not targets.isfinite().all():
-        raise ValueError(f"{name} targets hold NaN or Inf: remove these examples.")
 
 
 def _broadcasts(shape: torch.Size, to: tuple[int, ...]) -> bool:

@@ -1,7 +1,6 @@
 """Selects the Bayesian parameters; the last layer is found by running an example."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,10 +55,10 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
             f"{type(model).__name__} it is found by running an example, and there is none here: "
             "name its parameters, params=[...]."
         )
-    sources = _sources(model, example)
-    if len(sources.layers) == 1 and not sources.parameters:
-        return _trainable(model, sources.layers[0])
-    raise ValueError(_not_one(model, sources))
+    layers, parameters = sources = _sources(model, example)
+    if len(layers) == 1 and not parameters:
+        return _trainable(model, layers[0])
+    raise ValueError(_not_one(model, *sources))
 
 
 def is_last_layer(selection: object) -> bool:
@@ -67,21 +66,9 @@ def is_last_layer(selection: object) -> bool:
     return isinstance(selection, str) and selection == LAST_LAYER
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """The layers that the outputs come from.
-
-    Attributes:
-        layers: Paths of layers, in the order of the forward pass.
-        parameters: Names of parameters that are used outside of a layer.
-    """
-
-    layers: list[str]
-    parameters: list[str]
-
-
 @torch.inference_mode(False)
-def _sources(model: nn.Module, inputs: Inputs) -> _Sources:
+def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
+    """Paths of the layers that the outputs come from; parameters used outside of a layer."""
     network = shadow(model)
     expose_projections(network)
     cuts: dict[str, list[Tensor]] = {}
@@ -102,13 +89,13 @@ def _sources(model: nn.Module, inputs: Inputs) -> _Sources:
             cuts.clear()
             outputs = call(network, take(inputs, slice(0, _MORE)))
     if not outputs.requires_grad:
-        return _Sources([], [])
+        return [], []
     leaves = [(path, leaf) for path, of_layer in cuts.items() for leaf in of_layer]
     everything = [leaf for _, leaf in leaves] + list(parameters.values())
     found = torch.autograd.grad(outputs, everything, torch.ones_like(outputs), allow_unused=True)
     reached = [gradient is not None for gradient in found]
     of_layers, of_parameters = reached[: len(leaves)], reached[len(leaves) :]
-    return _Sources(
+    return (
         list(dict.fromkeys(p for (p, _), is_one in zip(leaves, of_layers, strict=True) if is_one)),
         [name for name, is_one in zip(parameters, of_parameters, strict=True) if is_one],
     )
@@ -179,11 +166,11 @@ def _trainable(model: nn.Module, path: str) -> list[str]:
     return names
 
 
-def _not_one(model: nn.Module, sources: _Sources) -> str:
+def _not_one(model: nn.Module, layers: Sequence[str], parameters: Sequence[str]) -> str:
     """The message where the outputs come from no layer, or from more than one."""
-    titles = [f"{path} ({type(_owner(model, path)).__name__})" for path in sources.layers]
-    titles += [f"the parameter {n}, used outside of a layer" for n in sources.parameters]
-    inside = tuple(f"{path}." for path in sources.layers)
+    titles = [f"{path} ({type(_owner(model, path)).__name__})" for path in layers]
+    titles += [f"the parameter {n}, used outside of a layer" for n in parameters]
+    inside = tuple(f"{path}." for path in layers)
     names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
     chosen = names if inside and names else "[...]"
     return (

@@ -1,6 +1,6 @@
 """K-FAC and EKFAC of a torch loss, as linear operators in the model's parameter order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
-from laplace_debias.curvature.layers.blocks import Block, Sharing, parameter_order
+from laplace_debias.curvature.layers.blocks import Sharing, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
@@ -147,7 +147,13 @@ class KFAC(Permuted):
             measured = LossData(others, network, loss, reduction, None)
         cotangents = Cotangents(of_loss.loss, columns.seeded(generator))
         with torch.inference_mode(False):
-            blocks = verified_blocks(network.names, model, of_loss, joint, sharing)
+            resolved = resolve(model, network.names, of_loss.first_inputs, joint, sharing)
+            if resolved.unused:
+                raise ValueError(
+                    f"The outputs do not depend on {resolved.unused} by differentiable operations "
+                    "(`detach`, `no_grad`, an unused branch): leave them out with params=."
+                )
+            blocks = resolved.blocks
             stream = choose_backend(model, backend, blocks)
             problem = Problem(model, cotangents, blocks, stream, factor_dtype, memory_bound)
             problem = problem.on(current())
@@ -218,21 +224,3 @@ class LossData:
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         return ((batch.inputs, batch.targets) for batch in self._data)
-
-
-def verified_blocks(
-    names: Sequence[str], model: nn.Module, data: LossData, joint: bool, sharing: Sharing
-) -> list[Block]:
-    """The blocks of some parameters, held against the first examples.
-
-    Raises:
-        ValueError: If the outputs do not depend on one of them; as `resolve`.
-        NotImplementedError: As `resolve`.
-    """
-    found = resolve(model, names, data.first_inputs, joint, sharing)
-    if found.unused:
-        raise ValueError(
-            f"The outputs do not depend on {found.unused} by differentiable operations (`detach`, "
-            "`no_grad`, an unused branch): leave them out with params=."
-        )
-    return found.blocks

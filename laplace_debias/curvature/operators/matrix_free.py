@@ -257,12 +257,8 @@ class Fisher(CurvatureOperator):
         if self._samples:
             device = "cpu" if generator is None else generator.device
             seed = int(torch.randint(2**62, (), generator=generator, device=device))
-            self._seed = self._agreed(seed)
-
-    @together("a curvature operator's construction")
-    def _agreed(self, seed: int) -> int:
-        """The seed of rank 0."""
-        return self._ranks.exchange(seed)[0]
+            with together("a curvature operator's construction"):
+                self._seed = self._ranks.exchange(seed)[0]
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, outputs.ndim)
