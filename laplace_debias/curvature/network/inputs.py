@@ -1,6 +1,6 @@
 """Inputs of a model: one tensor, several, or named ones; and its outputs."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -123,7 +123,7 @@ def num_examples(inputs: Inputs) -> int:
 
 def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
     """Some of the examples, by a slice or their numbers."""
-    return _map(inputs, lambda x: x[examples])
+    return map_tensors(inputs, lambda x: x[examples])
 
 
 def join(parts: Sequence[Inputs]) -> Inputs:
@@ -171,7 +171,7 @@ def move(
                 "convert one of them."
             )
     # Tensors made under inference_mode cannot take part in differentiation.
-    return _map(
+    return map_tensors(
         inputs,
         lambda x: (x.clone() if x.is_inference() else x.detach()).to(
             x.device if device is None else device, non_blocking=True
@@ -190,7 +190,9 @@ def tensors_of(inputs: Any) -> list[Tensor]:
     return []
 
 
-def _map(inputs: Any, function: Any) -> Any:
+def map_tensors(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same inputs with a function of each tensor in its place, in their order."""
+
     def of(x: Any) -> Any:
         return function(x) if isinstance(x, Tensor) else x
 

@@ -1,11 +1,10 @@
-"""Networks linearised once per batch: kept within a memory bound, multiplied many times."""
+"""Networks linearised once per batch, as programs or graphs, and multiplied many times."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,14 +15,13 @@ from laplace_debias.curvature.network.inputs import (
     LAYER_BY_LAYER,
     PLAIN_ATTENTION,
     Inputs,
-    like,
+    map_tensors,
     tensors_of,
 )
 from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.operators.tracing import Program, Tensors, trace
 from laplace_debias.system.memory import is_out_of_memory
-from laplace_debias.system.threads import FORWARD_MODE, Lock, SharedSetting
+from laplace_debias.system.threads import FORWARD_MODE, SharedSetting
 
 # From the tensors of one vector, or of several stacked along a new first dimension (True).
 Map = Callable[[Tensors, bool], Tensors]
@@ -124,7 +122,7 @@ class Lineariser:
         left = iter(points)
         parameters = tuple(islice(left, len(network.parameters)))
         fixed = tuple(islice(left, len(network.fixed)))
-        held = with_tensors(inputs, left)
+        held = map_tensors(inputs, lambda _: next(left))
 
         def forward(*p: Tensor) -> Tensor:
             return network.outputs(p, held, fixed)
@@ -161,89 +159,6 @@ class Lineariser:
             except TypeError:
                 return None
         return self._programs[kind]
-
-
-@runtime_checkable
-class Linearised(Protocol):
-    """Something made of one batch."""
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that keeping it takes."""
-
-
-Item = TypeVar("Item", bound=Linearised)
-Result = TypeVar("Result")
-
-
-class Kept(Generic[Item]):
-    """The programs of every batch, in order: of the first ones kept, of the others made anew.
-
-    Several threads may go through it: one at a time makes an item, all use those that are kept.
-
-    Args:
-        data: The batches.
-        make: Makes an item of a batch.
-        memory_bound: Bytes that the kept items may take together.
-
-    Attributes:
-        lock: Held while an item is made.
-    """
-
-    def __init__(self, data: Data, make: Callable[[Batch], Item], memory_bound: int) -> None:
-        self._data = data
-        self._make = make
-        self._memory_bound = memory_bound
-        self._items: list[Item] = []
-        self._full = False
-        self.lock = Lock()
-
-    def forget(self) -> None:
-        """Drop everything that is kept."""
-        with self.lock:
-            # A new list: other threads may be going through the old one.
-            self._items = []
-            self._full = False
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that are kept."""
-        return sum(item.num_bytes for item in self._items)
-
-    def map(self, function: Callable[[Item], Result]) -> Iterator[Result]:
-        """`function` of every item, in order.
-
-        No iterator over the items themselves: while the next one is made, whoever went through
-        them would still hold the last, beyond the memory bound.
-        """
-        items = self._items
-        if len(items) == len(self._data.sizes):
-            yield from map(function, items)
-            return
-        for batch in self._data:
-            yield function(self._item(batch))
-
-    def _item(self, batch: Batch) -> Item:
-        with self.lock:
-            if batch.index < len(self._items):
-                return self._items[batch.index]
-            item = self._make(batch)
-            # What another thread has dropped on the way is not begun in the middle.
-            if not self._full and batch.index == len(self._items):
-                self._full = self.num_bytes + item.num_bytes > self._memory_bound
-                if not self._full:
-                    self._items.append(item)
-            return item
-
-
-def with_tensors(inputs: Inputs, left: Iterator[Tensor]) -> Inputs:
-    """The same inputs with tensors taken from `left` in the place of theirs."""
-    if isinstance(inputs, Tensor):
-        return next(left)
-    if isinstance(inputs, dict):
-        named = {key: next(left) if isinstance(x, Tensor) else x for key, x in inputs.items()}
-        return like(inputs, named)
-    return tuple(next(left) if isinstance(x, Tensor) else x for x in inputs)
 
 
 def _kind_of(inputs: Inputs) -> object:

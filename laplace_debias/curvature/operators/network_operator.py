@@ -17,10 +17,11 @@ from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_finite_outputs
 from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.operators.linearisation import Kept, Linearisation, Lineariser
+from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.operators import LinearOperator, ParameterLayout, Transpose
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import current, refuse_ranks, together
+from laplace_debias.system.threads import Lock
 
 Result = TypeVar("Result")
 
@@ -74,6 +75,66 @@ class Item:
     linearisation: Linearisation
     at_outputs: OutputMap | None
     num_bytes: int
+
+
+class Kept:
+    """The programs of every batch, in order: of the first ones kept, of the others made anew.
+
+    Several threads may go through it: one at a time makes an item, all use those that are kept.
+
+    Args:
+        data: The batches.
+        make: Makes an item of a batch.
+        memory_bound: Bytes that the kept items may take together.
+
+    Attributes:
+        lock: Held while an item is made.
+    """
+
+    def __init__(self, data: Data, make: Callable[[Batch], Item], memory_bound: int) -> None:
+        self._data = data
+        self._make = make
+        self._memory_bound = memory_bound
+        self._items: list[Item] = []
+        self._full = False
+        self.lock = Lock()
+
+    def forget(self) -> None:
+        """Drop everything that is kept."""
+        with self.lock:
+            # A new list: other threads may be going through the old one.
+            self._items = []
+            self._full = False
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are kept."""
+        return sum(item.num_bytes for item in self._items)
+
+    def map(self, function: Callable[[Item], Result]) -> Iterator[Result]:
+        """`function` of every item, in order.
+
+        No iterator over the items themselves: while the next one is made, whoever went through
+        them would still hold the last, beyond the memory bound.
+        """
+        items = self._items
+        if len(items) == len(self._data.sizes):
+            yield from map(function, items)
+            return
+        for batch in self._data:
+            yield function(self._item(batch))
+
+    def _item(self, batch: Batch) -> Item:
+        with self.lock:
+            if batch.index < len(self._items):
+                return self._items[batch.index]
+            item = self._make(batch)
+            # What another thread has dropped on the way is not begun in the middle.
+            if not self._full and batch.index == len(self._items):
+                self._full = self.num_bytes + item.num_bytes > self._memory_bound
+                if not self._full:
+                    self._items.append(item)
+            return item
 
 
 class NetworkOperator(LinearOperator):
