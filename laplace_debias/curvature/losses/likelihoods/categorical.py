@@ -227,9 +227,8 @@ class Categorical(Likelihood):
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
         """P − e_y, y drawn from the softmax."""
-        is_plain = self.class_weights is None and self.label_smoothing == 0
-        plain = self if is_plain else Categorical()
-        return plain.gradient(outputs, self.sample(outputs, uniforms))
+        # Of a likelihood that ignores nothing: `ignore_index` may be the index of a class.
+        return Categorical().gradient(outputs, self.sample(outputs, uniforms))
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
         r"""Softmax of the logits, each divided by $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$."""
