@@ -226,7 +226,10 @@ def closed(
     """
     link = link or fitted.subject.link or default_link(fitted, x)
     diagonal = links.variances_suffice(fitted.likelihood, link)
-    mean, covariances = linearised.moments(fitted, x, None, diagonal, positions=positions)
+    differences = links.differences_suffice(fitted.likelihood, link)
+    mean, covariances = linearised.moments(
+        fitted, x, None, diagonal, positions=positions, differences=differences
+    )
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)
     return links.predictive(fitted.likelihood, link, mean, covariances[0])
@@ -253,7 +256,8 @@ def predictives_by_links(
     """
     likelihood = fitted.likelihood
     diagonal = all(links.variances_suffice(likelihood, link) for link in by)
-    mean, covariances = linearised.moments(fitted, x, grid, diagonal)
+    differences = all(links.differences_suffice(likelihood, link) for link in by)
+    mean, covariances = linearised.moments(fitted, x, grid, diagonal, differences=differences)
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)
     of_points = list(covariances)

@@ -21,7 +21,7 @@ from laplace_debias.curvature.layers.uses import (
     token_gradients,
     tokens,
 )
-from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_thin
+from laplace_debias.operators.structures.eigen_kronecker import coordinates, in_parts, is_thin
 
 # Numbers that a slice of an embedding's Jacobian holds.
 _SLICE = 2**22
@@ -83,13 +83,15 @@ def rotated_jacobians(
         total: Tensor | None = None
         columns = None
         for x, g in uses:
-            a = coordinates(activations(layer, block, x[part]), U_A)
+            a = activations(layer, block, x[part])
             if apart and len(uses) == 1 and is_thin(U_A) and a.shape[1] < block.shape[1]:
-                a, columns = _few_columns(a, U_A.shape[-1])
-            rows = _along(U_G, output_gradients(layer, block, g[:, part]))
+                a, columns = _few_columns(a, U_A)
+            else:
+                a = coordinates(a, U_A)
             # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
             # every column.
-            product = rows.movedim(0, -3).flatten(-3, -2) @ a.movedim(1, -2)
+            rows = output_gradients(layer, block, g[:, part]).movedim(0, -3)
+            product = _along(U_G, rows).flatten(-3, -2) @ a.movedim(1, -2)
             total = product if total is None else total.add_(product)
         assert total is not None
         J = total.unflatten(-2, (num_columns, -1))
@@ -97,20 +99,21 @@ def rotated_jacobians(
 
 
 def _few_columns(
-    a: Float[Tensor, "batch positions *groups columns"], rank: int
+    a: Float[Tensor, "batch positions *groups d_in"], U_A: Float[Tensor, "*groups d_in rank"]
 ) -> tuple[Float[Tensor, "batch positions *groups few"], Int[Tensor, " few"]]:
-    """Activations in the frame of thin directions, with T columns for what these leave.
+    """Activations along thin directions, with T columns for what these leave.
 
     All directions there have one magnitude, so any orthonormal basis of the T rows will do.
 
     Args:
-        a: In the frame, `[B, T, *groups, r + d]`.
-        rank: r.
+        a: `[B, T, *groups, d_in]`.
+        U_A: `[*groups, d_in, r]`.
 
     Returns:
         `[B, T, *groups, r + T]`, and which columns of the frame these stand for.
     """
-    along, rest = a[..., :rank], a[..., rank:]
+    rank = U_A.shape[-1]
+    along, rest = in_parts(a, U_A)
     few = torch.linalg.qr(rest.movedim(1, -1), mode="r").R.movedim(-1, 1)
     columns = torch.arange(rank + few.shape[-1], device=a.device).clamp_max(rank)
     return torch.cat([along, few], -1), columns
@@ -176,9 +179,12 @@ def _distinct(
     return columns.scatter_(0, among, ordered), places
 
 
-def _along(U: Tensor | None, columns: Float[Tensor, "*n d k"]) -> Float[Tensor, "*n rows k"]:
-    """As `coordinates`, of columns `[..., *groups, d, k]`."""
+def _along(
+    U: Float[Tensor, "*groups d r"] | None, columns: Float[Tensor, "batch *groups n d k"]
+) -> Float[Tensor, "batch *groups n rows k"]:
+    """As `coordinates`, of columns `[b, *groups, n, d, k]`."""
     if U is None:
         return columns
+    U = U.unsqueeze(-3) if U.ndim > 2 else U
     along = U.mT @ columns
     return torch.cat([along, columns - U @ along], -2) if is_thin(U) else along

@@ -394,7 +394,10 @@ def _pairs(pairs: list[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tenso
 
 
 def _together(gradients: list[Tensor]) -> Float[Tensor, "columns batch *outputs"]:
-    return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+    if len(gradients) == 1:
+        return gradients[0]
+    # An example's columns lie one after the other, as products of Jacobians take them.
+    return torch.cat([g.transpose(0, 1) for g in gradients], 1).transpose(0, 1)
 
 
 def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:

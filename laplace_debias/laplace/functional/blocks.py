@@ -18,6 +18,8 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, fra
 _PAIRS_FROM = 3
 # Numbers that a slice of weighed products holds.
 _SLICE = 2**19
+# Thin directions of so many outputs at most are completed: one rotation for two.
+_COMPLETED = 512
 
 
 class BlockMoments:
@@ -44,6 +46,7 @@ class BlockMoments:
         self._prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
+        self._operators: dict[str, EigenKronecker] = {}
 
     def add_last_layer(
         self,
@@ -127,8 +130,13 @@ class BlockMoments:
 
     def _operator(self, index: int) -> tuple[EigenKronecker, Tensor]:
         """A block's curvature, and N·Λ of every coordinate of it, `[*groups, d_out, d_in]`."""
-        operator = self._posterior.curvature.blocks[self._blocks[index].name]
-        assert isinstance(operator, EigenKronecker)
+        name = self._blocks[index].name
+        if name not in self._operators:
+            operator = self._posterior.curvature.blocks[name]
+            assert isinstance(operator, EigenKronecker)
+            is_small = operator.sizes[-2] <= _COMPLETED
+            self._operators[name] = operator.with_whole_outputs() if is_small else operator
+        operator = self._operators[name]
         return operator, self._posterior.data_weight * operator.in_frame
 
     def end(self) -> None:

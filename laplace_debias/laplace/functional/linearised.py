@@ -32,6 +32,7 @@ def moments(
     diagonal: bool = False,
     outputs: OutputChoice | None = None,
     positions: Positions | None = None,
+    differences: bool = False,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     """Mean and covariances of the linearised network's outputs, exact.
 
@@ -42,6 +43,7 @@ def moments(
         diagonal: Whether variances will do.
         outputs: Which outputs, as `Laplace.functional` takes them.
         positions: Which positions, as `Laplace.functional` takes them.
+        differences: As `OutputRequest` has it.
 
     Raises:
         ValueError: For a prior precision out of range; as `functional_moments`.
@@ -64,7 +66,7 @@ def moments(
                 lambda head: can_go_through(head, blocks, posterior),
             )
             chosen = asked.chosen(outputs)
-            request = OutputRequest(diagonal, chosen, fitted.settings.memory_bound)
+            request = OutputRequest(diagonal, chosen, fitted.settings.memory_bound, differences)
             moments_of = functional_moments
             if asked.head is not None:
                 moments_of = partial(moments_through_head, head=asked.head)

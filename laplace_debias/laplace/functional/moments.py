@@ -30,6 +30,8 @@ class OutputRequest:
     Attributes:
         diagonal: The variances alone.
         outputs: Which outputs, one choice for every example, `[B, k]`; None for all.
+        differences: Whether a covariance will do that has those of all differences of outputs, as
+            a softmax takes them: one output fewer is pushed back.
         memory_bound: Bytes that output gradients, or one block's Jacobian, may take at a time;
             None as `granted` takes it.
     """
@@ -37,6 +39,7 @@ class OutputRequest:
     diagonal: bool
     outputs: Int[Tensor, "batch k"] | None
     memory_bound: int | None
+    differences: bool = False
 
 
 def functional_moments(
@@ -89,6 +92,7 @@ def functional_moments(
         last = tap.last_layer(outputs)
         size = [num_columns] if request.diagonal else [num_columns] * 2
         total = outputs.new_zeros(len(prior_precisions), len(outputs), *size)
+        num_columns -= request.differences and num_columns > 1
         num_added, at_once = 0, num_columns
         if last is not None:
             layer = network.get_submodule(last.layer)
@@ -105,7 +109,9 @@ def functional_moments(
             some = slice(begin, min(begin + at_once, num_columns))
             more = some.stop < num_columns
             columns = unit_columns(outputs, chosen, some)
-            moments.begin(total[:, :, some])
+            if request.differences:
+                columns = columns - unit_columns(outputs, chosen, slice(-1, None))
+            moments.begin(total[:, :, some] if request.diagonal else total[:, :, some, some])
             for site, uses in tap.backward(outputs, columns, again=more, without=skipped):
                 for index, block in enumerate(blocks):
                     if block.site == site:

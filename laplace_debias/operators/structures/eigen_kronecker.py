@@ -114,6 +114,15 @@ class EigenKronecker(Symmetric):
                 values = torch.cat([values.narrow(dim, 0, U.shape[-1]), last], dim)
         return values
 
+    def with_whole_outputs(self) -> "EigenKronecker":
+        """The same operator with a basis of the output side, where directions were thin."""
+        if not is_thin(self.U_G):
+            return self
+        last = self.magnitudes[..., -1:, :].expand(*self.sizes[:-1], -1)
+        rank = self.U_G.shape[-1]
+        magnitudes = torch.cat([self.magnitudes[..., :-1, :], last[..., rank:, :]], -2)
+        return replace(self, U_G=completed(self.U_G), magnitudes=magnitudes)
+
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of all parts."""
@@ -224,10 +233,17 @@ def coordinates(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, 
         rows: x, `[..., *groups, d]`.
         U: `[*groups, d, r]`.
     """
-    if U is None:
-        return rows
+    if not is_thin(U):
+        return rows if U is None else _rotated(rows, U)
+    return torch.cat(in_parts(rows, U), -1)
+
+
+def in_parts(
+    rows: Float[Tensor, "*n d"], U: Float[Tensor, "*groups d r"]
+) -> tuple[Float[Tensor, "*n r"], Float[Tensor, "*n d"]]:
+    """Coordinates along thin directions, and what these leave, x − U Uᵀx."""
     along = _rotated(rows, U)
-    return torch.cat([along, rows - _rotated(along, U.mT)], -1) if is_thin(U) else along
+    return along, rows - _rotated(along, U.mT)
 
 
 def frame(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d columns"]:
