@@ -1,6 +1,7 @@
 """A stand-in for the user's model that can be hooked, extended and differentiated freely."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def shadow(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: If the module tree cannot be copied.
     """
-    memo: dict[int, Tensor] = {}
+    memo: dict[int, object] = {}
     for value in computed(model):
         memo[id(value)] = value.detach()
     for parameter in model.parameters():
@@ -42,6 +43,10 @@ def shadow(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         # Buffers are small, and some forward passes write to them.
         memo[id(buffer)] = buffer.detach().clone()
+    for module in model.modules():
+        # Ten for every module, of hooks that it does not have: to copy them takes longest.
+        empty = [kept for kept in vars(module).values() if type(kept) is OrderedDict and not kept]
+        memo |= {id(kept): OrderedDict() for kept in empty}
     try:
         twin = copy.deepcopy(model, memo)
     # Whatever a module's attributes raise when they are copied.
