@@ -33,15 +33,13 @@ class Thinning:
 
     Attributes:
         share: Bytes of the thin posterior over those that it had before.
-        threshold: Kept are directions along which N Λ / T is somewhere above so many δ.
-        error: Mean error of the inputs that the threshold was not chosen by.
+        error: Mean error of the inputs that the directions were not chosen by.
         half_width: Half of the 95 % interval of that mean; infinite for one input.
         largest: The largest error of these inputs.
         num_inputs: How many these are.
     """
 
     share: float
-    threshold: float
     error: float
     half_width: float
     largest: float
@@ -51,8 +49,7 @@ class Thinning:
     def message(self) -> str:
         """The same in words."""
         return (
-            f"Kept is {self.share:.1%} of the posterior: directions whose curvature is above "
-            f"{self.threshold:.2g} prior precisions. Relative error of standard deviations on "
+            f"Kept is {self.share:.1%} of the posterior. Relative error of standard deviations on "
             f"{self.num_inputs} further input(s): {self.error:.2g} ± {self.half_width:.1g}, "
             f"at most {self.largest:.2g}."
         )
@@ -91,7 +88,9 @@ def thinned(
     first, second = slice(0, None, 2), slice(1, None, 2)
     of_first, of_second = (variances(fitted, half) for half in (first, second))
     # Pooled curvatures below 2 ε δ change no standard deviation by more than ε.
-    low, high = 2 * float(bound), max(float(s.max()) for s in _in_deltas(fitted).values())
+    ratios, widest = _in_deltas(fitted).values(), max(fitted.posterior.curvature.sizes)
+    low = float(_gain(torch.as_tensor(2 * float(bound)))) / widest
+    high = max(float(_gain(of_block).sum()) for of_block in ratios)
     while high > _FACTOR * low:
         middle = math.sqrt(low * high)
         if bool((errors(at_threshold(fitted, middle), first, of_first) <= bound).all()):
@@ -103,7 +102,6 @@ def thinned(
     standard_error = found.std() / math.sqrt(len(found)) if len(found) > 1 else found[0] + math.inf
     return thin, Thinning(
         _size(thin) / _size(fitted),
-        low,
         float(found.mean()),
         float(half_width(standard_error, max(1, len(found) - 1), 0.95)),
         float(found.max()),
@@ -112,7 +110,12 @@ def thinned(
 
 
 def at_threshold(fitted: Fitted, threshold: float) -> Fitted:
-    """The fit with the directions along which N Λ / T is somewhere above so many δ."""
+    r"""The fit with the directions that bring more than so much for each number that they take.
+
+    With x = N Λ / (T δ) a direction of variance 1 / (δ (1 + x)) has x / (1 + x) / δ less than the
+    prior, and outputs vary along it about in proportion to x: it brings the sum of x² / (1 + x)
+    over the other side, and takes as many numbers as its vector has.
+    """
     posterior, ratios = fitted.posterior, _in_deltas(fitted)
     blocks: dict[str, LinearOperator] = {
         name: _thin_block(block, ratios[name], threshold)
@@ -138,13 +141,17 @@ def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> Eige
             continue
         d, r = U.shape[-2:]
         # Debiased magnitudes are not sorted.
-        scores = ratios.amax(-1 - side)
+        scores = _gain(ratios).sum(-1 - side) / d
         rank = int((scores[..., :r] > threshold).sum(-1).amax())
         if 2 * rank >= d or bool((scores[..., r:] > threshold).any()):
             continue
         order = scores[..., :r].argsort(-1, descending=True)
         block = block.kept(side, order, rank)
     return block
+
+
+def _gain(ratios: Tensor) -> Tensor:
+    return ratios.square() / (1 + ratios)
 
 
 def _in_deltas(fitted: Fitted) -> dict[str, Tensor]:
