@@ -66,7 +66,7 @@ def test_a_process_that_is_killed_ends_all(processes):
         (tasks.other_sets, "ValueError", ["ood differs", "['shifted'] on rank 0, [] on rank 1"]),
         (tasks.another_num_data, "ValueError", ["num_data differs", "[37, 38]"]),
         (tasks.different_calls, "RankError", ["rank 0 in fit", "rank 1 in save"]),
-        (tasks.a_shard_alone, "ValueError", ["ShardedBatches splits", "2 processes, of which 1"]),
+        (tasks.a_shard_alone, "ValueError", ["ShardedBatches is for", "2 processes, of which 1"]),
     ],
 )
 def test_what_would_be_wrong_is_refused_on_all(processes, task, kind, parts):
