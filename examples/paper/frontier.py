@@ -202,7 +202,9 @@ class _Shuffled:
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """Distances of every way and size to full-batch, and CPU seconds; both means over draws.
 
-    The distance is the mean |NLL − full-batch's| over the prior precisions, in nats.
+    The distance is the mean |NLL − full-batch's| over the prior precisions, in nats. The ratio is
+    that to a mini-batch of as many examples in the same draws, "worst" the largest at a single
+    prior precision.
     """
     full = {row["prior_precision"]: row["nll"] for row in rows if row["draw"] is None}
     found: dict[tuple[str, float], dict[int, list[Row]]] = {}
@@ -212,13 +214,12 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
             found.setdefault(key, {}).setdefault(row["draw"], []).append(row)
     table = []
     for (method, size), of_draws in found.items():
-
-        def distance(draws: Sequence[int], of: dict[int, list[Row]] = of_draws) -> float:
-            return fmean(
-                abs(row["nll"] - full[row["prior_precision"]]) for d in draws for row in of[d]
-            )
-
-        draws = list(of_draws)
+        draws, told = list(of_draws), {}
+        distance = partial(_distance, full, of_draws)
+        if mini := found.get(("mini-batch", size)):
+            ratio = partial(_ratio, full, of_draws, mini)
+            worst = max(ratio(draws, [delta]) for delta in full)
+            told = {"ratio": ratio(draws), "ratio ±": half_width(draws, ratio), "worst": worst}
         of_fits = [rows[0] for rows in of_draws.values()]
         table.append(
             {
@@ -229,9 +230,31 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
                 "CPU seconds": fmean(row["seconds"] for row in of_fits),
                 "NLL distance": distance(draws),
                 "NLL distance ±": half_width(draws, distance),
+                **told,
             }
         )
     return table
+
+
+def _distance(
+    full: Mapping[float, float],
+    of_draws: Mapping[int, Sequence[Row]],
+    draws: Sequence[int],
+    grid: Sequence[float] | None = None,
+) -> float:
+    """Mean |NLL − full-batch's| over draws and prior precisions."""
+    rows = [row for d in draws for row in of_draws[d] if row["prior_precision"] in (grid or full)]
+    return fmean(abs(row["nll"] - full[row["prior_precision"]]) for row in rows)
+
+
+def _ratio(
+    full: Mapping[float, float],
+    of_draws: Mapping[int, Sequence[Row]],
+    mini: Mapping[int, Sequence[Row]],
+    draws: Sequence[int],
+    grid: Sequence[float] | None = None,
+) -> float:
+    return _distance(full, of_draws, draws, grid) / _distance(full, mini, draws, grid)
 
 
 def seconds_of(summary: Sequence[Row], method: str, size: int) -> float:

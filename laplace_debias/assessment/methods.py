@@ -26,10 +26,10 @@ class PosteriorChoice:
         mode: Training data of the fit, as `Laplace.fit` takes it.
         fit_examples: Largest number of training examples to fit on: with `mode="full"` a random
             subset, and the likelihood is rescaled to the full size; otherwise the size of a batch.
-            All, or the loader's batches, by default.
+            All, or the loader's batches, by default; not with `mode="auto"`, which finds it out.
 
     Raises:
-        ValueError: For fewer than two `fit_examples`.
+        ValueError: For fewer than two `fit_examples`, or any with `mode="auto"`.
     """
 
     curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
@@ -37,12 +37,14 @@ class PosteriorChoice:
     fisher: Literal["exact", "mc", "empirical"] = "exact"
     joint: bool = False
     sharing: Literal["expand", "reduce"] = "expand"
-    mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
+    mode: Literal["full", "mini", "debiased", "crossfit", "auto"] = "full"
     fit_examples: int | None = None
 
     def __post_init__(self) -> None:
         if self.fit_examples is not None and self.fit_examples < 2:
             raise ValueError(f"fit_examples is {self.fit_examples}; expected at least 2")
+        if self.fit_examples is not None and self.mode == "auto":
+            raise ValueError("mode=auto finds how many examples it takes: leave out fit_examples")
 
     @property
     def described(self) -> str:

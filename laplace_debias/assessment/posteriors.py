@@ -58,8 +58,8 @@ def fitted(
     batches = loaded.train if choice.fit_examples is None else _first(loaded, choice)
     generator = torch.Generator().manual_seed(seed)
     batches = share(batches, loaded.model)
-    num_data = loaded.num_train
-    return la.fit(batches, choice.mode, num_data=num_data, generator=generator, resume=resume)
+    saved = None if choice.mode == "auto" else resume
+    return la.fit(batches, choice.mode, loaded.num_train, generator, resume=saved)
 
 
 def _first(loaded: Loaded, choice: PosteriorChoice) -> Batches:

@@ -123,7 +123,8 @@ def _posterior(run: Run, family: Family, model: nn.Module, number: int) -> Lapla
         if validation is not None:
             validation = Chosen(model, validation, _positions(run, family))
         sweep, notes = tuned(la, lead.posterior, validation)
-        for note in notes:
+        told = (str(la.fit_report),) if lead.posterior.mode == "auto" else ()
+        for note in (*notes, *told):
             run.note(f"{label}: {note}")
         write_json(sweep_path, sweep)
         _took(run, family, "tune", start)

@@ -27,7 +27,8 @@ class Settings(SourceSettings):
     Attributes:
         output: The posterior, a `.safetensors` file.
         mode: Training data of the fit, as in `Laplace.fit`: `full`, all examples; `mini`, one
-            batch; `debiased`, two batches; `crossfit`, one batch in folds.
+            batch; `debiased`, two batches; `crossfit`, one batch in folds; `auto`, as many examples
+            as an error of 5 % in standard deviations of the outputs takes.
         curvature: Structure of the posterior's curvature, as `Laplace` takes it; so are the next
             five.
         params: Bayesian parameters; `all` takes longer, see docs/choosing.md.
@@ -39,7 +40,7 @@ class Settings(SourceSettings):
         prior_precision: Prior precision δ, before it is tuned.
         sigma: Standard deviation of a regression's noise, in the target's unit; 1 by default.
         scale: Scale the curvature of few examples by forward passes over all training examples; not
-            with `mode=full`.
+            with `mode=full` and `mode=auto`.
         folds: Number of folds of `mode=crossfit`; 2 by default.
         overwrite: Replace an existing file.
         resume: Folder in which the fit saves its sums, once a minute; the same command goes on from
@@ -51,7 +52,7 @@ class Settings(SourceSettings):
     """
 
     output: Path
-    mode: Literal["full", "mini", "debiased", "crossfit"] = "full"
+    mode: Literal["full", "mini", "debiased", "crossfit", "auto"] = "full"
     curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
     params: Literal["all", "weights", "supported", "last_layer"] = "last_layer"
     fisher: Literal["exact", "mc", "empirical"] = "exact"
@@ -71,10 +72,8 @@ class Settings(SourceSettings):
             raise ValueError(
                 f"folds is {self.folds} with mode={self.mode}; give it with mode=crossfit alone"
             )
-        if self.scale and self.mode == "full":
-            raise ValueError(
-                "scale is true with mode=full, which sees all examples: leave scale out"
-            )
+        if self.scale and self.mode in ("full", "auto"):
+            raise ValueError(f"scale is true with mode={self.mode}, which needs none: leave it out")
 
     def without_effect(self) -> dict[str, str]:
         """As `SourceSettings.without_effect`."""
@@ -140,6 +139,8 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
         f"{len(la.block_names)} blocks, N = {la.num_data:,}, prior precision "
         f"{settings.prior_precision:g}"
     )
+    if settings.mode == "auto":
+        console.print(str(la.fit_report), soft_wrap=True)
     console.print(f"Posterior: {output}", soft_wrap=True)
     return la
 
@@ -156,4 +157,5 @@ def as_json(settings: Settings, la: Laplace | Plan) -> dict[str, Any]:
         "num_blocks": len(la.block_names),
         "num_data": la.num_data,
         "prior_precision": plain(la.prior_precision),
+        "estimated_error": la.fit_report.error if settings.mode == "auto" else None,
     }

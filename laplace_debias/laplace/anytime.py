@@ -3,16 +3,17 @@
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from time import perf_counter
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.data import SequentialSampler
+from torch.utils.data import SequentialSampler, Subset
 
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.directions import Factor, Rows
@@ -25,6 +26,7 @@ from laplace_debias.curvature.network.batches import Batches, Placed, Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
 from laplace_debias.curvature.network.outputs import Faults
 from laplace_debias.curvature.network.shards import FAR, ShardedBatches
+from laplace_debias.laplace.data_size import Expected, expected_of_loader
 from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.scale import check_unweighed, looked
@@ -48,7 +50,7 @@ _CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
 # What leaves a block's variance and takes away that of the others.
 _WITHOUT = 1e12
 Factors = dict[Block, Factor]
-NUM_ERRORS = 2.0
+NUM_ERRORS = 1.75
 """Standard errors that are told as the error, which the true one rarely exceeds."""
 
 
@@ -61,6 +63,10 @@ class _Round:
     num_drawn: int
     num_read: int
     curve: list[float]
+
+    @property
+    def error(self) -> float:
+        return max(self.curve)
 
 
 @dataclass(frozen=True)
@@ -76,19 +82,24 @@ class Auto(Scheme):
         seconds: The fit ends where a further round would take it beyond so many seconds.
         examples: The fit ends when so many examples went backward, in whole batches.
         looks: How many examples go forward for one that goes backward.
+        after: The report of a fit that fell short of its tolerance, or was interrupted: this one
+            goes on behind its last round, of which examples and seconds count. The data must be
+            the same; batches that were read are skipped, those of an iterator excepted.
 
     Raises:
         TypeError: For numbers of the wrong kind.
-        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, or no
-            looks.
+        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, no
+            looks, or the report of a fit that reached its tolerance.
     """
 
     mode = "auto"
+    saves = False
     data: Batches
     tolerance: float = 0.05
     seconds: float | None = None
     examples: int | None = None
     looks: int = LOOKS
+    after: FitReport | None = None
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "seconds"):
@@ -98,14 +109,23 @@ class Auto(Scheme):
         if self.examples is not None:
             whole(self.examples, "examples", _LEAST)
         whole(self.looks, "looks")
+        if self.after is not None and self.after.left is None:
+            raise ValueError(
+                "after is the report of a fit that reached its tolerance, and kept nothing to go "
+                "on with: leave it out."
+            )
 
     @property
     def num_folds(self) -> int:
         """As `Scheme.num_folds`."""
         return AUTO_FOLDS
 
+    def expected(self, num_data: SupportsIndex | None) -> Expected:
+        """N, which the loader tells if the user does not; raises as `expected_of_loader`."""
+        return expected_of_loader(self.data, num_data, self.mode)
+
     def check(self, kind: CurvatureKind) -> None:
-        """Require K-FAC and data in random order.
+        """Require K-FAC and data in random order, of which a subset such as `random_split`'s is.
 
         Raises:
             ValueError: Otherwise.
@@ -122,6 +142,9 @@ class Auto(Scheme):
             is_in_order = not batches.shuffle
         else:
             is_in_order = isinstance(getattr(batches, "sampler", None), SequentialSampler)
+        subset = getattr(self.data, "dataset", None)
+        if isinstance(subset, Subset):
+            is_in_order &= list(subset.indices) == sorted(subset.indices)
         if is_in_order:
             raise ValueError(
                 'mode="auto" reads the first examples, and this loader gives them in the order of '
@@ -134,7 +157,7 @@ class Auto(Scheme):
 
         Raises:
             ValueError: If the first batch has one example, or weights of examples mean nothing to a
-                block; as `factor_sums`.
+                block; if `after` is of another network; as `factor_sums`.
             KeyboardInterrupt: Before the first round has ended, or of several processes; else it
                 ends the fit.
         """
@@ -145,61 +168,83 @@ class Auto(Scheme):
                 'mode="full".'
             )
         assert isinstance(self.data, Stream)
-        clock, rounds = _Clock(problem.ranks), list[_Round]()
-        reading = _Reading(problem, iter(self.data), self.looks)
-        ended_by, target = "", FIRST_ROUND
+        clock = _Clock(problem.ranks, 0.0 if self.after is None else self.after.seconds)
+        if self.after is None:
+            last, rounds = None, list[tuple[int, float]]()
+            reading = _Reading(problem, iter(self.data), self.looks)
+        else:
+            (reading, last), rounds = self.after.left, [*self.after.rounds]
+            _check_same(last.fitted, fitted)
+            reading = reading.going_on(problem, self.data, self.looks)
+        ended_by = ""
         try:
             while not ended_by:
-                before = clock()
-                if not reading.until(min(target, self.examples or target)):
+                before, target = clock(), self._target(last)
+                further = reading.until(target)
+                if further.num_drawn < target:
                     ended_by = "data"
                     break
-                rounds.append(_round(reading, fitted))
-                error, now = max(rounds[-1].curve), clock()
-                if error <= self.tolerance:
+                reading = further
+                last, now = _round(reading, fitted), clock()
+                rounds.append((last.num_drawn, last.error))
+                if last.error <= self.tolerance:
                     ended_by = "tolerance"
                 elif self.examples is not None and reading.num_drawn >= self.examples:
                     ended_by = "examples"
                 elif self.seconds is not None and now + 2 * (now - before) > self.seconds:
                     ended_by = "seconds"
-                # The error falls with the root of the number: twice the tolerance takes four times.
-                growth = 4 if error > 2 * self.tolerance else 2
-                target = growth * reading.num_drawn
             if ended_by == "data":
                 is_bounded = self.seconds is not None or self.examples is not None
-                if not rounds or not (is_bounded or isinstance(self.data.source, Iterator)):
+                if last is None or not (is_bounded or isinstance(self.data.source, Iterator)):
                     return _exact(problem, self.data, fitted, rounds, clock)
                 ended_by = "the end of the data"
         except KeyboardInterrupt:
-            if not rounds or problem.ranks.size > 1:
+            if last is None or problem.ranks.size > 1:
                 raise
             ended_by = "interrupt"
-        return _reported(rounds, ended_by, clock(), self.tolerance, reading.probes)
+        assert last is not None
+        return _reported(last, rounds, ended_by, clock(), self.tolerance, reading)
+
+    def _target(self, last: _Round | None) -> int:
+        """How many examples shall be drawn in all when the next round ends."""
+        target = FIRST_ROUND
+        if last is not None:
+            # The error falls with the root of the number: twice the tolerance takes four times.
+            target = last.num_drawn * (4 if last.error > 2 * self.tolerance else 2)
+        # Decompositions end a round: none is made for less than the budget's last doubling.
+        if self.examples is not None and self.examples <= 2 * target:
+            return self.examples
+        return target
 
 
 class _Clock:
     """Seconds since the start, the same on all processes, which decide by them."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._start = ranks, perf_counter()
+    def __init__(self, ranks: Ranks, before: float) -> None:
+        self._ranks, self._start = ranks, perf_counter() - before
 
     def __call__(self) -> float:
         return max(self._ranks.exchange(perf_counter() - self._start))
 
 
 def _reported(
-    rounds: Sequence[_Round], ended_by: str, seconds: float, tolerance: float, probes: Inputs
+    last: _Round,
+    rounds: Sequence[tuple[int, float]],
+    ended_by: str,
+    seconds: float,
+    tolerance: float,
+    reading: "_Reading",
 ) -> Fitted:
     """The fit of the last round, with its report; warns if the tolerance was not reached."""
-    last = rounds[-1]
     report = FitReport(
         last.num_drawn,
         last.num_read,
         seconds,
         ended_by,
-        tuple((of.num_drawn, max(of.curve)) for of in rounds),
+        tuple(rounds),
         dict(zip(_CURVE, last.curve, strict=True)),
-        _of_blocks(last, probes),
+        _of_blocks(last, reading.probes),
+        None if ended_by == "tolerance" else (reading.closed(), last),
     )
     if ended_by != "tolerance":
         warn(
@@ -208,6 +253,20 @@ def _reported(
             f"{report.error:.3g}. Twice as many would bring it to some {report.error_of_twice:.3g}."
         )
     return replace(last.fitted, report=report)
+
+
+def _check_same(before: Fitted, fitted: Finish) -> None:
+    """Require that a fit goes on with the network that it began with, and in the same way."""
+    now = fitted(CurvatureFit(before.posterior.curvature, Seen(1, 0.0, 1, 1.0)))
+    both = [
+        (f.subject.settings, repr(f.subject.likelihood), f.subject.known.names, f.others)
+        for f in (before, now)
+    ]
+    if both[0] != both[1] or not torch.equal(before.posterior.mean, now.posterior.mean):
+        raise ValueError(
+            "after is the report of a fit of another network, likelihood or way to take the "
+            "curvature: leave it out, or fit what it was made for."
+        )
 
 
 def _round(reading: "_Reading", fitted: Finish) -> _Round:
@@ -233,7 +292,7 @@ def _exact(
     problem: Problem,
     data: Stream,
     fitted: Finish,
-    rounds: Sequence[_Round],
+    rounds: Sequence[tuple[int, float]],
     clock: _Clock,
 ) -> Fitted:
     """The fit of all the data.
@@ -253,7 +312,7 @@ def _exact(
         num_data,
         clock(),
         "data",
-        (*((of.num_drawn, max(of.curve)) for of in rounds), (num_data, 0.0)),
+        (*rounds, (num_data, 0.0)),
         dict.fromkeys(_CURVE, 0.0),
         dict.fromkeys(now.parameters.block_names, 0.0),
     )
@@ -368,13 +427,14 @@ class _Reading:
         folds: What was read of each fold.
         seen: All that was read.
         num_drawn: How many examples went backward.
+        num_batches: How many batches of this process were read.
 
     Raises:
         ValueError: If the first batch has one example.
     """
 
     def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]], looks: int) -> None:
-        self.problem, self._looks_each = problem, looks
+        self.problem, self._looks_each, self.num_batches = problem, looks, 0
         self.folds = [_Fold() for _ in range(AUTO_FOLDS)]
         self.seen, self.num_drawn, self._curvature = Seen(0, 0.0, 0, 0), 0, 0.0
         self._generator, self._forward = torch.Generator().manual_seed(0), ForwardPasses(problem)
@@ -391,10 +451,29 @@ class _Reading:
         self.probes = join([some for some in of_ranks if some is not None])
         # The probes may be all of this process's first batch, which the others still read.
         rest = [(take(x, slice(own, None)), y[own:], *weights)] if len(y) else []
-        self._pairs, self._faults = enumerate(chain(rest, pairs), start=1), Faults()
+        self._pairs: Iterator[tuple[int, Any]] = enumerate(chain(rest, pairs), start=1)
+        self._faults = Faults()
 
-    def until(self, target: int) -> bool:
-        """Read until so many examples are drawn; False if the data ends before."""
+    def going_on(self, problem: Problem, data: Stream, looks: int) -> "_Reading":
+        """The same in a later fit, whose data is read from where this one is."""
+        new, skipped = copy(self), 0 if isinstance(data.source, Iterator) else self.num_batches
+        new.problem, new._looks_each, new._forward = problem, looks, ForwardPasses(problem)
+        new._pairs = enumerate(islice(data, skipped, None), start=skipped + 1)
+        return new
+
+    def closed(self) -> "_Reading":
+        """The same without the data, whose workers end."""
+        self._pairs = iter(())
+        return self
+
+    def until(self, target: int) -> "_Reading":
+        """What was read and more, until so many are drawn or the data ends; this stays as it is."""
+        new = copy(self)
+        new.folds, new._generator = [copy(f) for f in self.folds], self._generator.clone_state()
+        new._read(target)
+        return new
+
+    def _read(self, target: int) -> None:
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]] = [[] for _ in self.folds]
         inputs = [SideSums(self.problem, 1) for _ in self.folds]
         num_drawn, ranks = torch.zeros(len(self.folds), dtype=torch.long), self.problem.ranks
@@ -404,21 +483,22 @@ class _Reading:
             sizes = ranks.exchange(None if pair is None else len(pair[1]))
             if sizes.count(None) == len(sizes):
                 break
+            self.num_batches = number or self.num_batches
             with self._faults.of_batch(number):
                 num_drawn += self._look(pair, [size or 0 for size in sizes], inputs, drawn)
         self._faults.read()
         # Labels of processes are drawn by numbers far from each other's.
         place = partial(operator.add, FAR * ranks.rank)
         for k, fold in enumerate(self.folds):
+            of_fold = inputs.pop(0)
             if fold.num_read > before[k]:
-                (of_inputs,) = owned_factors(self.problem, inputs[k])
+                (of_inputs,) = owned_factors(self.problem, of_fold)
                 fold.inputs = _added(fold.inputs, of_inputs)
             if num_drawn[k]:
                 placed = Placed(_joined(drawn[k]), lambda _, seen: place(seen))
                 sums, seen = factor_sums(self.problem, placed, self.num_drawn)
                 self.num_drawn += seen.num_examples
                 fold.gradients = _added(fold.gradients, {b: G for b, (G, _) in sums.items()})
-        return self.num_drawn >= target
 
     def _look(
         self,

@@ -16,24 +16,13 @@ from laplace_debias.curvature.network.fingerprint import fingerprint
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.curvature.network.shards import check_shared, place_of
 from laplace_debias.laplace.anytime import Auto
-from laplace_debias.laplace.data_size import (
-    Expected,
-    check_alike,
-    expected_of_given,
-    expected_of_loader,
-)
+from laplace_debias.laplace.data_size import Expected, check_alike, expected_of_loader
 from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.plan import check_room
 from laplace_debias.laplace.posterior import scaled
 from laplace_debias.laplace.resume import check_resumable, identity_of
 from laplace_debias.laplace.scale import check_scale, scale_of
-from laplace_debias.laplace.schemes import (
-    OF_FIRST_BATCHES,
-    CrossFit,
-    Full,
-    Scheme,
-    check_mode,
-)
+from laplace_debias.laplace.schemes import OF_FIRST_BATCHES, CrossFit, Full, Scheme, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import current
@@ -77,13 +66,6 @@ def scheme_of_mode(
     return of_mode.scheme(batches) if folds is None else CrossFit(batches, folds), expected
 
 
-def expected_of_scheme(scheme: Scheme, num_data: SupportsIndex | None) -> Expected:
-    """The N of a way to fit that a user gives with its data; raises as `expected_of_given`."""
-    if isinstance(scheme, Auto):
-        return expected_of_loader(scheme.data, num_data, scheme.mode)
-    return expected_of_given(scheme.read, num_data)
-
-
 def fit(
     subject: Subject,
     scheme: Scheme,
@@ -115,8 +97,8 @@ def fit(
     """
     kind, ranks = subject.settings.kind, current()
     check_generator(generator)
-    if isinstance(scheme, Auto) and resume is not None:
-        raise ValueError('mode="auto" saves no state: leave out resume, or use mode="full".')
+    if not scheme.saves and resume is not None:
+        raise ValueError(f'mode="{scheme.mode}" saves no state: leave out resume.')
     check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
     scheme.check(kind)
     if scale is not None:

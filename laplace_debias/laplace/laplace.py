@@ -244,7 +244,7 @@ class Laplace(Approximation):
             )
         else:
             scheme, mode = train_loader, train_loader.mode
-            expected = fits.expected_of_scheme(scheme, num_data)
+            expected = scheme.expected(num_data)
         how = generator, resume, of_scale, progress
         self._adopt(fits.fit(self._subject, scheme, mode, expected, *how))
         return self
@@ -278,7 +278,7 @@ class Laplace(Approximation):
         """
         self._agree(folds=folds, resume=resume)
         scheme = scheme_of(directions, magnitudes, folds)
-        expected = fits.expected_of_scheme(scheme, num_data)
+        expected = scheme.expected(num_data)
         how = generator, resume, scale
         self._adopt(fits.fit(self._subject, scheme, scheme.mode, expected, *how))
         return self

@@ -7,11 +7,12 @@ is one more class here.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.laplace.data_size import Expected, expected_of_given
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.system.checks import whole
 
@@ -29,9 +30,11 @@ class Scheme(ABC):
         mode: What kind of fit it makes, as `repr` and posterior files name it.
         fields: The fields that hold the data, in the order in which a fit reads them, and what
             errors call them; magnitudes are measured on the last.
+        saves: Whether a fit saves its sums in the folder of `resume`.
     """
 
     mode: ClassVar[str]
+    saves: ClassVar[bool] = True
     fields: ClassVar[dict[str, str]] = {"data": "data"}
 
     @property
@@ -43,6 +46,15 @@ class Scheme(ABC):
     def num_folds(self) -> int | None:
         """How many folds the data is cut into; None if it is not."""
         return None
+
+    def expected(self, num_data: SupportsIndex | None) -> Expected:
+        """N: what the user says, or the number of examples that the fit reads.
+
+        Raises:
+            ValueError: As `expected_of_given`.
+            TypeError: Likewise.
+        """
+        return expected_of_given(self.read, num_data)
 
     def check(self, kind: CurvatureKind) -> None:  # noqa: B027 (most schemes read everything once)
         """Refuse data that can be read only once where it is read twice.
