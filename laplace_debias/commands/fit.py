@@ -27,8 +27,8 @@ class Settings(SourceSettings):
     Attributes:
         output: The posterior, a `.safetensors` file.
         mode: Training data of the fit, as in `Laplace.fit`: `full`, all examples; `mini`, one
-            batch; `debiased`, two batches; `crossfit`, one batch in folds; `auto`, as many examples
-            as an error of 5 % in standard deviations of the outputs takes.
+            batch, for comparisons alone; `debiased`, two batches; `crossfit`, one batch in folds;
+            `auto`, as many examples as an error of 5 % in standard deviations of the outputs takes.
         curvature: Structure of the posterior's curvature, as `Laplace` takes it; so are the next
             five.
         params: Bayesian parameters; `all` takes longer, see docs/choosing.md.

@@ -115,11 +115,6 @@ class Auto(Scheme):
                 "on with: leave it out."
             )
 
-    @property
-    def num_folds(self) -> int:
-        """As `Scheme.num_folds`."""
-        return AUTO_FOLDS
-
     def expected(self, num_data: SupportsIndex | None) -> Expected:
         """N, which the loader tells if the user does not; raises as `expected_of_loader`."""
         return expected_of_loader(self.data, num_data, self.mode)
@@ -236,6 +231,7 @@ def _reported(
     reading: "_Reading",
 ) -> Fitted:
     """The fit of the last round, with its report; warns if the tolerance was not reached."""
+    reading.pairs = iter(())  # Workers of a loader end.
     report = FitReport(
         last.num_drawn,
         last.num_read,
@@ -244,7 +240,7 @@ def _reported(
         tuple(rounds),
         dict(zip(_CURVE, last.curve, strict=True)),
         _of_blocks(last, reading.probes),
-        None if ended_by == "tolerance" else (reading.closed(), last),
+        None if ended_by == "tolerance" else (reading, last),
     )
     if ended_by != "tolerance":
         warn(
@@ -428,6 +424,7 @@ class _Reading:
         seen: All that was read.
         num_drawn: How many examples went backward.
         num_batches: How many batches of this process were read.
+        pairs: Those that are left, with their numbers.
 
     Raises:
         ValueError: If the first batch has one example.
@@ -451,20 +448,15 @@ class _Reading:
         self.probes = join([some for some in of_ranks if some is not None])
         # The probes may be all of this process's first batch, which the others still read.
         rest = [(take(x, slice(own, None)), y[own:], *weights)] if len(y) else []
-        self._pairs: Iterator[tuple[int, Any]] = enumerate(chain(rest, pairs), start=1)
+        self.pairs: Iterator[tuple[int, Any]] = enumerate(chain(rest, pairs), start=1)
         self._faults = Faults()
 
     def going_on(self, problem: Problem, data: Stream, looks: int) -> "_Reading":
         """The same in a later fit, whose data is read from where this one is."""
         new, skipped = copy(self), 0 if isinstance(data.source, Iterator) else self.num_batches
         new.problem, new._looks_each, new._forward = problem, looks, ForwardPasses(problem)
-        new._pairs = enumerate(islice(data, skipped, None), start=skipped + 1)
+        new.pairs = enumerate(islice(data, skipped, None), start=skipped + 1)
         return new
-
-    def closed(self) -> "_Reading":
-        """The same without the data, whose workers end."""
-        self._pairs = iter(())
-        return self
 
     def until(self, target: int) -> "_Reading":
         """What was read and more, until so many are drawn or the data ends; this stays as it is."""
@@ -479,7 +471,7 @@ class _Reading:
         num_drawn, ranks = torch.zeros(len(self.folds), dtype=torch.long), self.problem.ranks
         before = [fold.num_read for fold in self.folds]
         while self.num_drawn + int(num_drawn.sum()) < target:
-            number, pair = next(self._pairs, (0, None))
+            number, pair = next(self.pairs, (0, None))
             sizes = ranks.exchange(None if pair is None else len(pair[1]))
             if sizes.count(None) == len(sizes):
                 break

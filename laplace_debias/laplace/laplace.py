@@ -201,7 +201,8 @@ class Laplace(Approximation):
         Args:
             train_loader: Batches `(x, y)` of training data. Or a way to fit with its data, such as
                 `Split(directions, magnitudes)`.
-            mode: `"full"`: all batches. `"mini"`: the first batch alone, which is biased.
+            mode: `"full"`: all batches. `"mini"`: the first batch alone, which is biased: for
+                comparisons with the literature.
                 `"debiased"`: directions from the first batch, magnitudes from the second (Eq. 9).
                 `"crossfit"`: directions from the first batch, magnitudes out of fold. `"auto"`: as
                 many examples, in random order, as standard deviations within 5 % of those of all
