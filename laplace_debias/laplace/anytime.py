@@ -133,13 +133,13 @@ class Auto(Scheme):
                 "la.thin(x) after tuning, or use another mode."
             )
         batches = getattr(self.data, "batch_sampler", None)
+        sampler = getattr(batches, "sampler", None)
+        data: Any = getattr(sampler, "data_source", None)
+        is_in_order = isinstance(sampler, SequentialSampler)
         if isinstance(batches, ShardedBatches):
-            is_in_order = not batches.shuffle
-        else:
-            is_in_order = isinstance(getattr(batches, "sampler", None), SequentialSampler)
-        subset = getattr(self.data, "dataset", None)
-        if isinstance(subset, Subset):
-            is_in_order &= list(subset.indices) == sorted(subset.indices)
+            data, is_in_order = batches.data, not batches.shuffle
+        if isinstance(data, Subset):
+            is_in_order &= list(data.indices) == sorted(data.indices)
         if is_in_order:
             raise ValueError(
                 'mode="auto" reads the first examples, and this loader gives them in the order of '

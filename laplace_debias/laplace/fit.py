@@ -50,11 +50,11 @@ def scheme_of_mode(
         raise ValueError(f'mode="{mode}" needs no scale: leave out scale=True.')
     if scale:
         check_scale(loader)
-    check_generator(generator)
-    check_resumable(resume, subject.settings.fisher.kind, generator, loader)
     expected = expected_of_loader(loader, num_data, mode)
     if mode not in OF_FIRST_BATCHES:
         return Full(loader) if mode == "full" else Auto(loader), expected
+    check_generator(generator)
+    check_resumable(resume, subject.settings.fisher.kind, generator, loader)
     of_mode = OF_FIRST_BATCHES[mode]
     batches = list(itertools.islice(subject.stream(loader, generator).raw(), of_mode.num_batches))
     most = max(current().exchange(len(batches)))
