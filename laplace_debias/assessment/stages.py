@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from laplace_debias.assessment.methods import Family
+from laplace_debias.assessment.methods import Family, PosteriorChoice
 from laplace_debias.assessment.posteriors import fitted, is_at_limit, of_training, tuned
 from laplace_debias.assessment.predictions import (
     Chosen,
@@ -123,8 +123,8 @@ def _posterior(run: Run, family: Family, model: nn.Module, number: int) -> Lapla
         if validation is not None:
             validation = Chosen(model, validation, _positions(run, family))
         sweep, notes = tuned(la, lead.posterior, validation)
-        told = (str(la.fit_report),) if lead.posterior.mode == "auto" else ()
-        for note in (*notes, *told):
+        is_auto = isinstance(lead.posterior, PosteriorChoice) and lead.posterior.mode == "auto"
+        for note in (*notes, str(la.fit_report)) if is_auto else notes:
             run.note(f"{label}: {note}")
         write_json(sweep_path, sweep)
         _took(run, family, "tune", start)
