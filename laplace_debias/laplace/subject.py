@@ -133,10 +133,15 @@ class Subject:
                 temperature out of range, or a link that the likelihood does not have.
             TypeError: For what is no number.
         """
+        given, link = (
+            fields.pop("prior_precision", self.prior_precision),
+            fields.pop("link", self.link),
+        )
+        temperature = check_temperature(fields.pop("temperature", self.temperature))
         other = replace(self, **fields)
         known, mean = other.parameters, None
         device = other.first_parameter.device
-        precision = real(other.prior_precision, "prior_precision", device).detach().clone()
+        precision = real(given, "prior_precision", device).detach().clone()
         # As long as there are no blocks, the fit that finds them checks their number.
         num_blocks = precision.numel() if known is None else len(known.block_names)
         check_prior_precision(precision, num_blocks)
@@ -146,8 +151,8 @@ class Subject:
         return replace(
             other,
             prior_precision=precision,
-            temperature=check_temperature(other.temperature),
-            link=link_from(other.link, other.likelihood),
+            temperature=temperature,
+            link=link_from(link, other.likelihood),
             prior_mean=mean,
         )
 
