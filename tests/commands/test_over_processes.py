@@ -131,7 +131,7 @@ def test_a_session_gives_the_files_and_the_words_of_one_process(here, processes,
         assert_once(done, alone.replace(f"o{suffix}", f"t{suffix}"))
         return here / f"o{suffix}", here / f"t{suffix}"
 
-    for mode, fisher in (("full", "mc"), ("debiased", "exact"), ("auto", "exact")):
+    for mode, fisher in (("full", "mc"), ("debiased", "exact")):
         fit = both("fit", f"--mode={mode}", f"--fisher={fisher}", suffix=f"-{mode}.safetensors")
         for one, several in zip(*(numbers(posterior(path)) for path in fit), strict=True):
             torch.testing.assert_close(several, one, rtol=1e-11, atol=1e-13)
@@ -155,7 +155,7 @@ def test_a_report_and_an_evaluation_say_what_one_process_says(here, processes, c
     common = [*SOURCE, "--data=nets:rows", "--batch_size=4"]
     method = '{"mode": "crossfit", "fit_examples": 9, "fisher": "mc"}'
     report = ["report", *common, "--methods=[temperature,last-layer]", "--examples=5"]
-    report += [f"--posteriors.mine={method}", '--posteriors.rounds={"mode": "auto"}']
+    report.append(f"--posteriors.mine={method}")
     assert main([*report, "--output=one"]) == 0
     alone = capsys.readouterr().out
     assert_once(
