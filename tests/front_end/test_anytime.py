@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Auto, Laplace
-from laplace_debias.laplace.anytime import LOOKS, NUM_ERRORS, inclusion, jackknife
+from laplace_debias.laplace.anytime import LOOKS, NUM_ERRORS, jackknife
 from laplace_debias.laplace.functional.linearised import moments
+from laplace_debias.laplace.reading import inclusion
 
 SIZE = 3000
 
