@@ -68,7 +68,8 @@ class Settings(SourceSettings):
             names = (field.name for field in fields(self))
             why = "`--from` draws the page of a run as it is"
             return {name: why for name in names if name not in ("from_run", "json")}
-        if self.posteriors or LAPLACE.key in (self.methods or ()):
+        selections = {choice.params for choice in self.posteriors.values()}
+        if selections - {"last_layer"} or LAPLACE.key in (self.methods or ()):
             return {}
         return {"examples": "no posterior over more than the last layer is compared"}
 

@@ -153,8 +153,8 @@ def test_a_session_gives_the_files_and_the_words_of_one_process(here, processes,
 def test_a_report_and_an_evaluation_say_what_one_process_says(here, processes, capsys):
     # Twice the number of batches that there are processes, and one that is not full.
     common = [*SOURCE, "--data=nets:rows", "--batch_size=4"]
-    method = '{"mode": "crossfit", "fit_examples": 9, "fisher": "mc"}'
-    report = ["report", *common, "--methods=[temperature,last-layer]", "--examples=5"]
+    method = '{"params": "all", "mode": "crossfit", "fit_examples": 9, "fisher": "mc"}'
+    report = ["report", *common, "--methods=[temperature]", "--examples=5"]
     report.append(f"--posteriors.mine={method}")
     assert main([*report, "--output=one"]) == 0
     alone = capsys.readouterr().out
