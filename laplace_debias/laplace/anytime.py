@@ -154,7 +154,7 @@ class Auto(Scheme):
         clock = _Clock(problem.ranks, 0.0 if self.after is None else self.after.seconds)
         if self.after is None:
             last, rounds = None, list[tuple[int, float]]()
-            reading = Reading(problem, iter(self.data), self.looks)
+            reading = Reading(problem, self.data.in_step(), self.looks)
         else:
             (reading, last), rounds = self.after.left, [*self.after.rounds]
             _check_same(last.fitted, fitted)

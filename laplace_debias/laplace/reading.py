@@ -136,7 +136,7 @@ class Reading:
         """The same in a later fit, whose data is read from where this one is."""
         new, skipped = copy(self), 0 if isinstance(data.source, Iterator) else self.num_batches
         new.problem, new._looks_each, new._forward = problem, looks, ForwardPasses(problem)
-        new.pairs = enumerate(islice(data, skipped, None), start=skipped + 1)
+        new.pairs = enumerate(islice(data.in_step(), skipped, None), start=skipped + 1)
         return new
 
     def until(self, target: int) -> "Reading":

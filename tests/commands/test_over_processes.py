@@ -155,7 +155,8 @@ def test_a_report_and_an_evaluation_say_what_one_process_says(here, processes, c
     common = [*SOURCE, "--data=nets:rows", "--batch_size=4"]
     method = '{"params": "all", "mode": "crossfit", "fit_examples": 9, "fisher": "mc"}'
     report = ["report", *common, "--methods=[temperature]", "--examples=5"]
-    report.append(f"--posteriors.mine={method}")
+    # Processes whose data ends at different batches read in step.
+    report += [f"--posteriors.mine={method}", '--posteriors.rounds={"mode": "auto"}']
     assert main([*report, "--output=one"]) == 0
     alone = capsys.readouterr().out
     assert_once(

@@ -374,9 +374,8 @@ class Stream(Placed):
         Raises:
             ValueError: At the end if no target counts; as `_checked`.
         """
-        begun, self._begun = self._begun, None
         number, counts = 0, False
-        for pair in self._checked() if begun is None else chain(self._first, begun):
+        for pair in self.in_step():
             number += 1
             counts = counts or (self.counts_any is not None and self.counts_any(pair[1]))
             yield pair
@@ -388,6 +387,15 @@ class Stream(Placed):
                 f"Every target of the {self.what} is ignored. They have no curvature: pass batches "
                 "in which at least one target counts."
             )
+
+    def in_step(self) -> Iterator[tuple[Any, ...]]:
+        """A pass that says nothing at its end: processes read in step, and may end at other steps.
+
+        Raises:
+            ValueError: As `_checked`.
+        """
+        begun, self._begun = self._begun, None
+        return self._checked() if begun is None else chain(self._first, begun)
 
     def raw(self) -> Iterator[Any]:
         """A pass over what the source yields."""
