@@ -1,4 +1,4 @@
-"""What an approximation holds: a model with its prior, and its posterior once it is fitted."""
+"""An approximation: a model with its prior, and its posterior once it is fitted."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What predicts: the verbs of one posterior and of a mixture of several."""
+"""Predictions: the verbs of one posterior and of a mixture of several."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

@@ -140,7 +140,7 @@ class Reading:
         return new
 
     def until(self, target: int) -> "Reading":
-        """What was read and more, until so many are drawn or the data ends; this stays as it is."""
+        """A copy that has read on, until so many are drawn or the data ends."""
         new = copy(self)
         new.folds, new._generator = [copy(f) for f in self.folds], self._generator.clone_state()
         new._read(target)

@@ -284,7 +284,7 @@ class Subject:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Those of the model's parameters."""
+        """Dtypes of the model's parameters."""
         return {p.dtype for p in self.model.parameters()}
 
 

@@ -97,7 +97,7 @@ def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric
         ("fit", ["--train_examples=100000"], "train data has 1000 examples"),
         ("fit", ["--batch_size=0"], "batch_size is 0"),
         ("fit", ["--mode=ful"], "mode"),
-        ("fit", ["--scale=true"], "sees all examples"),
+        ("fit", ["--scale=true"], "needs none"),
         ("tune", ["--validation_examples=0"], "validation_examples is 0"),
         ("tune", ["--validation_examples=100000"], "validation data has 297 examples"),
         ("tune", ["--method=marglik", "--metric=brier"], "needs no data"),

@@ -133,9 +133,9 @@ def test_there_are_no_more_directions_than_jacobian_rows():
     assert la.posterior.curvature.blocks[whole.DENSE_BLOCK].U.shape[1] == 2  # C − 1 columns
 
 
-def test_a_rank_belongs_to_low_rank():
+def test_a_rank_belongs_to_low_rank_and_factors():
     model, _, _ = conv2d()
-    with pytest.raises(ValueError, match='rank belongs to curvature="lowrank"'):
-        Laplace(model, rank=3)
+    with pytest.raises(ValueError, match='rank belongs to curvature="kfac", "ekfac" and "lowrank"'):
+        Laplace(model, curvature="full", rank=3)
     with pytest.raises(ValueError, match="rank must be at least 1"):
         Laplace(model, curvature="lowrank", rank=0)

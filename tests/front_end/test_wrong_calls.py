@@ -35,7 +35,7 @@ def la():
         ({"joint": "x"}, TypeError),
         ({"rank": float("inf"), "curvature": "lowrank"}, TypeError),
         ({"rank": BEYOND, "curvature": "lowrank"}, ValueError),
-        ({"rank": 3}, ValueError),
+        ({"rank": 3, "curvature": "diag"}, ValueError),
         ({"mc_samples": "x"}, TypeError),
         ({"mc_samples": 2.0, "fisher": "mc"}, TypeError),
         ({"memory_bound": BEYOND}, ValueError),

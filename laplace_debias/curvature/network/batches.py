@@ -2,13 +2,14 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
 
 from laplace_debias.curvature.network.inputs import (
@@ -420,9 +421,17 @@ class Stream(Placed):
         return *self.read(batch[:2], name), checked_weights(batch[2], len(batch[1]), name)
 
     def _checked(self) -> Iterator[tuple[Any, ...]]:
-        """The pairs of a pass."""
+        """The pairs of a pass.
+
+        Raises:
+            ValueError: If several workers of a loader read all of a stream each.
+        """
+        num_workers, begins = _workers_on_a_stream(self.source), list[Sequence[Tensor]]()
         for number, batch in enumerate(self.raw(), start=1):
             x, y, *weights = self.pair(batch, f"Batch {number}")
+            if len(begins) < num_workers:
+                begins.append([*tensors_of(x), y])
+                _check_shared_out(begins, num_workers)
             x = move(x, self.device, self.dtypes)
             y = y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
             yield x, y, *weights
@@ -453,3 +462,23 @@ def checked_weights(weights: Any, size: int, name: str) -> Tensor:
 def weight_of(pair: tuple[Any, ...]) -> float:
     """The sum of a pair's weights; without weights each example counts once."""
     return float(pair[2].double().sum()) if len(pair) > 2 else len(pair[1])
+
+
+def _workers_on_a_stream(loader: Batches) -> int:
+    """How many workers read one stream; 0 of other data, and of a stream that one reads."""
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return 0
+    return loader.num_workers if loader.num_workers > 1 else 0
+
+
+def _check_shared_out(begins: Sequence[Sequence[Tensor]], num_workers: int) -> None:
+    """Require that the workers' first batches, which come in turn, are not all the same."""
+    if len(begins) < num_workers:
+        return
+    first, *others = begins
+    if all(len(of) == len(first) and all(map(torch.equal, first, of)) for of in others):
+        raise ValueError(
+            f"Each of the {num_workers} workers that read the stream begins with the same "
+            "examples, so that every example would count several times: let each yield a part of "
+            "them, by torch.utils.data.get_worker_info(), or set num_workers=1."
+        )
