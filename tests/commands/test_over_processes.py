@@ -156,7 +156,10 @@ def test_a_report_and_an_evaluation_say_what_one_process_says(here, processes, c
     method = '{"params": "all", "mode": "crossfit", "fit_examples": 9, "fisher": "mc"}'
     report = ["report", *common, "--methods=[temperature]", "--examples=5"]
     # Processes whose data ends at different batches read in step.
-    report += [f"--posteriors.mine={method}", '--posteriors.rounds={"params": "all", "mode": "auto"}']
+    report += [
+        f"--posteriors.mine={method}",
+        '--posteriors.rounds={"params": "all", "mode": "auto"}',
+    ]
     assert main([*report, "--output=one"]) == 0
     alone = capsys.readouterr().out
     assert_once(
