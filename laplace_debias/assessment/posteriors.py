@@ -10,6 +10,7 @@ import torch
 from laplace_debias import metrics
 from laplace_debias.assessment.methods import PosteriorChoice
 from laplace_debias.assessment.predictions import Chosen, network_outputs, of_network, probs_of
+from laplace_debias.curvature.fits.kinds import WITH_FACTORS
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, num_examples, take
@@ -24,6 +25,10 @@ _LEVEL = 1.959963984540054
 """Standard errors on each side of a 95 % interval."""
 _JUDGED = 1000
 """Training examples that the network is judged on."""
+_CHOOSING = 32
+"""Validation examples by which directions are chosen, and their error is measured."""
+_ERROR = 1e-3
+"""Largest relative error of a standard deviation that fewer directions may bring."""
 _BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
 """How many batches a way to fit that sees few of them takes."""
 
@@ -134,6 +139,27 @@ def _sweep_of(la: Laplace, found: Tuning | None) -> dict[str, Any]:
         "flat": None if found.flat is None else list(found.flat),
         "sigma": found.sigma,
     }
+
+
+def thinned(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) -> tuple[str, ...]:
+    """Make a posterior over more than the last layer thin, whose predictions take less time.
+
+    Args:
+        la: The tuned posterior, which is changed.
+        choice: Its settings, or its file, which stays as it is.
+        loaded: The network and its data; some validation examples choose the directions.
+
+    Returns:
+        What was left out, and the error on other validation examples; nothing if none was.
+    """
+    if isinstance(choice, Path) or choice.params == "last_layer":
+        return ()
+    if choice.curvature not in WITH_FACTORS or loaded.validation is None:
+        return ()
+    with alone():
+        some = Chosen(loaded.model, loaded.validation, torch.arange(_CHOOSING))
+        inputs = [x for x, _ in some]
+    return (la.thin(join(inputs), _ERROR).message,)
 
 
 def is_at_limit(sweep: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from laplace_debias.assessment.methods import Family, PosteriorChoice
-from laplace_debias.assessment.posteriors import fitted, is_at_limit, of_training, tuned
+from laplace_debias.assessment.posteriors import fitted, is_at_limit, of_training, thinned, tuned
 from laplace_debias.assessment.predictions import (
     Chosen,
     chosen_positions,
@@ -123,6 +123,7 @@ def _posterior(run: Run, family: Family, model: nn.Module, number: int) -> Lapla
         if validation is not None:
             validation = Chosen(model, validation, _positions(run, family))
         sweep, notes = tuned(la, lead.posterior, validation)
+        notes += thinned(la, lead.posterior, loaded)
         is_auto = isinstance(lead.posterior, PosteriorChoice) and lead.posterior.mode == "auto"
         for note in (*notes, str(la.fit_report)) if is_auto else notes:
             run.note(f"{label}: {note}")

@@ -299,7 +299,7 @@ def tuning_of(found: Found, finer: Found | None, metric: str, likelihood: Likeli
     )
 
 
-_PASS = "pass a grid= (--prior_precisions) of"
+_PASS = "tune again with a grid= (command tune: --prior_precisions) of"
 
 
 def _at_the_end(found: Found) -> tuple[str, ...]:

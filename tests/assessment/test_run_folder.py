@@ -44,6 +44,14 @@ def test_every_file_of_the_contract_is_there(run_of_images):
     assert found == expected
 
 
+def test_a_posterior_of_all_parameters_is_made_thin_and_says_so(run_of_images, images):
+    (note,) = read(run_of_images, "run.json")["notes"]
+    assert note.startswith("Laplace, all parameters: Kept is ")
+    la = Laplace.load(run_of_images / "posteriors/laplace.safetensors", images.model)
+    of_inputs = la.posterior.curvature.blocks["4.weight"].U_A
+    assert of_inputs.shape[-1] < of_inputs.shape[-2]
+
+
 def test_the_run_tells_what_was_done(run_of_images, images):
     run = read(run_of_images, "run.json")
     assert (run["format"], run["status"], run["title"]) == (1, "complete", "Stripes")

@@ -198,7 +198,7 @@ def test_passes_of_the_front_end():
     data = Passes([(x, y)])
     given = la.tune(data, grid=[1e-4, 1e-3], link=PLAIN)
     assert (data.count, len(given.table)) == (1, 2)
-    assert "a grid= (--prior_precisions) of larger ones" in given.message
+    assert "a grid= (command tune: --prior_precisions) of larger ones" in given.message
 
 
 @pytest.mark.parametrize("metric", ["nll", "brier"])
