@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
@@ -67,7 +67,7 @@ class Method:
         posterior: The posterior that it predicts with, or a file of `Laplace.save`, which is
             neither fitted nor tuned; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
-            logarithms of the predicted probabilities.
+            network's logits. That of a posterior is tuned with it.
         examples: How many examples of each set it predicts, chosen at random, the same ones for
             every method of that many. If None all; of a posterior over more than the last layer as
             many as take about ten minutes. The validation set is limited likewise.
@@ -75,7 +75,7 @@ class Method:
             their predictives are averaged.
 
     Raises:
-        ValueError: For a key that is no file name.
+        ValueError: For a key that is no file name, or a temperature of a posterior.
     """
 
     key: str
@@ -92,19 +92,11 @@ class Method:
                 f"a method's key names files: {self.key!r} should be lower-case letters, digits, "
                 "'.', '_' and '-'"
             )
-
-
-Family = tuple[Method, ...]
-"""Methods with one posterior, or none, that differ in their temperature."""
-
-
-def families_of(methods: Sequence[Method]) -> list[Family]:
-    """The methods in families, in the order of their first ones."""
-    found: dict[Any, Family] = {}
-    for method in methods:
-        shared = method.posterior, method.examples, method.of_all
-        found[shared] = (*found.get(shared, ()), method)
-    return list(found.values())
+        if self.has_temperature and (self.posterior is not None or self.of_all):
+            raise ValueError(
+                f"{self.key}: a temperature is the network's alone, and that of a posterior is "
+                "tuned with it: leave out has_temperature"
+            )
 
 
 NETWORK = Method(

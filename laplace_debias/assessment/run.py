@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from laplace_debias.assessment.methods import Family, Method, families_of
+from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.predictions import Chosen
 from laplace_debias.assessment.run_folder import plain, table_says, write_json
 from laplace_debias.curvature.network.batches import Batches
@@ -83,11 +83,6 @@ class Run:
     said: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def families(self) -> list[Family]:
-        """The methods by the posterior that they share."""
-        return families_of(self.methods)
-
-    @cached_property
     def num_validation(self) -> int:
         """How many validation examples there are, in all processes."""
         assert self.loaded.validation is not None
@@ -103,7 +98,6 @@ class Run:
     ) -> None:
         """Make `run.json`, or take that of a run that was broken off."""
         loaded = self.loaded
-        keys = {method.key: family[0].key for family in self.families for method in family}
         self.said = {
             "format": FORMAT,
             "status": "running",
@@ -120,7 +114,7 @@ class Run:
                 | {"num_examples": None}
                 for part in self.sets
             ],
-            "methods": [_entry(method, keys[method.key]) for method in self.methods],
+            "methods": [_entry(method) for method in self.methods],
             "sigma": None,
             "training": None,
             "notes": list(loaded.notes),
@@ -142,10 +136,6 @@ class Run:
     def entry(self, key: str) -> dict[str, Any]:
         """A method's entry in `run.json`."""
         return next(entry for entry in self.said["methods"] if entry["key"] == key)
-
-    def examples(self, family: Family) -> int | None:
-        """How many examples of each set a family predicts; None for all."""
-        return self.entry(family[0].key)["examples"]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -177,7 +167,7 @@ class Run:
             self.said["notes"].append(what)
 
 
-def _entry(method: Method, family: str) -> dict[str, Any]:
+def _entry(method: Method) -> dict[str, Any]:
     return {
         "key": method.key,
         "label": method.label,
@@ -187,7 +177,7 @@ def _entry(method: Method, family: str) -> dict[str, Any]:
         "prior_precision": None,
         "link": None,
         "prior_precision_at_limit": False,
-        "posterior": family if method.posterior is not None else None,
+        "posterior": method.key if method.posterior is not None else None,
         "examples": method.examples,
         "seconds": {},
         "seconds_per_example": None,

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
-from laplace_debias.assessment.methods import Family, PosteriorChoice
+from laplace_debias.assessment.methods import Method, PosteriorChoice
 from laplace_debias.assessment.posteriors import fitted, is_at_limit, of_training, thinned, tuned
 from laplace_debias.assessment.predictions import (
     Chosen,
+    Table,
     chosen_positions,
     mixed,
     of_laplace,
@@ -40,6 +41,8 @@ from laplace_debias.system.ranks import alone, current
 
 Member = tuple[Loaded, Laplace | None]
 """A network with its data, and its posterior where it has one."""
+Predicted = tuple[Table, float]
+"""A table of predictions, and the seconds that they took."""
 SHORT = 60.0
 """Seconds above which the time is told before."""
 AFFORDED = 600.0
@@ -53,7 +56,7 @@ _PASSES_OF_TUNING = 3
 
 
 def fit(run: Run) -> dict[str, list[Member]]:
-    """Find the noise, the posteriors and the temperatures; by families' keys what predicts.
+    """Find the noise, the posteriors and the temperature; by methods' keys what predicts.
 
     Args:
         run: The run.
@@ -65,14 +68,14 @@ def fit(run: Run) -> dict[str, list[Member]]:
         if run.said["training"] is None:
             run.said["training"] = of_training(run.loaded)
         run.write()
-        for family in run.families:
-            lead, models = family[0], [run.loaded.model]
-            models += run.loaded.others if lead.of_all else ()
-            members[lead.key] = [
-                (replace(run.loaded, model=model), _posterior(run, family, model, number))
+        for method in run.methods:
+            models = [run.loaded.model, *(run.loaded.others if method.of_all else ())]
+            members[method.key] = [
+                (replace(run.loaded, model=model), _posterior(run, method, model, number))
                 for number, model in enumerate(models, start=1)
             ]
-            _temperatures(run, family, members[lead.key][0][1])
+            if method.has_temperature:
+                _find_temperature(run, method)
             run.write()
     return members
 
@@ -95,40 +98,36 @@ def _noise(loaded: Loaded) -> float:
     return sigma
 
 
-def _positions(run: Run, family: Family) -> Tensor | None:
-    """Which validation examples a family predicts; None for all."""
-    examples = run.examples(family)
-    if examples is None or run.loaded.validation is None:
-        return None
-    return chosen_positions(run.num_validation, examples, run.seed)
-
-
-def _posterior(run: Run, family: Family, model: nn.Module, number: int) -> Laplace | None:
+def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Laplace | None:
     """Fit, tune and save the posterior of a checkpoint, or read the saved one; None without one."""
-    lead = family[0]
-    if lead.posterior is None:
+    choice = method.posterior
+    if choice is None:
         return None
-    loaded, label = replace(run.loaded, model=model), lead.label
-    name = f"{lead.key}-{number}" if lead.of_all else lead.key
+    loaded, label = replace(run.loaded, model=model), method.label
+    name = f"{method.key}-{number}" if method.of_all else method.key
     path = run.folder / "posteriors" / f"{name}.safetensors"
     sweep_path = run.folder / "sweeps" / f"{name}.json"
     if not current().from_rank(path.exists(), 0):
-        verb = "Reading" if isinstance(lead.posterior, Path) else "Fitting"
-        run.say(f"{verb} {label}{f', checkpoint {number}' if lead.of_all else ''}")
+        verb = "Reading" if isinstance(choice, Path) else "Fitting"
+        run.say(f"{verb} {label}{f', checkpoint {number}' if method.of_all else ''}")
         start, resume = time.perf_counter(), run.folder / "state" / f"{name}.fit"
-        la = fitted(loaded, lead.posterior, run.said["sigma"], run.seed, resume)
-        _took(run, family, "fit", start)
-        _choose_examples(run, la, family)
+        la = fitted(loaded, choice, run.said["sigma"], run.seed, resume)
+        _took(run, method, "fit", start)
+        _choose_examples(run, la, method)
         start, validation = time.perf_counter(), loaded.validation
         if validation is not None:
-            validation = Chosen(model, validation, _positions(run, family))
-        sweep, notes = tuned(la, lead.posterior, validation)
-        notes += thinned(la, lead.posterior, loaded)
-        is_auto = isinstance(lead.posterior, PosteriorChoice) and lead.posterior.mode == "auto"
-        for note in (*notes, str(la.fit_report)) if is_auto else notes:
+            examples, positions = run.entry(method.key)["examples"], None
+            if examples is not None:
+                positions = chosen_positions(run.num_validation, examples, run.seed)
+            validation = Chosen(model, validation, positions)
+        sweep, notes = tuned(la, choice, validation)
+        notes += thinned(la, choice, loaded)
+        if isinstance(choice, PosteriorChoice) and choice.mode == "auto":
+            notes += (str(la.fit_report),)
+        for note in notes:
             run.note(f"{label}: {note}")
         write_json(sweep_path, sweep)
-        _took(run, family, "tune", start)
+        _took(run, method, "tune", start)
         # The last of its files: where it is, they are.
         if current().rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,46 +139,41 @@ def _posterior(run: Run, family: Family, model: nn.Module, number: int) -> Lapla
             "folder that all machines share"
         )
     la = Laplace.load(path, model)
-    for method in family:
-        run.entry(method.key).update(
-            prior_precision=None if lead.of_all else la.prior_precision.tolist(),
-            link=None if lead.of_all or la.link is None else str(la.link),
-            prior_precision_at_limit=is_at_limit(read_json(sweep_path)),
-            bytes=number * path.stat().st_size,
-        )
+    run.entry(method.key).update(
+        prior_precision=None if method.of_all else la.prior_precision.tolist(),
+        link=None if method.of_all or la.link is None else str(la.link),
+        prior_precision_at_limit=is_at_limit(read_json(sweep_path)),
+        bytes=number * path.stat().st_size,
+    )
     return la
 
 
-def _took(run: Run, family: Family, what: str, start: float) -> None:
-    for method in family:
-        seconds = run.entry(method.key)["seconds"]
-        seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - start
+def _took(run: Run, method: Method, what: str, start: float) -> None:
+    seconds = run.entry(method.key)["seconds"]
+    seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - start
     run.write()
 
 
-def _choose_examples(run: Run, la: Laplace, family: Family) -> None:
+def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
     """Choose how many examples are predicted where nobody said; tell how long it takes."""
-    lead = family[0]
-    passes = sum(method.has_temperature for method in family)
-    passes += 0 if isinstance(lead.posterior, Path) else _PASSES_OF_TUNING
+    passes = 0 if isinstance(method.posterior, Path) else _PASSES_OF_TUNING
     sets = [part.batches for part in run.sets] + [run.loaded.validation] * passes
     sizes = [size_of(batches) for batches in sets if batches is not None]
     each = current().from_rank(seconds_an_example(la, run.loaded) / current().size, 0)
-    examples = lead.examples
-    if examples is None and getattr(lead.posterior, "params", "all") != "last_layer":
+    examples = method.examples
+    if examples is None and getattr(method.posterior, "params", "all") != "last_layer":
         examples = most_examples(sizes, AFFORDED / each)
-    for method in family:
-        run.entry(method.key)["examples"] = examples
+    run.entry(method.key)["examples"] = examples
     number, every = num_predictions(sizes, examples or math.inf), sum(sizes)
     if SHORT <= each * number < math.inf:
         run.say(
-            f"{lead.label}: tuning and predicting ({number:,} predictions) will take about "
+            f"{method.label}: tuning and predicting ({number:,} predictions) will take about "
             f"{duration(each * number)}; fewer --examples take less time."
         )
-    if examples != lead.examples:
+    if examples != method.examples:
         told = f"; all would take about {duration(each * every)}" if every < math.inf else ""
         run.note(
-            f"{lead.label} predicts {examples:,} examples of each set, chosen at random, as many "
+            f"{method.label} predicts {examples:,} examples of each set, chosen at random, as many "
             f"as about {duration(AFFORDED)} allow{told} (--examples)."
         )
 
@@ -215,26 +209,22 @@ def most_examples(sizes: Sequence[float], number: float) -> int | None:
     return max(FEWEST, bisect_right(counts, number, key=partial(num_predictions, sizes)) - 1)
 
 
-def _temperatures(run: Run, family: Family, la: Laplace | None) -> None:
-    """Fit the temperature of the methods that have one, which is the same for all of them."""
-    loaded, start = run.loaded, time.perf_counter()
-    entries = [run.entry(method.key) for method in family if method.has_temperature]
-    missing = [entry for entry in entries if entry["temperature"] is None]
-    if not missing:
+def _find_temperature(run: Run, method: Method) -> None:
+    """Fit the network's temperature on the validation examples, unless it is known."""
+    entry, start = run.entry(method.key), time.perf_counter()
+    if entry["temperature"] is not None:
         return
-    assert loaded.validation is not None
-    found, _ = predict_set(loaded, loaded.validation, la, _positions(run, family), None)
-    best = fit_temperature(found["log_probs"], found["targets"], loaded.task)
-    for entry in missing:
-        entry["temperature"] = best.value
-        took = entry["seconds"].get("tune", 0.0) + time.perf_counter() - start
-        entry["seconds"]["tune"] = took
-        if best.is_at_limit:
-            run.note(
-                f"The temperature of {entry['label']} is {best.value:g}, the end of the search "
-                "range: its validation examples are too few or too easy, or the "
-                "network is no better than chance."
-            )
+    assert run.loaded.validation is not None
+    found, _ = predict_set(run.loaded, run.loaded.validation, None, None, None)
+    best = fit_temperature(found["log_probs"], found["targets"], run.loaded.task)
+    entry["temperature"] = best.value
+    _took(run, method, "tune", start)
+    if best.is_at_limit:
+        run.note(
+            f"The temperature of {method.label} is {best.value:g}, the end of the search range: "
+            "its validation examples are too few or too easy, or the network is no better than "
+            "chance."
+        )
 
 
 def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
@@ -269,30 +259,36 @@ def predict(run: Run, members: Mapping[str, Sequence[Member]]) -> None:
     """
     for part in run.sets:
         with run.stage("predict"):
-            for family in run.families:
-                _predict(run, family, part, members[family[0].key])
+            of_network: Predicted | None = None
+            for method in run.methods:
+                if run.told(method, part):
+                    continue
+                run.say(f"Predicting {part.name}: {method.label}")
+                shares = method.posterior is None and not method.of_all
+                found = of_network if shares else None
+                found = found or _predicted(run, method, part, members[method.key])
+                of_network = found if shares else of_network
+                _write(run, method, part, found)
             (entry,) = (entry for entry in run.said["sets"] if entry["name"] == part.name)
             entry["num_examples"] = run.told(run.methods[0], part)["num_examples"]
 
 
-def _predict(run: Run, family: Family, part: DataSet, members: Sequence[Member]) -> None:
-    missing = [method for method in family if not run.told(method, part)]
-    if not missing:
-        return
-    run.say(f"Predicting {part.name}: {'; '.join(method.label for method in missing)}")
-    positions, examples = None, run.examples(family)
+def _predicted(run: Run, method: Method, part: DataSet, members: Sequence[Member]) -> Predicted:
+    """Predict a set with a method, without its temperature."""
+    positions, examples = None, run.entry(method.key)["examples"]
     if examples is not None:
         # The network comes first and predicts all: its table knows how many there are.
         size = run.told(run.methods[0], part)["num_examples"]
         positions = chosen_positions(size, examples, run.seed)
     sigma, task = run.said["sigma"], run.loaded.task
     found = [predict_set(one, part.batches, la, positions, sigma) for one, la in members]
-    table = mixed([table for table, _ in found], task) if family[0].of_all else found[0][0]
-    seconds = sum(seconds for _, seconds in found)
+    table = mixed([table for table, _ in found], task) if method.of_all else found[0][0]
+    return table, sum(seconds for _, seconds in found)
+
+
+def _write(run: Run, method: Method, part: DataSet, found: Predicted) -> None:
+    (table, seconds), task = found, run.loaded.task
+    if method.has_temperature:
+        table = with_temperature(table, run.entry(method.key)["temperature"], task)
     told = {"num_examples": len(table["index"]), "seconds": seconds}
-    for method in missing:
-        shown, temperature = table, run.entry(method.key)["temperature"]
-        if method.has_temperature:
-            shown = with_temperature(table, temperature, task)
-        columns = written(shown, task, part.role != "ood")
-        write_table(run.path(method, part), columns, told)
+    write_table(run.path(method, part), written(table, task, part.role != "ood"), told)

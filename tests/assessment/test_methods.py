@@ -1,16 +1,16 @@
 """Which methods can be compared, and how they are chosen."""
 
+from dataclasses import replace
+
 import pytest
 
 from laplace_debias.assessment import Method, PosteriorChoice, default_methods
 from laplace_debias.assessment.methods import (
-    BUILT_IN,
     LAST_LAYER,
     NETWORK,
     TEMPERATURE,
     check_methods,
     chosen_methods,
-    families_of,
 )
 
 
@@ -71,10 +71,6 @@ def test_methods_can_be_named_and_keep_their_order():
         chosen_methods(None, {"laplace": PosteriorChoice()}, None, "classification", True)
 
 
-def test_the_temperature_shares_the_networks_predictions():
-    families = families_of(tuple(BUILT_IN.values()))
-    assert [keys(family) for family in families] == [
-        ["network", "temperature"],
-        ["last-layer"],
-        ["laplace"],
-    ]
+def test_a_posterior_has_no_temperature_beside_the_tuned_one():
+    with pytest.raises(ValueError, match="a temperature is the network's alone"):
+        replace(LAST_LAYER, has_temperature=True)

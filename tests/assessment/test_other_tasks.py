@@ -14,8 +14,6 @@ from laplace_debias.assessment import Method, PosteriorChoice, assess
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
 from laplace_debias.sources.loaded import OodData
 
-LAST_TEMPERATURE = replace(LAST_LAYER, key="tempered", label="T", has_temperature=True)
-
 
 def joined(batches):
     return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
@@ -78,7 +76,7 @@ def test_a_regression(num_outputs, tmp_path):
 @pytest.mark.parametrize("task", ["binary", "multilabel"])
 def test_labels_that_apply_or_not(task, tmp_path):
     loaded = a_run.loaded_yes_no(task, num_test=50)
-    methods = (NETWORK, TEMPERATURE, LAST_LAYER, LAST_TEMPERATURE)
+    methods = (NETWORK, TEMPERATURE, LAST_LAYER)
     folder = assess(loaded, tmp_path / "run", methods)
     run = {method["key"]: method for method in read(folder, "run.json")["methods"]}
     assert not read(folder, "run.json")["conclusion"][0].startswith("First check")
@@ -103,8 +101,6 @@ def test_labels_that_apply_or_not(task, tmp_path):
     assert value == pytest.approx(float(per_example), rel=1e-4) or value == pytest.approx(
         float(loss.mean()), rel=1e-4
     )
-    # A temperature on top can only help on the examples that it is fitted on.
-    assert run["tempered"]["temperature"] != 1
 
 
 def test_without_validation_the_prior_is_tuned_by_the_evidence(tmp_path):

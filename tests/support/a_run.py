@@ -1,7 +1,6 @@
 """Small networks with data of their own, and run folders of them, made in seconds."""
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -23,8 +22,6 @@ ALL_PARAMETERS = Method(
     posterior=PosteriorChoice(params="all", mode="debiased", fit_examples=32),
     examples=60,
 )
-
-LAST_TEMPERED = replace(LAST_LAYER, key="last-tempered", label="Tempered", has_temperature=True)
 
 
 def batches_of(x, y, size=50):
@@ -156,7 +153,7 @@ def methods_for(loaded):
     """Five methods, fewer where there is nothing to fit a temperature on."""
     if loaded.task == "regression" or loaded.validation is None:
         return NETWORK, LAST_LAYER, ALL_PARAMETERS
-    return NETWORK, TEMPERATURE, LAST_LAYER, LAST_TEMPERED, ALL_PARAMETERS
+    return NETWORK, TEMPERATURE, LAST_LAYER, ALL_PARAMETERS
 
 
 def make_run(folder, task="classification", **options):
