@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -170,6 +172,49 @@ def half_width(draws: Sequence[Any], statistic: Callable[[Sequence[Any]], float]
     centre = math.fsum(left_out) / n
     error = math.sqrt((n - 1) / n * math.fsum((value - centre) ** 2 for value in left_out))
     return float(stats.t.ppf(0.975, n - 1)) * error
+
+
+def distances(rows: Sequence[Row]) -> list[Row]:
+    """Distances of every method and size to full-batch, those of EKFAC to full-batch EKFAC.
+
+    The distance is the mean |NLL − full-batch's| over draws and prior precisions, in nats. The
+    ratio is that to the mini-batch's of as many examples in the same draws; "worst" is the largest
+    at a single prior precision. Rows of full-batch have no draw.
+    """
+    full = {(r["method"], r["prior_precision"]): r["nll"] for r in rows if r["draw"] is None}
+    grid = list(dict.fromkeys(delta for _, delta in full))
+    gaps: dict[tuple[str, int | None], dict[tuple[int, float], float]] = {}
+    for row in rows:
+        if row["draw"] is not None:
+            method, delta = row["method"], row["prior_precision"]
+            gap = abs(row["nll"] - full[_kind(method) + FULL, delta])
+            gaps.setdefault((method, row.get("size")), {})[row["draw"], delta] = gap
+
+    def distance(key: tuple[str, int | None], draws: Sequence[int], deltas: list[float]) -> float:
+        return fmean(gaps[key][draw, delta] for draw in draws for delta in deltas)
+
+    def to_mini(key: tuple[str, int | None], draws: Sequence[int], deltas: list[float]) -> float:
+        mini = _kind(key[0]) + MINI, key[1]
+        return distance(key, draws, deltas) / distance(mini, draws, deltas)
+
+    table = []
+    for key in gaps:
+        draws = list(dict.fromkeys(draw for draw, _ in gaps[key]))
+        row: Row = {"method": key[0]} | ({"size": key[1]} if key[1] else {}) | {"draws": len(draws)}
+        columns = {"NLL distance": distance}
+        if (_kind(key[0]) + MINI, key[1]) in gaps:
+            columns["ratio"] = to_mini
+        for column, of in columns.items():
+            statistic = partial(of, key, deltas=grid)
+            row |= {column: statistic(draws), f"{column} ±": half_width(draws, statistic)}
+        if "ratio" in columns:
+            row["worst"] = max(to_mini(key, draws, [delta]) for delta in grid)
+        table.append(row)
+    return table
+
+
+def _kind(method: str) -> str:
+    return "EKFAC, " if method.startswith("EKFAC, ") else ""
 
 
 def write(

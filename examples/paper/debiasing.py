@@ -4,23 +4,18 @@ Every method sees the same 2b training examples of a draw. Those with larger num
 or with "all", see further ones too.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
 
-from examples.paper.common import Batch, Row, half_width, load, write
+from examples.paper.common import FULL, MINI, Batch, Row, distances, load, write
 from examples.paper.common import Settings as Shared
 from examples.paper.laplace import measured, predicted
 from examples.paper.plots import bars_figure
 from laplace_debias import Laplace
-
-FULL, MINI = "full-batch", "mini-batch"
 
 
 @dataclass(kw_only=True)
@@ -106,50 +101,8 @@ def run(settings: Settings) -> list[Row]:
         folds = settings.folds[-1]
         name = f"crossfit, {folds} folds, scaled by the outputs"
         measure("kfac", name, draw, hand, folds=folds, scale=full)
-    summary = summarise(rows)
+    summary = distances(rows)
     figure = bars_figure(summary, "ratio", "|NLL − full-batch NLL| over the mini-batch's ↓")
     title = "Distance of the NLL to full-batch at equal data, ± half a 95 % interval over draws"
     write(settings, {"results": rows, "summary": summary}, {"distances": figure}, title)
     return summary
-
-
-def summarise(rows: Sequence[Row]) -> list[Row]:
-    """Distances of every method to full-batch, those of EKFAC to full-batch EKFAC.
-
-    Returns:
-        For each method the mean |NLL − full-batch's| over draws and prior precisions in nats, and
-        its ratio to the mini-batch's in the same draws; with intervals over draws.
-    """
-    full = {(r["method"], r["prior_precision"]): r["nll"] for r in rows if r["draw"] is None}
-    gaps: dict[str, dict[int, list[float]]] = {}
-    for row in rows:
-        if row["draw"] is not None:
-            kind = "EKFAC, " if row["method"].startswith("EKFAC, ") else ""
-            gap = abs(row["nll"] - full[kind + FULL, row["prior_precision"]])
-            gaps.setdefault(row["method"], {}).setdefault(row["draw"], []).append(gap)
-    table = []
-    for method, of_method in gaps.items():
-        mini = gaps["EKFAC, " + MINI if method.startswith("EKFAC, ") else MINI]
-
-        def nll(draws: Sequence[int], gaps: dict[int, list[float]] = of_method) -> float:
-            return fmean(gap for draw in draws for gap in gaps[draw])
-
-        def ratio(
-            draws: Sequence[int],
-            own: dict[int, list[float]] = of_method,
-            other: dict[int, list[float]] = mini,
-        ) -> float:
-            return math.fsum(sum(own[d]) for d in draws) / math.fsum(sum(other[d]) for d in draws)
-
-        draws = list(of_method)
-        table.append(
-            {
-                "method": method,
-                "draws": len(draws),
-                "NLL": nll(draws),
-                "NLL ±": half_width(draws, nll),
-                "ratio": ratio(draws),
-                "ratio ±": half_width(draws, ratio),
-            }
-        )
-    return table

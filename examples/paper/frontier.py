@@ -14,14 +14,15 @@ from matplotlib.lines import Line2D
 from torch import Tensor
 from tqdm import tqdm
 
-from examples.paper.common import Batch, Row, Trained, half_width, load, write
+from examples.paper.common import FULL, Batch, Row, Trained, distances, load, write
 from examples.paper.common import Settings as Shared
 from examples.paper.plots import add_legend
 from laplace_debias import Auto, Laplace
 from laplace_debias.laplace.links import Link
 from laplace_debias.report.style import method_colours, new_panels, style_axes
+from laplace_debias.report.tables import write_csv
 
-FULL, AUTO = "full-batch", "auto"
+AUTO = "auto"
 # Mode and Fisher.
 WAYS = {
     "mini-batch": ("mini", "exact"),
@@ -45,6 +46,8 @@ class Settings(Shared):
         budgets: Numbers of examples that `mode="auto"` may draw.
         looks: How many examples it then reads for each that it draws.
         draws: How many times each is fitted, to other examples.
+        population: How many training examples, chosen at random, all fits draw from: of these is
+            the full-batch fit, scaled to the number of all. None for all.
         reference: Posterior file of the full-batch fit, made by an earlier run in its output.
         reference_examples: How many training examples, drawn with probability proportional to the
             curvature of their loss and weighed by the inverse, stand for all; None for all.
@@ -61,6 +64,7 @@ class Settings(Shared):
     budgets: tuple[int, ...] = ()
     looks: int = 8
     draws: int = 5
+    population: int | None = None
     reference: Path | None = None
     reference_examples: int | None = None
     test_examples: int = 100
@@ -75,6 +79,8 @@ def run(settings: Settings) -> list[Row]:
     chosen = torch.randperm(len(trained.test), generator=generator)[: settings.test_examples]
     test = [trained.batch(trained.test, part) for part in chosen.split(settings.chunk_size)]
     grid, num_data = list(settings.prior_precisions), len(trained.train)
+    generator = torch.Generator().manual_seed(settings.seed)
+    everything = torch.randperm(num_data, generator=generator)[: settings.population]
     rows: list[Row] = []
 
     def measure(name: str, fit: Callable[[], Laplace], draw: int | None, size: float) -> Laplace:
@@ -95,17 +101,18 @@ def run(settings: Settings) -> list[Row]:
     def new(fisher: str = "exact") -> Laplace:
         return Laplace(trained.model, params="weights", fisher=fisher)
 
-    full = measure(FULL, partial(_full, settings, trained, new), None, num_data)
+    full = measure(FULL, partial(_full, settings, trained, everything, new), None, num_data)
     settings.output.mkdir(parents=True, exist_ok=True)
     full.save(settings.output / "full-batch.safetensors")
     del full
     for draw in tqdm(range(settings.draws), "draws", disable=not settings.progress):
-        order = torch.randperm(num_data, generator=torch.Generator().manual_seed(1000 + draw))
+        generator = torch.Generator().manual_seed(1000 + draw)
+        order = everything[torch.randperm(len(everything), generator=generator)]
         for name in settings.ways:
             mode, fisher = WAYS[name]
             more = settings.monte_carlo_sizes if (mode, fisher) == ("mini", "mc") else ()
             for size in (*settings.sizes, *more):
-                if size <= num_data:
+                if size <= len(order):
                     fit = partial(_fit, settings, trained, new(fisher), order[:size], mode)
                     measure(name, fit, draw, size)
         data = _Shuffled(trained, order, settings.chunk_size)
@@ -116,6 +123,8 @@ def run(settings: Settings) -> list[Row]:
         ]
         for name, size, scheme in autos:
             measure(name, partial(new().fit, scheme, num_data=num_data), draw, size)
+        # A run of hours that is broken off leaves the draws that it made.
+        write_csv(rows, settings.output / "results.csv")
     summary = summarise(rows)
     title = "Mean distance of the NLL to exact full-batch, ± half a 95 % interval over draws"
     whole = {
@@ -130,20 +139,17 @@ def run(settings: Settings) -> list[Row]:
     return summary
 
 
-def _full(settings: Settings, trained: Trained, new: Callable[[], Laplace]) -> Laplace:
+def _full(
+    settings: Settings, trained: Trained, everything: Tensor, new: Callable[[], Laplace]
+) -> Laplace:
     """The fit of all training examples, or of those that stand for them."""
     if settings.reference is not None:
         return Laplace.load(settings.reference, trained.model)
-    everything = torch.arange(len(trained.train))
     if settings.reference_examples is None:
-        batches: Iterator[Any] = map(
-            partial(trained.batch, trained.train), everything.split(settings.chunk_size)
-        )
-        return new().fit_batches(batches, num_data=len(everything))
-    return new().fit_batches(
-        by_importance(trained, settings.reference_examples, settings.chunk_size),
-        num_data=len(everything),
-    )
+        batches: Iterator[Any] = iter(_Shuffled(trained, everything, settings.chunk_size))
+    else:
+        batches = by_importance(trained, settings.reference_examples, settings.chunk_size)
+    return new().fit_batches(batches, num_data=len(trained.train))
 
 
 def by_importance(trained: Trained, number: int, chunk_size: int) -> Iterator[tuple[Tensor, ...]]:
@@ -200,61 +206,16 @@ class _Shuffled:
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """Distances of every way and size to full-batch, and CPU seconds; both means over draws.
-
-    The distance is the mean |NLL − full-batch's| over the prior precisions, in nats. The ratio is
-    that to a mini-batch of as many examples in the same draws, "worst" the largest at a single
-    prior precision.
-    """
-    full = {row["prior_precision"]: row["nll"] for row in rows if row["draw"] is None}
-    found: dict[tuple[str, float], dict[int, list[Row]]] = {}
-    for row in rows:
-        if row["draw"] is not None:
-            key = row["method"], row["size"]
-            found.setdefault(key, {}).setdefault(row["draw"], []).append(row)
+    """The distances with means over draws of the examples that went backward and of CPU seconds."""
     table = []
-    for (method, size), of_draws in found.items():
-        draws, told = list(of_draws), {}
-        distance = partial(_distance, full, of_draws)
-        if mini := found.get(("mini-batch", size)):
-            ratio = partial(_ratio, full, of_draws, mini)
-            worst = max(ratio(draws, [delta]) for delta in full)
-            told = {"ratio": ratio(draws), "ratio ±": half_width(draws, ratio), "worst": worst}
-        of_fits = [rows[0] for rows in of_draws.values()]
+    for row in distances(rows):
+        key = row["method"], row["size"]
+        fits = [r for r in rows if (r["method"], r["size"]) == key]
+        examples = fmean(fit.get("drawn", fit["size"]) for fit in fits)
         table.append(
-            {
-                "method": method,
-                "size": size,
-                "draws": len(draws),
-                "examples": fmean(row.get("drawn", row["size"]) for row in of_fits),
-                "CPU seconds": fmean(row["seconds"] for row in of_fits),
-                "NLL distance": distance(draws),
-                "NLL distance ±": half_width(draws, distance),
-                **told,
-            }
+            {**row, "examples": examples, "CPU seconds": fmean(fit["seconds"] for fit in fits)}
         )
     return table
-
-
-def _distance(
-    full: Mapping[float, float],
-    of_draws: Mapping[int, Sequence[Row]],
-    draws: Sequence[int],
-    grid: Sequence[float] | None = None,
-) -> float:
-    """Mean |NLL − full-batch's| over draws and prior precisions."""
-    rows = [row for d in draws for row in of_draws[d] if row["prior_precision"] in (grid or full)]
-    return fmean(abs(row["nll"] - full[row["prior_precision"]]) for row in rows)
-
-
-def _ratio(
-    full: Mapping[float, float],
-    of_draws: Mapping[int, Sequence[Row]],
-    mini: Mapping[int, Sequence[Row]],
-    draws: Sequence[int],
-    grid: Sequence[float] | None = None,
-) -> float:
-    return _distance(full, of_draws, draws, grid) / _distance(full, mini, draws, grid)
 
 
 def seconds_of(summary: Sequence[Row], method: str, size: int) -> float:
