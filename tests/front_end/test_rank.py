@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laplace_debias import Laplace
+from laplace_debias.operators.exact import exact_trace
 
 MODES = ["full", "mini", "debiased", "crossfit"]
 # The factors below have at most this rank; those of 24 columns or more are streamed.
@@ -149,7 +150,7 @@ def decaying(num_batches=4, width=40):
     return model, list(zip(x.double().split(32), y.split(32), strict=True))
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4, 12, 0.5, 0.99])
+@pytest.mark.parametrize("rank", [1, 4, 12, 0.5])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_the_trace_is_exact_at_any_rank(curvature, mode, rank):
@@ -162,7 +163,7 @@ def test_the_trace_is_exact_at_any_rank(curvature, mode, rank):
     for name, kept in ((reference, None), (curvature, rank)):
         la = Laplace(model, curvature=name, rank=kept)
         la.fit(data, mode=mode, num_data=128)
-        traces.append([block.to_dense().trace() for block in blocks(la).values()])
+        traces.append([exact_trace(block) for block in blocks(la).values()])
     assert blocks(la)["0.weight"].U_G.shape[1] < 25
     is_pooled = curvature == "ekfac" or mode in ("debiased", "crossfit")
     torch.testing.assert_close(*traces, rtol=1e-6 if is_pooled else 1e-12, atol=0)

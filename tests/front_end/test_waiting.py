@@ -107,8 +107,7 @@ FITS = one_axis_at_a_time(
 @pytest.mark.filterwarnings("ignore:The noise of the regression")
 @pytest.mark.parametrize(
     ("name", "curvature", "fisher"),
-    # Only where positions share weights do curvature and network act on each other.
-    [fit for fit in FITS if not fit.marks or fit.values[0] in ("convolutions", "padding")],
+    [fit for fit in FITS if not fit.marks],
 )
 def test_a_fit_does_not_wait_for_every_batch(name, curvature, fisher):
     devices, sizes = [], (2, 4)
