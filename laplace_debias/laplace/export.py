@@ -30,7 +30,6 @@ from laplace_debias.curvature.network.inputs import (
     call,
     join,
 )
-from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace import predictive
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.links import Link, link_from, variances_suffice
@@ -80,7 +79,7 @@ class _Predictive(nn.Module):
 
     def __init__(self, fitted: Fitted, example: Inputs, link: Link | None) -> None:
         super().__init__()
-        self.network, self.likelihood = shadow(fitted.network), fitted.likelihood
+        self.network, self.likelihood = fitted.network, fitted.likelihood
         self._layer = _last_linear_layer(fitted, example)
         self._link, self._blocks = link, fitted.parameters.blocks
         posterior = fitted.posterior
@@ -257,8 +256,8 @@ def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:
             f"{len(layers)} layers are Bayesian here: {', '.join(layers[:3])}"
             f"{', …' if len(layers) > 3 else ''}. {remedy}"
         )
-    network = shadow(fitted.network)
-    tap = Tap.on(network, blocks)
+    network = fitted.network
+    tap = Tap(network, blocks)
     outputs = tap.forward(example)
     last, layer = tap.last_layer(outputs), network.get_submodule(layers[0])
     is_linear = isinstance(layer, nn.Linear) and all(b.role in ("weight", "bias") for b in blocks)

@@ -11,6 +11,7 @@ from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
 from laplace_debias.curvature.layers.blocks import Block, Sharing, curvature_blocks, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import check_class_dim
@@ -141,7 +142,7 @@ class BayesianParameters:
 
     def verified(
         self,
-        network: nn.Module,
+        tap: Tap,
         model: nn.Module,
         selection: ParameterSelection,
         settings: FitSettings,
@@ -153,7 +154,7 @@ class BayesianParameters:
         left out, with a warning.
 
         Args:
-            network: The model, with outputs `[B, ..., C]`.
+            tap: A tap of the network, with outputs `[B, ..., C]`.
             model: The model.
             selection: As `Laplace` takes it.
             settings: How blocks are made of them.
@@ -164,7 +165,7 @@ class BayesianParameters:
                 name or predicate; as `resolve`.
             NotImplementedError: As `resolve`.
         """
-        found = resolve(network, self.names, x, settings.joint, settings.sharing)
+        found = resolve(tap, self.names, x, settings.joint, settings.sharing)
         names, calls = self.names, found.calls
         if selection == SUPPORTED and calls:
             names = [name for name in names if name not in calls]

@@ -282,9 +282,9 @@ def default_link(fitted: Fitted, x: Inputs | Record) -> links.Link | None:
     if type(fitted.likelihood) is not CategoricalLikelihood:
         return links.default_link(fitted.likelihood, torch.Size())
     with torch.inference_mode(False):
-        x = fitted.moved(x)
-        with explaining_unbatched(fitted.network, x):
-            outputs = linearised.map_outputs(fitted.network, take(x, slice(1)))
+        x, network = fitted.moved(x), fitted.network
+        with explaining_unbatched(network, x):
+            outputs = linearised.map_outputs(network, take(x, slice(1)))
     return links.default_link(fitted.likelihood, outputs.shape)
 
 

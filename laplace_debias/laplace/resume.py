@@ -98,7 +98,7 @@ def identity_of(
         "rank": kind.rank,
         **settings,
         "generator": hashlib.blake2b(state, digest_size=8).hexdigest(),
-        "backend": problem.backend.__name__,
+        "backend": type(problem.stream).__name__,
         "device": problem.device.type,
         "dtype": str(problem.dtype),
         **of_data,

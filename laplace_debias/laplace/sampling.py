@@ -10,7 +10,6 @@ from torch.func import jvp, vmap
 
 from laplace_debias.curvature.network.inputs import Inputs, call_with
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.threads import FORWARD_MODE
 
@@ -34,7 +33,7 @@ def sample_outputs(
 
 
 def outputs_of_samples(
-    model: nn.Module,
+    network: nn.Module,
     names: Sequence[str],
     x: Inputs,
     parameters: Float[Tensor, "samples parameters"],
@@ -46,13 +45,12 @@ def outputs_of_samples(
     products, vectorised over the samples in chunks.
 
     Args:
-        model: The trained network at θ*.
+        network: A `shadow` of the trained network at θ*.
         names: The Bayesian parameters, in the order of the samples' columns.
         x: Inputs, `[B, ...]`.
         parameters: Samples θ_s, `[S, D]`.
         linear: Whether to linearise.
     """
-    network = shadow(model)
     at = {name: network.get_parameter(name).detach() for name in names}
 
     def outputs_of(values: dict[str, Tensor]) -> Tensor:

@@ -13,7 +13,6 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import call, move
 from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
-from laplace_debias.curvature.network.shadow import shadow
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def mean_output_curvature(problem: Problem, batches: Pairs) -> float:
     Raises:
         ValueError: If there is no example; as `looked`.
     """
-    network, faults = shadow(problem.model), Faults()
+    network, faults = problem.network, Faults()
     total: Tensor | float = 0.0
     num_examples = 0
     for number, (x, y, *weights) in enumerate(batches, start=1):

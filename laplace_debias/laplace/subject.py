@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import (
@@ -36,6 +37,7 @@ from laplace_debias.curvature.network.shadow import (
     check_finite,
     check_usable,
     is_narrow,
+    kept_as_it_is,
     plain_names,
     shadow,
     unwrapped,
@@ -180,12 +182,12 @@ class Subject:
 
     @property
     def network(self) -> nn.Module:
-        """The differentiated module: the model without wrappers, with its outputs `[B, ..., C]`.
+        """A `shadow` of the model without wrappers, with outputs `[B, ..., C]`; each time anew.
 
         Where Bayesian parameters are in half precision, it computes in single precision.
         """
-        plain = widened(unwrapped(self.model), self.known.names)
-        return classes_last(plain, self.settings.class_dim)
+        network = widened(shadow(unwrapped(self.model)), self.known.names)
+        return classes_last(network, self.settings.class_dim)
 
     def problem(
         self,
@@ -216,20 +218,20 @@ class Subject:
         # The labels' seed is drawn before the loader's order.
         fisher = settings.fisher.seeded(generator)
         stream = self.of_fit(data, generator, what, progress)
-        found = self._look_at(stream)
-        network, blocks = found.network, found.known.blocks
+        found, tap = self._look_at(stream)
+        blocks = found.known.blocks
+        backend = choose_backend(unwrapped(self.model), self.backend, blocks)
         problem = Problem(
-            network,
             Cotangents(NegativeLogLikelihood(self.likelihood), fisher, settings.class_dim),
             blocks,
-            choose_backend(network, self.backend, blocks),
+            backend(tap, blocks),
             settings.factor_dtype,
             settings.memory_bound,
         )
         return found, problem.on(current()), stream
 
-    def _look_at(self, stream: Stream) -> "Subject":
-        """The subject with the parameters that the first batch tells; checks the outputs.
+    def _look_at(self, stream: Stream) -> tuple["Subject", Tap]:
+        """The subject with the parameters that the first batch tells, and a tap where they are.
 
         A process without examples looks at those of the first one that has some.
         """
@@ -245,10 +247,10 @@ class Subject:
                         f'params="last_layer" was {known.names}, but now the outputs come '
                         f"from {found.names}: the model has changed, build a new Laplace."
                     )
-            network = replace(self, parameters=found).network
-            look_at(network, self.likelihood, x, y, settings)
-            found = found.verified(network, plain, self.selection, settings, x)
-            return self.changed(parameters=found)
+            tap = Tap(replace(self, parameters=found).network)
+            look_at(tap.network, self.likelihood, x, y, settings)
+            found = found.verified(tap, plain, self.selection, settings, x)
+            return self.changed(parameters=found), tap
         raise ValueError("The data holds no example: pass a loader with at least one batch.")
 
     def stream(
@@ -311,7 +313,7 @@ def look_at(
     """Run a few examples: where are the classes, and are the outputs logits?
 
     Args:
-        network: The model, with outputs `[B, ..., C]`.
+        network: A `shadow` of the model, with outputs `[B, ..., C]`.
         likelihood: What the outputs mean.
         x: Inputs, `[B, ...]`, on the model's device.
         y: Targets.
@@ -325,8 +327,8 @@ def look_at(
         ValueError: If the shapes leave open where the classes are.
         TypeError: If there are no logits among what the model returns.
     """
-    with torch.no_grad():
-        outputs = call(shadow(network), take(x, slice(0, _FEW)))
+    with torch.no_grad(), kept_as_it_is(network):
+        outputs = call(network, take(x, slice(0, _FEW)))
     check_layout(torch.Size((len(y), *outputs.shape[1:])), y, settings.class_dim)
     if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
         warn(

@@ -10,9 +10,11 @@ from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import SideSums, factor_sums, owned_factors
 from laplace_debias.curvature.layers.backends import HookStream
 from laplace_debias.curvature.layers.blocks import curvature_blocks
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.network.shadow import shadow
 
 PAD = 0
 
@@ -90,7 +92,9 @@ def test_input_factors_of_both_passes_agree(name: str):
     names = [name for name, _ in model.named_parameters()]
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
     blocks = curvature_blocks(model, names)
-    problem = Problem(model, cotangents, blocks, HookStream, torch.float64, None)
+    problem = Problem(
+        cotangents, blocks, HookStream(Tap(shadow(model)), blocks), torch.float64, None
+    )
     factors, _ = factor_sums(problem, [(x, y)])
     inputs, forward = SideSums(problem, 1), ForwardPasses(problem)
     outputs = [forward(x[part], y[part], inputs) for part in (slice(0, 2), slice(2, 6))]

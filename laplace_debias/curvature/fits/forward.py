@@ -8,7 +8,6 @@ from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.shadow import shadow
 
 
 class ForwardPasses:
@@ -21,7 +20,7 @@ class ForwardPasses:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._blocks = [block for block in problem.blocks if not block.is_exact]
-        self._tap = Tap.on(shadow(problem.model), self._blocks)
+        self._tap = Tap(problem.network, self._blocks)
         self._positions: PositionFinder | None = None
 
     def __call__(self, x: Inputs, y: Tensor, inputs: SideSums) -> Tensor:
@@ -42,7 +41,7 @@ class ForwardPasses:
         tap.forget()
         if self._positions is None:
             self._positions = PositionFinder(
-                problem.model, self._blocks, problem.cotangents, tap.network, uses, outputs
+                problem.network, self._blocks, problem.cotangents, uses, outputs
             )
         masks = self._positions.find(x, y)
         for block in self._blocks:

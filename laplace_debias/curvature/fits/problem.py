@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
-from laplace_debias.curvature.layers.backends import Backend
+from laplace_debias.curvature.layers.backends import Stream
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.operators import BlockDiagonal
@@ -19,34 +19,37 @@ class Problem:
     """A network with its loss and blocks, and how its curvature is taken.
 
     Attributes:
-        model: The trained network, left untouched.
         cotangents: Which cotangents at its outputs stand for the loss Hessian.
         blocks: The curvature blocks.
-        backend: Where the blocks' inputs and output gradients come from.
+        stream: Where the blocks' inputs and output gradients come from.
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes that one chunk's output gradients may take; None as `granted` takes it.
         ranks: The processes that share the data. What a fit sums over examples is summed over them.
         checkpoint: Where its passes over the data are saved, if they are.
     """
 
-    model: nn.Module
     cotangents: Cotangents
     blocks: Sequence[Block]
-    backend: Backend
+    stream: Stream
     factor_dtype: torch.dtype
     memory_bound: int | None
     ranks: Ranks = ALONE
     checkpoint: Checkpoint | None = None
 
     @property
+    def network(self) -> nn.Module:
+        """The `shadow` of the trained network that is run."""
+        return self.stream.tap.network
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the Bayesian parameters."""
-        return self.model.get_parameter(self.blocks[0].parameters[0]).dtype
+        return self.network.get_parameter(self.blocks[0].parameters[0]).dtype
 
     @property
     def device(self) -> torch.device:
         """Where the Bayesian parameters are."""
-        return self.model.get_parameter(self.blocks[0].parameters[0]).device
+        return self.network.get_parameter(self.blocks[0].parameters[0]).device
 
     def on(self, ranks: Ranks) -> "Problem":
         """The same on several processes, with the labels of `fisher="mc"` that rank 0 draws."""

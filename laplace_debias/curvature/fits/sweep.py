@@ -13,12 +13,10 @@ from laplace_debias.curvature.layers.backends import Consume, HookStream, Measur
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.positions import PositionFinder
-from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import Faults, check_outputs
-from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.system.memory import MOST_GRANTED, granted, is_out_of_memory
 
 
@@ -246,9 +244,7 @@ class Sweep:
         self.sums, self.checkpoint = ({}, None) if sums is None else (sums, problem.checkpoint)
         self.additive, self.extra_bytes = additive, extra_bytes
         self.together = problem.blocks if joins_blocks else None
-        network = shadow(problem.model)
-        self.stream = problem.backend(network, problem.blocks)
-        self.kept = add_inputs and KeptInputs(network, problem.blocks, add_inputs)
+        self.kept = add_inputs and KeptInputs(problem.network, problem.blocks, add_inputs)
         self.progress = Progress()
         self.positions: PositionFinder | None = None
 
@@ -305,21 +301,18 @@ class Sweep:
         Raises:
             ValueError: If one cotangent of one example does not fit.
         """
-        problem, stream, blocks = self.problem, self.stream, self.problem.blocks
-        tap = (
-            stream.tap if isinstance(stream, HookStream) else Tap.on(shadow(problem.model), blocks)
-        )
+        problem, tap = self.problem, self.problem.stream.tap
         outputs = tap.forward(move(take(x, slice(0, 1)), problem.device, None))
         check_outputs(outputs, num_examples(x))
         self.positions = PositionFinder(
-            problem.model, blocks, problem.cotangents, tap.network, tap.uses, outputs
+            problem.network, problem.blocks, problem.cotangents, tap.uses, outputs
         )
         columns = problem.cotangents.num_columns(outputs)
         _check_columns(columns, outputs)
         size = tap.output_bytes() + self.extra_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example")
         self.columns = min(columns, bound // size)
-        if self.additive and tap.one_by_one and isinstance(stream, HookStream):
+        if self.additive and tap.one_by_one and isinstance(problem.stream, HookStream):
             self.columns = 1
         self.examples = max(1, bound // (_SHARE * self.columns * size))
         tap.forget()
@@ -380,7 +373,7 @@ class Sweep:
             assert self.positions is not None
             # It asks about what still lies on the CPU there.
             measure = self.kept.and_measure(measure, self.positions.find(x, y), roots)
-        self.stream(moved, columns, measure, adding, self.columns)
+        self.problem.stream(moved, columns, measure, adding, self.columns)
         return told[0]
 
 

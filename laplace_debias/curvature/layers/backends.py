@@ -29,6 +29,7 @@ from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.tap import Tap, not_batched
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.layer_types import LAYERS
+from laplace_debias.curvature.network.shadow import NARROW
 
 Measured = TypeVar("Measured")
 # From a layer, its block and the layer's uses (and which positions take part, where not all do) to
@@ -39,58 +40,24 @@ Consume = Callable[[Block, Measured], None]
 Columns = Callable[[Tensor], Tensor]
 
 
-# One batch: inputs [B, ...], the cotangents, what to compute of a block, who takes it, and how many
-# cotangents are pushed back at once.
-Stream = Callable[[Inputs, Columns, Measure, Consume, int], None]
-# Built once on a `shadow` of the model and the blocks wanted.
-Backend = Callable[[nn.Module, Sequence[Block]], Stream]
-
 # Layers that BackPACK pushes columns through.
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) -> Backend:
-    """The backend of a name.
-
-    Args:
-        model: The model.
-        name: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can, hooks elsewhere.
-        blocks: The blocks that are wanted, if they are known.
-
-    Raises:
-        ValueError: For an unknown name.
-        NotImplementedError: For `"backpack"` with a model that it would get wrong.
-    """
-    if name == "hooks":
-        return HookStream
-    if name not in ("auto", "backpack"):
-        raise ValueError(f"Unknown backend={name!r}: use 'auto', 'backpack' or 'hooks'.")
-    obstacle = why_not_backpack(model)
-    outside = [block.name for block in blocks if block.calls]
-    if obstacle is None and outside:
-        obstacle = f"{outside} belong to no layer that it knows"
-    if obstacle is None:
-        return BackpackStream
-    if name == "auto":
-        return HookStream
-    raise NotImplementedError(
-        f"BackPACK cannot handle this model: {obstacle}. Use backend='hooks' or 'auto'."
-    )
 
 
 class HookStream:
     """The stream through the layer tap.
 
     Args:
-        network: A `shadow` of the model: hooks are left on it.
+        tap: A tap of the network.
         blocks: The blocks wanted.
     """
 
-    def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
+    def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
         self._at: dict[Site, list[Block]] = {}
         for block in blocks:
             self._at.setdefault(block.site, []).append(block)
-        self.tap = Tap.on(network, blocks)
+        self.tap = tap
+        tap.at(blocks)
 
     def __call__(
         self,
@@ -114,7 +81,7 @@ class HookStream:
         for index, part in enumerate(parts):
             for site, uses in self.tap.backward(outputs, part, again=index + 1 < len(parts)):
                 for block in self._at[site]:
-                    consume(block, measure(self.tap.module(site), block, uses))
+                    consume(block, measure(self.tap.layers[site], block, uses))
 
 
 @cache
@@ -137,6 +104,9 @@ def why_not_backpack(model: nn.Module) -> str | None:
     parameters.
     """
     seen: set[int] = set()
+    narrow = [name for name, p in model.named_parameters() if p.dtype in NARROW]
+    if narrow:
+        return f"{narrow[0]} is in half precision, and is computed with in single precision"
     for path, module in model.named_modules(remove_duplicate=False):
         name = f"{path or 'model'} ({type(module).__name__})"
         if id(module) in seen:
@@ -169,7 +139,9 @@ def why_not_backpack(model: nn.Module) -> str | None:
 class BackpackStream:
     """The stream through BackPACK; arguments as `HookStream`."""
 
-    def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
+    def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
+        self.tap, network = tap, tap.network
+        tap.at(blocks)
         self._of_layer: dict[nn.Module, list[Block]] = {}
         for block in blocks:
             self._of_layer.setdefault(network.get_submodule(block.layer), []).append(block)
@@ -231,3 +203,36 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
         outputs = layer.forward(x)
     (product,) = torch.autograd.grad(outputs, x, gradients, is_grads_batched=True)
     return product
+
+
+Stream = HookStream | BackpackStream
+"""Measures batches: built once, on a tap of the network and the blocks wanted."""
+
+
+def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) -> type[Stream]:
+    """The backend of a name.
+
+    Args:
+        model: The model.
+        name: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can, hooks elsewhere.
+        blocks: The blocks that are wanted, if they are known.
+
+    Raises:
+        ValueError: For an unknown name.
+        NotImplementedError: For `"backpack"` with a model that it would get wrong.
+    """
+    if name == "hooks":
+        return HookStream
+    if name not in ("auto", "backpack"):
+        raise ValueError(f"Unknown backend={name!r}: use 'auto', 'backpack' or 'hooks'.")
+    obstacle = why_not_backpack(model)
+    outside = [block.name for block in blocks if block.calls]
+    if obstacle is None and outside:
+        obstacle = f"{outside} belong to no layer that it knows"
+    if obstacle is None:
+        return BackpackStream
+    if name == "auto":
+        return HookStream
+    raise NotImplementedError(
+        f"BackPACK cannot handle this model: {obstacle}. Use backend='hooks' or 'auto'."
+    )

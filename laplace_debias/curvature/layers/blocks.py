@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, takewhile
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from laplace_debias.curvature.network.layer_types import (
     NORMS,
     PROJECTIONS,
     TRANSPOSED,
+    is_attention,
     is_hugging_face_conv1d,
 )
 
@@ -116,7 +118,7 @@ class Block:
             return False
         return not (side and self.role == "table") and 2 * self.most_rows <= self.shape[side]
 
-    @property
+    @cached_property
     def site(self) -> "Site":
         """Where the block is measured."""
         return Site(self.calls, True) if self.calls else Site((self.layer,))
@@ -208,7 +210,7 @@ def _is_supported(layer: nn.Module) -> bool:
     if isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
         return False
     if isinstance(layer, nn.MultiheadAttention):
-        return type(layer) is nn.MultiheadAttention and layer.bias_k is None
+        return is_attention(layer) and layer.bias_k is None
     return isinstance(layer, LAYERS)
 
 

@@ -7,8 +7,6 @@ differentiated. The sum over all calls that read the parameter is its Jacobian r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +23,7 @@ from laplace_debias.curvature.network.inputs import (
     Inputs,
     call_with,
 )
+from laplace_debias.curvature.network.shadow import kept_as_it_is
 from laplace_debias.system.memory import is_out_of_memory
 
 # Numbers in the rows that are made at a time.
@@ -67,7 +66,7 @@ def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = 
     """The forward pass of the whole network as a call.
 
     Args:
-        network: A `shadow` of the model, without hooks of this package.
+        network: A `shadow` of the model.
         x: Its inputs, `[B, ...]`.
         outputs: What they gave, `[B, ...]`.
         path: The network's path.
@@ -76,7 +75,7 @@ def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = 
 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         inputs = pytree.tree_unflatten(list(leaves), structure)
-        with _kept_as_it_is(network):
+        with kept_as_it_is(network):
             return [call_with(network, parameters, inputs)]
 
     dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -87,33 +86,16 @@ def runner(module: nn.Module, structure: Any) -> Callable[..., list[Tensor]]:
     """A function that runs a module again, as `Call.run`.
 
     Args:
-        module: The module, of a `shadow` without hooks of this package.
+        module: The module, of a `shadow`.
         structure: The tree of its arguments `(args, kwargs)`.
     """
 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         args, named = pytree.tree_unflatten(list(leaves), structure)
-        with LAYER_BY_LAYER, PLAIN_ATTENTION, _kept_as_it_is(module):
+        with LAYER_BY_LAYER, PLAIN_ATTENTION, kept_as_it_is(module):
             return floating_leaves(functional_call(module, dict(parameters), args, named))
 
     return run
-
-
-@contextmanager
-def _kept_as_it_is(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass leaves in a module's attributes, such as what it caches.
-
-    The next one would take it for its own, with the numbers of other examples.
-    """
-    before = [
-        (inner, {k: copy(v) if type(v) in (dict, list) else v for k, v in vars(inner).items()})
-        for inner in module.modules()
-    ]
-    try:
-        yield
-    finally:
-        for inner, attributes in before:
-            inner.__dict__ = attributes
 
 
 def floating_leaves(outputs: Any) -> list[Tensor]:
@@ -126,9 +108,8 @@ class CallUses:
     """The calls that read some parameters, with the gradients at their outputs.
 
     Args:
-        network: A `shadow` of the model, without hooks of this package.
-        calls: The calls.
-        gradients: For every call the gradients at its outputs, with a dimension for the columns
+        network: A `shadow` of the model.
+        calls: The calls, each with the gradients at its outputs, with a dimension for the columns
             before all others; None for an output that nothing depends on.
         names: The parameters.
         batch: B.
@@ -138,19 +119,18 @@ class CallUses:
     def __init__(
         self,
         network: nn.Module,
-        calls: Sequence[Call],
-        gradients: Sequence[Sequence[Tensor | None]],
+        calls: Sequence[tuple[Call, Sequence[Tensor | None]]],
         names: Sequence[str],
         batch: int,
         loops: set[str],
     ) -> None:
         self._network = network
-        self._calls = list(zip(calls, gradients, strict=True))
+        self._calls = calls
         self._names = list(names)
         self._loops = loops
         self._known: dict[str, Tensor] = {}
         self.num_examples = batch
-        self.num_columns = next(len(g) for of_call in gradients for g in of_call if g is not None)
+        self.num_columns = next(len(g) for _, of in calls for g in of if g is not None)
 
     def rows(self, block: Block) -> Iterator[tuple[slice, Float[Tensor, "columns part size"]]]:
         """Jacobian rows of a block's parameter, with the examples that they belong to."""

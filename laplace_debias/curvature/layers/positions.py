@@ -56,29 +56,28 @@ class PositionFinder:
     """Finds the positions that take part, batch by batch.
 
     Args:
-        model: The model.
+        network: A `shadow` of the model.
         blocks: The curvature blocks.
         cotangents: Which cotangents at its outputs stand for the loss Hessian.
-        network: A `shadow` of the model.
         uses: The uses of the blocks' layers in it, for one example.
         outputs: Its outputs for it.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        network: nn.Module,
         blocks: Sequence[Block],
         cotangents: Cotangents,
-        network: nn.Module,
         uses: Sequence[Use],
         outputs: Tensor,
     ) -> None:
-        self._model = model
+        self._network = network
         self._cotangents = cotangents
         self._ndim, self._device = outputs.ndim, outputs.device
         sharing = {block.layer for block in blocks if not block.is_exact}
         shared = [use for use in uses if use.layer in sharing and use.z.ndim > 2]
-        self._layers = list(dict.fromkeys(use.layer for use in shared))
+        layers = {use.layer for use in shared}
+        self._blocks = [block for block in blocks if not block.is_exact and block.layer in layers]
         lengths = {takes_part(network.get_submodule(u.layer), u.z).shape[1] for u in shared}
         # Outputs have the classes behind their positions, or between them and the examples.
         of_outputs = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
@@ -98,7 +97,7 @@ class PositionFinder:
         Returns:
             By the layer's path, for every use that the outputs depend on.
         """
-        if not self._layers:
+        if not self._blocks:
             return {}
         counted = self._cotangents.counted(y, self._ndim)
         if counted is not None and bool(counted.all()):
@@ -107,7 +106,7 @@ class PositionFinder:
             return {}
         if self._pass is None:
             # Hooks cost time, and most data holds no padding.
-            self._pass = _Pass(self._model, self._layers)
+            self._pass = _Pass(shadow(self._network), self._blocks)
         lengths = _lengths_of_tokens(x)
         device = self._device
         x = move(x, device, None)
@@ -161,14 +160,13 @@ class _Pass:
     """One forward pass, and one backward pass of a generic cotangent.
 
     Args:
-        model: The model.
-        layers: Paths of the layers that are asked about.
+        network: A `shadow` of the model: hooks are left on it.
+        blocks: Those of the layers that are asked about.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
-        network = shadow(model)
-        self._tap = Tap(network, [Site((path,)) for path in layers])
-        self._modules = {path: network.get_submodule(path) for path in layers}
+    def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
+        self._tap = Tap(network, blocks)
+        layers = {block.layer for block in blocks}
         # What the other layers have in common with these does not depend on which ones are asked.
         self._others: list[tuple[nn.Module, Tensor, Tensor]] = []
         for path, module in network.named_modules():
@@ -198,7 +196,7 @@ class _Pass:
         self._others.clear()
         outputs = self._tap.forward(x)
         batch, asked = len(outputs), self._tap.uses
-        calls = [(self._modules[use.layer], use.x, use.z) for use in asked]
+        calls = [(self._tap.layers[Site((use.layer,))], use.x, use.z) for use in asked]
         calls += [c for c in self._others if c[2].ndim > 2 and len(c[2]) == batch]
         self._tap.forget()
         self._others.clear()

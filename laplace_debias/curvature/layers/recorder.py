@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layers.calls import Call, call_of_network, runner
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.layer_types import is_hugging_face_conv1d
-from laplace_debias.curvature.network.shadow import shadow
 
 # Dimensions of the examples in a call's arguments, and in its outputs.
 Dims = tuple[list[int | None], list[int | None]]
@@ -30,35 +31,50 @@ class CallRecorder:
     """Records the calls of some modules.
 
     Args:
-        network: A `shadow` of the model that has no hooks of this package yet: they are left on it.
+        network: A `shadow` of the model.
         paths: Paths of the modules.
+
+    Attributes:
+        paths: The paths.
+        has_inner: Whether one is not the network itself.
+        loops: Paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its
+            own.
+        seen: The calls of modules inside the network since `forget`, in their order.
     """
 
     def __init__(self, network: nn.Module, paths: Sequence[str]) -> None:
-        self.paths = list(paths)
-        self._seen: list[_Seen] = []
-        self._open: list[_Seen] = []
-        self._dims: dict[tuple[str, int], Dims] | None = None
-        # Paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its own.
-        self.loops = {path for path in paths if _is_recurrent(network.get_submodule(path))}
-        # What is run again, where nothing is recorded.
-        self.bare = shadow(network) if paths else network
+        self.paths, self._network = paths, network
+        self._inner = {path: network.get_submodule(path) for path in paths if path}
+        self.has_inner = bool(self._inner)
+        self.loops: set[str] = set()
         for path in paths:
-            if path:
-                module = network.get_submodule(path)
-                module.register_forward_pre_hook(self._begin(path), prepend=True, with_kwargs=True)
-                module.register_forward_hook(self._end, prepend=True, with_kwargs=True)
+            parts = network.get_submodule(path).modules()
+            if any(isinstance(part, nn.RNNBase) for part in parts):
+                self.loops.add(path)
+        self._dims: dict[tuple[str, int], Dims] | None = None
+        self.forget()
 
-    def _begin(self, path: str) -> Any:
-        def begin(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            leaves, structure = pytree.tree_flatten((args, named))
-            # Copies: the call may overwrite what it is given.
-            copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-            seen = _Seen(path, copies, structure, [])
-            self._seen.append(seen)
-            self._open.append(seen)
+    def forget(self) -> None:
+        """Let go of what was recorded."""
+        self.seen: list[_Seen] = []
+        self._open: list[_Seen] = []
 
-        return begin
+    def hook(self) -> list[RemovableHandle]:
+        """Hooks for one forward pass of the network."""
+        handles = []
+        for path, module in self._inner.items():
+            begin, both = partial(self._begin, path), {"prepend": True, "with_kwargs": True}
+            handles.append(module.register_forward_pre_hook(begin, **both))
+            handles.append(module.register_forward_hook(self._end, **both))
+        return handles
+
+    def _begin(self, path: str, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        leaves, structure = pytree.tree_flatten((args, named))
+        # Copies: the call may overwrite what it is given.
+        copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+        seen = _Seen(path, copies, structure, [])
+        self.seen.append(seen)
+        self._open.append(seen)
 
     def _end(self, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
         # A call inside of another ends before it.
@@ -74,18 +90,14 @@ class CallRecorder:
             handed_on.append(leaf)
         return pytree.tree_unflatten(handed_on, structure)
 
-    def forget(self) -> None:
-        """Let go of what was recorded."""
-        self._seen.clear()
-        self._open.clear()
-
-    def learn(self, passes: Sequence[Sequence[_Seen]]) -> None:
+    def learn(self, of_one: Sequence[_Seen], of_two: Sequence[_Seen]) -> None:
         """Find the dimensions of the examples.
 
         Args:
-            passes: What `seen` was after a forward pass of one example, and after one of two.
+            of_one: What `seen` was after a forward pass of one example.
+            of_two: Likewise of two.
         """
-        one, two = (_numbered(seen) for seen in passes)
+        one, two = _numbered(of_one), _numbered(of_two)
         self._dims = {}
         for key in one.keys() & two.keys():
             first, second = one[key], two[key]
@@ -95,11 +107,6 @@ class CallRecorder:
             outputs = [_growing(a, b) for a, b in zip(first.outputs, second.outputs, strict=True)]
             if _NO_DIM not in (*leaves, *outputs) and any(d is not None for d in outputs):
                 self._dims[key] = (leaves, outputs)
-
-    @property
-    def seen(self) -> list[_Seen]:
-        """The calls of modules inside the network since `forget`, in their order."""
-        return list(self._seen)
 
     def calls(self, x: Inputs, outputs: Tensor, batch: int) -> dict[str, list[Call] | None]:
         """The recorded calls by path; None where the examples have no dimension of their own.
@@ -111,23 +118,19 @@ class CallRecorder:
         """
         found: dict[str, list[Call] | None] = {path: [] for path in self.paths}
         if "" in found:
-            found[""] = [call_of_network(self.bare, x, outputs)]
-        for key, seen in _numbered(self._seen).items():
+            found[""] = [call_of_network(self._network, x, outputs)]
+        for key, seen in _numbered(self.seen).items():
             of_path = found[seen.path]
             dims = (self._dims or {}).get(key)
             if of_path is None or dims is None or not _fits(seen, dims, batch):
                 found[seen.path] = None
                 continue
-            run = runner(self.bare.get_submodule(seen.path), seen.structure)
+            run = runner(self._inner[seen.path], seen.structure)
             of_path.append(Call(seen.path, run, seen.leaves, dims[0], seen.outputs, dims[1]))
         return found
 
 
 _NO_DIM = -1
-
-
-def _is_recurrent(module: nn.Module) -> bool:
-    return any(isinstance(inner, nn.RNNBase) for inner in module.modules())
 
 
 def _numbered(seen: Sequence[_Seen]) -> dict[tuple[str, int], _Seen]:

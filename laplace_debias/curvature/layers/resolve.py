@@ -1,4 +1,4 @@
-"""Finds the blocks of a model's parameters, found by running an example or two.
+"""Finds the blocks of a model's parameters by running an example or two.
 
 A layer's class says how its parameters act, and a model may do otherwise: a forward pass of its
 own, a weight that is read from outside of its layer, windows or time steps in the place of the
@@ -7,10 +7,12 @@ agree is measured at calls of the module that holds it; if these do not tell eit
 module around it, and so on; the network itself is the last of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import (
@@ -28,10 +30,8 @@ from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.selection import leaving_out
-from laplace_debias.curvature.network.shadow import coarsest_eps, shadow
+from laplace_debias.curvature.network.shadow import coarsest_eps, kept_as_it_is
 from laplace_debias.system.memory import is_out_of_memory
-
-Calls = Mapping[str, Sequence[str]]
 
 # Examples that are run where not all of a model takes part in the outputs of two.
 _MORE = 16
@@ -54,16 +54,12 @@ class Resolved:
 
 
 def resolve(
-    model: nn.Module,
-    names: Sequence[str],
-    x: Inputs,
-    joint: bool = False,
-    sharing: Sharing = "expand",
+    tap: Tap, names: Sequence[str], x: Inputs, joint: bool = False, sharing: Sharing = "expand"
 ) -> Resolved:
     """The blocks of some parameters, verified.
 
     Args:
-        model: The model, with outputs `[B, ..., C]`; left untouched.
+        tap: A tap of the network, with outputs `[B, ..., C]`; it is left where the blocks are.
         names: The parameters, as `select_parameters` gives them.
         x: Inputs, `[B, ...]`, on the model's device; two examples are run, and `_MORE` if some
             parameter takes no part in the outputs of one of them, as in a mixture of experts.
@@ -75,37 +71,41 @@ def resolve(
             finite or not of shape `[B, ..., C]`.
         NotImplementedError: If a parameter cannot be measured anywhere.
     """
-    few = take(x, slice(0, 2))
+    network, few, more = tap.network, take(x, slice(0, 2)), None
     if num_examples(few) == 1:
         # Of one example no dimension tells that it is that of the examples.
         few = join([few, few])
-    with torch.no_grad():
-        outputs = call(shadow(model), take(few, slice(0, 1)))
+    one = take(few, slice(0, 1))
+    with torch.no_grad(), kept_as_it_is(network):
+        outputs = call(network, one)
     check_outputs(outputs, num_examples(x))
-    check_repeatable(model, few, outputs)
-    reference, more = _Reference(model, names, few), None
+    reference = _Reference.of(network, names, few)
+    check_repeatable(network, one, outputs, reference.outputs[:1])
     unused = reference.unused
     if reference.is_partial:
         more = take(x, slice(0, _MORE))
-        unused = _unused(model, unused, more)
+    if more is not None and unused:
+        _, (found,) = _differentiated(network, unused, more, lambda f: [torch.ones_like(f)])
+        unused = [name for name, gradient in zip(unused, found, strict=True) if gradient is None]
     used = [name for name in names if name not in unused]
     calls: dict[str, tuple[str, ...]] = {}
-    owners = owners_of_parameters(model)
+    owners, right = owners_of_parameters(network), set[Block]()
     while True:
-        blocks = curvature_blocks(model, used, joint, sharing, calls) if used else []
-        wrong = dict(_wrong(model, blocks, few, more, reference)) if blocks else {}
+        blocks = curvature_blocks(network, used, joint, sharing, calls) if used else []
+        wrong = _wrong(tap, blocks, right, few, more, reference)
         if not wrong:
             return Resolved(blocks, calls, unused)
+        right.update(block for block in blocks if block not in wrong)
         lost: dict[str, Exception] = {}
-        for name, (block, error) in wrong.items():
-            paths: Sequence[str] | None = owners[id(model.get_parameter(name))]
-            if block.calls:
-                further = around(model, block.calls)
-                paths = None if further is None else (further,)
-            if paths is None:
-                lost[name] = error
-            else:
-                calls[name] = tuple(paths)
+        for block, error in wrong.items():
+            further = around(network, block.calls) if block.calls else None
+            for name in block.parameters:
+                if not block.calls:
+                    calls[name] = owners[id(network.get_parameter(name))]
+                elif further is not None:
+                    calls[name] = (further,)
+                else:
+                    lost[name] = error
         if lost:
             raise NotImplementedError(
                 f"The gradients of single examples cannot be computed for {list(lost)} "
@@ -114,16 +114,13 @@ def resolve(
             )
 
 
+@dataclass(frozen=True)
 class _Reference:
     """Gradients of a few examples along one random cotangent, by automatic differentiation.
 
-    Args:
-        model: The model.
-        names: Parameters.
-        x: One example or two.
-
     Attributes:
-        cotangent: `[B, ...]`, of the outputs' shape.
+        outputs: The network's.
+        cotangent: Of the outputs' shape, `[B, ...]`.
         gradients: By the parameter's name, for every example.
         unused: Parameters that no example's outputs depend on.
         is_partial: Whether the gradient of some parameter is zero for some example.
@@ -131,47 +128,65 @@ class _Reference:
         eps: Rounding of one number.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], x: Inputs) -> None:
-        twin = shadow(model)
-        parameters = [twin.get_parameter(name).requires_grad_(True) for name in names]
-        with torch.enable_grad():
-            outputs = call(twin, x)
-        generator = torch.Generator(outputs.device).manual_seed(0)
-        self.cotangent = torch.randn(
-            outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device
-        )
-        # Not each example alone: some gradients of torch are wrong for a batch of one.
-        found = []
-        for index in range(num_examples(x)):
-            of_example = torch.zeros_like(self.cotangent)
-            of_example[index] = self.cotangent[index]
-            found.append(_gradients(outputs, parameters, of_example))
-        self.gradients = {
-            name: [torch.zeros_like(p) if (g := of[i]) is None else g.to_dense() for of in found]
-            for i, (name, p) in enumerate(zip(names, parameters, strict=True))
-        }
-        self.unused = [n for i, n in enumerate(names) if all(of[i] is None for of in found)]
-        self.eps = coarsest_eps(twin)
-        norms = torch.stack([g.norm() for of_name in self.gradients.values() for g in of_name])
-        self.is_partial = bool((norms == 0).any())
+    outputs: Tensor
+    cotangent: Tensor
+    gradients: dict[str, list[Tensor]]
+    unused: list[str]
+    is_partial: bool
+    rounding: float
+    eps: float
+
+    @classmethod
+    def of(cls, network: nn.Module, names: Sequence[str], x: Inputs) -> "_Reference":
+        """That of a network for two examples."""
+        cotangents: list[Tensor] = []
+
+        def of_examples(outputs: Tensor) -> list[Tensor]:
+            generator, device = torch.Generator(outputs.device).manual_seed(0), outputs.device
+            drawn = torch.randn(
+                outputs.shape, generator=generator, dtype=outputs.dtype, device=device
+            )
+            cotangents.append(drawn)
+            # Not each example alone: some gradients of torch are wrong for a batch of one.
+            places = torch.arange(len(drawn), device=device).view(-1, *[1] * (drawn.ndim - 1))
+            return [drawn * (places == index) for index in range(len(drawn))]
+
+        outputs, found = _differentiated(network, names, x, of_examples)
+        gradients, unused = {}, []
+        for index, name in enumerate(names):
+            of_name = [of_example[index] for of_example in found]
+            none = torch.zeros_like(network.get_parameter(name))
+            gradients[name] = [none if g is None else g.to_dense() for g in of_name]
+            if all(g is None for g in of_name):
+                unused.append(name)
+        norms = torch.stack([g.norm() for of_name in gradients.values() for g in of_name])
+        eps, is_partial = coarsest_eps(network), bool((norms == 0).any())
         # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
-        self.rounding = self.eps**0.5 * float(norms.nan_to_num(0.0, 0.0).max())
+        rounding = eps**0.5 * float(norms.nan_to_num(0.0, 0.0).max())
+        return cls(outputs.detach(), cotangents[0], gradients, unused, is_partial, rounding, eps)
 
 
-def _unused(model: nn.Module, names: Sequence[str], x: Inputs) -> list[str]:
-    """The parameters, of some, that the outputs of no example depend on."""
-    twin = shadow(model)
-    parameters = [twin.get_parameter(name).requires_grad_(True) for name in names]
-    with torch.enable_grad():
-        outputs = call(twin, x)
-    found = _gradients(outputs, parameters, torch.ones_like(outputs)) if names else []
-    return [name for name, gradient in zip(names, found, strict=True) if gradient is None]
+def _differentiated(
+    network: nn.Module,
+    names: Sequence[str],
+    x: Inputs,
+    cotangents: Callable[[Tensor], Sequence[Tensor]],
+) -> tuple[Tensor, list[Sequence[Tensor | None]]]:
+    """The outputs, and for each of some cotangents of theirs the gradients of parameters."""
+    parameters = [network.get_parameter(name).requires_grad_() for name in names]
+    try:
+        with torch.enable_grad(), kept_as_it_is(network):
+            outputs = call(network, x)
+        return outputs, [_gradients(outputs, parameters, c) for c in cotangents(outputs)]
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
 
 
 def _gradients(
     outputs: Tensor, parameters: Sequence[Tensor], cotangent: Tensor
 ) -> Sequence[Tensor | None]:
-    if not outputs.requires_grad:
+    if not outputs.requires_grad or not parameters:
         return [None] * len(parameters)
     try:
         return torch.autograd.grad(
@@ -187,71 +202,73 @@ def _gradients(
 
 
 def _wrong(
-    model: nn.Module,
+    tap: Tap,
     blocks: Sequence[Block],
+    right: Collection[Block],
     x: Inputs,
     more: Inputs | None,
     reference: _Reference,
-) -> Iterator[tuple[str, tuple[Block, Exception]]]:
-    """Parameters whose block is not what automatic differentiation says, with the block and why."""
-    network = shadow(model)
-    tap = Tap.on(network, blocks)
+) -> dict[Block, Exception]:
+    """Blocks that are not what automatic differentiation says, and why; the right ones are not."""
+    if not blocks:
+        return {}
+    tap.at(blocks)
     # Two examples may take the same way through a model by chance.
-    of_more = {} if more is None else tap.look(more)[1]
-    outputs, faults = tap.look(x)
-    faults = of_more | faults
+    faults = {} if more is None else tap.look(more)[1]
+    outputs, of_few = tap.look(x)
+    faults |= of_few
     uses: dict[Site, Uses] = {}
     if outputs.shape == reference.cotangent.shape:
         uses = dict(tap.backward(outputs, reference.cotangent.unsqueeze(0), strict=False))
+    wrong: dict[Block, Exception] = {}
+    norms: dict[Block, Tensor] = {}
     for block in blocks:
-        error = faults.get(block.site)
-        if error is None:
-            error = _error(network, tap, block, uses.get(block.site), reference)
-        if error is not None:
-            for name in block.parameters:
-                yield name, (block, error)
+        if block.site in faults:
+            wrong[block] = faults[block.site]
+        elif block.site not in uses:
+            wrong[block] = ValueError(f"The outputs do not depend on {block.site}.")
+        elif block not in right:
+            try:
+                norms[block] = _deviation(tap, block, uses[block.site], reference)
+            # What a layer raises that is not what its class says, or a module run by itself.
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                wrong[block] = error
+    of_blocks = torch.stack(list(norms.values())).tolist() if norms else []
+    for block, (off, sizes) in zip(norms, of_blocks, strict=True):
+        for deviation, size in zip(off, sizes, strict=True):
+            # The fit finds what is not finite, and says where.
+            allowed = max(1e-2, 16 * reference.eps) * size + reference.rounding
+            if math.isfinite(size) and not deviation <= allowed:
+                wrong[block] = NotImplementedError(
+                    f"The outputs depend on {list(block.parameters)} in another way than through "
+                    f"{block.site}."
+                )
+    return wrong
 
 
-def _error(
-    network: nn.Module,
-    tap: Tap,
-    block: Block,
-    uses: Uses | None,
-    reference: _Reference,
-) -> Exception | None:
-    if uses is None:
-        return ValueError(f"The outputs do not depend on {block.site}.")
-    layer = tap.module(block.site)
-    expected = [
-        entries_of(network, block, {n: reference.gradients[n][index] for n in block.parameters})
-        for index in range(len(reference.cotangent))
-    ]
-    try:
-        rows = _jacobians(layer, block, uses, expected)
-    # Whatever a layer raises that is not what its class says, or a module that is run by itself.
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return error
-    for J, of_example in zip(rows, expected, strict=True):
-        if not of_example.isfinite().all():
-            continue  # The fit finds what is not finite, and says where.
-        allowed = max(1e-2, 16 * reference.eps) * of_example.norm() + reference.rounding
-        if not (J - of_example).norm() <= allowed:
-            return NotImplementedError(
-                f"The outputs depend on {list(block.parameters)} in another way than through "
-                f"{block.site}."
-            )
-    return None
+def _deviation(
+    tap: Tap, block: Block, uses: Uses, reference: _Reference
+) -> Float[Tensor, "2 batch"]:
+    """By how much a block's Jacobian along the cotangent is off, and its norm, of each example."""
+    num_examples, gradients = len(reference.cotangent), reference.gradients
+    expected = torch.stack(
+        [
+            entries_of(tap.network, block, {n: gradients[n][index] for n in block.parameters})
+            for index in range(num_examples)
+        ]
+    )
+    J = _jacobians(tap.layers[block.site], block, uses, expected)
+    return torch.stack([(J - expected).flatten(1).norm(dim=1), expected.flatten(1).norm(dim=1)])
 
 
-def _jacobians(layer: nn.Module, block: Block, uses: Uses, like: Sequence[Tensor]) -> list[Tensor]:
-    """The block's Jacobian along the one cotangent of each example, `[d_out, d_in]`."""
-    found = [torch.zeros_like(matrix) for matrix in like]
+def _jacobians(layer: nn.Module, block: Block, uses: Uses, like: Tensor) -> Tensor:
+    """The block's Jacobian along the one cotangent of each example, `[B, *groups, d_out, d_in]`."""
+    found = torch.zeros_like(like)
     for part, J, columns in rotated_jacobians(layer, block, uses, None, None):
-        for J_n, into in zip(J[:, 0], found[part], strict=True):
-            if columns is None:
-                into += J_n
-            else:
-                into[:, columns] += J_n
+        if columns is None:
+            found[part] = J[:, 0]
+        else:
+            found[part].index_add_(-1, columns, J[:, 0])
     return found

@@ -1,6 +1,7 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,99 +26,70 @@ from laplace_debias.system.memory import is_out_of_memory
 
 @dataclass(frozen=True)
 class Use:
-    """One call of a layer: what went in, `[B, ...]`, and what came out, `[B, ...]`."""
+    """One call of a layer: what went in, `[B, ...]`, and what came out, `[B, ...]`.
+
+    Attributes:
+        version: That of x when it went in.
+    """
 
     layer: str
     x: Tensor
     z: Tensor
+    version: int
 
 
 class Tap:
     """Runs a network forward and yields the output gradients of chosen layers.
 
     Only the part of the graph behind the first tapped layer is recorded, and no gradient with
-    respect to a parameter is ever computed.
+    respect to a parameter is ever computed. Hooks are on the network while it is run here alone.
 
     Args:
-        network: A `shadow` of the model: hooks are left on it.
-        sites: What to tap: layers, and modules whose calls are run again (see `calls`).
-        names: For the sites of calls the parameters that are differentiated there.
+        network: A `shadow` of the model.
+        blocks: As `at` takes them.
+
+    Attributes:
+        network: The network.
+        layers: The module at every site.
+        uses: The tapped layers' uses in the last `forward`, in its order.
+        one_by_one: Whether cotangents are pushed back one at a time.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        sites: Sequence[Site],
-        names: Mapping[Site, Sequence[str]] | None = None,
-    ) -> None:
-        self._network = network
-        self._sites = list(sites)
-        self._names = dict(names or {})
-        self._layers = [site.paths[0] for site in sites if not site.is_call]
-        self._uses: list[Use] = []
-        self._calls: dict[str, list[Call] | None] = {}
-        self._versions: list[int] = []
-        self._handed_on: dict[str, Tensor] = {}
+    def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
+        self.network = network
+        modules = list(network.modules())
+        self.one_by_one = any(isinstance(m, (*CONVOLUTIONS, *TRANSPOSED)) for m in modules)
+        self._norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self._names: dict[Site, list[str]] = {}
+        self._tap([])
         self._batch, self._has_graph = 0, True
-        # What one example and two tell of the layers' inputs; None before they were run.
-        self._dims: ExampleDims | None = None
-        called = dict.fromkeys(path for s in sites if s.is_call for path in s.paths)
-        self._recorder = CallRecorder(network, list(called))
-        expose_projections(network)
-        lay_out_gradients(network)
-        # Whether cotangents are pushed back one at a time.
-        self.one_by_one = any(
-            isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)) for module in network.modules()
-        )
-        for path in self._layers:
-            # Before any hook of the user's that may replace the output: what they do to it is part
-            # of the forward pass, not of the layer.
-            network.get_submodule(path).register_forward_hook(
-                self._record(path), prepend=True, with_kwargs=True
-            )
+        self.at(blocks)
 
-    @classmethod
-    def on(cls, network: nn.Module, blocks: Iterable[Block]) -> "Tap":
-        """A tap where some blocks are measured."""
+    def at(self, blocks: Iterable[Block]) -> None:
+        """Tap where some blocks are measured: layers, or modules whose calls are run again."""
         names: dict[Site, list[str]] = {}
         for block in blocks:
             names.setdefault(block.site, []).extend(block.parameters)
-        return cls(network, list(names), names)
+        # What is known of the examples' dimensions stays where the places are the same.
+        if names != self._names:
+            expose_projections(self.network)
+            self._names = names
+            self._tap(list(names))
 
-    @property
-    def network(self) -> nn.Module:
-        """The network that is run."""
-        return self._network
+    def _tap(self, sites: Sequence[Site]) -> None:
+        self.layers = {site: self.network.get_submodule(site.paths[0]) for site in sites}
+        called = dict.fromkeys(path for site in sites if site.is_call for path in site.paths)
+        self._recorder = CallRecorder(self.network, list(called))
+        # What one example and two tell of the layers' inputs; None before they were run.
+        self._dims: ExampleDims | None = None
+        self.forget()
 
-    def module(self, site: Site) -> nn.Module:
-        """The module at a site."""
-        return self._network.get_submodule(site.paths[0])
-
-    def _record(self, path: str) -> Any:
-        def record(
-            _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Tensor
-        ) -> Tensor:
-            x = inputs[0] if inputs else next(iter(named.values()))
-            if self._dims is not None and path in self._dims.common:
-                x, output = self._for_every_example(x), self._for_every_example(output)
-            if not output.requires_grad:
-                # The first tapped layer's output is where the recorded graph begins.
-                output = output.detach().requires_grad_()
-            self._versions.append(x._version)
-            merged = 1 if self._dims is None else self._dims.merged.get(path, 1)
-            if merged > 1 and len(x) == merged * self._batch:
-                # Windows or frames that are merged into the examples are positions of them.
-                apart = (self._batch, merged)
-                z = output.unflatten(0, apart)
-                self._uses.append(Use(path, x.detach().unflatten(0, apart), z))
-                self._handed_on[path] = z.flatten(0, 1).clone()
-                return self._handed_on[path]
-            self._uses.append(Use(path, x.detach(), output))
-            # The forward pass goes on with a copy, which it may overwrite.
-            self._handed_on[path] = output.clone()
-            return self._handed_on[path]
-
-        return record
+    def forget(self) -> None:
+        """Let go of the last `forward`'s uses."""
+        self.uses: list[Use] = []
+        self._calls: dict[str, list[Call] | None] = {}
+        self._handed_on: dict[str, Tensor] = {}
+        self._recorder.forget()
 
     def forward(self, x: Inputs, graph: bool = True) -> Tensor:
         """Run the network and record the uses of the tapped layers.
@@ -142,70 +114,101 @@ class Tap:
 
     def look(self, x: Inputs) -> tuple[Tensor, dict[Site, Exception]]:
         """As `forward`, which raises the first of the faults that are returned, site by site."""
-        has_tables = any(
-            isinstance(self._network.get_submodule(path), nn.Embedding) for path in self._layers
-        )
-        if self._dims is None and (has_tables or any(self._recorder.paths)):
+        has_tables = any(isinstance(layer, nn.Embedding) for layer in self.layers.values())
+        if self._dims is None and (has_tables or self._recorder.has_inner):
             self._learn(x)
         outputs = self._run(x)
-        has_other_dims = any(len(use.x) != self._batch for use in self._uses)
+        has_other_dims = any(len(use.x) != self._batch for use in self.uses)
         if has_other_dims or None in self._calls.values():
             # Sequences of another length, or images of another size, have other dimensions.
             self._learn(x)
             outputs = self._run(x)
-        return outputs, dict(self._faults())
-
-    def _faults(self) -> Iterator[tuple[Site, Exception]]:
-        """The faults at the sites, for the last forward pass."""
-        uncopied = frozenset() if self._dims is None else self._dims.uncopied
-        if uncopied:
-            no_copies = NotImplementedError(
-                f"{sorted(uncopied)} look up the same for all examples, in a way that does not "
-                "let every example have a copy: look up [batch, positions] instead, or leave "
-                "their parameters out with params=."
-            )
-            for path in uncopied:
-                yield Site((path,)), no_copies
-        for use, version in zip(self._uses, self._versions, strict=True):
-            if use.x._version != version:
-                overwritten = NotImplementedError(
-                    f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
-                    "`relu_`, ...): use the out-of-place form there."
-                )
-                yield Site((use.layer,)), overwritten
-            elif len(use.x) != self._batch:
-                yield Site((use.layer,)), not_batched(use.layer, use.x, self._batch)
-        called = {use.layer for use in self._uses}
-        idle = [s for s in self._sites if not s.is_call and s.paths[0] not in called]
-        idle += [s for s in self._sites if s.is_call and any(self._calls[p] == [] for p in s.paths)]
-        for site in idle:
-            yield (
-                site,
-                ValueError(
-                    f"The forward pass does not call {[str(s) for s in idle]}: leave their "
-                    "parameters out with params=."
-                ),
-            )
-        for site in self._sites:
-            if site.is_call and any(self._calls[path] is None for path in site.paths):
-                yield (
-                    site,
-                    NotImplementedError(
-                        f"Calls of {site} have no dimension of their own for the examples: leave "
-                        "their parameters out with params=."
-                    ),
-                )
+        return outputs, self._faults()
 
     def _run(self, x: Inputs) -> Tensor:
         self.forget()
-        self._versions.clear()
         self._batch = num_examples(x)
-        with torch.set_grad_enabled(self._has_graph):
-            outputs = call(self._network, x)
+        with torch.set_grad_enabled(self._has_graph), self._hooked():
+            outputs = call(self.network, x)
             if "" in self._recorder.paths and not outputs.requires_grad:
                 outputs = outputs.detach().requires_grad_()
         self._calls = self._recorder.calls(x, outputs, self._batch)
         return outputs
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Hooks for one forward pass."""
+        handles = self._recorder.hook()
+        handles += [m.register_forward_hook(lay_out_gradients, prepend=True) for m in self._norms]
+        for site, layer in self.layers.items():
+            if not site.is_call:
+                # Before any hook of the user's that may replace the output: what they do to it is
+                # part of the forward pass, not of the layer.
+                record = partial(self._record, site.paths[0])
+                handles.append(layer.register_forward_hook(record, prepend=True, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _record(
+        self,
+        path: str,
+        _: nn.Module,
+        inputs: tuple[Any, ...],
+        named: dict[str, Any],
+        output: Tensor,
+    ) -> Tensor:
+        x = inputs[0] if inputs else next(iter(named.values()))
+        if self._dims is not None and path in self._dims.common:
+            x, output = self._for_every_example(x), self._for_every_example(output)
+        if not output.requires_grad:
+            # The first tapped layer's output is where the recorded graph begins.
+            output = output.detach().requires_grad_()
+        merged = 1 if self._dims is None else self._dims.merged.get(path, 1)
+        is_merged = merged > 1 and len(x) == merged * self._batch
+        given, z = x.detach(), output
+        if is_merged:
+            # Windows or frames that are merged into the examples are positions of them.
+            given, z = (t.unflatten(0, (self._batch, merged)) for t in (given, z))
+        self.uses.append(Use(path, given, z, x._version))
+        # The forward pass goes on with a copy, which it may overwrite.
+        self._handed_on[path] = (z.flatten(0, 1) if is_merged else z).clone()
+        return self._handed_on[path]
+
+    def _faults(self) -> dict[Site, Exception]:
+        """The faults at the sites, for the last forward pass."""
+        faults: dict[Site, Exception] = {}
+        uncopied = frozenset() if self._dims is None else self._dims.uncopied
+        for path in uncopied:
+            faults[Site((path,))] = NotImplementedError(
+                f"{sorted(uncopied)} look up the same for all examples, in a way that does not "
+                "let every example have a copy: look up [batch, positions] instead, or leave "
+                "their parameters out with params=."
+            )
+        for use in self.uses:
+            if use.x._version != use.version:
+                faults[Site((use.layer,))] = NotImplementedError(
+                    f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
+                    "`relu_`, ...): use the out-of-place form there."
+                )
+            elif len(use.x) != self._batch:
+                faults[Site((use.layer,))] = not_batched(use.layer, use.x, self._batch)
+        called = {use.layer for use in self.uses} | {p for p, of in self._calls.items() if of != []}
+        idle = [site for site in self.layers if not called.issuperset(site.paths)]
+        for site in idle:
+            faults[site] = ValueError(
+                f"The forward pass does not call {[str(s) for s in idle]}: leave their "
+                "parameters out with params=."
+            )
+        for site in self.layers:
+            if site.is_call and any(self._calls[path] is None for path in site.paths):
+                faults[site] = NotImplementedError(
+                    f"Calls of {site} have no dimension of their own for the examples: leave "
+                    "their parameters out with params=."
+                )
+        return faults
 
     def _learn(self, x: Inputs) -> None:
         """Find which inputs of the layers have examples, from one and the same one twice."""
@@ -215,12 +218,12 @@ class Tap:
         for few in (one, two):
             outputs.append(self._run(few))
             of_layers: dict[str, list[int]] = {}
-            for use in self._uses:
+            for use in self.uses:
                 of_layers.setdefault(use.layer, []).append(len(use.x))
             inputs.append(of_layers)
             calls.append(self._recorder.seen)
-        self._recorder.learn(calls)
-        self._dims = ExampleDims.of(self._network, *inputs)
+        self._recorder.learn(*calls)
+        self._dims = ExampleDims.of(self.network, *inputs)
         if self._dims.common and not self._takes_copies(two, outputs[1]):
             self._dims = ExampleDims(frozenset(), self._dims.merged, uncopied=self._dims.common)
 
@@ -241,31 +244,20 @@ class Tap:
         common = x if is_single else x.unsqueeze(0)
         return common.expand(self._batch, *common.shape[1:]).clone()
 
-    @property
-    def uses(self) -> list[Use]:
-        """The tapped layers' uses in the last `forward`, in its order."""
-        return list(self._uses)
-
-    def forget(self) -> None:
-        """Let go of the last `forward`'s uses."""
-        self._uses.clear()
-        self._handed_on.clear()
-        self._calls.clear()
-        self._recorder.forget()
-
     def output_bytes(self) -> int:
         """Bytes of the tapped layers' outputs for one example of the last `forward`."""
-        outputs = [use.z for use in self._uses]
-        outputs += [z for of in self._calls.values() for c in of or () for z in c.outputs]
-        total = sum(z.numel() * z.element_size() for z in outputs)
-        return max(1, total // self._batch)
+        outputs = [use.z for use in self.uses]
+        for of_path in self._calls.values():
+            for one in of_path or ():
+                outputs += one.outputs
+        return max(1, sum(z.nbytes for z in outputs) // self._batch)
 
     def last_layer(self, outputs: Tensor) -> Use | None:
         """The use of a tapped layer whose output is the network's, as it came, if there is one."""
         if outputs._version > 0:
             return None  # Overwritten since: `outputs /= temperature`.
-        for use in self._uses:
-            calls = sum(other.layer == use.layer for other in self._uses)
+        for use in self.uses:
+            calls = sum(other.layer == use.layer for other in self.uses)
             if self._handed_on[use.layer] is outputs and calls == 1:
                 return use
         return None
@@ -294,14 +286,8 @@ class Tap:
         Raises:
             ValueError: If the outputs do not depend on a tapped layer.
         """
-        uses = [use for use in self._uses if Site((use.layer,)) != without]
-        calls = [c for of in self._calls.values() for c in of or ()]
-        targets = [use.z for use in uses] + [z for c in calls for z in c.outputs]
-        gradients: list[list[Tensor]] = [[] for _ in targets]
-        if outputs.requires_grad:
-            gradients = self._gradients(outputs, targets, columns, again)
-        by_site = self._by_site(uses, calls, gradients)
-        unreached = [s for s in self._sites if s != without and by_site.get(s) is None]
+        reached = self._reached(outputs, columns, again, without)
+        unreached = [s for s in self.layers if s != without and s not in reached]
         if unreached and strict:
             raise ValueError(
                 f"The outputs do not depend on {sorted(map(str, unreached))} by differentiable "
@@ -309,46 +295,50 @@ class Tap:
                 "with params=."
             )
         if not again:
-            # The hooks make a circle of references, which would hold all of it for long.
+            # The graph is a circle of references, which would hold all of it for long.
             self.forget()
-        del uses, calls, targets, gradients
-        for site in reversed(self._sites):
-            found = by_site.pop(site, None)
-            if found is not None:
-                yield site, found()
+        for site in reversed(self.layers):
+            if site not in reached:
+                continue
+            # What uses are made of is let go before they are handed over.
+            found, pairs = reached.pop(site), list[tuple[Any, Any]]()
+            while found:
+                of_use, gradients = found.pop(0)
+                if site.is_call:
+                    pairs.append((of_use, [_together(g) if g else None for g in gradients]))
+                else:
+                    pairs.append((of_use, _together(gradients)))
+                del gradients
+            if not site.is_call:
+                yield site, pairs
+                continue
+            names, loops = self._names[site], self._recorder.loops
+            yield site, CallUses(self.network, pairs, names, self._batch, loops)
 
-    def _by_site(
-        self, uses: Sequence[Use], calls: Sequence[Call], gradients: list[list[Tensor]]
-    ) -> dict[Site, Callable[[], Uses]]:
-        """For every site that is reached what makes its uses, once they are wanted."""
-        found: dict[Site, Callable[[], Uses]] = {}
-        of_layers: dict[str, list[tuple[Tensor, list[Tensor]]]] = {}
+    def _reached(
+        self, outputs: Tensor, columns: Tensor, again: bool, without: Site | None
+    ) -> dict[Site, list[tuple[Any, Any]]]:
+        """For every site that is reached its inputs or calls, with gradients at the outputs."""
+        uses = [use for use in self.uses if Site((use.layer,)) != without]
+        calls = [one for of_path in self._calls.values() for one in of_path or ()]
+        targets = [use.z for use in uses]
+        for one in calls:
+            targets += one.outputs
+        gradients: list[list[Tensor]] = [[] for _ in targets]
+        if outputs.requires_grad and targets:
+            gradients = self._gradients(outputs, targets, columns, again)
+        reached: dict[Site, list[tuple[Any, Any]]] = {}
         for use, of_use in zip(uses, gradients, strict=False):
             if of_use:
-                of_layers.setdefault(use.layer, []).append((use.x, of_use))
-        for path, pairs in of_layers.items():
-            found[Site((path,))] = partial(_pairs, pairs)
-        rest = iter(gradients[len(uses) :])
-        of_calls = [(c, [next(rest) for _ in c.outputs]) for c in calls]
-        for site in self._sites:
-            here = [(c, g) for c, g in of_calls if site.is_call and c.path in site.paths]
-            here = [(c, g) for c, g in here if any(g)]
-            if here:
-                found[site] = partial(self._call_uses, site, here)
-        return found
-
-    def _call_uses(
-        self, site: Site, calls: Sequence[tuple[Call, Sequence[list[Tensor]]]]
-    ) -> CallUses:
-        gradients = [[_together(list(g)) if g else None for g in of_call] for _, of_call in calls]
-        return CallUses(
-            self._recorder.bare,
-            [c for c, _ in calls],
-            gradients,
-            self._names.get(site, ()),
-            self._batch,
-            self._recorder.loops,
-        )
+                reached.setdefault(Site((use.layer,)), []).append((use.x, of_use))
+        rest, sites = iter(gradients[len(uses) :]), [site for site in self.layers if site.is_call]
+        for one in calls:
+            of_outputs = [next(rest) for _ in one.outputs]
+            if any(of_outputs):
+                for site in sites:
+                    if one.path in site.paths:
+                        reached.setdefault(site, []).append((one, of_outputs))
+        return reached
 
     def _gradients(
         self, outputs: Tensor, targets: Sequence[Tensor], columns: Tensor, again: bool
@@ -357,8 +347,6 @@ class Tap:
 
         torch differentiates convolutions one cotangent at a time anyway, and copies around that.
         """
-        if not targets:
-            return []
         if not self.one_by_one:
             batched = torch.autograd.grad(
                 outputs,
@@ -382,15 +370,6 @@ class Tap:
                 if gradient is not None:
                     of_target.append(gradient.unsqueeze(0))
         return gradients
-
-
-def _pairs(pairs: list[tuple[Tensor, list[Tensor]]]) -> list[tuple[Tensor, Tensor]]:
-    """A layer's uses; what they are made of is let go."""
-    found = []
-    while pairs:
-        x, gradients = pairs.pop(0)
-        found.append((x, _together(gradients)))
-    return found
 
 
 def _together(gradients: list[Tensor]) -> Float[Tensor, "columns batch *outputs"]:

@@ -34,27 +34,35 @@ def is_hugging_face_conv1d(layer: nn.Module) -> bool:
     return "transformers.pytorch_utils.Conv1D" in names
 
 
+def is_attention(layer: nn.Module) -> bool:
+    """Whether a layer is torch's attention, with its projections exposed or not."""
+    return type(layer) in (nn.MultiheadAttention, _ExposedAttention)
+
+
 def expose_projections(network: nn.Module) -> None:
-    """Give every attention of a `shadow` layers `query`, `key` and `value`, and call them."""
-    for module in list(network.modules()):
-        if type(module) is nn.MultiheadAttention:
-            _expose(module)
+    """Give every attention of a `shadow` layers `query`, `key` and `value`.
 
-
-def _expose(attention: nn.MultiheadAttention) -> None:
-    packed = attention.in_proj_weight
-    weights = (
-        [getattr(attention, f"{name[0]}_proj_weight") for name in PROJECTIONS]
-        if packed is None
-        else packed.detach().chunk(3)
-    )
-    bias = attention.in_proj_bias
-    biases = [None] * 3 if bias is None else bias.detach().chunk(3)
-    for name, weight, offset in zip(PROJECTIONS, weights, biases, strict=True):
-        attention.add_module(name, _linear(weight, offset))
-    out = attention.out_proj
-    attention.out_proj = _linear(out.weight, out.bias)  # type: ignore[assignment]
-    attention.__class__ = _ExposedAttention
+    They are called, as is `out_proj`, in a forward pass in which one of them has a hook.
+    """
+    for attention in list(network.modules()):
+        if type(attention) is not nn.MultiheadAttention:
+            continue
+        packed = attention.in_proj_weight
+        weights = (
+            [getattr(attention, f"{name[0]}_proj_weight") for name in PROJECTIONS]
+            if packed is None
+            else packed.detach().chunk(3)
+        )
+        bias = attention.in_proj_bias
+        biases = [None] * 3 if bias is None else bias.detach().chunk(3)
+        for name, weight, offset in zip(PROJECTIONS, weights, biases, strict=True):
+            attention.add_module(name, _linear(weight, offset))
+        out = attention.out_proj
+        exposed = _linear(out.weight, out.bias)
+        # The same parameters: another layer may share them.
+        exposed.weight, exposed.bias = out.weight, out.bias
+        attention.out_proj = exposed  # type: ignore[assignment]
+        attention.__class__ = _ExposedAttention
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
@@ -84,6 +92,9 @@ class _ExposedAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> Any:
+        if not any(m._forward_hooks for m in (self.query, self.key, self.value, self.out_proj)):
+            rest = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return super().forward(query, key, value, *rest)
         projected = [self.query(query), self.key(key), self.value(value)]
         if self.batch_first and query.ndim == 3:
             projected = [x.transpose(0, 1) for x in projected]
@@ -118,21 +129,12 @@ class _ExposedAttention(nn.MultiheadAttention):
         return self.out_proj(outputs), weights
 
 
-def lay_out_gradients(network: nn.Module) -> None:
-    """Give batch normalisations contiguous output gradients where there is one example.
+def lay_out_gradients(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+    """A forward hook of batch normalisations: contiguous output gradients of a single example.
 
     If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as it may from
     tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode reads its numbers in
     another order (torch 2.15, on the CPU).
-
-    Args:
-        network: A `shadow` of the model: hooks are left on it.
     """
-    for module in network.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.register_forward_hook(_hook, prepend=True)
-
-
-def _hook(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
     if len(output) == 1 and output.requires_grad:
         output.register_hook(Tensor.contiguous)

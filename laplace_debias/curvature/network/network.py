@@ -83,13 +83,13 @@ class Network:
 
     @property
     def model(self) -> nn.Module:
-        """The differentiated module: the user's, plain and no narrower than single precision."""
-        return widened(unwrapped(self._given), self.names)
+        """A `shadow` of the user's, plain and no narrower than single precision; each time anew."""
+        return widened(shadow(unwrapped(self._given)), self.names)
 
     def refresh(self) -> None:
         """Copy the model anew."""
         self._stamp = _stamp(self._state_now())
-        twin = shadow(self.model)
+        twin = self.model
         everything: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
         # Copies: what is kept of a linearisation refers to them, and must not change.
         copies = {name: x.detach().clone() for name, x in everything}

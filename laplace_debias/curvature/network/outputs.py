@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.inputs import Inputs, call, logits_of, take
-from laplace_debias.curvature.network.shadow import coarsest_eps, shadow
+from laplace_debias.curvature.network.inputs import Inputs, call, logits_of
+from laplace_debias.curvature.network.shadow import coarsest_eps, kept_as_it_is
 from laplace_debias.system.checks import whole
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.shown import warn
@@ -193,7 +193,7 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
     """Whether the model has a row of outputs for each of the inputs."""
     try:
         with torch.no_grad():
-            outputs = call(shadow(model), x)
+            outputs = call(model, x)
     # Whatever a forward pass raises.
     except Exception as error:
         if is_out_of_memory(error):
@@ -202,30 +202,29 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
     return outputs.ndim > 1 and len(outputs) == len(x)
 
 
-def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
-    """Require a model to give the same outputs again, whatever else is in the batch.
+def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Tensor) -> None:
+    """Require a network to give the same outputs again, whatever else is in the batch.
 
     Args:
-        model: The model.
-        x: One example or more.
-        outputs: What the first of them gave, alone.
+        network: A `shadow` of the model.
+        x: One example.
+        outputs: What it gave, alone.
+        beside: What it gave with others beside it.
 
     Raises:
-        ValueError: If it draws random numbers that no module's mode tells of, or mixes the
+        ValueError: If the model draws random numbers that no module's mode tells of, or mixes the
             examples of a batch.
     """
     largest = float(outputs.abs().max())
-    eps = max(coarsest_eps(model), torch.finfo(outputs.dtype).eps)
 
     def differ(others: Tensor, rtol: float, atol: float) -> bool:
         same_shape = others.shape == outputs.shape
         return not same_shape or not torch.allclose(outputs, others, rtol, atol * largest)
 
-    with torch.no_grad():
-        beside_another = call(shadow(model), x)[:1]
-        if not differ(beside_another, 1e-3, 1e-5):
-            return
-        again = call(shadow(model), take(x, slice(0, 1)))
+    if not differ(beside, 1e-3, 1e-5):
+        return
+    with torch.no_grad(), kept_as_it_is(network):
+        again = call(network, x)
     if differ(again, 1e-3, 1e-5):
         raise ValueError(
             "Two forward passes give different outputs: the model draws random numbers "
@@ -233,8 +232,9 @@ def check_repeatable(model: nn.Module, x: Inputs, outputs: Tensor) -> None:
             "a function. Make its forward pass deterministic in eval mode."
         )
     # Other sizes of a batch have other roundings.
+    eps = max(coarsest_eps(network), torch.finfo(outputs.dtype).eps)
     tolerance = max(1e-2, 16 * eps)
-    if differ(beside_another, tolerance, tolerance):
+    if differ(beside, tolerance, tolerance):
         raise ValueError(
             "An example's outputs change when a second one is beside it: the model mixes the "
             "examples of a batch (statistics over the batch, attention along the wrong dimension, "
@@ -263,19 +263,17 @@ def check_class_dim(class_dim: int | None) -> None:
         )
 
 
-def classes_last(model: nn.Module, class_dim: int | None) -> nn.Module:
-    """The model with its outputs `[B, ..., C]`: itself, or a `shadow` that moves the classes there.
+def classes_last(network: nn.Module, class_dim: int | None) -> nn.Module:
+    """A `shadow` that gives outputs `[B, ..., C]`.
 
     Args:
-        model: The model; it is left untouched.
-        class_dim: Which dimension of its outputs has the classes; the last if None.
+        network: The shadow, which is changed.
+        class_dim: Which dimension of the outputs has the classes; the last if None.
     """
-    if class_dim in (None, -1):
-        return model
-    assert class_dim is not None
-    twin = shadow(model)
-    twin.register_forward_hook(_ClassesLast(class_dim))
-    return twin
+    if class_dim not in (None, -1):
+        assert class_dim is not None
+        network.register_forward_hook(_ClassesLast(class_dim))
+    return network
 
 
 @dataclass(frozen=True)

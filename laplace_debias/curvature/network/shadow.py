@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,19 +37,30 @@ def shadow(model: nn.Module) -> nn.Module:
         TypeError: If the module tree cannot be copied.
     """
     memo: dict[int, object] = {}
-    for value in computed(model):
-        memo[id(value)] = value.detach()
+    rests: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for module in model.modules():
+        for name, kept in vars(module).items():
+            if type(kept) is OrderedDict and not kept:
+                # Ten for every module, of hooks that it does not have: to copy them takes longest.
+                memo[id(kept)] = OrderedDict()
+            elif isinstance(kept, Tensor) and not kept.is_leaf:
+                # Computed of others, as the weight of a weight norm.
+                memo[id(kept)] = kept.detach()
+            elif type(kept) is dict:
+                rest = {k: v for k, v in kept.items() if not isinstance(v, Tensor) or v.is_leaf}
+                if len(rest) < len(kept) and not name.startswith("_"):
+                    # What a module keeps from one pass to the next is computed anew.
+                    rests.append((memo.setdefault(id(kept), {}), rest))  # type: ignore[arg-type]
+                memo |= {id(v): v.detach() for k, v in kept.items() if k not in rest}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     for buffer in model.buffers():
         # Buffers are small, and some forward passes write to them.
         memo[id(buffer)] = buffer.detach().clone()
-    for module in model.modules():
-        # Ten for every module, of hooks that it does not have: to copy them takes longest.
-        empty = [kept for kept in vars(module).values() if type(kept) is OrderedDict and not kept]
-        memo |= {id(kept): OrderedDict() for kept in empty}
     try:
         twin = copy.deepcopy(model, memo)
+        for copied, rest in rests:
+            copied.update(copy.deepcopy(rest, memo))
     # Whatever a module's attributes raise when they are copied.
     except Exception as error:
         if is_out_of_memory(error):
@@ -58,11 +70,27 @@ def shadow(model: nn.Module) -> nn.Module:
             "so that your model stays untouched: keep non-leaf tensors, locks and open files out "
             "of the module's attributes, or implement `__deepcopy__`."
         ) from error
-    for original, module in zip(model.modules(), twin.modules(), strict=False):
-        drop_caches(original, module)
+    for module in twin.modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
     return twin.eval()
+
+
+@contextmanager
+def kept_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass leaves in a module's attributes, such as what it caches.
+
+    The next one would take it for its own, with the numbers of other examples.
+    """
+    before = [
+        (inner, {k: copy.copy(v) if type(v) in (dict, list) else v for k, v in vars(inner).items()})
+        for inner in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        for inner, attributes in before:
+            inner.__dict__ = attributes
 
 
 def check_usable(model: nn.Module) -> None:
@@ -178,26 +206,6 @@ def check_no_autocast(device: torch.device) -> None:
         )
 
 
-def computed(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors of this kind, such as the weight of a weight norm."""
-    for module in model.modules():
-        for kept in vars(module).values():
-            values = kept.values() if type(kept) is dict else (kept,)
-            yield from (value for value in values if _is_computed(value))
-
-
-def drop_caches(original: nn.Module, copied: nn.Module) -> None:
-    """Take out of a copy what the original keeps from one pass to the next: it is computed anew."""
-    for name, kept in vars(original).items():
-        is_cache = type(kept) is dict and not name.startswith("_")
-        if is_cache and any(map(_is_computed, kept.values())):
-            vars(copied)[name] = {k: v for k, v in kept.items() if not _is_computed(v)}
-
-
-def _is_computed(value: object) -> bool:
-    return isinstance(value, Tensor) and not value.is_leaf
-
-
 NARROW = (torch.bfloat16, torch.float16)
 """Dtypes in which neither probabilities nor curvature are computed."""
 
@@ -212,8 +220,8 @@ def is_narrow(model: nn.Module, names: Iterable[str]) -> bool:
     return any(model.get_parameter(name).dtype in NARROW for name in names)
 
 
-def widened(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """The model computed in single precision where some of its Bayesian parameters are narrower.
+def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
+    """A `shadow` that computes in single precision if some of its Bayesian parameters are narrower.
 
     The parameters keep their values, which single precision holds exactly. So curvature, directions
     and predictives are those of the function of these values, without the rounding of every
@@ -221,19 +229,13 @@ def widened(model: nn.Module, names: Iterable[str]) -> nn.Module:
     model, Bayesian or not.
 
     Args:
-        model: The model; it is left untouched.
+        network: The shadow, which is changed.
         names: Its Bayesian parameters.
-
-    Returns:
-        The model itself if all of these are in single or double precision, whatever the frozen ones
-        are; else a `shadow` whose narrow tensors are in single precision, as are its inputs.
     """
-    if not is_narrow(model, names):
-        return model
-    twin = shadow(model)
-    twin._apply(_widen)
-    twin.register_forward_pre_hook(_widen_inputs, prepend=True, with_kwargs=True)
-    return twin
+    if is_narrow(network, names):
+        network._apply(_widen)
+        network.register_forward_pre_hook(_widen_inputs, prepend=True, with_kwargs=True)
+    return network
 
 
 def coarsest_eps(model: nn.Module) -> float:

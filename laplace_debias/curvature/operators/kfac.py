@@ -11,6 +11,7 @@ from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.network.batches import Batches, BatchHook, Placed, Stream
@@ -19,6 +20,7 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.curvature.operators.network_operator import loss_scale
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.system.memory import check_memory_bound
@@ -139,7 +141,7 @@ class KFAC(Permuted):
             )
         check_memory_bound(memory_bound)
         network = Network(model, "all" if params is None else params, data, batch)
-        model = network.model
+        tap = Tap(network.model)
         of_loss = LossData(network.stream(data, generator), network, loss, reduction, num_data)
         measured = of_loss
         if magnitudes is not None:
@@ -147,20 +149,20 @@ class KFAC(Permuted):
             measured = LossData(others, network, loss, reduction, None)
         cotangents = Cotangents(of_loss.loss, columns.seeded(generator))
         with torch.inference_mode(False):
-            resolved = resolve(model, network.names, of_loss.first_inputs, joint, sharing)
+            resolved = resolve(tap, network.names, of_loss.first_inputs, joint, sharing)
             if resolved.unused:
                 raise ValueError(
                     f"The outputs do not depend on {resolved.unused} by differentiable operations "
                     "(`detach`, `no_grad`, an unused branch): leave them out with params=."
                 )
             blocks = resolved.blocks
-            stream = choose_backend(model, backend, blocks)
-            problem = Problem(model, cotangents, blocks, stream, factor_dtype, memory_bound)
+            stream = choose_backend(unwrapped(model), backend, blocks)(tap, blocks)
+            problem = Problem(cotangents, blocks, stream, factor_dtype, memory_bound)
             problem = problem.on(current())
             fitted = self._fit(
                 problem, of_loss.placed, None if magnitudes is None else measured.placed
             )
-        order = parameter_order(model, network.names, blocks)
+        order = parameter_order(tap.network, network.names, blocks)
         Permuted.__init__(
             self,
             (measured.num_examples * measured.scale) * fitted.curvature,

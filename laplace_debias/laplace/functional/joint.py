@@ -13,7 +13,6 @@ from laplace_debias.curvature.layers.jacobians import joint_jacobians
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.dense import DenseMoments
 from laplace_debias.laplace.functional.moments import (
@@ -27,7 +26,7 @@ from laplace_debias.system.memory import granted
 
 
 def joint_moments(
-    model: nn.Module,
+    network: nn.Module,
     blocks: Sequence[Block],
     posterior: GaussianPosterior,
     x: Inputs,
@@ -41,7 +40,7 @@ def joint_moments(
     are taken in groups, every two of which go through the network together.
 
     Args:
-        model: The trained network.
+        network: A `shadow` of the trained network.
         blocks: The posterior's blocks; those of the parameters where it has a single one.
         posterior: The posterior.
         x: Inputs, `[B, ...]`.
@@ -56,8 +55,7 @@ def joint_moments(
         ValueError: If the outputs are not finite or have no batch dimension, or if two examples do
             not fit into the memory bound.
     """
-    network = shadow(model)
-    tap = Tap.on(network, blocks)
+    tap = Tap(network, blocks)
     # One example tells how much memory each takes.
     tap.forward(take(x, slice(0, 1)))
     in_bytes = tap.output_bytes()
@@ -82,7 +80,7 @@ def joint_moments(
         for site, uses in tap.backward(of_part, columns):
             for index, block in enumerate(blocks):
                 if block.site == site:
-                    moments.add(index, tap.module(site), uses)
+                    moments.add(index, tap.layers[site], uses)
         moments.end()
         by_example = total.view(*[len(part), num_columns] * 2)
         covariance[part[:, None], :, part] = by_example.permute(0, 2, 1, 3)

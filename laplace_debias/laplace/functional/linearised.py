@@ -15,7 +15,6 @@ from laplace_debias.curvature.network.chosen_positions import (
 )
 from laplace_debias.curvature.network.inputs import Inputs, Record, call
 from laplace_debias.curvature.network.outputs import check_outputs, explaining_unbatched
-from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
@@ -117,10 +116,10 @@ def joint(
     return asked.shaped(mean, None if chosen is None else chosen.shape[1]), covariance
 
 
-def map_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"]:
+def map_outputs(network: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"]:
     """The trained network's outputs, `[B, ..., C]`."""
     with torch.no_grad():
-        outputs = call(shadow(model), x)
+        outputs = call(network, x)
     check_outputs(outputs)
     return outputs
 

@@ -12,7 +12,6 @@ from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.dense import DenseMoments
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -43,7 +42,7 @@ class OutputRequest:
 
 
 def functional_moments(
-    model: nn.Module,
+    network: nn.Module,
     blocks: Sequence[Block],
     posterior: GaussianPosterior,
     x: Inputs,
@@ -59,7 +58,7 @@ def functional_moments(
     nothing but $U_A^\top\phi$ is computed.
 
     Args:
-        model: The trained network.
+        network: A `shadow` of the trained network.
         blocks: The posterior's blocks, in its order; those of the parameters also where it has a
             single one of all parameters.
         posterior: The posterior.
@@ -75,8 +74,7 @@ def functional_moments(
         ValueError: If the outputs are not finite or have no batch dimension, or if what is
             requested does not fit into the memory bound.
     """
-    network = shadow(model)
-    tap = Tap.on(network, blocks)
+    tap = Tap(network, blocks)
     is_dense = DENSE_BLOCK in posterior.curvature.blocks
     accumulator = DenseMoments if is_dense else BlockMoments
     moments = accumulator(blocks, posterior, prior_precisions, request.diagonal)
@@ -115,7 +113,7 @@ def functional_moments(
             for site, uses in tap.backward(outputs, columns, again=more, without=skipped):
                 for index, block in enumerate(blocks):
                     if block.site == site:
-                        moments.add(index, tap.module(site), uses)
+                        moments.add(index, tap.layers[site], uses)
             moments.end()
         covariances.append(total)
         start += len(flat)

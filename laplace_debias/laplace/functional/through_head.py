@@ -19,7 +19,6 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import LinearCalls
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.head_products import (
     Wanted,
@@ -53,7 +52,7 @@ def can_go_through(head: str, blocks: Sequence[Block], posterior: GaussianPoster
 
 
 def moments_through_head(
-    model: nn.Module,
+    network: nn.Module,
     head: str,
     blocks: Sequence[Block],
     posterior: GaussianPosterior,
@@ -64,7 +63,7 @@ def moments_through_head(
     """As `functional_moments`, for parameters that `can_go_through` a head.
 
     Args:
-        model: The trained network, with outputs `[B, p, C]`.
+        network: A `shadow` of the trained network, with outputs `[B, p, C]`.
         head: Path of the linear layer that gives them.
         blocks: This and all else as `functional_moments` takes it.
         posterior: As there.
@@ -75,8 +74,7 @@ def moments_through_head(
     Raises:
         ValueError: As `functional_moments`.
     """
-    network = shadow(model)
-    calls, tap = LinearCalls(network, head), Tap.on(network, blocks)
+    calls, tap = LinearCalls(network, head), Tap(network, blocks)
     weight = network.get_parameter(f"{head}.weight".lstrip(".")).detach()
     in_head = [i for i, block in enumerate(blocks) if block.layer == head]
     below = [block for i, block in enumerate(blocks) if i not in in_head]
@@ -98,7 +96,7 @@ def moments_through_head(
             for site, uses in tap.backward(calls.x, columns, again=more, without=without):
                 for index, block in enumerate(blocks):
                     if block.site == site:
-                        moments.add(index, tap.module(site), uses)
+                        moments.add(index, tap.layers[site], uses)
             # Without the diagonal alone all columns are one part.
             outputs = wanted.of_columns(some) if of_h.diagonal else wanted
             into = total[..., some] if of_h.diagonal else total
