@@ -21,6 +21,7 @@ from laplace_debias.curvature.network.layer_types import (
     expose_projections,
     lay_out_gradients,
 )
+from laplace_debias.curvature.network.shadow import kept_as_it_is
 from laplace_debias.system.memory import is_out_of_memory
 
 
@@ -147,7 +148,8 @@ class Tap:
                 record = partial(self._record, site.paths[0])
                 handles.append(layer.register_forward_hook(record, prepend=True, with_kwargs=True))
         try:
-            yield
+            with kept_as_it_is(self.network):
+                yield
         finally:
             for handle in handles:
                 handle.remove()

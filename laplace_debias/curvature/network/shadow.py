@@ -82,15 +82,18 @@ def kept_as_it_is(module: nn.Module) -> Iterator[None]:
 
     The next one would take it for its own, with the numbers of other examples.
     """
-    before = [
-        (inner, {k: copy.copy(v) if type(v) in (dict, list) else v for k, v in vars(inner).items()})
-        for inner in module.modules()
-    ]
+    before = []
+    for inner in module.modules():
+        kept = vars(inner).copy()
+        for name, value in kept.items():
+            if type(value) in (dict, list):
+                kept[name] = value.copy()
+        before.append((inner, kept))
     try:
         yield
     finally:
-        for inner, attributes in before:
-            inner.__dict__ = attributes
+        for inner, kept in before:
+            inner.__dict__ = kept
 
 
 def check_usable(model: nn.Module) -> None:
