@@ -14,10 +14,12 @@ from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import factor_sums
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.selection import select_parameters
+from laplace_debias.curvature.network.shadow import shadow
 
 # The fits that predictions and samples come from stand for the images of CIFAR-10.
 NUM_DATA = 45_000
@@ -61,7 +63,8 @@ def problem_of(
     """What curvature a `Laplace` of all parameters takes of a classifier."""
     blocks = curvature_blocks(model, select_parameters(model, "all"))
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType(fisher))
-    return Problem(model, cotangents, blocks, choose_backend(model, backend), dtype, None)
+    stream = choose_backend(model, backend)(Tap(shadow(model)), blocks)
+    return Problem(cotangents, blocks, stream, dtype, None)
 
 
 def fitted(settings: Settings, **options: Any) -> Laplace:

@@ -16,9 +16,11 @@ from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import eigenbases, factor_sums
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.network.shadow import shadow
 
 UNIT = "s"
 REFERENCES = ("gradient",)
@@ -103,7 +105,8 @@ def _problem(settings: VisionSettings) -> Problem:
     model = settings.model()
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc"))
     blocks = curvature_blocks(model, _names(model))
-    return Problem(model, cotangents, blocks, choose_backend(model, "auto"), torch.float64, None)
+    stream = choose_backend(model, "auto")(Tap(shadow(model)), blocks)
+    return Problem(cotangents, blocks, stream, torch.float64, None)
 
 
 def _factors(settings: VisionSettings) -> Callable[[], Run]:
