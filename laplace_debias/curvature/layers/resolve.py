@@ -138,7 +138,7 @@ class _Reference:
 
     @classmethod
     def of(cls, network: nn.Module, names: Sequence[str], x: Inputs) -> "_Reference":
-        """That of a network for two examples."""
+        """Run a network for two examples."""
         cotangents: list[Tensor] = []
 
         def of_examples(outputs: Tensor) -> list[Tensor]:
