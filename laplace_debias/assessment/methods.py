@@ -145,8 +145,8 @@ BUILT_IN = {method.key: method for method in (NETWORK, TEMPERATURE, LAST_LAYER, 
 def default_methods(task: str, has_validation: bool) -> tuple[Method, ...]:
     """The methods that `report` compares unless it is told otherwise.
 
-    A posterior of all parameters is on request alone: in `examples/study` its NLL is behind that of
-    temperature scaling on one problem of 14, and the last layer's on none.
+    A posterior of all parameters is on request alone: in `examples/study` the last layer's NLL is
+    ahead of that of temperature scaling on four problems of 14, its own on two.
 
     Args:
         task: As in `Loaded`. A regression's noise is fitted in any case; it has no temperature.

@@ -76,9 +76,9 @@ class Laplace(Approximation):
             `"lowrank"` (leading eigenvectors of the whole matrix) or `"full"`.
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
             (those of known layers), `"last_layer"` (what the outputs come from, found by the first
-            `fit` unless the structure tells it; faster, and behind a temperature on no problem of
-            docs/choosing.md), names, or a predicate `(name, parameter) -> bool`.
-            Frozen ones never are. A parameter of no known layer has an exact block: dense up to
+            `fit` unless the structure tells it; faster, and oftener ahead of a temperature in
+            docs/choosing.md), names, or a predicate `(name, parameter) -> bool`. Frozen ones never
+            are. A parameter of no known layer has an exact block: dense up to
             1,024 entries, diagonal above.
         prior_precision: δ, one number or one per block (see `block_names`).
         backend: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can. Both give the same.
