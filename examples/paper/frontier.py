@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from time import process_time
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -19,7 +18,7 @@ from examples.paper.common import Settings as Shared
 from examples.paper.plots import add_legend
 from laplace_debias import Auto, Laplace
 from laplace_debias.laplace.links import Link
-from laplace_debias.report.style import method_colours, new_panels, style_axes
+from laplace_debias.report.style import OKABE_ITO, method_colours, new_panels, style_axes
 from laplace_debias.report.tables import write_csv
 
 AUTO = "auto"
@@ -49,8 +48,6 @@ class Settings(Shared):
         population: How many training examples, chosen at random, all fits draw from: of these is
             the full-batch fit, scaled to the number of all. None for all.
         reference: Posterior file of the full-batch fit, made by an earlier run in its output.
-        reference_examples: How many training examples, drawn with probability proportional to the
-            curvature of their loss and weighed by the inverse, stand for all; None for all.
         test_examples: How many test images are predicted.
         prior_precisions: The grid of δ.
         chunk_size: Images per batch.
@@ -66,7 +63,6 @@ class Settings(Shared):
     draws: int = 5
     population: int | None = None
     reference: Path | None = None
-    reference_examples: int | None = None
     test_examples: int = 100
     prior_precisions: tuple[float, ...] = (0.1, 1.0, 10.0, 100.0, 1000.0)
     chunk_size: int = 50
@@ -101,7 +97,11 @@ def run(settings: Settings) -> list[Row]:
     def new(fisher: str = "exact") -> Laplace:
         return Laplace(trained.model, params="weights", fisher=fisher)
 
-    full = measure(FULL, partial(_full, settings, trained, everything, new), None, num_data)
+    if settings.reference is None:
+        fit_full = partial(_fit, settings, trained, new(), everything, "full")
+    else:
+        fit_full = partial(Laplace.load, settings.reference, trained.model)
+    full = measure(FULL, fit_full, None, num_data)
     settings.output.mkdir(parents=True, exist_ok=True)
     full.save(settings.output / "full-batch.safetensors")
     del full
@@ -139,51 +139,9 @@ def run(settings: Settings) -> list[Row]:
     return summary
 
 
-def _full(
-    settings: Settings, trained: Trained, everything: Tensor, new: Callable[[], Laplace]
-) -> Laplace:
-    """The fit of all training examples, or of those that stand for them."""
-    if settings.reference is not None:
-        return Laplace.load(settings.reference, trained.model)
-    if settings.reference_examples is None:
-        batches: Iterator[Any] = iter(_Shuffled(trained, everything, settings.chunk_size))
-    else:
-        batches = by_importance(trained, settings.reference_examples, settings.chunk_size)
-    return new().fit_batches(batches, num_data=len(trained.train))
-
-
-def by_importance(trained: Trained, number: int, chunk_size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Some training images with weights that make their sums unbiased.
-
-    An image is drawn with probability `min(1, a (c / c̄ + 0.1))`, where c is the curvature of its
-    loss in the outputs, 1 − Σ p².
-    """
-    parts, curvatures = torch.arange(len(trained.train)).split(500), []
-    with torch.no_grad():
-        for part in parts:
-            p = trained.model(trained.batch(trained.train, part)[0]).softmax(1).double()
-            curvatures.append(1 - p.square().sum(1))
-    share = torch.cat(curvatures).cpu()
-    share = share / share.mean() + 0.1
-    low, high = 0.0, float(number)
-    for _ in range(60):
-        a = (low + high) / 2
-        low, high = (a, high) if (a * share).clamp_max(1).sum() < number else (low, a)
-    chances = (a * share).clamp_max(1)
-    generator = torch.Generator().manual_seed(4242)
-    uniforms = torch.rand(len(share), generator=generator, dtype=torch.float64)
-    drawn = (uniforms < chances).nonzero()[:, 0]
-    drawn = drawn[torch.randperm(len(drawn), generator=generator)]
-    for part in drawn.split(chunk_size):
-        yield *trained.batch(trained.train, part), 1 / chances[part]
-
-
 def _fit(settings: Settings, trained: Trained, la: Laplace, indices: Tensor, mode: str) -> Laplace:
     """A fit to given images, in batches that fit memory."""
-
-    def batches(some: Tensor) -> list[Batch]:
-        return [trained.batch(trained.train, part) for part in some.split(settings.chunk_size)]
-
+    batches = partial(_Shuffled, trained, chunk_size=settings.chunk_size)
     num_data, half = len(trained.train), len(indices) // 2
     if mode == "debiased":
         first, second = batches(indices[:half]), batches(indices[half:])
@@ -194,7 +152,7 @@ def _fit(settings: Settings, trained: Trained, la: Laplace, indices: Tensor, mod
 
 @dataclass
 class _Shuffled:
-    """All training images in an order, batch by batch, which can be read again."""
+    """Training images in an order, batch by batch, which can be read again."""
 
     trained: Trained
     order: Tensor
@@ -229,15 +187,17 @@ def seconds_of(summary: Sequence[Row], method: str, size: int) -> float:
 
 
 def _figure(summary: Sequence[Row], whole: Mapping[str, float]) -> Figure:
-    """Distance against seconds, a line for each way of several sizes; `whole` are full batches'."""
-    names = [row["method"] for row in summary]
-    colours = method_colours(name for name in dict.fromkeys(names) if names.count(name) > 1)
+    """Distance against seconds, a line for each way; `whole` are full batches'."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in sorted(summary, key=_seconds):
+        name = AUTO if row["method"].startswith(AUTO) else row["method"]
+        lines.setdefault(name, []).append((_seconds(row), row["NLL distance"]))
+    colours = method_colours(name for name in lines if name != AUTO) | {AUTO: OKABE_ITO["black"]}
     figure, ((ax,),) = new_panels(1, 1, (7.2, 4.2))
-    for method, colour in colours.items():
-        of_line = sorted((r for r in summary if r["method"] == method), key=_seconds)
-        x, y = [_seconds(r) for r in of_line], [r["NLL distance"] for r in of_line]
-        is_auto = method.startswith(AUTO)
-        ax.plot(x, y, "o-", color=colour, markersize=4, linewidth=2.4 if is_auto else 1.1)
+    for name, points in lines.items():
+        x, y = zip(*points, strict=True)
+        width = 2.4 if name == AUTO else 1.1
+        ax.plot(x, y, "o-", color=colours[name], markersize=4, linewidth=width)
     styles = dict(zip(whole, ("--", ":"), strict=False))
     for name, seconds in whole.items():
         ax.axvline(seconds, color="black", linewidth=0.9, linestyle=styles[name])

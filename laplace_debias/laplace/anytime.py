@@ -38,18 +38,20 @@ _OUTPUTS = 4
 _CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
 # What leaves a block's variance and takes away that of the others.
 _WITHOUT = 1e12
-NUM_ERRORS = 1.75
+NUM_ERRORS = 1.9
 """Standard errors that are told as the error, which the true one rarely exceeds."""
 
 
 @dataclass(frozen=True)
 class _Round:
-    """A fit, its replicates without each fold, and the error at every point of the curve."""
+    """A fit, its replicates without each fold, and the error at every point of the curve.
+
+    `spread` is the relative standard error of the mean curvature in the outputs.
+    """
 
     fitted: Fitted
     replicates: list[BlockDiagonal]
-    num_drawn: int
-    num_read: int
+    spread: float
     curve: list[float]
 
     @property
@@ -162,14 +164,14 @@ class Auto(Scheme):
         ended_by = ""
         try:
             while not ended_by:
-                before, target = clock(), self._target(last)
+                before, target = clock(), self._target(reading.num_drawn, last)
                 further = reading.until(target)
                 if further.num_drawn < target:
                     ended_by = "data"
                     break
                 reading = further
                 last, now = _round(reading, fitted), clock()
-                rounds.append((last.num_drawn, last.error))
+                rounds.append((reading.num_drawn, last.error))
                 if last.error <= self.tolerance:
                     ended_by = "tolerance"
                 elif self.examples is not None and reading.num_drawn >= self.examples:
@@ -188,12 +190,12 @@ class Auto(Scheme):
         assert last is not None
         return _reported(last, rounds, ended_by, clock(), self.tolerance, reading)
 
-    def _target(self, last: _Round | None) -> int:
+    def _target(self, num_drawn: int, last: _Round | None) -> int:
         """How many examples shall be drawn in all when the next round ends."""
         target = FIRST_ROUND
         if last is not None:
             # The error falls with the root of the number: twice the tolerance takes four times.
-            target = last.num_drawn * (4 if last.error > 2 * self.tolerance else 2)
+            target = num_drawn * (4 if last.error > 2 * self.tolerance else 2)
         # Decompositions end a round: none is made for less than the budget's last doubling.
         if self.examples is not None and self.examples <= 2 * target:
             return self.examples
@@ -221,8 +223,8 @@ def _reported(
     """The fit of the last round, with its report; warns if the tolerance was not reached."""
     reading.pairs = iter(())  # Workers of a loader end.
     report = FitReport(
-        last.num_drawn,
-        last.num_read,
+        reading.num_drawn,
+        reading.seen.num_examples,
         seconds,
         ended_by,
         tuple(rounds),
@@ -233,7 +235,7 @@ def _reported(
     if ended_by != "tolerance":
         warn(
             f"The tolerance {tolerance:g} was not reached, as the fit was ended by {ended_by}: "
-            f"after {last.num_drawn:,} examples the error of standard deviations is "
+            f"after {reading.num_drawn:,} examples the error of standard deviations is "
             f"{report.error:.3g}. Twice as many would bring it to some {report.error_of_twice:.3g}."
         )
     return replace(last.fitted, report=report)
@@ -255,21 +257,22 @@ def _check_same(before: Fitted, fitted: Finish) -> None:
 
 def _round(reading: Reading, fitted: Finish) -> _Round:
     """The posterior of what was read, and its error."""
-    sums, sizes = [fold.factors() for fold in reading.folds], [f.num_read for f in reading.folds]
+    of_all = reading.curvatures
+    sums = [fold.factors(float(of_all.mean())) for fold in reading.folds]
+    sizes = [fold.num_read for fold in reading.folds]
     curvature, plain, *replicates = crossfit_with_replicates(reading.problem, sizes, sums)
     now = fitted(CurvatureFit(curvature, reading.seen))
     deltas = _own(now) * now.posterior.mean.new_tensor(_CURVE)[:, None]
-    crossed, biased, *logs = [
-        _variances(now, of, reading.probes, deltas).log() / 2
-        for of in (curvature, plain, *replicates)
-    ]
-    # The true variance lies between those of magnitudes in fold and out of fold.
-    bias = (biased - crossed).nan_to_num(0.0) / 2
-    chance = NUM_ERRORS * jackknife(torch.stack(logs))
-    errors = (chance.square() + bias.square()).mean((1, 2)).sqrt().tolist()
+    # The mean curvature's error is told by all that was read: the folds have the same mean.
+    last = _Round(now, replicates, float(of_all.std() / of_all.mean()) / len(of_all) ** 0.5, [])
+    variances, chance = _chances(last, reading.probes, deltas)
+    in_fold = _variances(now, plain, reading.probes, deltas)
+    # Magnitudes out of fold are off by far less than those in fold, but not by nothing.
+    bias = (in_fold / variances).log() / 8
+    relative = torch.hypot(chance / (2 * variances), bias).nan_to_num(0.0)
+    errors = relative.square().mean((1, 2)).sqrt().tolist()
     # All processes decide by the same bits.
-    errors = reading.problem.ranks.from_rank(errors, 0)
-    return _Round(now, replicates, reading.num_drawn, reading.seen.num_examples, errors)
+    return replace(last, curve=reading.problem.ranks.from_rank(errors, 0))
 
 
 def _exact(
@@ -308,9 +311,19 @@ def _of_blocks(last: _Round, x: Inputs) -> dict[str, float]:
     own, names = _own(last.fitted), last.fitted.parameters.block_names
     alone = torch.where(torch.eye(len(own), device=own.device).bool(), own, _WITHOUT * own)
     total = _variances(last.fitted, last.fitted.posterior.curvature, x, own[None])
-    parts = torch.stack([_variances(last.fitted, r, x, alone) for r in last.replicates])
-    errors = (jackknife(parts) / (2 * total)).square().mean((1, 2)).sqrt()
-    return dict(zip(names, (NUM_ERRORS * errors).tolist(), strict=True))
+    errors = (_chances(last, x, alone)[1] / (2 * total)).nan_to_num(0.0)
+    return dict(zip(names, errors.square().mean((1, 2)).sqrt().tolist(), strict=True))
+
+
+def _chances(
+    last: _Round, x: Inputs, deltas: Float[Tensor, "grid blocks"]
+) -> tuple[Float[Tensor, "grid inputs outputs"], Float[Tensor, "grid inputs outputs"]]:
+    """Variances, and what chance may have made of them: `NUM_ERRORS` of their standard errors."""
+    fitted, curvature, scale = last.fitted, last.fitted.posterior.curvature, 1 + last.spread
+    own = _variances(fitted, curvature, x, deltas)
+    of_mean = _variances(fitted, curvature, x, deltas / scale) / scale - own
+    of_folds = jackknife(torch.stack([_variances(fitted, r, x, deltas) for r in last.replicates]))
+    return own, NUM_ERRORS * torch.hypot(of_mean, of_folds)
 
 
 def _variances(
@@ -332,6 +345,4 @@ def _own(fitted: Fitted) -> Float[Tensor, " blocks"]:
 def jackknife(of_replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*values"]:
     """The standard error of what was computed without each fold."""
     num_folds = len(of_replicates)
-    # Of an output that no parameter changes the logarithm is infinite, and the same in all.
-    deviations = (of_replicates - of_replicates.mean(0)).nan_to_num(0.0)
-    return ((num_folds - 1) / num_folds * deviations.square().sum(0)).sqrt()
+    return (of_replicates.var(0, correction=0) * (num_folds - 1)).sqrt()

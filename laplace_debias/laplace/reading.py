@@ -55,18 +55,16 @@ class _Fold:
         gradients: G of the examples drawn, weighed by their inverse probabilities.
         inputs: A of all that was read.
         num_read: How many examples were read.
-        curvature: The sum of the curvatures of all that was read.
-        weighed: That of the weighed curvatures of those drawn.
+        weighed: The sum of the weighed curvatures of those drawn.
     """
 
     gradients: Factors = field(default_factory=dict)
     inputs: Factors = field(default_factory=dict)
     num_read: int = 0
-    curvature: float = 0.0
     weighed: float = 0.0
 
-    def factors(self) -> FactorSums:
-        """Factors as of all that was read: G of their curvature.
+    def factors(self, mean: float) -> FactorSums:
+        """Factors as of all that was read: G of the mean curvature of all folds.
 
         Raises:
             ValueError: If none of the examples drawn has curvature.
@@ -76,7 +74,7 @@ class _Fold:
                 "The loss of the examples at hand has no curvature in the outputs, all of which "
                 'are certain: use mode="full".'
             )
-        scale = self.curvature / self.weighed
+        scale = mean * self.num_read / self.weighed
         return {
             block: (G * scale, self.inputs.get(block, self._ones(block, G)))
             for block, G in self.gradients.items()
@@ -106,6 +104,7 @@ class Reading:
         num_drawn: How many examples went backward.
         num_batches: How many batches of this process were read.
         pairs: Those that are left, with their numbers.
+        curvatures: Of all that was read.
 
     Raises:
         ValueError: If the first batch has one example.
@@ -114,7 +113,7 @@ class Reading:
     def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]], looks: int) -> None:
         self.problem, self._looks_each, self.num_batches = problem, looks, 0
         self.folds = [_Fold() for _ in range(AUTO_FOLDS)]
-        self.seen, self.num_drawn, self._curvature = Seen(0, 0.0, 0, 0), 0, 0.0
+        self.seen, self.num_drawn, self.curvatures = Seen(0, 0.0, 0, 0), 0, torch.zeros(0).double()
         self._generator, self._forward = torch.Generator().manual_seed(0), ForwardPasses(problem)
         (x, y, *weights), ranks = next(pairs, (None, ())), problem.ranks
         sizes = ranks.exchange(len(y))
@@ -208,16 +207,14 @@ class Reading:
                     nll, num_outputs = nll + float(numbers.nll), num_outputs + numbers.num_outputs
         of_ranks = ranks.exchange((traces.tolist(), nll, num_outputs))
         traces = torch.tensor([c for some, _, _ in of_ranks for c in some], dtype=torch.float64)
-        self._curvature += float(traces.sum())
+        self.curvatures = torch.cat([self.curvatures, traces])
         nll, num_outputs = (sum(of) for of in list(zip(*of_ranks, strict=True))[1:])
         self.seen = self.seen + Seen(total, nll, num_outputs, total)
-        mean = self._curvature / self.seen.num_examples
-        chances = inclusion(traces, mean, self._looks_each)
+        chances = inclusion(traces, float(self.curvatures.mean()), self._looks_each)
         is_drawn = torch.rand(total, generator=self._generator, dtype=torch.float64) < chances
         for k, fold in enumerate(self.folds):
             of_fold = fold_of == k
             fold.num_read += int(of_fold.sum())
-            fold.curvature += float(traces[of_fold].sum())
             chosen = of_fold & is_drawn
             fold.weighed += float((traces[chosen] / chances[chosen]).sum())
             own = chosen[before : before + len(own_folds)].nonzero()[:, 0]

@@ -45,13 +45,7 @@ OPTIONS = {
     ],
     "frontier": [
         *("--sizes=[8,16]", "--monte_carlo_sizes=[24]", "--tolerances=[0.5]", "--budgets=[16]"),
-        *(
-            "--draws=2",
-            "--reference_examples=100",
-            "--population=200",
-            "--test_examples=10",
-            "--prior_precisions=[1]",
-        ),
+        *("--draws=2", "--population=200", "--test_examples=10", "--prior_precisions=[1]"),
     ],
     "kfac_error": ["--batch_size=4", "--draws=1", "--num_batches=2", "--folds=2"],
 }

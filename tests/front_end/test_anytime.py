@@ -63,8 +63,11 @@ def test_inverse_probabilities_are_unbiased_and_bounded():
     assert means.std() < 0.6 * (alike * LOOKS * curvatures).mean(1).std()
 
 
-def of_folds(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """G and A of a linear classifier, fold by fold, by hand: means over what was read."""
+def of_folds(model: nn.Module, x: Tensor) -> tuple[list[tuple[Tensor, Tensor]], float]:
+    """G and A of a linear classifier, fold by fold, by hand: sums over what was read.
+
+    And the relative standard error of the mean curvature in the outputs.
+    """
     with torch.no_grad():
         p = model(x).softmax(1)
     hessians = torch.diag_embed(p) - p[:, :, None] * p[:, None]
@@ -76,9 +79,9 @@ def of_folds(model: nn.Module, x: Tensor) -> list[tuple[Tensor, Tensor]]:
     folds = []
     for k in range(4):
         H, t, w, a = hessians[k::4], traces[k::4], weights[k::4], x[k::4]
-        G = t.sum() / (w * t).sum() * (w[:, None, None] * H).sum(0)
+        G = traces.mean() * len(t) / (w * t).sum() * (w[:, None, None] * H).sum(0)
         folds.append((G, a.mT @ a))
-    return folds
+    return folds, float(traces.std() / traces.mean() / len(traces) ** 0.5)
 
 
 @pytest.mark.filterwarnings("ignore:The tolerance")
@@ -88,7 +91,7 @@ def test_posterior_and_error_are_those_of_dense_matrices():
     x, y = data()
     la = Laplace(model, prior_precision=0.5)
     la.fit(Auto([(x, y)], tolerance=1e-9, examples=64), num_data=SIZE)
-    probes, folds = x[:16], of_folds(model, x[16:])
+    probes, (folds, spread) = x[:16], of_folds(model, x[16:])
     sizes = [len(x[16 + k :: 4]) for k in range(4)]
     all_of = sum(sizes)
     bases, in_fold, replicates = [], [], []
@@ -114,10 +117,13 @@ def test_posterior_and_error_are_those_of_dense_matrices():
 
     found = la.functional(probes, diagonal=True)[1]
     torch.testing.assert_close(found, variances(*bases), rtol=1e-9, atol=0)
-    logs = torch.stack([variances(*of).log() / 2 for of in zip(*replicates, strict=True)])
-    jackknifed = 3 / 4 * (logs - logs.mean(0)).square().sum(0)
-    bias = (variances(*in_fold) / variances(*bases)).log() / 4
-    error = (NUM_ERRORS**2 * jackknifed + bias.square()).mean().sqrt()
+    without = torch.stack([variances(*of) for of in zip(*replicates, strict=True)])
+    jackknifed = 3 / 4 * (without - without.mean(0)).square().sum(0)
+    bias = (variances(*in_fold) / variances(*bases)).log() / 8
+    (of_G, U_G), of_A = bases
+    of_mean = variances(((1 + spread) * of_G, U_G), of_A) - found
+    chance = NUM_ERRORS**2 / 4 * (jackknifed + of_mean.square()) / found.square()
+    error = (chance + bias.square()).mean().sqrt()
     assert la.fit_report.curve[1.0] == pytest.approx(float(error), rel=1e-6)
     assert la.fit_report.num_read == SIZE - 16
 
@@ -135,22 +141,21 @@ def true_errors(la: Laplace, full: Laplace, x: Tensor) -> Tensor:
     return (found - exact).square().mean((1, 2)).sqrt()
 
 
-@pytest.mark.parametrize("tolerance", [0.1, 0.05])
-def test_told_error_covers_the_true_one(tolerance: float):
+def test_told_error_covers_the_true_one():
     model, full = network(), Laplace(network()).fit([data()])
     fresh = 2 * torch.randn(100, 6, generator=torch.Generator().manual_seed(7)).double()
     ratios = []
     for seed in range(20):
-        la = Laplace(model).fit(Auto(loader(seed), tolerance=tolerance))
+        la = Laplace(model).fit(Auto(loader(seed), tolerance=0.02))
         report = la.fit_report
         assert report.ended_by in ("tolerance", "data")
         if report.ended_by == "tolerance":
-            assert report.error <= tolerance
+            assert report.error <= 0.02
             ratios.append(report.error / float(true_errors(la, full, fresh).max()))
     found = torch.tensor(ratios)
     assert len(found) >= 10
-    assert (found >= 1).double().mean() >= 0.8
-    assert found.median() <= 2.5
+    assert (found >= 1).double().mean() >= 0.85
+    assert found.median() <= 2
 
 
 @pytest.mark.filterwarnings("ignore:The tolerance")
