@@ -13,6 +13,7 @@ import faulty_eigh
 import pytest
 import torch
 from jaxtyping import config as jaxtyping_config
+from processes import Processes
 
 # A shell that runs the tests in the background hands an ignored Ctrl-C on to all their processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -105,3 +106,11 @@ def _checked_in_the_first_case(request):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Processes that share their work; one that a test kills is started again."""
+    started = Processes()
+    yield started
+    started.close()

@@ -22,11 +22,14 @@ def test_annotations_of_the_package_are_checked(pytestconfig):
         metrics.nll(torch.ones(2, 3, 4), torch.ones(2))
 
 
-def test_one_axis_at_a_time_has_every_combination_and_marks_the_others():
+def test_one_axis_at_a_time_has_every_pair_and_marks_what_differs_in_two_axes():
     axes = ["abc", [torch.float32, torch.float64], [pytest.param(1, id="one"), 2]]
     found = one_axis_at_a_time(*axes)
-    expected = itertools.product("abc", axes[1], [1, 2])
-    assert [param.values for param in found] == list(expected)
+    for one, two in itertools.combinations(range(3), 2):
+        pairs = {(param.values[one], param.values[two]) for param in found}
+        values = ["abc", axes[1], [1, 2]]
+        assert pairs == set(itertools.product(values[one], values[two]))
+    assert len(found) < 12
     assert found[0].id == "a-torch.float32-one"
     daily = {param.id for param in found if not param.marks}
     assert daily == {

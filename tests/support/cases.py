@@ -6,26 +6,33 @@ import pytest
 
 
 def one_axis_at_a_time(*axes):
-    """Every combination, for `parametrize`; what differs from the first in two axes is slow.
+    """Cases with every pair of values of two axes, for `parametrize`.
 
-    For cases that do not act on each other: every value of every axis is tested each day, and
-    every combination by `make test-all`.
+    Those that differ from the first in one axis at most are tested each day: every value of every
+    axis. The others are slow: as few as have, with the first ones, every pair of values.
 
     Args:
         axes: Lists of values or of `pytest.param` of one value, the most usual first.
     """
     parts = [[_as_param(value) for value in axis] for axis in axes]
-    combinations = []
-    for chosen in itertools.product(*(enumerate(axis) for axis in parts)):
-        is_daily = sum(place > 0 for place, _ in chosen) <= 1
-        combinations.append(
-            pytest.param(
-                *(value for _, part in chosen for value in part.values),
-                id="-".join(part.id for _, part in chosen),
-                marks=() if is_daily else pytest.mark.slow,
-            )
+    places = list(itertools.product(*(range(len(axis)) for axis in parts)))
+    daily = [place for place in places if sum(value > 0 for value in place) <= 1]
+    chosen, pairs = list(daily), set().union(*map(_pairs, daily))
+    while set().union(*map(_pairs, places)) - pairs:
+        chosen.append(max(places, key=lambda place: len(_pairs(place) - pairs)))
+        pairs |= _pairs(chosen[-1])
+    return [
+        pytest.param(
+            *(value for axis, at in zip(parts, place, strict=True) for value in axis[at].values),
+            id="-".join(axis[at].id for axis, at in zip(parts, place, strict=True)),
+            marks=() if place in daily else pytest.mark.slow,
         )
-    return combinations
+        for place in sorted(chosen)
+    ]
+
+
+def _pairs(place):
+    return set(itertools.combinations(enumerate(place), 2))
 
 
 def others_slow(cases, *daily):
