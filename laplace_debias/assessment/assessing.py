@@ -54,9 +54,6 @@ def assess(
         overwrite: Whether an earlier run in the folder is removed first.
         console: Where it prints what it does; nowhere if None.
 
-    Returns:
-        The folder.
-
     Raises:
         FileExistsError: If the folder holds other files, or a run of other settings.
         ValueError: If methods or data do not fit each other; as `Laplace`.

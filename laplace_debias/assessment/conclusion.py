@@ -33,12 +33,7 @@ _LEAST_ABOVE_CHANCE = 0.1
 
 
 def conclude(run: Row, found: Row) -> list[str]:
-    """The verdict, a sentence or two an entry; what speaks against the set-up comes first.
-
-    Args:
-        run: `run.json`.
-        found: `metrics.json`.
-    """
+    """The verdict on `run.json` and `metrics.json`, a sentence or two an entry."""
     verdict = _Verdict(run, found)
     doubts = list(verdict.doubts())
     told = [verdict.doubted(doubts)] if doubts else []

@@ -20,14 +20,7 @@ _MOST_NUMBERS = 32
 def write_examples(
     folder: Path, loaded: Loaded, tables: Mapping[str, Mapping[str, Tensor]], network: str
 ) -> None:
-    """Write `examples.json`, and the pictures of the examples where inputs are images.
-
-    Args:
-        folder: Where.
-        loaded: The data.
-        tables: By method its predictions for the test set, in the order of the methods.
-        network: The network's key.
-    """
+    """Write `examples.json`, and the pictures of the examples where inputs are images."""
     found = chosen_examples(tables, network, loaded.task)
     entries = [entry for group in found.values() for entry in group["examples"]]
     wanted = sorted({entry["index"] for entry in entries})
@@ -55,11 +48,6 @@ def chosen_examples(
     its standard deviation), most changed by the total variation distance of its probabilities from
     the network's (the difference of standard deviations). Most confidently wrong is the network:
     by its largest probability among its mistakes (the error in standard deviations).
-
-    Args:
-        tables: By method its predictions for the test set.
-        network: The network's key.
-        task: As in `Loaded`.
     """
     others = [key for key, table in tables.items() if _has_posterior(table)]
     ranking = others[0] if others else network

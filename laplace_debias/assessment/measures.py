@@ -23,11 +23,7 @@ TEST = "test"
 
 
 def measure(run: Run) -> None:
-    """Measure what is written, choose the examples to look at, and mark the run complete.
-
-    Args:
-        run: The run, with all its tables of predictions.
-    """
+    """Measure what is written, choose the examples to look at, and mark the run complete."""
     with run.stage("measure"):
         tables = {
             (method.key, part.name): read_predictions(run.path(method, part))
@@ -58,10 +54,8 @@ def measure(run: Run) -> None:
 def scores_of(table: Table, task: str) -> dict[str, Tensor]:
     """Scores of how unlike the training data an example is, higher where it is more so.
 
-    Args:
-        table: Predictions of a method.
-        task: As in `Loaded`. Of labels that apply or not there is no largest probability; of a
-            regression there is the variance without the noise alone.
+    Of labels that apply or not there is no largest probability; of a regression there is the
+    variance without the noise alone.
     """
     if task == "regression":
         spread = table["epistemic"]
@@ -82,13 +76,6 @@ def recommended(methods: Sequence[Method], task: str) -> dict[str, str] | None:
     A rule that sees neither test nor OOD sets. In `examples/study` this one, of all parameters and
     of the last layer, is behind the entropy of temperature scaling on no problem, and mutual
     information is on four of eleven.
-
-    Args:
-        methods: In their order, a mixture of several posteriors last.
-        task: As in `Loaded`.
-
-    Returns:
-        Method and score; None for a regression, whose network has no score.
     """
     if task == "regression":
         return None
@@ -109,13 +96,7 @@ def _where(table: Table, rows: Tensor) -> Table:
 
 
 class Comparison:
-    """Metrics of every method on every set, and differences between methods.
-
-    Args:
-        tables: By method and set what was predicted; the methods in their order.
-        roles: By set its role: `test`, `shift` or `ood`; the test set is the one called `test`.
-        task: As in `Loaded`.
-    """
+    """Metrics of every method on every set, and differences between methods."""
 
     def __init__(
         self, tables: Mapping[tuple[str, str], Table], roles: Mapping[str, str], task: str
@@ -170,14 +151,7 @@ class Comparison:
     def _reports(
         self, method: str, name: str, table: Table, test: Table
     ) -> dict[str, metrics.Report]:
-        """The reports of some rows of a method's tables: of an OOD set by score, else a single one.
-
-        Args:
-            method: The method.
-            name: The set.
-            table: Rows of what it predicts for the set.
-            test: Rows of what it predicts for the test set, which OOD sets are told from.
-        """
+        """The reports of rows of a method's tables: of an OOD set by score, else a single one."""
         key = method, name, len(table["index"]), len(test["index"])
         if key not in self._known:
             if self._roles[name] == "ood":
@@ -193,12 +167,7 @@ class Comparison:
 
 
 def report_of_table(table: Table, task: str) -> metrics.Report:
-    """The metrics of labelled predictions.
-
-    Args:
-        table: As `predictions/METHOD/SET.parquet` has it.
-        task: As in `Loaded`.
-    """
+    """The metrics of labelled predictions."""
     if task == "regression":
         mean, deviation = table["mean"], table["standard_deviation"]
         return metrics.evaluate_regression(mean, deviation, table["target"])

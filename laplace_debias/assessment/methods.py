@@ -164,20 +164,7 @@ def chosen_methods(
     task: str,
     has_validation: bool,
 ) -> tuple[Method, ...]:
-    """The methods that somebody asks for.
-
-    Args:
-        names: Keys of `BUILT_IN`, in any order; the network is there in any case. If None those of
-            `default_methods`.
-        posteriors: More posteriors by the key that they get.
-        examples: How many examples of each set a posterior over more than the last layer predicts.
-        task: As in `Loaded`.
-        has_validation: Whether there are examples to fit a temperature on.
-
-    Raises:
-        ValueError: For an unknown name, or a posterior that has the key of a built-in method; as
-            `Method`.
-    """
+    """The methods that somebody asks for, the network in any case."""
     unknown = [name for name in names or () if name not in BUILT_IN]
     if unknown:
         raise ValueError(
@@ -205,26 +192,14 @@ def chosen_methods(
 def method_of(
     key: str, label: str, posterior: PosteriorChoice | Path, examples: int | None
 ) -> Method:
-    """The method of a posterior.
-
-    Args:
-        key: Its key.
-        label: Its label.
-        posterior: The posterior, or its file.
-        examples: How many examples of each set it predicts.
-    """
+    """The method of a posterior."""
     told = "The posterior of a file, as it is there."
     told = told if isinstance(posterior, Path) else posterior.described
     return Method(key=key, label=label, describes=told, posterior=posterior, examples=examples)
 
 
 def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:
-    """Refuse methods that cannot be compared, before any work.
-
-    Raises:
-        ValueError: If the first is not the network as it is, two have one key, or one needs
-            validation examples or probabilities that there are none of.
-    """
+    """Refuse methods that cannot be compared, before any work."""
     if not methods or methods[0].posterior is not None or methods[0].has_temperature:
         raise ValueError(
             "the first method must be the network as it is, which the others are compared with: "

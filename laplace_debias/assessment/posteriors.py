@@ -36,18 +36,7 @@ _BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
 def fitted(
     loaded: Loaded, choice: PosteriorChoice | Path, sigma: float | None, seed: int, resume: Path
 ) -> Laplace:
-    """A posterior fitted to the training examples, or read from its file; not tuned.
-
-    Args:
-        loaded: The network and its data.
-        choice: Which posterior, or its file.
-        sigma: Standard deviation of a regression's noise.
-        seed: Of the labels that `fisher="mc"` draws.
-        resume: The folder of a long fit's state, as `Laplace.fit` takes it.
-
-    Raises:
-        ValueError: As `Laplace.fit` and `Laplace.load`.
-    """
+    """A posterior fitted to the training examples, or read from its file; not tuned."""
     if isinstance(choice, Path):
         return Laplace.load(choice, loaded.model)
     names = [name.strip() for name in choice.params.split(",")]
@@ -95,17 +84,7 @@ def tuned(
 
     On validation examples by the negative log-likelihood; without any by the marginal likelihood,
     and where that has no optimum not at all. A posterior that was read from a file stays as it is.
-
-    Args:
-        la: The posterior, which is changed.
-        choice: Its settings, or its file.
-        validation: Batches; None if there are none.
-
-    Returns:
-        As `sweeps/METHOD.json` has it; and what a reader should know of the search.
-
-    Raises:
-        ValueError: As `Laplace.tune`.
+    Returns the content of `sweeps/METHOD.json`, and notes for the reader.
     """
     if isinstance(choice, Path):
         return _sweep_of(la, None), ()
@@ -142,16 +121,7 @@ def _sweep_of(la: Laplace, found: Tuning | None) -> dict[str, Any]:
 
 
 def thinned(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) -> tuple[str, ...]:
-    """Make a posterior over more than the last layer thin, whose predictions take less time.
-
-    Args:
-        la: The tuned posterior, which is changed.
-        choice: Its settings, or its file, which stays as it is.
-        loaded: The network and its data; some validation examples choose the directions.
-
-    Returns:
-        What was left out, and the error on other validation examples; nothing if none was.
-    """
+    """Make a posterior over more than the last layer thin: it predicts faster. Returns notes."""
     if isinstance(choice, Path) or choice.params == "last_layer":
         return ()
     if choice.curvature not in WITH_FACTORS or loaded.validation is None:
@@ -163,11 +133,7 @@ def thinned(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) -> tupl
 
 
 def is_at_limit(sweep: Mapping[str, Any]) -> bool:
-    """Whether a search ended at its range's end, and still got better there.
-
-    Args:
-        sweep: As `tuned` returns it.
-    """
+    """Whether a search ended at its range's end, and still got better there."""
     rows = sweep["rows"]
     at = [row["prior_precision"] for row in rows]
     if len(rows) < 2 or sweep["chosen"] not in (at[0], at[-1]) or rows[0]["low"] is None:
@@ -179,13 +145,8 @@ def is_at_limit(sweep: Mapping[str, Any]) -> bool:
 def of_training(loaded: Loaded) -> dict[str, Any]:
     """How well the network fits the first of its own training examples.
 
-    Args:
-        loaded: The network and its data.
-
-    Returns:
-        `num_examples` and `rows` as `metrics.json` has them: of a regression `explained`, the share
-        of the targets' variance; else accuracy, NLL and over-confidence, with `num_classes` and
-        `uniform_nll`, the NLL of a guess, nats.
+    `num_examples` and `rows` are as `metrics.json` has them; `uniform_nll` is a guess's, in
+    nats.
     """
     outputs, targets, missing = [], [], _JUDGED
     with alone():

@@ -42,11 +42,6 @@ def chosen_positions(num_examples: int, wanted: int | None, seed: int) -> Tensor
     """Which examples of a set a method predicts: ascending positions, or None for all.
 
     Sets of one size give the same positions, so that corrupted examples are those of the test set.
-
-    Args:
-        num_examples: How many the set has.
-        wanted: How many are wanted.
-        seed: Of the choice.
     """
     if wanted is None or wanted >= num_examples:
         return None
@@ -55,14 +50,9 @@ def chosen_positions(num_examples: int, wanted: int | None, seed: int) -> Tensor
 
 
 class Chosen:
-    """Batches of inputs and targets on the model's device, of all examples or of some.
+    """Batches on the model's device, of all examples or of those at ascending positions.
 
     Several processes have every n-th batch each.
-
-    Args:
-        model: The network.
-        batches: The source, which can be read again.
-        chosen: Positions among the examples in the order of the batches, ascending; None for all.
     """
 
     def __init__(self, model: nn.Module, batches: Batches, chosen: Tensor | None = None) -> None:
@@ -89,15 +79,7 @@ class Chosen:
 
 @torch.no_grad()
 def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs"]:
-    """Outputs of the trained network, float64 on the CPU.
-
-    Args:
-        model: The network.
-        x: Inputs on its device.
-
-    Raises:
-        ValueError: If the outputs are not `[B, C]` or not finite.
-    """
+    """Outputs of the trained network, finite `[B, C]`, float64 on the CPU."""
     outputs = call(model, x)
     if outputs.ndim != 2:
         raise ValueError(
@@ -110,13 +92,7 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
 
 
 def of_network(outputs: Float[Tensor, "n outputs"], task: str, sigma: float | None) -> Table:
-    """Predictions of the trained network.
-
-    Args:
-        outputs: Its outputs.
-        task: As in `Loaded`.
-        sigma: Standard deviation of a regression's noise.
-    """
+    """Predictions of the trained network."""
     if task == "regression":
         assert sigma is not None
         spread = torch.full_like(outputs, sigma)
@@ -133,13 +109,7 @@ def _unknown(n: int) -> Table:
 
 
 def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
-    """Predictions of a Laplace posterior, `method="glm"` in closed form.
-
-    Args:
-        la: The fitted and tuned posterior.
-        x: Inputs.
-        task: As in `Loaded`.
-    """
+    """Predictions of a Laplace posterior, `method="glm"` in closed form."""
     if task == "regression":
         mean, variances = la.functional(x, diagonal=True)
         with_noise = la.likelihood.marginals(mean, variances)
@@ -180,21 +150,9 @@ def predict_set(
     positions: Tensor | None,
     sigma: float | None,
 ) -> tuple[Table, float]:
-    """Predict a set with a posterior, or with the network itself.
+    """Predict a set with a posterior, or with the network itself, in all processes.
 
-    Args:
-        loaded: The network.
-        batches: The set.
-        la: The posterior; None for the network itself.
-        positions: Which examples; None for all.
-        sigma: Noise of a regression's network.
-
-    Returns:
-        The table, of all processes; and the seconds that its predictions took, without reading
-        data, of the slowest process.
-
-    Raises:
-        ValueError: If the set is empty; as `network_outputs` and `Laplace.functional`.
+    The seconds are those of the slowest process, without reading data.
     """
     columns: dict[str, list[Tensor]] = {}
     seconds = 0.0
@@ -231,10 +189,6 @@ def mixed(tables: Sequence[Table], task: str) -> Table:
 
     The mutual information is that of label, member and parameters; of what belongs to one posterior
     nothing else is known.
-
-    Args:
-        tables: As `predict_set` returns them, of the same examples.
-        task: As in `Loaded`.
     """
     columns = {name: torch.stack([table[name] for table in tables]) for name in tables[0]}
     same = {name: tables[0][name] for name in ("targets", "index")}
@@ -258,13 +212,7 @@ def _entropy(log_probs: Tensor, task: str) -> Float[Tensor, " n"]:
 
 
 def written(table: Table, task: str, has_labels: bool) -> Table:
-    """The columns of `predictions/METHOD/SET.parquet`.
-
-    Args:
-        table: As `predict_set` returns it.
-        task: As in `Loaded`.
-        has_labels: Whether the targets mean something.
-    """
+    """The columns of `predictions/METHOD/SET.parquet`."""
     table = dict(table)
     targets = table.pop("targets")
     columns = {"index": table.pop("index")}

@@ -41,11 +41,7 @@ class DataSet:
 
 
 def sets_of(loaded: Loaded) -> list[DataSet]:
-    """The test set, its corrupted versions, the OOD sets.
-
-    Raises:
-        ValueError: If an OOD set is called as one of the others, or has no name for a file.
-    """
+    """The test set, its corrupted versions, the OOD sets."""
     sets = [DataSet("test", "test", loaded.test)]
     for severity, batches in sorted(loaded.shifts.items()):
         sets.append(DataSet(f"shift-{severity}", "shift", batches, severity=severity))
@@ -62,17 +58,7 @@ def sets_of(loaded: Loaded) -> list[DataSet]:
 
 @dataclass(eq=False)
 class Run:
-    """A run's network, data, methods and folder, and what `run.json` says of it so far.
-
-    Attributes:
-        loaded: The network and its data.
-        folder: Where the run is written.
-        methods: Methods to compare, the network first.
-        sets: The sets that are predicted.
-        seed: Of everything that is drawn.
-        console: Where the stages print what they do; nowhere if None.
-        said: Content of `run.json`, as plain data.
-    """
+    """A run's network, data, methods and folder; `said` is the content of `run.json` so far."""
 
     loaded: Loaded
     folder: Path

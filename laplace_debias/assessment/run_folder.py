@@ -29,20 +29,7 @@ _OURS = (
 def open_folder(
     folder: Path, identity: Mapping[str, Any], overwrite: bool
 ) -> dict[str, Any] | None:
-    """Look at what is in the folder before work begins.
-
-    Args:
-        folder: The folder.
-        identity: Settings that identify a run.
-        overwrite: Whether an earlier run is removed.
-
-    Returns:
-        `run.json` of the same run, which is gone on with; None where there is none.
-
-    Raises:
-        FileExistsError: If the folder holds other files, or a run of other settings.
-        ValueError: If its `run.json` is damaged.
-    """
+    """Look at the folder before work begins: `run.json` of the same run, or None."""
     if folder.is_dir() and overwrite and (folder / "run.json").exists():
         _remove(folder)
         return None
@@ -84,7 +71,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; raises as `written_atomically`.
+    """Write a file whole or not at all.
 
     Of several processes the first one writes, and the others wait for it.
     """
@@ -112,13 +99,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_table(path: Path, columns: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
-    """Write a Parquet table whole or not at all.
-
-    Args:
-        path: The file.
-        columns: Each `[n]`, of which NaN is written as null, or `[n, k]` for lists of k numbers.
-        told: Metadata of the file.
-    """
+    """Write a Parquet table of columns `[n]` or `[n, k]`, NaN as null; `told` is its metadata."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -144,7 +125,7 @@ def table_says(path: Path) -> dict[str, Any] | None:
 
 
 def read_predictions(path: Path) -> dict[str, Tensor]:
-    """The columns of a table of predictions; raises as `read_table`."""
+    """The columns of a table of predictions."""
     return {name: torch.from_numpy(np.array(x)) for name, x in read_table(path).items()}
 
 

@@ -56,11 +56,7 @@ _PASSES_OF_TUNING = 3
 
 
 def fit(run: Run) -> dict[str, list[Member]]:
-    """Find the noise, the posteriors and the temperature; by methods' keys what predicts.
-
-    Args:
-        run: The run.
-    """
+    """Find the noise, the posteriors and the temperature; by methods' keys what predicts."""
     members: dict[str, list[Member]] = {}
     with run.stage("fit"):
         if run.loaded.task == "regression" and run.said["sigma"] is None:
@@ -81,11 +77,7 @@ def fit(run: Run) -> dict[str, list[Member]]:
 
 
 def _noise(loaded: Loaded) -> float:
-    """The standard deviation of the validation (else training) residuals, about zero.
-
-    Raises:
-        ValueError: If they are all zero.
-    """
+    """The standard deviation of the validation (else training) residuals, about zero."""
     data = loaded.train if loaded.validation is None else loaded.validation
     found, _ = predict_set(loaded, data, None, None, 1.0)
     residuals = found["targets"].double().reshape(found["mean"].shape) - found["mean"]
@@ -194,15 +186,7 @@ def num_predictions(sizes: Sequence[float], examples: float) -> float:
 
 
 def most_examples(sizes: Sequence[float], number: float) -> int | None:
-    """How many examples of each set make a number of predictions at most, 100 at least.
-
-    Args:
-        sizes: Of the sets, each as often as it is predicted.
-        number: The number.
-
-    Returns:
-        The most; None if all do.
-    """
+    """How many examples of each set make a number of predictions at most, 100 at least."""
     if sum(sizes) <= number:
         return None
     counts = range(int(number) + 2)
@@ -231,10 +215,6 @@ def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
     """Seconds that predicting one example takes, by the first batch of the test set.
 
     Of a batch that takes long its first examples tell.
-
-    Args:
-        la: The fitted posterior.
-        loaded: The network and its data.
     """
     with alone():
         x, _ = next(iter(Chosen(loaded.model, loaded.test)))
@@ -251,12 +231,7 @@ def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
 
 
 def predict(run: Run, members: Mapping[str, Sequence[Member]]) -> None:
-    """Write the predictions of every method for every set, but for those that are complete.
-
-    Args:
-        run: The run.
-        members: As `fit` returns it.
-    """
+    """Write the predictions of every method for every set, but for those that are complete."""
     for part in run.sets:
         with run.stage("predict"):
             of_network: Predicted | None = None

@@ -78,12 +78,6 @@ def fit_temperature(
 def tempered(
     log_probs: Float[Tensor, "n outputs"], temperature: float, kind: str
 ) -> Float[Tensor, "n outputs"]:
-    """Logits, or logarithms of probabilities, divided by a temperature; normalised for classes.
-
-    Args:
-        log_probs: As `fit_temperature` takes them.
-        temperature: T.
-        kind: Task of the logits.
-    """
+    """Logits, or logarithms of probabilities, divided by a temperature; normalised for classes."""
     scaled = log_probs.double() / temperature
     return scaled.log_softmax(1) if kind == "classification" else scaled

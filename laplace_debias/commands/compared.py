@@ -84,14 +84,7 @@ def _rows(
 ) -> list[dict[str, str]]:
     """A row for each method: metrics on the test set, and how well OOD sets are told from it.
 
-    Args:
-        run: `run.json`.
-        found: `metrics.json`.
-        with_intervals: Whether the ends of its interval follow each value.
-
-    Returns:
-        By the column's name a value with the ends of its interval. OOD sets are told apart by the
-        entropy, of a regression by the variance.
+    OOD sets are told apart by the entropy, of a regression by the variance.
     """
     table = []
     of = {

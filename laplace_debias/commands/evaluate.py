@@ -25,9 +25,6 @@ class Settings(SourceSettings):
         examples: Number of examples of each set, chosen at random, that the posteriors predict; by
             default as many as take about ten minutes.
         spelled: An option that is given again adds to what was given.
-
-    Raises:
-        ValueError: As `SourceSettings`; if a number is out of range, or two files have one name.
     """
 
     spelled: ClassVar = {"--posterior": "--posterior+"}
@@ -50,16 +47,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
-    """Compare, and print the table and what it shows; nothing is written.
-
-    Returns:
-        `rows` and `differences`, as `metrics.json` of a run folder has them; sets, methods and
-        conclusion as its `run.json`.
-
-    Raises:
-        FileNotFoundError: If there is no such posterior.
-        ValueError: If network, data or a posterior are missing, damaged or do not belong together.
-    """
+    """Compare, and print the table and what it shows; nothing is written."""
     console = console or Lines()
     for path in settings.posterior:
         check_posterior(path)

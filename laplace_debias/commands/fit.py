@@ -46,9 +46,6 @@ class Settings(SourceSettings):
         resume: Folder in which the fit saves its sums, once a minute; the same command goes on from
             there. It is emptied when the fit ends.
         plan: Print the memory and time that the fit would take, and fit nothing.
-
-    Raises:
-        ValueError: As `SourceSettings`; if an option does not belong to the mode.
     """
 
     output: Path
@@ -88,17 +85,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
-    """Fit a posterior to the training examples and save it.
-
-    Returns:
-        The posterior; with `plan` the plan alone.
-
-    Raises:
-        FileExistsError: If the file exists.
-        ValueError: As `load` and `Laplace`; if a plan does not fit into memory; if there is a sigma
-            without a regression.
-        OSError: If the file cannot be written.
-    """
+    """Fit a posterior to the training examples and save it; with `plan` make the plan alone."""
     console = console or Lines()
     output = settings.output
     if not settings.plan:

@@ -16,28 +16,14 @@ from laplace_debias.system.shown import Printer
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """Refuse an output that cannot be written or must not be replaced, before any work.
-
-    Args:
-        path: The file.
-        overwrite: Whether it may be replaced.
-
-    Raises:
-        FileExistsError: If it exists and `overwrite` is false.
-        OSError: If it cannot be written.
-    """
+    """Refuse an output that cannot be written or must not be replaced, before any work."""
     check_target(path, make_folders=True)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; choose another --output, or give --overwrite")
 
 
 def not_for(command: str, *names: str) -> dict[str, str]:
-    """Options that a command on one posterior has no use for, and why.
-
-    Args:
-        command: The command.
-        names: Options besides those of comparisons.
-    """
+    """Options that a command on one posterior has no use for, and why."""
     return {
         **dict.fromkeys(OF_COMPARISONS, "for `report` and `evaluate`"),
         **dict.fromkeys(names, f"`{command}` does not read these examples"),
@@ -45,13 +31,7 @@ def not_for(command: str, *names: str) -> dict[str, str]:
 
 
 def check_posterior(path: Path) -> None:
-    """Require a posterior that is there and whole: before data are read, which can take minutes.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is damaged.
-        OSError: If it cannot be read.
-    """
+    """Require a posterior that is there and whole: before data are read, which can take minutes."""
     if not path.exists():
         raise FileNotFoundError(f"there is no posterior {path}; make it with `laplace-debias fit`")
     file.load(path)

@@ -50,10 +50,6 @@ class Settings(SourceSettings):
         method: Predictive, as in `Laplace.predict`; `map` is the trained network alone.
         samples: Number of draws; by default the closed form of `glm`, and 100 for `glm-mc` and
             `nn`.
-
-    Raises:
-        ValueError: As `SourceSettings`; if the output has another ending, or a number is out of
-            range.
     """
 
     posterior: Path
@@ -78,7 +74,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings, console: Printer | None = None) -> Any:
-    """Predict and write the table.
+    """Predict and write the table, which is returned as a pandas data frame.
 
     Its columns are `name` (of images in a folder, their path) or `row` (their number, from 0); the
     `label` or `target` of test data; for classification `prediction`, `probability_CLASS` and
@@ -87,15 +83,6 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
     has the noise in it, `lower` and `upper`, the ends of its 95 % interval, and `epistemic`, the
     standard deviation without the noise, with `_NUMBER` behind them where there are several
     targets.
-
-    Returns:
-        The table, a pandas data frame.
-
-    Raises:
-        FileNotFoundError: If there is no such posterior.
-        FileExistsError: If the output exists.
-        ValueError: As `load` and `Laplace.load`; if the inputs are not of the network's kind.
-        OSError: If the file cannot be written.
     """
     import pandas
 

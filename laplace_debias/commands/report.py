@@ -39,9 +39,6 @@ class Settings(SourceSettings):
         spelled: Other names of options, where Python reserves the word.
         again: Names of options that are given again.
         goes_on: The same command goes on with a run that was broken off.
-
-    Raises:
-        ValueError: As `SourceSettings`; if a number is out of range.
     """
 
     spelled: ClassVar = {"--from": "--from_run"}
@@ -75,17 +72,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings, console: Printer | None = None) -> Path:
-    """Compare methods, write the run folder and its page, print table and conclusion.
-
-    Returns:
-        The page.
-
-    Raises:
-        FileExistsError: If the folder holds other files, or a run of other settings.
-        FileNotFoundError: If there is no run to draw again.
-        ValueError: If network or data are missing, damaged or do not belong together.
-        OSError: If the folder cannot be written; the same command goes on.
-    """
+    """Compare methods, write the run folder and its page, print table and conclusion."""
     console = console or Lines()
     if settings.from_run is not None:
         folder = read_run(settings.from_run).folder

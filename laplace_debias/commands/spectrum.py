@@ -62,9 +62,6 @@ class Settings(SourceSettings):
         memory_bound: Bytes for linearised batches. Batches beyond it are linearised again in each
             product.
         output: Folder of the tables and the picture.
-
-    Raises:
-        ValueError: As `SourceSettings`; if a number is out of range.
     """
 
     matrix: Literal["ggn", "hessian"] = "ggn"
@@ -98,15 +95,7 @@ class Settings(SourceSettings):
 
 @dataclass(frozen=True, eq=False)
 class SpectrumResult:
-    """Eigenpairs, trace and density that were measured.
-
-    Attributes:
-        eigenpairs: The leading eigenpairs.
-        rest: The trace that the eigenpairs leave.
-        density: Density of the spectrum that is left without the eigenpairs.
-        num_parameters: D.
-        seconds: Seconds that it took.
-    """
+    """Eigenpairs, trace and density that were measured."""
 
     eigenpairs: EigenPairs
     rest: Estimate
@@ -126,15 +115,7 @@ class SpectrumResult:
 
 
 def run(settings: Settings, console: Printer | None = None) -> SpectrumResult:
-    """Load, multiply, print what was found and write tables and the picture.
-
-    Returns:
-        What was measured.
-
-    Raises:
-        ValueError: As `load`; if there are fewer examples than asked for.
-        OSError: If the results cannot be written.
-    """
+    """Load, multiply, print what was found and write tables and the picture."""
     console = console or Lines()
     ranks = current()
     check_target(settings.output / "eigenvalues.csv", make_folders=True)
@@ -197,10 +178,6 @@ def measure(A: LinearOperator, settings: Settings) -> SpectrumResult:
     without outliers, which few products estimate well. This is the deflation of Hutch++, with the
     eigenvectors in place of a sketch.
 
-    Args:
-        A: Symmetric operator, `[D, D]`.
-        settings: Numbers of eigenpairs, products, probes and steps; the seed.
-
     Reference:
         Gambhir, Stathopoulos, Orginos. Deflation as a method of variance reduction for estimating
         the trace of a matrix inverse. SISC, 2017.
@@ -239,12 +216,7 @@ def measure(A: LinearOperator, settings: Settings) -> SpectrumResult:
 
 
 def draw(result: SpectrumResult, matrix: str) -> Figure:
-    """The eigenvalues one by one, and the density of all.
-
-    Args:
-        result: The measurements.
-        matrix: Name of the matrix.
-    """
+    """The eigenvalues one by one, and the density of all."""
     figure, ((by_rank, by_value),) = new_panels(1, 2, (9.6, 3.8))
     values = result.eigenpairs.values.cpu()
     by_rank.plot(range(1, len(values) + 1), values, "o", markersize=3.5, color=OKABE_ITO["blue"])

@@ -37,9 +37,6 @@ class Settings(SourceSettings):
         sigma: Tune the noise of a regression too; by default if it was never given.
         per: With `method=marglik`, one prior precision for each `kind` of layer or each `block`;
             one for all by default.
-
-    Raises:
-        ValueError: As `SourceSettings`; if an option does not belong to the method.
     """
 
     posterior: Path
@@ -74,17 +71,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings, console: Console | None = None) -> Tuning:
-    """Tune a saved posterior's prior precision and save it again.
-
-    Returns:
-        What was tried and what was best.
-
-    Raises:
-        FileNotFoundError: If there is no such posterior.
-        FileExistsError: If the output exists.
-        ValueError: As `load`, `Laplace.load` and `Laplace.tune`; if there is no validation data.
-        OSError: If the file cannot be written.
-    """
+    """Tune a saved posterior's prior precision and save it again."""
     console = console or Console(highlight=False, markup=False)
     output = settings.output or settings.posterior
     # Without an output the posterior is meant to go back into its own file.

@@ -8,15 +8,7 @@ from laplace_debias.system.shown import Lines
 
 
 def unused_options(options: Any, given: Collection[str]) -> dict[str, list[str]]:
-    """Options of a file that have no effect, in lists by the reason.
-
-    Args:
-        options: The settings.
-        given: The options of the command line, with their dashes.
-
-    Raises:
-        ValueError: If one of the command line has none.
-    """
+    """Options of a file that have no effect, in lists by the reason."""
     why: Mapping[str, str] = getattr(options, "without_effect", dict)()
     spelled = {value: key for key, value in getattr(options, "spelled", {}).items()}
     there = {option.removeprefix("--").partition(".")[0].rstrip("+") for option in given}
@@ -35,10 +27,6 @@ def unused_options(options: Any, given: Collection[str]) -> dict[str, list[str]]
 
 
 def print_unused(unused: Mapping[str, Sequence[str]]) -> None:
-    """Print a line for each reason.
-
-    Args:
-        unused: As `unused_options` gives it.
-    """
+    """Print a line for each reason."""
     for why, names in unused.items():
         Lines().print(f"Not used: {', '.join(names)} ({why}).")

@@ -13,11 +13,7 @@ from laplace_debias.system import checks
 
 
 def check_finite(A: LinearOperator) -> None:
-    """Checks the numbers that an operator is made of: a closed form takes no product to check.
-
-    Raises:
-        ValueError: One of them is NaN or Inf.
-    """
+    """Checks the numbers that an operator is made of: a closed form takes no product to check."""
     if not all(bool(part.isfinite().all()) for part in numbers(A)):
         raise not_finite_error(type(A).__name__)
 
@@ -31,11 +27,7 @@ def not_finite_error(what: str) -> ValueError:
 
 
 def check_operator(A: object) -> None:
-    """Checks that the first argument is an operator.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """Checks that the first argument is an operator."""
     if not isinstance(A, LinearOperator):
         raise TypeError(
             f"expected a LinearOperator, got {type(A).__name__}: wrap a tensor as `Dense(matrix)`, "
@@ -44,24 +36,14 @@ def check_operator(A: object) -> None:
 
 
 def check_square(A: LinearOperator, what: str) -> int:
-    """Checks that an operator is square, and gives its size.
-
-    Raises:
-        TypeError: If it is not an operator.
-        ValueError: If it is not square.
-    """
+    """Checks that an operator is square, and gives its size."""
     check_operator(A)
     base.check_square(A, f"the {what}")
     return A.shape[0]
 
 
 def check_generator(generator: torch.Generator | None, A: LinearOperator) -> None:
-    """Checks that random numbers can be drawn where the operator is.
-
-    Raises:
-        TypeError: If it is no generator.
-        ValueError: The generator is on another type of device.
-    """
+    """Checks that random numbers can be drawn where the operator is."""
     checks.check_generator(generator)
     if generator is not None and generator.device.type != A.device.type:
         raise ValueError(
@@ -71,11 +53,7 @@ def check_generator(generator: torch.Generator | None, A: LinearOperator) -> Non
 
 
 def check_choice(value: str, choices: Collection[str], name: str) -> None:
-    """Checks the name of a method or another choice.
-
-    Raises:
-        ValueError: If it is not among the choices; the nearest is suggested.
-    """
+    """Checks the name of a method or another choice."""
     if value in choices:
         return
     nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
@@ -86,26 +64,13 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
 
 
 def check_at_least(value: int, least: int, name: str, why: str = "") -> None:
-    """Checks a count.
-
-    Raises:
-        ValueError: If it is below `least`.
-    """
+    """Checks a count."""
     if value < least:
         raise ValueError(f"`{name}` is {value}; expected at least {least}{why and f': {why}'}.")
 
 
 def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> None:
-    """Checks entries that symmetry makes equal.
-
-    Args:
-        A: The operator.
-        differences: By how much they differ, of any shape.
-        scale: The norm of the longest product with a unit vector.
-
-    Raises:
-        ValueError: If they differ by more than rounding.
-    """
+    """Checks entries that symmetry makes equal."""
     deviation = float(differences.max()) if differences.numel() else 0.0
     if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
         raise ValueError(
@@ -117,12 +82,7 @@ def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> Non
 
 
 def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int = 1) -> None:
-    """Checks a right-hand side against an operator: its shape, dtype, device and entries.
-
-    Raises:
-        TypeError: If it is not a tensor.
-        ValueError: If it does not fit, has fewer than `least_columns` columns, or is not finite.
-    """
+    """Checks a right-hand side against an operator: its shape, dtype, device and entries."""
     if not isinstance(b, Tensor):
         raise TypeError(
             f"`{name}` is a {type(b).__name__}; expected a tensor. Join named parameters by "

@@ -37,19 +37,7 @@ def draw(
     distribution: str,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "columns count"]:
-    """Draws probes for an operator, one after the other.
-
-    One by one, so that they do not depend on how many are drawn at once.
-
-    Args:
-        A: The operator they are for: gives length, dtype and device.
-        count: How many.
-        distribution: `"rademacher"`, `"gaussian"` or `"spherical"`.
-        generator: Source of randomness.
-
-    Returns:
-        The probes as columns, `[columns, count]`.
-    """
+    """Draw probes one by one, so that they do not depend on how many are drawn at once."""
     function, n = _DISTRIBUTIONS[distribution], A.shape[1]
     probes = torch.empty(n, count, dtype=A.dtype, device=A.device)
     for column in range(count):

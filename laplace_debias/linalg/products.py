@@ -15,19 +15,7 @@ _CHUNK_ELEMENTS = 2**26
 
 
 class Products:
-    """Multiplies with an operator and counts the products.
-
-    A context manager: its progress bar ends with it.
-
-    Args:
-        A: The operator.
-        progress: Whether to show a progress bar.
-        total: The number of products expected, for the progress bar.
-        label: Text of the progress bar.
-
-    Raises:
-        ValueError: The operator is empty or neither float32 nor float64.
-    """
+    """Multiplies with an operator and counts products; the progress bar ends with the context."""
 
     def __init__(
         self,
@@ -58,19 +46,11 @@ class Products:
         self._bar.close()
 
     def __call__(self, matrix: Float[Tensor, "columns *k"]) -> Float[Tensor, "rows *k"]:
-        """The operator times a vector or a matrix.
-
-        Raises:
-            ValueError: The product holds NaN or Inf.
-        """
+        """The operator times a vector or a matrix."""
         return self._multiply(self.operator, matrix)
 
     def adjoint(self, matrix: Float[Tensor, "rows *k"]) -> Float[Tensor, "columns *k"]:
-        """The operator's adjoint times a vector or a matrix.
-
-        Raises:
-            ValueError: The product holds NaN or Inf.
-        """
+        """The operator's adjoint times a vector or a matrix."""
         return self._multiply(self.operator.T, matrix)
 
     def chunks(self, columns: int) -> Iterator[int]:

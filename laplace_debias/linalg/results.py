@@ -149,10 +149,7 @@ class Solution(LinearSolution):
     curvatures are NaN, because they are no longer measured.
 
     Attributes:
-        x: The solution, `[n]` or `[n, k]`.
-        statuses: Why each right-hand side stopped; one entry for a vector.
         residual_norms: ‖b − A x_t‖ by recursion, `[T + 1]` or `[T + 1, k]`.
-        num_matvecs: Products of the operator with one vector, all right-hand sides together.
         values: The quadratic ½ x_tᵀ A x_t − bᵀ x_t, which the solution minimises, `[T + 1]` or
             `[T + 1, k]`.
         slopes: s(x_t; d_t) = −d_tᵀ(b − A x_t) along normalised directions, `[T]` or `[T, k]`.
@@ -271,12 +268,6 @@ class Estimate:
         Entry by entry, not jointly. An exact value gives the point; a single sample gives
         (−∞, ∞), because its spread is unknown.
 
-        Args:
-            level: Probability with which the interval covers what is estimated.
-
-        Returns:
-            The lower and the upper end, each of the value's shape.
-
         Raises:
             ValueError: `level` is not between 0 and 1.
 
@@ -310,11 +301,7 @@ def half_width(
     degrees_of_freedom: Float[Tensor, "*shape"] | float,
     level: float,
 ) -> Float[Tensor, "*shape"]:
-    """Half of the length of Student's interval; infinite or 0 where the standard error is.
-
-    Raises:
-        ValueError: `level` is not between 0 and 1.
-    """
+    """Half of the length of Student's interval; infinite or 0 where the standard error is."""
     if not 0 < level < 1:
         raise ValueError(
             f"`level` is {level}; expected a probability between 0 and 1, such as 0.95."
@@ -371,17 +358,7 @@ class SpectralDensity:
     def interval(
         self, level: float = 0.95
     ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
-        """Where the smoothed density lies, point by point, as `Estimate.interval` has it.
-
-        Args:
-            level: Probability with which an interval covers.
-
-        Returns:
-            The lower and the upper ends, `[points]`; a density is not below 0.
-
-        Raises:
-            ValueError: `level` is not between 0 and 1.
-        """
+        """Where the smoothed density lies, point by point, as `Estimate.interval` has it."""
         margin = half_width(self.standard_error, self.degrees_of_freedom, level)
         return (self.density - margin).clamp(min=0), self.density + margin
 

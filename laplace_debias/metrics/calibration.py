@@ -33,9 +33,6 @@ def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
         labels: Class indices `[n]`.
         num_bins: Number of bins.
 
-    Returns:
-        The expected calibration error, in [0, 1].
-
     Raises:
         ValueError: `num_bins` < 1.
 
@@ -52,9 +49,6 @@ def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
 
     A bin with few examples often has the largest gap by chance. Arguments and errors are those of
     `ece`.
-
-    Returns:
-        The maximum calibration error, in [0, 1].
 
     Reference:
         Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
@@ -82,10 +76,7 @@ def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Te
 
     Examples are ranked by the probability of their most probable class. Equal confidences have
     their mean rank and share a bin, so that the order of the examples does not count. Arguments and
-    errors are those of `ece`.
-
-    Returns:
-        The error, in [0, 1], float64.
+    errors are those of `ece`, the result is float64.
 
     Reference:
         Nixon, Dusenberry, Zhang, Jerfel, Tran. Measuring calibration in deep learning. CVPR
@@ -105,10 +96,7 @@ def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Ten
     """Mean over the classes of `Σ_b (n_b/n) |freq_b - mean p_b|`, over all probabilities.
 
     Each class is a binary problem, with equal bins of its probability; a probability of 1 belongs
-    to the last bin. Arguments and errors are those of `ece`.
-
-    Returns:
-        The error, in [0, 1], float64.
+    to the last bin. Arguments and errors are those of `ece`, the result is float64.
 
     Reference:
         Kull, Perello-Nieto, Kängsepp, Silva Filho, Song, Flach. Beyond temperature scaling:
@@ -132,16 +120,13 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
     For confidences f_n and hits y_n, `smECE_σ = ∫₀¹ |(1/n) Σ_n K_σ(t, f_n) (y_n - f_n)| dt` with
     the Gaussian kernel of width σ reflected at 0 and 1, and the result is the σ with
     `smECE_σ = σ`. It changes continuously with the probabilities and needs no number of bins. Its
-    bias on small sets is smaller than that of `ece`, not zero.
+    bias on small sets is smaller than that of `ece`, not zero. The result is float64.
 
     Args:
         probs: As `ece`.
         labels: As `ece`.
         num_points: Intervals of the grid on which residuals and integral are; an error of order
             `num_points⁻²`.
-
-    Returns:
-        The error, in [0, 1], float64.
 
     Raises:
         ValueError: `num_points` < 2.
@@ -210,9 +195,6 @@ def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> Relia
 
     The bins are those of `ece`, `[lower, upper)`, but for a confidence of exactly 1, which belongs
     to the last bin here. Arguments and errors are those of `ece`.
-
-    Returns:
-        The curve, on the device of `probs`.
 
     Reference:
         Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML, 2017.

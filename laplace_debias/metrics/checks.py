@@ -15,23 +15,10 @@ _ROW_SUM_TOLERANCE = 1e-4
 def check_probs(
     probs: Float[Tensor, "n *classes"], name: str = "probs"
 ) -> Float[Tensor, "n classes"]:
-    """Checks predicted probabilities and brings them into two-dimensional form.
+    """Check probabilities and bring them into the form `[n, classes]`, float32 at least.
 
     Rows that miss a sum of 1 by rounding alone pass as they are; entries above 1 by rounding alone
     are set to 1.
-
-    Args:
-        probs: Probabilities `[n, classes]`, or `[n]` probabilities of class 1 of a binary problem.
-        name: Name of `probs` in error messages.
-
-    Returns:
-        Probabilities `[n, classes]`, with two columns if `probs` had one dimension; half precision
-        comes back as float32.
-
-    Raises:
-        TypeError: `probs` is not a tensor.
-        ValueError: `probs` is empty, not floating point, of another rank, has one column, holds NaN
-            or negative entries, or its rows do not sum to 1.
     """
     _check_numbers(probs, name)
     if probs.ndim not in (1, 2):
@@ -71,20 +58,7 @@ def check_probs(
 def check_classification(
     probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n classes"], Integer[Tensor, " n"]]:
-    """Checks predicted probabilities together with their labels.
-
-    Args:
-        probs: Probabilities `[n, classes]`, or `[n]` probabilities of class 1.
-        labels: Class indices `[n]`, of any integer dtype.
-
-    Returns:
-        Probabilities `[n, classes]` as `check_probs` returns them, and int64 labels `[n]`.
-
-    Raises:
-        TypeError: Either is not a tensor.
-        ValueError: `probs` is invalid (see `check_probs`), or the labels are not integers, not
-            `[n]`, on another device, or outside `0 ... classes - 1`.
-    """
+    """Check probabilities with their labels, and give them as `[n, classes]` and int64 `[n]`."""
     _check_tensor(labels, "labels")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(
@@ -113,16 +87,7 @@ def check_classification(
 
 
 def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
-    """Checks scores of examples, of which only the order counts, so that Inf is allowed.
-
-    Args:
-        scores: One score per example, `[n]`.
-        name: Name of `scores` in error messages.
-
-    Raises:
-        TypeError: `scores` is not a tensor.
-        ValueError: `scores` is empty, not `[n]`, not floating point, or holds NaN.
-    """
+    """Checks scores of examples, of which only the order counts, so that Inf is allowed."""
     _check_numbers(scores, name)
     if scores.ndim != 1:
         raise ValueError(
@@ -136,17 +101,7 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
 def check_same_device(
     first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."], name: str, other: str
 ) -> None:
-    """Checks that two tensors are on one device.
-
-    Args:
-        first: Any tensor.
-        second: Any tensor.
-        name: Name of `first` in error messages.
-        other: Name of `second` in error messages.
-
-    Raises:
-        ValueError: The devices differ.
-    """
+    """Checks that two tensors are on one device."""
     if first.device != second.device:
         raise ValueError(
             f"`{name}` is on {first.device} and `{other}` on {second.device}; expected one device. "
@@ -177,15 +132,7 @@ def _check_numbers(values: Shaped[Tensor, "..."], name: str) -> None:
 
 
 def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
-    """Checks numbers of a regression: finite, of one shape, on one device.
-
-    Args:
-        tensors: By the name that the error messages use, tensors of one shape.
-
-    Raises:
-        TypeError: One is not a tensor.
-        ValueError: One is empty, not floating point or not finite, or shapes or devices differ.
-    """
+    """Check numbers of a regression, by name: finite, of one shape, on one device."""
     (name, first), *_ = tensors.items()
     for other, values in tensors.items():
         _check_numbers(values, other)
@@ -203,12 +150,7 @@ def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
 
 
 def check_level(level: float) -> None:
-    """Checks the level of an interval.
-
-    Raises:
-        TypeError: As `real`.
-        ValueError: `level` is not between 0 and 1.
-    """
+    """Checks the level of an interval."""
     if not 0 < real(level, "level") < 1:
         raise ValueError(
             f"`level` is {level}; expected a fraction between 0 and 1, for example 0.95."

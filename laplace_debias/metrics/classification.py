@@ -31,9 +31,6 @@ def accuracy(
         labels: Class indices `[n]`.
         reduction: `"mean"`, or `"none"` for 1 or 0 of each example, `[n]`.
 
-    Returns:
-        The accuracy, in [0, 1].
-
     Raises:
         TypeError: An argument is not a tensor.
         ValueError: `probs` are not probabilities, `labels` do not fit them, or `reduction` is
@@ -52,12 +49,8 @@ def nll(
     """Mean negative log-likelihood `-(1/n) Σ_n log p_n[y_n]`, in nats.
 
     A probability of zero counts as the smallest normal number of the dtype (`finfo.tiny`, 87.3 nats
-    in float32), so that one certain mistake gives a large value, not infinity.
-
-    Arguments and errors are those of `accuracy`.
-
-    Returns:
-        The mean NLL per example, at least 0, in nats.
+    in float32), so that one certain mistake gives a large value, not infinity. Arguments and errors
+    are those of `accuracy`.
     """
     probs, labels = check_classification(probs, labels)
     likelihoods = probs.gather(1, labels[:, None])
@@ -75,12 +68,7 @@ def brier(
     """Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`, summed over the classes.
 
     This is Brier's own definition, between 0 and 2; the common binary one, the square of class 1's
-    error alone, is half of it.
-
-    Arguments and errors are those of `accuracy`.
-
-    Returns:
-        The Brier score, in [0, 2].
+    error alone, is half of it. Arguments and errors are those of `accuracy`.
 
     Reference:
         Brier. Verification of forecasts expressed in terms of probability. Monthly Weather Review,
@@ -99,12 +87,7 @@ def overconfidence(
     """Mean confidence less accuracy, `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`.
 
     Above zero the network is surer than it is right. Of a binary problem the confidence is that of
-    the more probable class.
-
-    Arguments and errors are those of `accuracy`.
-
-    Returns:
-        The gap, in [-1, 1], float64; zero if confidence is right on the whole.
+    the more probable class. The result is float64; arguments and errors are those of `accuracy`.
     """
     probs, labels = check_classification(probs, labels)
     confidences, predictions = probs.double().max(dim=1)
@@ -112,15 +95,7 @@ def overconfidence(
 
 
 def reduced(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:
-    """The mean of the examples' values, or the values as they are.
-
-    Args:
-        values: `[n]`, or of another shape.
-        reduction: `"mean"` or `"none"`.
-
-    Raises:
-        ValueError: `reduction` is neither.
-    """
+    """The mean of the examples' values, or the values as they are."""
     if reduction not in ("mean", "none"):
         raise ValueError(f"`reduction` is {reduction!r}; expected 'mean' or 'none'.")
     return values.mean() if reduction == "mean" else values

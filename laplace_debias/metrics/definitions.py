@@ -163,13 +163,7 @@ OF_PROBS = (
 
 
 def over_labels(statistic: Statistic, shape: torch.Size, times: int = 1) -> Mean:
-    """A metric of `n · labels` binary problems, of which examples are drawn.
-
-    Args:
-        statistic: A proportion or a mean over all of them.
-        shape: `[n, labels]`.
-        times: Factor: 1 for the mean over an example's labels.
-    """
+    """A metric of `n · labels` binary problems, of which examples are drawn."""
     assert isinstance(statistic, (Proportion, Mean))
     ideal = statistic.ideal if isinstance(statistic, Mean) else None
     of_examples = times * statistic.influence.double().view(shape).mean(1)

@@ -208,12 +208,8 @@ def evaluate_ood(
 ) -> Report:
     """How well any score tells OOD examples from ID ones.
 
-    Args:
-        scores_id: Scores of in-distribution examples, `[num_id]`.
-        scores_ood: Of out-of-distribution ones, `[num_ood]`; higher is more OOD: `entropy`,
-            `max_probability`, the epistemic part of `uncertainty`.
-        intervals: As `evaluate`.
-        level: As `evaluate`.
+    Scores are higher where an example is more OOD: `entropy`, `max_probability`, the epistemic part
+    of `uncertainty`. Intervals and their level are those of `evaluate`.
 
     Returns:
         `auroc`, `aupr_out`, `aupr_in` and `fpr95`. `compare` takes it as paired with another score

@@ -83,11 +83,6 @@ def student_quantile(level: float, degrees_of_freedom: int) -> float:
 def of_proportion(successes: float, total: int, level: float) -> tuple[float, float]:
     """Wilson's score interval of a probability.
 
-    Args:
-        successes: How many of the examples have the property.
-        total: Number of examples.
-        level: Coverage aimed at.
-
     Reference:
         Wilson. Probable inference, the law of succession, and statistical inference. JASA, 1927.
     """
@@ -103,14 +98,9 @@ def of_proportion(successes: float, total: int, level: float) -> tuple[float, fl
 
 
 def of_paired_proportions(difference: Float[Tensor, " n"], level: float) -> tuple[float, float]:
-    """Interval of the difference of two probabilities measured on the same examples.
+    """Interval of the difference of two probabilities on the same examples, each -1, 0 or 1.
 
-    Agresti and Min's: half an example more in each of the four cells, then the normal
-    approximation.
-
-    Args:
-        difference: Of the indicators of each example: -1, 0 or 1.
-        level: Coverage aimed at.
+    Half an example more in each of the four cells, then the normal approximation.
 
     Reference:
         Agresti, Min. Simple improved confidence intervals for comparing matched proportions.
@@ -127,16 +117,8 @@ def of_mean(value: float, influence: Float[Tensor, " n"], level: float) -> tuple
     """Interval of a mean, or of what is one to first order, corrected for skewness.
 
     Hall's transformation of Student's t. The t interval of a skewed quantity, such as the NLL,
-    misses the mean above more often than below; this one does not, to second order.
-
-    Args:
-        value: The estimate.
-        influence: How much each example contributes, centred or not, `[n]`: of a mean the examples'
-            values.
-        level: Coverage aimed at.
-
-    Returns:
-        The ends; NaN for fewer than two examples.
+    misses the mean above more often than below; this one does not, to second order. NaN for fewer
+    than two examples.
 
     Reference:
         Hall. On the removal of skewness by transformation. JRSS B, 1992, equation 2.5.
@@ -172,12 +154,6 @@ def of_area(
 
     At values of 0 and 1 there is no standard error. The interval is then Wilson's, as of a
     probability of which nothing was seen in the smaller of the sets.
-
-    Args:
-        value: The estimate.
-        standard_error: Of the estimate.
-        smallest: Examples in the smallest of the sets that it comes from.
-        level: Coverage aimed at.
 
     Reference:
         Pepe. The statistical evaluation of medical tests for classification and prediction. 2003,

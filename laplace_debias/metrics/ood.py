@@ -17,9 +17,6 @@ def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
 
-    Returns:
-        Entropies `[n]`, between 0 and `log(classes)` nats.
-
     Raises:
         TypeError: `probs` is not a tensor.
         ValueError: `probs` are not probabilities.
@@ -37,12 +34,7 @@ def auroc(
 ) -> Float[Tensor, ""]:
     """Area under the receiver operating characteristic: P(OOD score > ID score), ties count half.
 
-    Args:
-        scores_id: Scores of in-distribution examples, `[num_id]`.
-        scores_ood: Scores of out-of-distribution examples, `[num_ood]`.
-
-    Returns:
-        The area, in [0, 1]; 0.5 for a score without information.
+    It is 0.5 for a score without information.
 
     Raises:
         TypeError: An argument is not a tensor.
@@ -66,11 +58,7 @@ def aupr(
 
     `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score
     without information it is the fraction of OOD examples, so compare only sets of equal sizes.
-
     Scores and errors are those of `auroc`.
-
-    Returns:
-        The area, in [0, 1].
     """
     # torchmetrics takes seconds to import: only what uses it waits for it.
     from torchmetrics.functional.classification import binary_average_precision
@@ -83,11 +71,8 @@ def aupr_in(
 ) -> Float[Tensor, ""]:
     """Area under the precision-recall curve with ID positive, as average precision.
 
-    It is `aupr` with the two sets exchanged and the order of the scores reversed. Scores and errors
-    are those of `auroc`.
-
-    Returns:
-        The area, in [0, 1]; the fraction of ID examples for a score without information.
+    It is `aupr` with the two sets exchanged and the order of the scores reversed: the fraction of
+    ID examples for a score without information. Scores and errors are those of `auroc`.
     """
     # torchmetrics takes seconds to import: only what uses it waits for it.
     from torchmetrics.functional.classification import binary_average_precision
@@ -102,12 +87,7 @@ def fpr95(
     """Fraction of ID examples taken for OOD where at least 95% of the OOD ones are detected.
 
     OOD is the positive class, as in the reference. Some papers take ID as the positive one, which
-    gives another number.
-
-    Scores and errors are those of `auroc`.
-
-    Returns:
-        The false positive rate, in [0, 1]; lower is better.
+    gives another number. Scores and errors are those of `auroc`.
 
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.

@@ -31,9 +31,6 @@ def gaussian_nll(
         targets: Of the same shape.
         reduction: `"mean"`, or `"none"` for a value per target.
 
-    Returns:
-        The mean NLL in nats; it may be negative.
-
     Raises:
         TypeError: An argument is not a tensor.
         ValueError: An argument is empty or not finite, shapes or devices differ, or a standard
@@ -67,9 +64,6 @@ def crps(
 
     `∫ (F(t) - 1[t ≥ y])² dt = σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π)` with `z = (y - μ)/σ`. For σ → 0 it
     is the absolute error. Arguments and errors are those of `gaussian_nll`.
-
-    Returns:
-        The mean score; lower is better.
 
     Reference:
         Gneiting, Raftery. Strictly proper scoring rules, prediction, and estimation. JASA, 2007,
@@ -150,9 +144,6 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
             predictive's distribution function.
         num_levels: K levels `1/(K+1) … K/(K+1)`.
 
-    Returns:
-        The error, in [0, 0.5]; 0 if targets lie below their p-quantile with frequency p.
-
     Raises:
         TypeError: `pit` is not a tensor.
         ValueError: `pit` is empty or not in [0, 1], or `num_levels` < 1.
@@ -176,12 +167,7 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
 
 
 def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = None) -> None:
-    """Checks a Gaussian predictive, with targets or without.
-
-    Raises:
-        TypeError: An argument is not a tensor.
-        ValueError: As `gaussian_nll`.
-    """
+    """Checks a Gaussian predictive, with targets or without."""
     given = {"mean": mean, "standard_deviation": standard_deviation}
     check_real(given if targets is None else given | {"targets": targets})
     if standard_deviation.min() <= 0:

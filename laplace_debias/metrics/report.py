@@ -93,17 +93,7 @@ def report_of(
     level: float = 0.95,
     intervals: bool = True,
 ) -> Report:
-    """The report on statistics.
-
-    Args:
-        statistics: By the name of the metric.
-        targets: Targets of the predictions: the same for reports that are compared.
-        level: Coverage that intervals aim at.
-        intervals: Whether there are any.
-
-    Raises:
-        ValueError: If the level is not between 0 and 1.
-    """
+    """The report on statistics."""
     check_level(level)
     values = {
         name: statistic.interval(level) if intervals else Interval(statistic.value)
@@ -123,9 +113,6 @@ def compare(a: Report, b: Report) -> Report:
     Args:
         a: The report of one method.
         b: Report of another predictive, on the same examples in the same order.
-
-    Returns:
-        The differences with their intervals, as far as the metrics have any.
 
     Raises:
         TypeError: One is no report.

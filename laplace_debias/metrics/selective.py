@@ -32,9 +32,6 @@ def risk_coverage_curve(
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
         labels: Class indices `[n]`.
 
-    Returns:
-        The curve, float64.
-
     Raises:
         TypeError: An argument is not a tensor.
         ValueError: `probs` are not probabilities or `labels` do not fit them.
@@ -52,12 +49,8 @@ def risk_coverage_curve(
 def aurc(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Float[Tensor, ""]:
     """Area under the risk-coverage curve: the mean error rate over all coverages.
 
-    It is small if the accuracy is high and if mistakes have a low confidence.
-
-    Arguments and errors are those of `risk_coverage_curve`.
-
-    Returns:
-        The area, in [0, 1], float64; lower is better.
+    It is small if the accuracy is high and if mistakes have a low confidence. Arguments and errors
+    are those of `risk_coverage_curve`.
 
     Reference:
         Geifman, Uziel, El-Yaniv. Bias-reduced uncertainty estimation for deep neural classifiers.

@@ -46,12 +46,7 @@ class Statistic(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Proportion(Statistic):
-    """The share of examples with a property.
-
-    Attributes:
-        value: The share.
-        influence: 1 or 0 of each example, `[n]`.
-    """
+    """The share of examples with a property; `influence` is 1 or 0 of each."""
 
     value: float
     influence: Float[Tensor, " n"]
@@ -116,12 +111,7 @@ class Mean(Statistic):
 
 @dataclass(frozen=True, eq=False)
 class Area(Statistic):
-    """A quantity in [0, 1] that compares two sets of examples.
-
-    Attributes:
-        value: The metric.
-        influences: How much each example of either set contributes, `[n]` and `[m]`.
-    """
+    """A quantity in [0, 1] that compares two sets of examples, each with its influences."""
 
     value: float
     influences: tuple[Float[Tensor, " n"], Float[Tensor, " m"]]
@@ -152,12 +142,7 @@ def _standard_error(influences: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Alone(Statistic):
-    """A metric without an interval.
-
-    Attributes:
-        value: The metric.
-        num_examples: How many it is of.
-    """
+    """A metric without an interval."""
 
     value: float
     num_examples: int

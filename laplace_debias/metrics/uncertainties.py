@@ -54,9 +54,6 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
         probs: Class probabilities of every sample of the parameters, `[S, n, classes]`, or `[S, n]`
             of class 1.
 
-    Returns:
-        The three, `[n]`, in nats.
-
     Raises:
         TypeError: `probs` is not a tensor.
         ValueError: `probs` has another rank or is empty, or holds no probabilities.
@@ -87,17 +84,9 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
 
 
 def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
-    """One minus the probability of the most probable class: the score of maximum probability.
+    """One minus the probability of the most probable class: higher is less certain.
 
-    Args:
-        probs: Probabilities `[n, classes]`, or `[n]` of class 1.
-
-    Returns:
-        Scores `[n]`, in [0, 1); higher is less certain.
-
-    Raises:
-        TypeError: `probs` is not a tensor.
-        ValueError: `probs` are not probabilities.
+    Argument and errors are those of `entropy`.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples

@@ -309,11 +309,7 @@ class LinearOperator(ABC):
 
 
 def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
-    """Require a tensor that the operator can multiply.
-
-    Raises:
-        ValueError: If its shape, dtype or device does not fit.
-    """
+    """Require a tensor that the operator can multiply."""
     size = operator.shape[1]
     if tensor.ndim not in (1, 2) or tensor.shape[0] != size:
         raise ValueError(
@@ -328,11 +324,7 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
 
 
 def check_square(operator: "LinearOperator", what: str = "this") -> None:
-    """Require a square operator for what is asked of it.
-
-    Raises:
-        ValueError: Otherwise.
-    """
+    """Require a square operator for what is asked of it."""
     if operator.shape[0] != operator.shape[1]:
         raise ValueError(
             f"{type(operator).__name__} has shape {operator.shape}: {what} needs a square "
@@ -341,11 +333,7 @@ def check_square(operator: "LinearOperator", what: str = "this") -> None:
 
 
 def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
-    """A real number, or a real 0-d tensor, through which gradients flow.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """A real number, or a real 0-d tensor, through which gradients flow."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return value
     if isinstance(value, Real):
@@ -358,11 +346,7 @@ def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
 
 
 def as_integer(index: Any, size: int) -> int | None:
-    """The index as a number from 0 on, None if it is not a single integer.
-
-    Raises:
-        IndexError: If it is out of range.
-    """
+    """The index as a number from 0 on, None if it is not a single integer."""
     if isinstance(index, Tensor | np.ndarray) and index.ndim == 0:
         index = index.item()
     if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
@@ -373,12 +357,7 @@ def as_integer(index: Any, size: int) -> int | None:
 
 
 def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
-    """A slice, range, list, tensor or array as numbers from 0 on, `[k]`.
-
-    Raises:
-        IndexError: If a number is out of range, or booleans are too many or too few.
-        TypeError: If it is something else.
-    """
+    """A slice, range, list, tensor or array as numbers from 0 on, `[k]`."""
     if isinstance(index, slice):
         index = range(size)[index]
     if isinstance(index, range):

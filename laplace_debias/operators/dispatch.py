@@ -104,11 +104,7 @@ def adopt(operator: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def unify(operators: Sequence[Any]) -> list[Any]:
-    """Give the operators that have no dtype or device of their own those of the others.
-
-    Raises:
-        ValueError: If the others disagree.
-    """
+    """Give the operators that have no dtype or device of their own those of the others."""
     for reference in operators:
         dtype, device = reference.dtype, reference.device
         adopted = [adopt(operator, dtype, device) for operator in operators]
@@ -127,9 +123,6 @@ def converted(operator: Operator, dtype: torch.dtype, device: torch.device) -> O
     """The operator with every tensor in it, at any depth, converted; indices keep their dtype.
 
     Where it holds a dtype or a device of its own, that becomes the new one.
-
-    Raises:
-        TypeError: If it is not a dataclass.
     """
     if not is_dataclass(operator):
         raise TypeError(

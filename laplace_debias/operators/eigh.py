@@ -26,17 +26,6 @@ def eigh(matrix: Float[Tensor, "*batch d d"], what: str = "the matrix") -> Decom
     The result is checked: it is finite, the eigenvalues sum to the trace, `A U z = U Λ z` and
     `Uᵀ U z = z` for a few vectors z, all to the accuracy of the dtype. That takes O(d²). What fails
     is computed again in double precision, then on the CPU by QR iterations.
-
-    Args:
-        matrix: A symmetric matrix or a batch of them, of which the lower triangle is read.
-        what: Name of the matrix in messages, such as `"factor A of conv1.weight"`.
-
-    Returns:
-        Values `[..., d]` and vectors `[..., d, d]`; differentiable where `torch.linalg.eigh` is.
-
-    Raises:
-        ValueError: If the matrix holds NaN or Inf.
-        torch.linalg.LinAlgError: If no decomposition passes the checks.
     """
     if matrix.numel() == 0:
         return torch.linalg.eigh(matrix)
@@ -71,10 +60,6 @@ def eigvalsh(
 
     There are no eigenvectors, hence no residual. Besides the trace, the check is that the squares
     of the eigenvalues sum to the squared Frobenius norm.
-
-    Raises:
-        ValueError: If the matrix holds NaN or Inf.
-        torch.linalg.LinAlgError: If no decomposition passes the checks.
     """
     if matrix.numel() == 0:
         return torch.linalg.eigvalsh(matrix)

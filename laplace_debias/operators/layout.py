@@ -67,9 +67,6 @@ class ParameterLayout:
         Args:
             parameters: By name, or in order; of shapes `[*shape]`, or all `[*shape, k]`.
 
-        Returns:
-            `[D]`, or `[D, k]`.
-
         Raises:
             ValueError: If a parameter is missing, superfluous, or of another shape, or dtypes or
                 devices differ.

@@ -90,16 +90,7 @@ class GraphGGN(Symmetric):
 
 
 def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
-    """Evaluates a closure: the loss and the outputs.
-
-    Args:
-        closure: The closure.
-        finite: Whether a loss that is not finite is refused.
-
-    Raises:
-        TypeError: If it returns something else.
-        ValueError: If the loss is not finite.
-    """
+    """Evaluates a closure: the loss and the outputs."""
     result = closure()
     pair = isinstance(result, tuple) and len(result) == 2
     if not (pair and all(isinstance(part, Tensor) for part in result)):

@@ -22,19 +22,7 @@ _AGAIN = "run `laplace-debias report` again with the same settings, which goes o
 
 @dataclass(frozen=True)
 class Method:
-    """One of the compared methods, as `run.json` tells it.
-
-    Attributes:
-        key: Names its files.
-        label: Its name for people.
-        describes: A sentence on it, may be empty.
-        is_laplace: Whether it has a posterior.
-        seconds: By stage.
-        num_bytes: Memory of what it keeps, None where it is not known.
-        prior_precision: The tuned one, None if there is none, or one a block.
-        temperature: Of the predictive, None if there is none.
-        link: Formula from logits to probabilities, None if none was tuned.
-    """
+    """One of the compared methods, as `run.json` tells it; None for what it does not have."""
 
     key: str
     label: str
@@ -49,15 +37,7 @@ class Method:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A set of examples on which the methods were compared.
-
-    Attributes:
-        name: Names its files.
-        role: `test`, `shift` or `ood`.
-        severity: Of a shift, 1 … 5.
-        kind: Of an out-of-distribution set, `near` or `far`.
-        num_examples: How many it has, None where that is not told.
-    """
+    """A set of examples on which the methods were compared; None for what it does not have."""
 
     name: str
     role: str
@@ -68,19 +48,7 @@ class DataSet:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A complete run folder.
-
-    Attributes:
-        folder: Where it is.
-        meta: `run.json`.
-        methods: The methods in the order in which they are shown.
-        sets: The sets of examples.
-        test: The test set.
-        rows: `rows` of `metrics.json`: `method`, `set`, `metric`, `value`, `low`, `high`, `score`.
-        differences: Its `differences`: the same with `reference`.
-        recommended: Its `recommended`: `method` and `score` for out-of-distribution examples; None
-            for a regression.
-    """
+    """A complete run folder: `run.json` in `meta`, and the parts of `metrics.json`."""
 
     folder: Path
     meta: Mapping[str, Any]
@@ -109,20 +77,7 @@ class Run:
         return sorted(strange, key=lambda data: data.kind != "near")
 
     def column(self, method: str, data: str, name: str) -> np.ndarray | None:
-        """One column of the predictions of a method on a set.
-
-        Args:
-            method: Key of the method.
-            data: Name of the set.
-            name: Of the column.
-
-        Returns:
-            Numbers `[n]`, or `[n, width]` where each entry is a list; None where the method has no
-            predictions on that set, the column is missing, or an entry is null or not finite.
-
-        Raises:
-            ValueError: If the file is damaged.
-        """
+        """One column of predictions, `[n]` or `[n, width]`; None if missing, null or not finite."""
         path = predictions_path(self.folder, method, data)
         values = read_table(path, name).get(name) if path.is_file() else None
         if values is None or not len(values):
@@ -137,36 +92,20 @@ class Run:
             return pq.read_metadata(path).num_rows if path.is_file() else None
 
     def probabilities(self, method: str, data: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Probabilities `[n, classes]` and labels `[n]`; None where an example has not one label.
-
-        Raises:
-            ValueError: If the file is damaged.
-        """
+        """Probabilities and labels; None where an example has not one label."""
         probs, labels = (self.column(method, data, name) for name in ("probs", "label"))
         if self.is_regression or probs is None or labels is None or labels.ndim != 1:
             return None
         return probs, labels.astype(int)
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON file of the folder, empty where it is missing.
-
-        Raises:
-            ValueError: If it is damaged.
-        """
+        """A JSON file of the folder, empty where it is missing."""
         path = self.folder / name
         return read_json(path) if path.is_file() else {}
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Reads the run folder that a page is drawn from.
-
-    Args:
-        folder: A folder as `docs/run-folder.md` describes it.
-
-    Raises:
-        FileNotFoundError: If it is missing, is no run folder, or lacks its metrics.
-        ValueError: If the run is not complete, or a file is damaged or of another format.
-    """
+    """Reads the run folder that a page is drawn from."""
     folder = Path(folder)
     path, measured = folder / "run.json", folder / "metrics.json"
     meta = read_meta(folder)
@@ -194,12 +133,7 @@ def predictions_path(folder: Path, method: str, data: str) -> Path:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Reads `run.json` of a run that may be under way.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is damaged or of another format.
-    """
+    """Reads `run.json` of a run that may be under way."""
     path = folder / "run.json"
     if not path.is_file():
         told = "is no run folder, it has no run.json" if folder.is_dir() else "does not exist"
@@ -216,11 +150,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        ValueError: If it is missing or damaged.
-    """
+    """Reads a JSON object."""
     with _telling_of(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -229,15 +159,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_table(path: Path, *names: str) -> dict[str, np.ndarray]:
-    """Reads columns of a Parquet table, `[n]` or `[n, k]`; nulls are NaN.
-
-    Args:
-        path: The file.
-        names: The columns, of which some may be missing; all if there are none.
-
-    Raises:
-        ValueError: If the file is missing or damaged.
-    """
+    """Read columns of a Parquet table, all if none is named, `[n]` or `[n, k]`; nulls are NaN."""
     columns = {}
     with _telling_of(path):
         there = pq.read_schema(path).names

@@ -34,13 +34,6 @@ def plot_spectral_density(
     networks nearly all eigenvalues lie next to zero, and those that matter are few. On the
     logarithmic scale of eigenvalues, the fractions that it cannot show as they are (zero, negative)
     stand in the picture.
-
-    Args:
-        densities: One density, or several by name, all of the same scale.
-        ax: The axes to draw on, changed in place.
-
-    Raises:
-        ValueError: There are no densities, or their scales differ.
     """
     named = {"": densities} if isinstance(densities, SpectralDensity) else densities
     scales = {density.scale for density in named.values()}

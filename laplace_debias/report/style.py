@@ -52,15 +52,7 @@ _OTHER_COLOURS = [OKABE_ITO[name] for name in ("green", "purple", "sky blue", "v
 
 
 def method_colours(methods: Iterable[str]) -> dict[str, str]:
-    """The colour of each method, the same in every picture for the four of the paper.
-
-    Args:
-        methods: Names in the order in which they appear; others than "MAP" (or "vanilla"),
-            "mini-batch", "debiased" and "full-batch" get the remaining colours one by one.
-
-    Returns:
-        Hexadecimal colours by method, in the same order.
-    """
+    """The colour of each method, the same in every picture for the four of the paper."""
     others = itertools.cycle(_OTHER_COLOURS)
     return {
         method: _METHOD_COLOURS.get(method) or next(others) for method in dict.fromkeys(methods)
@@ -70,17 +62,7 @@ def method_colours(methods: Iterable[str]) -> dict[str, str]:
 def new_panels(
     rows: int, columns: int, size: tuple[float, float], **options: Any
 ) -> tuple[Figure, np.ndarray]:
-    """A white picture with panels.
-
-    Args:
-        rows: Rows of panels.
-        columns: Columns of panels.
-        size: Width and height of the picture in inches.
-        **options: Of `Figure.subplots`.
-
-    Returns:
-        The picture and its axes, `[rows, columns]`.
-    """
+    """A white picture of a size in inches, and its axes `[rows, columns]`."""
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
@@ -93,11 +75,7 @@ def log_ticks(axis: Axis, steps: Sequence[int] = (1, 2, 5)) -> None:
 
 
 def style_axes(ax: Axes) -> None:
-    """Gives axes the look of this package: a light grid behind, no frame above and to the right.
-
-    Args:
-        ax: The axes, changed in place.
-    """
+    """Gives axes the look of this package: a light grid behind, no frame above and to the right."""
     ax.grid(visible=True, which="major", color=GRID, linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -108,15 +86,7 @@ def style_axes(ax: Axes) -> None:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes a picture at once and whole; missing parent folders are made.
-
-    Args:
-        figure: The picture.
-        path: The file, PNG (150 dots per inch) or PDF by its suffix.
-
-    Raises:
-        ValueError: The suffix is neither `.png` nor `.pdf`.
-    """
+    """Write a picture at once and whole, as PNG (150 dots per inch) or PDF."""
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         raise ValueError(

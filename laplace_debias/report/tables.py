@@ -27,14 +27,6 @@ def print_table(rows: Sequence[Row], title: str, console: "Console | None" = Non
 
     Real numbers have three decimals; those that would vanish, or have more than six digits before
     the point, appear in scientific notation, missing values and None as a dash.
-
-    Args:
-        rows: The rows; the columns are all that appear, in order of appearance.
-        title: Line above the table.
-        console: Where to print; the standard output if None.
-
-    Raises:
-        ValueError: There are no rows.
     """
     # Here, as CSV and Markdown do without it.
     from rich import box
@@ -57,13 +49,6 @@ def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
     """Writes a table as CSV, real numbers in full precision, None and missing values as nothing.
 
     The file appears at once and whole; missing parent folders are made. Texts are `not_a_formula`.
-
-    Args:
-        rows: The rows; the columns are all that appear, in order of appearance.
-        path: The file.
-
-    Raises:
-        ValueError: There are no rows, or a value is neither number, string, boolean nor None.
     """
     columns = _columns(rows)
     lines = [[_plain(row.get(column), column) for column in columns] for row in rows]

@@ -18,11 +18,7 @@ _NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
 
 
 def read_archive(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a `.npz` file by name; nothing is ever unpickled.
-
-    Raises:
-        ValueError: If the file is damaged, or an array holds Python objects.
-    """
+    """The arrays of a `.npz` file by name; nothing is ever unpickled."""
     found = {}
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -48,9 +44,6 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
     Arrays are `x_train`, `y_train`, `x_test`, `y_test` and perhaps `x_val` and `y_val`; or `x` and
     `y`, which are parted by the seed. Bytes `[N, C, H, W]`, `[N, H, W, C]` or `[N, H, W]` are
     images, normalised by mean and std; floats are taken as they are.
-
-    Raises:
-        ValueError: If an array is missing or does not fit the others.
     """
     arrays = read_archive(path)
     was_whole = "x" in arrays and "y" in arrays and "x_train" not in arrays
@@ -124,11 +117,7 @@ def _examples(
 
 
 def as_inputs(x: np.ndarray, where: str) -> Tensor:
-    """Inputs as the network takes them; images of bytes as bytes `[N, C, H, W]`.
-
-    Raises:
-        ValueError: If they are no numbers, or not finite.
-    """
+    """Inputs as the network takes them; images of bytes as bytes `[N, C, H, W]`."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         if x.ndim == 3:
             x = x[:, None]

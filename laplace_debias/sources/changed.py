@@ -18,15 +18,7 @@ _GRID = 4
 
 
 class Changed:
-    """Batches with other inputs.
-
-    Args:
-        batches: Batches `(x, y)`.
-        change: From inputs and the number of the first of them to other inputs.
-
-    Attributes:
-        source: The batches.
-    """
+    """Batches with other inputs; `change` takes inputs and the number of the first of them."""
 
     def __init__(self, batches: Batches, change: Callable[[Tensor, int], Tensor]) -> None:
         self.source = batches
@@ -50,13 +42,8 @@ class Changed:
 class Corruption:
     """Images corrupted at a severity, each by its own random numbers, as CIFAR-10-C's.
 
-    The pixels that an image was made of are corrupted, at the size that the network takes. What was
-    made is kept up to 1 GiB, because some corruptions take longer than the network.
-
-    Args:
-        pixels: How inputs are made of pixels.
-        severity: 1 … 5.
-        seed: Of the kinds and of the random numbers.
+    The pixels that an image was made of are corrupted, at the size that the network takes. The
+    results are kept up to 1 GiB, because some corruptions take longer than the network.
     """
 
     def __init__(self, pixels: Pixels, severity: int, seed: int) -> None:
@@ -78,14 +65,7 @@ class Corruption:
 
 
 class ShuffledPatches:
-    """Images cut into 4 × 4 patches, which change places; each image in its own way.
-
-    Args:
-        seed: Of the new places.
-
-    Raises:
-        ValueError: In a call, if images have fewer than 4 pixels a side.
-    """
+    """Images cut into 4 × 4 patches, which change places; each image in its own way."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -112,15 +92,7 @@ class ShuffledPatches:
 
 
 def drawn_digits(shape: tuple[int, ...], pixels: Pixels) -> Examples:
-    """Scikit-learn's 1,797 handwritten digits, drawn at the size of the network's images.
-
-    Args:
-        shape: Of one input, `[C, H, W]`.
-        pixels: How inputs are made of pixels.
-
-    Raises:
-        ImportError: If scikit-learn is missing.
-    """
+    """Scikit-learn's 1,797 handwritten digits as inputs of the shape `[C, H, W]`."""
     from sklearn.datasets import load_digits
 
     raw = load_digits()

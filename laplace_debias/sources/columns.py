@@ -13,14 +13,7 @@ from laplace_debias.sources.settings import nearest
 
 @dataclass(frozen=True)
 class Columns:
-    """How rows become inputs: (value − mean) / std, column by column.
-
-    Attributes:
-        names: The columns, in the order of the network's inputs.
-        mean: Of the training rows, or zeros.
-        std: Of the training rows, 1 where a column is constant; or ones.
-        target: The column that the network predicts.
-    """
+    """How rows become inputs: (value − mean) / std, column by column; `target` is predicted."""
 
     names: tuple[str, ...]
     mean: np.ndarray
@@ -33,17 +26,13 @@ class Columns:
         return dict(zip(self.names, values.tolist(), strict=True))
 
     def inputs(self, table: Any, where: str) -> Float[Tensor, "rows columns"]:
-        """Rows as inputs, float32; raises as `numbers`."""
+        """Rows as inputs, float32."""
         values = numbers(table, self.names, where)
         return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32))
 
 
 def numbers(table: Any, names: tuple[str, ...], where: str) -> np.ndarray:
-    """Columns as float64 `[rows, columns]`.
-
-    Raises:
-        ValueError: If one is missing, or holds text, NaN or infinities.
-    """
+    """Columns as float64 `[rows, columns]`."""
     for name in names:
         if name not in table.columns:
             raise ValueError(

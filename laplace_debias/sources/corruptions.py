@@ -40,20 +40,6 @@ def corrupt(
     number and `seed` alone, so the result does not depend on the batch size, and an image has the
     same kind and random numbers at every severity: severities are compared on the same draw.
 
-    Args:
-        images: Grey or RGB images, 0 … 255.
-        severity: 1 (slight) to 5 (strong).
-        kinds: Kinds to choose from, by name; `KINDS` by default.
-        seed: Non-negative seed.
-        offset: Number of the first image.
-
-    Returns:
-        Corrupted images on the device of `images`.
-
-    Raises:
-        ValueError: If there is no kind, the severity is not in 1 … 5, the images have neither 1 nor
-            3 channels, or the seed or offset is negative.
-
     Reference:
         Hendrycks & Dietterich (2019), Section 3; the paper, Appendix B.1 (data).
     """

@@ -26,13 +26,8 @@ _OF_TABLES = ("target", "features", "standardise")
 def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module], Parts]]:
     """The data of the settings; the images of a folder are not read yet.
 
-    Returns:
-        How many outputs a network of it has, None if that is not known; and what makes the data's
-        parts for a network.
-
-    Raises:
-        ValueError: If there is none, it is of no known kind, it is damaged, or settings of another
-            kind of data are given.
+    Returns how many outputs a network of it has, None if that is not known, and a function that
+    makes the parts for a network.
     """
     if settings.data is None:
         raise ValueError(f"there is no data; give --data: {_KINDS}")
@@ -81,9 +76,6 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
     `train` and `test` are needed; `validation`, `ood` (by name) and `classes` are not. Each part
     is a data set, a `DataLoader` or a list of batches `(x, y)`. A data set, and a plain
     `DataLoader` of one, is read in an order that is the same each time.
-
-    Raises:
-        ValueError: If it raises, or returns something else.
     """
     found = called(path, imported(path, "data"), {}, "data")
     if not isinstance(found, Mapping) or not {"train", "test"} <= set(found) <= set(_KEYS):
@@ -122,11 +114,8 @@ _PARTS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("
 class ImageFolder:
     """An image folder, of which no image is decoded yet.
 
-    Attributes:
-        root: Its path.
-        classes: Names of the class folders, in the order of the labels.
-        parts: For each part (`train`, `val`, `test`) its files with their labels; `all` alone where
-            there are no parts.
+    `parts` has files and labels of `train`, `val` and `test`; of `all` alone where there are no
+    parts.
     """
 
     root: Path
@@ -163,16 +152,7 @@ class ImageFolder:
 
 
 def find_image_folder(root: Path) -> ImageFolder:
-    """Look at an image folder.
-
-    Args:
-        root: A folder with `train/CLASS/…`, `test/CLASS/…` and perhaps `val/CLASS/…`, or with
-            class folders alone.
-
-    Raises:
-        ValueError: If a part is missing, it lacks a class or has one too many, a class is empty, or
-            there are no images.
-    """
+    """Look at a folder with `train/CLASS`, `test/CLASS`, perhaps `val/CLASS`; or with `CLASS`."""
     there = {
         part: next((root / name for name in names if (root / name).is_dir()), None)
         for part, names in _PARTS.items()

@@ -16,13 +16,7 @@ from laplace_debias.sources.tables import SUFFIXES, read_table
 
 @dataclass(frozen=True, eq=False)
 class Further:
-    """More inputs.
-
-    Attributes:
-        part: Examples with labels that mean nothing, or batches of a user's own.
-        names: Name of each input: a path in the folder; None for the number of the row.
-        notes: Notes on them.
-    """
+    """More inputs, whose labels mean nothing; names are paths in the folder, or None."""
 
     part: Part
     names: tuple[str, ...] | None = None
@@ -31,27 +25,13 @@ class Further:
 
 @dataclass(frozen=True)
 class Reader:
-    """How inputs are read for a network.
-
-    Attributes:
-        shape: Of one input, without the dimension of the examples; None where it is not a tensor.
-        parts: The data that it was trained on, which tells how inputs are made.
-    """
+    """How inputs of a `shape` are read for a network that was trained on `parts`."""
 
     shape: tuple[int, ...] | None
     parts: Parts
 
     def read(self, source: str | Path, what: str) -> Further:
-        """Inputs of a folder of images, a `.npz` file, a table or an import path.
-
-        Args:
-            source: Path or name that the user gave.
-            what: Name in messages, for example `ood digits`.
-
-        Raises:
-            ValueError: If there is nothing, it is of another kind than the network takes, or of
-                another size where it cannot be resized.
-        """
+        """Inputs of a folder of images, a `.npz` file, a table or an import path."""
         if is_import_path(str(source)):
             return Further(called(str(source), imported(str(source), what), {}, what))
         path = Path(source)

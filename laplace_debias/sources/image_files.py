@@ -26,11 +26,7 @@ _GREY = ("1", "L", "LA")
 class View:
     """How a picture becomes a network's input.
 
-    Attributes:
-        resized: From a Pillow image to one of the size that the network takes.
-        pixels: How its pixels are normalised.
-        is_grey: Whether it has one channel.
-        any_size: Whether pictures of different sizes are made equal.
+    `resized` maps Pillow images; with `any_size` pictures of different sizes are made equal.
     """
 
     resized: Callable[[Any], Any]
@@ -51,13 +47,7 @@ def unchanged(image: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
-    """Images on disk, each decoded, resized and normalised when it is fetched.
-
-    Attributes:
-        files: Path of each image.
-        labels: Class of each.
-        view: How a picture becomes an input.
-    """
+    """Images on disk, each decoded, resized and normalised when it is fetched."""
 
     files: tuple[Path, ...]
     labels: tuple[int, ...]
@@ -68,12 +58,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """One image, normalised, float32 [C, H, W], and its label.
-
-        Raises:
-            ValueError: If the file is no image, or of another size than the others where none is
-                resized.
-        """
+        """One image, normalised, float32 [C, H, W], and its label."""
         file = self.files[index]
         image = opened(file, self.view.is_grey)
         if not self.view.any_size and index and image.size != (size := size_of(self.files[0])):
@@ -88,11 +73,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """A picture, not decoded yet.
-
-    Raises:
-        ValueError: If the file is no readable image.
-    """
+    """A picture, not decoded yet."""
     try:
         with PIL.Image.open(file) as picture:
             yield picture
@@ -102,7 +83,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def opened(file: Path, is_grey: bool = False) -> Any:
-    """A picture, decoded; raises as `_open`."""
+    """A picture, decoded."""
     with _open(file) as picture:
         if picture.mode[0] in "IF":  # Pillow would clip them
             raise ValueError("more than 8 bits a pixel")
@@ -110,7 +91,7 @@ def opened(file: Path, is_grey: bool = False) -> Any:
 
 
 def size_of(file: Path) -> tuple[int, int]:
-    """Width and height of a picture, pixels; it is not decoded. Raises as `_open`."""
+    """Width and height of a picture, pixels; it is not decoded."""
     with _open(file) as picture:
         return picture.size
 
@@ -143,13 +124,9 @@ def view_of(
 ) -> tuple[View, tuple[str, ...]]:
     """How pictures become the inputs of a network, and notes for the reader.
 
-    Args:
-        settings: Which network, which data.
-        model: The network.
-        some: Pictures that show whether all are grey.
-
-    A network of timm says it itself (`timm.data.resolve_data_config`); image_size, mean and std
-    of the settings go before that. Torchvision's published weights say it, too.
+    A network of timm says it itself (`timm.data.resolve_data_config`); image_size, mean and std of
+    the settings go before that. Torchvision's published weights say it, too. Some pictures show
+    whether all are grey.
     """
     own: dict[str, Any] = {}
     if settings.image_size is not None:

@@ -20,16 +20,7 @@ def is_import_path(text: str) -> bool:
 
 
 def imported(path: str, option: str) -> Any:
-    """The object at an import path. The working directory is importable, as by `python -m`.
-
-    Args:
-        path: `module:attribute`.
-        option: Name of the setting.
-
-    Raises:
-        ValueError: If the path is no import path, the module does not exist or cannot be imported,
-            or it has no such attribute.
-    """
+    """The object at `module:attribute`. The working directory is importable, as by `python -m`."""
     if _PATH.fullmatch(path) is None:
         raise ValueError(
             f"{option} is {path!r}; expected an import path module:attribute, for example "
@@ -69,11 +60,7 @@ def imported(path: str, option: str) -> Any:
 
 
 def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) -> Any:
-    """The value that a user's callable returns.
-
-    Raises:
-        ValueError: If it cannot be called or raises.
-    """
+    """The value that a user's callable returns."""
     if not callable(function):
         raise ValueError(
             f"{option} {path} is of type {type(function).__name__} and cannot be called; expected "

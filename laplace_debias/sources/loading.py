@@ -23,12 +23,6 @@ def load(settings: SourceSettings) -> Loaded:
 
     Images of folders are decoded when they are read.
 
-    Args:
-        settings: Which network, which data.
-
-    Returns:
-        Both; the same for the same settings and files.
-
     Raises:
         ValueError: If network, weights or data are missing, damaged, or do not belong together.
         ConnectionError: If a download fails.
@@ -139,11 +133,7 @@ def _images(reader: Reader, what: str) -> Pixels:
 
 
 def _device_from(name: str) -> torch.device:
-    """The device of a name; `auto` is a GPU where there is one.
-
-    Raises:
-        ValueError: If there is no such device.
-    """
+    """The device of a name; `auto` is a GPU where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -157,18 +147,7 @@ def _device_from(name: str) -> torch.device:
 
 @torch.no_grad()
 def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | None) -> Task:
-    """The meaning of the outputs, after a check that they fit the data.
-
-    Args:
-        model: The network, in evaluation mode.
-        batch: The first batch of training examples, on the CPU.
-        parts: The data's parts.
-        given: The user's choice; None to infer it.
-
-    Raises:
-        ValueError: If the network cannot take the inputs, its outputs do not fit the targets, or
-            neither data nor user says what they mean.
-    """
+    """The meaning of the outputs, after a check that they fit the data."""
     task = given or parts.task
     if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
         # Dicts of a collator: `Laplace` reads and checks them.

@@ -10,20 +10,7 @@ from laplace_debias.sources.weights import load_weights
 
 
 def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module, tuple[str, ...]]:
-    """The trained network of the settings, on the CPU, in evaluation mode.
-
-    Args:
-        settings: Which network.
-        num_outputs: How many outputs the data asks for, which architectures by name are made with.
-
-    Returns:
-        The network, and notes for the reader.
-
-    Raises:
-        ValueError: If there is no such network, it cannot be made, or the weights do not fit.
-        ConnectionError: If published weights cannot be downloaded.
-        ImportError: If timm or torchvision is missing.
-    """
+    """The trained network of the settings, on the CPU, in evaluation mode; and notes."""
     notes: tuple[str, ...] = ()
     if settings.model is not None:
         model = _own(settings.model, settings.model_args)

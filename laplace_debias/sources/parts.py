@@ -24,22 +24,9 @@ USUAL_BATCH = 64
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Data before it is batched.
+    """Data before it is batched; None stands for what it does not have or tell.
 
-    Attributes:
-        train: Training examples.
-        validation: Examples to tune on; None if there are none.
-        test: Examples to judge on.
-        ood: Out-of-distribution examples that came with them; more may be added by name.
-        task: Task; None where they do not say.
-        num_outputs: How many outputs a network of them has; None if it is not known.
-        classes: Names of the classes; None if they have none.
-        input_name: Name of an input.
-        pixels: How inputs are made of pixels; None where they are no images.
-        view: How a picture becomes an input; None if these are no files.
-        columns: How a table's rows become inputs; None if these are no rows.
-        was_whole: Whether validation and test examples were chosen here, by the seed.
-        notes: Notes on them, sentences.
+    `was_whole` says that validation and test examples were chosen here, by the seed.
     """
 
     train: Part
@@ -59,13 +46,7 @@ class Parts:
 
 @dataclass(frozen=True, eq=False)
 class Examples(Dataset[tuple[Tensor, Tensor]]):
-    """Examples in memory.
-
-    Attributes:
-        inputs: As the network takes them, `[N, ...]`; images of bytes are normalised when fetched.
-        targets: `[N, ...]`.
-        pixels: How inputs are made of bytes; None if they are no bytes.
-    """
+    """Examples in memory; images of bytes are normalised when fetched."""
 
     inputs: Tensor
     targets: Tensor
@@ -118,17 +99,7 @@ def split_by_seed(
 def parted(
     number: int, settings: SourceSettings, where: str, what: str
 ) -> tuple[dict[str, Int64[Tensor, " part"]], str]:
-    """Indices by part (`train`, `val`, `test`) of data that has none, and a note that says so.
-
-    Args:
-        number: How many examples there are.
-        settings: The seed, and the share that is held out.
-        where: Name of the data that has no parts.
-        what: Name of its examples.
-
-    Raises:
-        ValueError: As `split_by_seed`.
-    """
+    """Indices by part (`train`, `val`, `test`) of data that has none, and a note that says so."""
     train, validation, test = split_by_seed(number, settings.seed, settings.held_out)
     note = (
         f"{where} has no parts: {len(validation)} validation and {len(test)} test {what} are "
@@ -140,21 +111,10 @@ def parted(
 def batches_of(
     part: Part, settings: SourceSettings, limit: str | None = None, *, mixed: bool = False
 ) -> tuple[Batches, int | None]:
-    """Batches in an order that is the same each time, of some of the examples.
+    """Batches in an order that is the same each time, and how many examples the part has.
 
-    Args:
-        part: Examples, or batches of them.
-        settings: Size of the batches, seed, number of examples.
-        limit: Name of the setting that says how many of them; all if None.
-        mixed: Whether the order is random, by the seed; else it is the part's own.
-
-    Returns:
-        The batches, and how many examples the part has, those included that the limit leaves out;
-        None if it does not tell.
-
-    Raises:
-        ValueError: If there are no examples, or fewer than the limit; if the part can be read only
-            once, or it gives batches to which a limit or a batch size cannot be applied.
+    `limit` names the setting that says how many are taken; the number includes those left out, and
+    is None if the part does not tell. With `mixed` the seed draws the order.
     """
     name = "data" if limit is None else f"{limit.removesuffix('_examples')} data"
     wanted = None if limit is None else getattr(settings, limit)

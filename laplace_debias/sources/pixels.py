@@ -9,12 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pixels:
-    """How a network's inputs are made of pixels: (pixel / 255 − mean) / std.
-
-    Attributes:
-        mean: One number a channel, or one for all of them.
-        std: Idem.
-    """
+    """How a network's inputs are made of pixels: (pixel / 255 − mean) / std."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)

@@ -169,11 +169,7 @@ class SourceSettings:
 
 
 def ood_name(name: str) -> tuple[str, Literal["near", "far"]]:
-    """Name and kind of an out-of-distribution set from `NAME`, `near:NAME` or `far:NAME`.
-
-    Raises:
-        ValueError: If it is none of these, or has letters that a file's name may not have.
-    """
+    """Name and kind of an out-of-distribution set from `NAME`, `near:NAME` or `far:NAME`."""
     kind, colon, plain = name.partition(":")
     if not colon:
         kind, plain = "far", name

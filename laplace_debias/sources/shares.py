@@ -18,13 +18,6 @@ def share(batches: Batches, model: nn.Module) -> Batches:
 
     The union of the processes' k-th batches is the k-th batch of one process. Batches of a loader
     of the commands are read in part; of others each process reads all and keeps its part.
-
-    Args:
-        batches: Batches that every process has.
-        model: The network.
-
-    Returns:
-        The batches themselves where there is one process.
     """
     ranks = current()
     if ranks.size == 1:
@@ -41,14 +34,9 @@ def share(batches: Batches, model: nn.Module) -> Batches:
 
 
 def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Inputs, Tensor]]:
-    """Deal out whole batches, every n-th one to this process; all where there is one process.
+    """Deal out whole batches, every n-th one to this process.
 
-    Args:
-        batches: Batches that every process has.
-        read: Function that makes pairs of batches.
-
-    Yields:
-        The number of the batch among all, that of its first example, inputs and targets.
+    Yields the number of the batch among all, that of its first example, inputs and targets.
     """
     for number, first, batch in _dealt(batches, read):
         yield number, first, *read(batch)
@@ -98,14 +86,7 @@ def _with_batches(loader: Any, sampler: Any) -> Batches:
 
 
 class _Cut:
-    """A part of every batch.
-
-    Args:
-        batches: The batches.
-        read: Function that makes pairs of batches.
-        rank: Which part.
-        size: How many there are.
-    """
+    """Part `rank` of `size` of every batch."""
 
     def __init__(self, batches: Batches, read: BatchReader, rank: int, size: int) -> None:
         self._batches, self._read = batches, read

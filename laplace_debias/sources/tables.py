@@ -31,11 +31,7 @@ def table_files(path: Path) -> dict[str, Path] | None:
 
 
 def read_table(path: Path) -> Any:
-    """A table as a pandas data frame.
-
-    Raises:
-        ValueError: If it is damaged, not in UTF-8, or has no rows.
-    """
+    """A table as a pandas data frame."""
     import pandas
 
     try:
@@ -51,12 +47,7 @@ def read_table(path: Path) -> Any:
 
 
 def table_parts(files: dict[str, Path], settings: SourceSettings) -> Parts:
-    """The parts of a table, standardised by its training rows.
-
-    Raises:
-        ValueError: If a part or a column is missing; if a feature is no number; if what the target
-            means is not clear.
-    """
+    """The parts of a table, standardised by its training rows."""
     if "all" not in files:
         for part in ("train", "test"):
             if part not in files:

@@ -8,11 +8,7 @@ from laplace_debias.sources.loaded import Task
 
 
 def check_numbers(values: np.ndarray, where: str) -> None:
-    """Require finite numbers.
-
-    Raises:
-        ValueError: If they are of another type, NaN or infinite.
-    """
+    """Require finite numbers."""
     if values.dtype.kind not in "iubf":
         raise ValueError(f"{where} is of type {values.dtype}; expected numbers")
     bad = ~np.isfinite(values)
@@ -28,9 +24,6 @@ def task_of(targets: np.ndarray, where: str) -> Task:
 
     Whole numbers `[N]` are classes, rows of zeros and ones `[N, K]` labels, other numbers a
     regression's targets.
-
-    Raises:
-        ValueError: As `check_numbers`.
     """
     check_numbers(targets, where)
     if targets.dtype.kind == "f":
@@ -39,19 +32,7 @@ def task_of(targets: np.ndarray, where: str) -> Task:
 
 
 def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
-    """Targets as the task's likelihood takes them.
-
-    Args:
-        targets: Numbers, `[N]` or `[N, K]`.
-        task: Task.
-        where: Name in messages.
-
-    Returns:
-        Classes int64 `[N]`; for `binary` 0 or 1, int64 `[N]`; else float32 `[N, K]`.
-
-    Raises:
-        ValueError: If they do not fit the task or are not finite.
-    """
+    """Targets as the likelihood takes them: classes int64 `[N]`, others float32 `[N, K]`."""
     check_numbers(targets, where)
     if task in ("classification", "binary"):
         if targets.ndim == 2 and targets.shape[1] == 1:

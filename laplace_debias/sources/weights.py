@@ -19,28 +19,17 @@ _PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
 
 
 def with_weights(model: nn.Module, path: Path) -> nn.Module:
-    """A copy of a network with the weights of another checkpoint; raises as `load_weights`."""
+    """A copy of a network with the weights of another checkpoint."""
     copied = copy.deepcopy(model)
     load_weights(copied, path)
     return copied
 
 
 def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Load a checkpoint into a model, strictly and in place.
+    """Load a checkpoint into a model, strictly and in place; its entries `split.…` are returned.
 
     A state dict may lie under `state_dict`, `model` and the like. Prefixes of wrappers (`module.`,
     `_orig_mod.`, `model.`) that all its names have, and the model's have not, are taken off.
-
-    Args:
-        model: The network.
-        path: `.safetensors`, or a file of `torch.save`, which is read with `weights_only=True`.
-
-    Returns:
-        The entries `split.…` of the file, which are no weights.
-
-    Raises:
-        ValueError: If the file is missing, damaged, holds pickled objects, or is of another
-            network.
     """
     if not path.is_file():
         raise ValueError(f"no checkpoint at {path}: check the path")

@@ -265,9 +265,6 @@ def eigsh(
         generator: Source of the random start, on the operator's device.
         progress: Whether to show a progress bar.
 
-    Returns:
-        Values `[k]` descending, vectors `[D, k]`, residuals and more.
-
     Raises:
         ValueError: The operator is not square or not symmetric, a product not finite, k out of
             range, a name unknown, a number too small, or the generator on another device.

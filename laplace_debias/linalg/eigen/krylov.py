@@ -30,15 +30,8 @@ class KrylovBasis:
     Pending directions may be parked: forgotten but for what they add to residuals, so that new ones
     need not be orthogonal to them. `refresh` finds them again, for a product a row.
 
-    `size` is the number of rows of V so far, `scale` the length of the longest product with a unit
-    vector. H and C are kept on the CPU in float64.
-
-    Args:
-        A: The operator, for its dtype, device, and in messages.
-        multiply: The product with a vector `[n]`, symmetric.
-        size: n.
-        capacity: The greatest number of rows of V.
-        generator: Source of random directions.
+    `size` is the number of rows of V so far, at most `capacity`, `scale` the length of the longest
+    product with a unit vector. H and C are kept on the CPU in float64.
 
     Reference:
         Wu, Simon. Thick-restart Lanczos method for large symmetric eigenvalue problems. SIAM
@@ -96,11 +89,7 @@ class KrylovBasis:
         self._pending, self._coupling = self._pending[:0], self._coupling[:0]
 
     def refresh(self) -> None:
-        """Multiplies all rows again: what they miss is pending, and nothing parked.
-
-        Raises:
-            ValueError: The operator is not symmetric.
-        """
+        """Multiplies all rows again: what they miss is pending, and nothing parked."""
         images = torch.stack([self._multiply(vector) for vector in self.vectors])
         projected = (self.vectors @ images.T).double().cpu()
         self._parked = []
@@ -133,14 +122,7 @@ class KrylovBasis:
         return True
 
     def expand(self, index: int) -> bool:
-        """Multiplies a pending direction; its residual becomes the last pending one.
-
-        Returns:
-            Whether there was a residual: without, the direction's Krylov space is exhausted.
-
-        Raises:
-            ValueError: The operator is not symmetric.
-        """
+        """Multiply a pending direction; false if it leaves no residual, else that is the last."""
         direction = self._pending[index]
         expected = self._coupling[index, : self.size].clone()
         kept = [row for row in range(len(self._pending)) if row != index]

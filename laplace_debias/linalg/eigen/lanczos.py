@@ -145,18 +145,6 @@ def search(
     eigenvalue among the wanted was missed, this sequence finds it, and the search goes on.
     Otherwise the sequence ends as soon as that is sure enough. This also guards the order of the
     pairs: pairs that converged to a loose tolerance need not be the most wanted ones.
-
-    Args:
-        basis: Where to begin: empty.
-        products: The products, counted.
-        k: How many pairs.
-        which: `"largest"`, `"smallest"` or `"magnitude"`.
-        tol: Greatest residual norm, relative to the greatest |Ritz value|; not below rounding.
-        max_matvecs: Where to give up, in products.
-        verify: Whether to look for missed copies.
-
-    Returns:
-        The Ritz pairs, whether they have converged, and whether it is sure that none was missed.
     """
     check: CompletenessCheck | None = None
     was_checked = False

@@ -52,9 +52,6 @@ def diagonal(
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
-    Returns:
-        The diagonal `[n]` with its standard errors `[n]`.
-
     Raises:
         ValueError: The operator is not square or a product not finite, a name is unknown, a number
             too small, or the generator on another device.

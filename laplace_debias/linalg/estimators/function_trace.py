@@ -42,7 +42,7 @@ def matrix_function_trace(
         `num_probes * num_steps` is at least n (n products) and n at most 16,384.
 
     Raises:
-        ValueError: See `lanczos_quadrature`; or f is not finite on the spectrum.
+        ValueError: As `logdet`, or f is not finite on the spectrum.
 
     Example:
         >>> import torch
@@ -64,11 +64,7 @@ def matrix_function_trace(
 
 
 def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int) -> Estimate:
-    """`size` times the integral of a function under a quadrature made for it, with its error.
-
-    Raises:
-        ValueError: The function is not finite at a node that counts.
-    """
+    """`size` times the integral of a function under a quadrature made for it, with its error."""
     if rule.is_exact or rule.forms is None:
         exact = values_at(rule.nodes, rule.weights, function)
         return Estimate.exact(size * (rule.weights * exact).sum(), rule.num_matvecs)
@@ -116,9 +112,6 @@ def logdet(
         num_steps: Lanczos steps, and products, a probe.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
-
-    Returns:
-        The log-determinant, a scalar tensor, with its standard error.
 
     Raises:
         ValueError: A Ritz value is not positive, the operator not square or not symmetric, a

@@ -41,9 +41,6 @@ def frobenius_norm(
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
-    Returns:
-        The norm, a scalar tensor, with its standard error.
-
     Raises:
         ValueError: A product is not finite, a number too small, or the generator on another device.
     """

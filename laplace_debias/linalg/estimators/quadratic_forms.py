@@ -10,11 +10,7 @@ def mean_of(
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """The mean over the last dimension, its standard error, and the degrees of freedom of that.
 
-    One sample: an infinite error, 0 degrees.
-
-    Args:
-        samples: `[*shape, count]`.
-        covariance: Of two samples, where they depend on each other.
+    One sample: an infinite error, 0 degrees. `covariance` is that of two samples.
     """
     count, mean = samples.shape[-1], samples.mean(dim=-1)
     degrees = torch.full_like(mean, count - 1.0)
@@ -72,9 +68,6 @@ class QuadraticForms:
     eigenvalue is all, many times m where many matter. $\mathrm{tr}(C^2)$ is the mean square of the
     products $y_i^\top y_j$ of different probes. Of a matrix that is not symmetric the forms' own
     sample variance is taken.
-
-    Args:
-        is_symmetric: Whether B is symmetric.
 
     Reference:
         Box. Some theorems on quadratic forms applied in the study of analysis of variance problems.

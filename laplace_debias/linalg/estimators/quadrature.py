@@ -27,16 +27,10 @@ _BASIS_ELEMENTS = 2**28
 
 @dataclass(frozen=True, eq=False)
 class Quadrature:
-    r"""Nodes and weights, one rule a probe, whose weights sum to 1.
+    r"""Nodes (Ritz values) and weights `[probes, steps]`, one rule a probe, whose weights sum to 1.
 
-    Args:
-        nodes: `[probes, steps]`, Ritz values.
-        weights: `[probes, steps]`.
-        alphas: Diagonals of the tridiagonal matrices, `[probes, steps]`; empty if exact.
-        betas: Their off-diagonals, `[probes, steps - 1]`.
-        num_matvecs: How many products they took.
-        is_exact: Whether these are all eigenvalues, each with weight 1/n.
-        forms: $\omega^\top f(A)\,\omega$ of the probes, if f was given.
+    `alphas` and `betas` are the tridiagonal matrices, empty if all eigenvalues are known
+    (`is_exact`); `forms` are $\omega^\top f(A)\,\omega$ of the probes, if f was given.
     """
 
     nodes: Float[Tensor, "probes steps"]
@@ -83,25 +77,8 @@ def lanczos_quadrature(
     f(\theta_j)$, exactly for polynomials of degree below `2 * num_steps`: θ are the eigenvalues of
     the Lanczos process's tridiagonal matrix and w the squares of its eigenvectors' first entries.
     Lanczos vectors are fully reorthogonalised; several probes run side by side, as many as memory
-    allows.
-
-    Args:
-        A: Symmetric operator `[n, n]`. Asymmetry is noticed.
-        num_probes: Probes.
-        num_steps: Lanczos steps, and products, a probe; at least 2.
-        function: f, if the probes' forms $\omega^\top f(A)\,\omega$ are wanted; the Lanczos vectors
-            give their spread.
-        generator: Source of randomness, on the operator's device.
-        progress: Whether to show a progress bar.
-        label: Text of the progress bar.
-
-    Returns:
-        Nodes and weights; all eigenvalues where they have a closed form (no products) or where
-        `num_probes * num_steps` is at least n (n products) and n at most 16,384.
-
-    Raises:
-        ValueError: The operator is not square or not symmetric, a product not finite, a number too
-            small, the generator on another device, or f not finite at a node.
+    allows. The result has all eigenvalues where they have a closed form (no products) or where
+    `num_probes * num_steps` is at least n (n products) and n at most 16,384.
 
     Reference:
         Golub, Meurant. Matrices, moments and quadrature with applications. 2010. Ubaru, Chen, Saad.
@@ -142,11 +119,7 @@ def lanczos_quadrature(
 
 
 def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """A function at the nodes that count; 0 at the others.
-
-    Raises:
-        ValueError: If it is not finite at one of them.
-    """
+    """A function at the nodes that count; 0 at the others."""
     # Nodes without weight belong to steps after a Krylov space was exhausted.
     counts = weights > 0
     values = function(nodes[counts])

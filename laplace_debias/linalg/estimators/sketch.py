@@ -8,12 +8,7 @@ from laplace_debias.linalg.estimators.quadratic_forms import mean_of
 
 
 class RangeSketch:
-    r"""Probes Ω and the factors of $A\Omega = QR$.
-
-    Args:
-        probes: Ω, `[n, l]`.
-        images: AΩ, `[n, l]`.
-    """
+    r"""Probes Ω `[n, l]` and the factors of their images, $A\Omega = QR$."""
 
     def __init__(self, probes: Float[Tensor, "n l"], images: Float[Tensor, "n l"]) -> None:
         self.probes = probes
@@ -42,16 +37,12 @@ class RangeSketch:
 
 
 class LeftOutPairs:
-    r"""The effect of leaving out a second probe, for the covariance of leave-one-out estimates.
+    """The effect of leaving out a second probe, for the covariance of leave-one-out estimates.
 
-    Leaving out j as well as i takes $u_{ij}$ from the basis: $s_j$ without its part along $s_i$,
-    of unit length. Entries `[i, j]` below belong to estimate i, the diagonal to nothing.
-
-    Attributes: `cosine` and `sine` of the angles between the $s_i$, and `known`, false where there
-    is no $u_{ij}$; the sine is then 1.
-
-    Args:
-        S: The unit vectors of `RangeSketch.left_out`, as columns.
+    Leaving out j as well as i takes $u_{ij}$ from the basis: $s_j$ without its part along $s_i$, of
+    unit length. Entries `[i, j]` belong to estimate i, the diagonal to nothing: `cosine` and `sine`
+    of the angles between the $s_i$, and `known`, false where there is no $u_{ij}$; the sine is then
+    1.
     """
 
     def __init__(self, S: Float[Tensor, "l l"]) -> None:
@@ -83,12 +74,8 @@ class LeftOutPairs:
         The estimates $t_i$ are unbiased given all probes but i. So with $\Delta_{ij} = t_i -
         t_i^{(j)}$, where $t_i^{(j)}$ leaves out j too, $\mathrm{cov}(t_i, t_j) = \mathbb{E}\,
         \Delta_{ij}\Delta_{ji}$, and the variance of the mean is that of independent estimates plus
-        the mean of these products over pairs. (The paper leaves the second part out, which makes
-        standard errors too small where the spectrum decays.)
-
-        Args:
-            samples: $t_i$, along the last dimension.
-            products: $\sum_{j \ne i} \Delta_{ij}\Delta_{ji}$ for every i.
+        the mean of these `products` over pairs, which come summed over j. (The paper leaves the
+        second part out, which makes standard errors too small where the spectrum decays.)
         """
         count = samples.shape[-1]
         # The covariance is an estimate too, and noisy where the spectrum decays fast: it may raise

@@ -207,12 +207,7 @@ def spread_of_probes(
 
     A probe's value is $\omega^\top g\,\omega / n$, of variance $2\,\mathrm{tr}(g - \bar g)^2 / n^2$
     and with $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom; the
-    rule gives the traces.
-
-    Args:
-        powers: The means of $g, g^2, g^3, g^4$ over eigenvalues.
-        num_probes: Probes.
-        size: n.
+    rule gives the traces, as means of $g, g^2, g^3, g^4$ over eigenvalues.
     """
     one, two, three, four = powers
     second = (two - one**2).clamp(min=0)
@@ -237,9 +232,6 @@ def quadrature_error(
     The change to a rule about as good as twice the steps, and of that from half of the steps: next
     to zero, where a logarithmic scale looks, they converge slowly. Its root mean square over as
     much of the grid as lies between nodes, or its value at the point if that is more.
-
-    Warns:
-        RuntimeWarning: The integral of the error exceeds 0.1.
     """
     steps = rule.nodes.shape[1]
     better, half = (

@@ -59,9 +59,6 @@ def trace(
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
-    Returns:
-        The trace, a scalar tensor, with its standard error.
-
     Raises:
         ValueError: The operator is not square or a product not finite, a name is unknown, a number
             too small, or the generator on another device.

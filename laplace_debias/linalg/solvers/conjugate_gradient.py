@@ -21,11 +21,7 @@ Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
 
 
 def precondition(preconditioner: Preconditioner | None, residual: Tensor) -> Tensor:
-    """The preconditioner times residuals; the residuals themselves without one.
-
-    Raises:
-        ValueError: If the shape or the dtype changes.
-    """
+    """The preconditioner times residuals; the residuals themselves without one."""
     if preconditioner is None:
         return residual
     if isinstance(preconditioner, LinearOperator):
@@ -78,9 +74,6 @@ def cg(
         keep: `"directions"`, `"trajectory"` or both: what of `[n, T]` to store in the solution.
         callback: Called with the start and with every iterate: to stream what need not be kept.
         progress: Whether to show a progress bar.
-
-    Returns:
-        The solution, its status and its history.
 
     Raises:
         TypeError: If A is not an operator, or b or x0 not a tensor.
@@ -194,7 +187,7 @@ def debiased_cg(
 def relative_progress(
     epsilon: float = 5e-4, fraction: float = 0.1, at_least: int = 10
 ) -> Callable[[Iterate], Tensor]:
-    r"""Martens' stopping rule: stop when the quadratic has ceased to fall.
+    r"""Martens' stopping rule, for `stop` of `cg`: stop when the quadratic has ceased to fall.
 
     With $w = \max(\text{at\_least}, \lceil\text{fraction}\cdot t\rceil)$, stop at iteration
     $t > w$ if $q_t < 0$ and $(q_t - q_{t-w}) / q_t < w\,\epsilon$.
@@ -203,9 +196,6 @@ def relative_progress(
         epsilon: The relative progress per iteration below which to stop.
         fraction: The share of the iterations so far over which progress is averaged.
         at_least: The fewest iterations over which it is averaged.
-
-    Returns:
-        The rule, for the argument `stop` of `cg`.
 
     Raises:
         ValueError: If an argument is not positive.

@@ -105,13 +105,7 @@ def inverse(
 
 @dataclass(frozen=True, eq=False)
 class Inverse(Wrapper):
-    """An inverse whose products are solves; made by `inverse`.
-
-    Args:
-        operator: Operator to invert.
-        method: `"cg"`, `"lsmr"` or `"neumann"`.
-        options: Of the solver.
-    """
+    """An inverse whose products are solves; made by `inverse`."""
 
     method: str
     options: dict[str, Any]

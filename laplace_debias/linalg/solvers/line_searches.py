@@ -20,11 +20,7 @@ _RUNNING = -1
 
 
 def kept(keep: str | Iterable[str]) -> frozenset[str]:
-    """The parts of a run that are to be kept.
-
-    Raises:
-        ValueError: If a part is unknown.
-    """
+    """The parts of a run that are to be kept."""
     parts = frozenset({keep} if isinstance(keep, str) else keep)
     unknown = sorted(parts - {"directions", "trajectory"})
     if unknown:
@@ -36,18 +32,9 @@ class LineSearches:
     r"""The iterates $x_{t+1} = x_t + \tau_t d_t$ that minimise $\tfrac12 x^\top A x - b^\top x$.
 
     One quadratic for each right-hand side, and a direction for each of them in every step. The
-    negative gradient is carried along by its recursion, $r_{t+1} = r_t - \tau_t A d_t$ (Eq. 12),
-    so that slope and curvature together cost one product.
-
-    Args:
-        A: Symmetric operator `[n, n]`.
-        b: `[n]` or `[n, k]`.
-        x0: Where to start, zero for None.
-        tol: A right-hand side is done when its residual is so small, relative to b.
-        keep: Parts to store.
-
-    Raises:
-        ValueError: If the arguments do not fit each other, or are not finite.
+    negative gradient is carried along by its recursion, $r_{t+1} = r_t - \tau_t A d_t$ (Eq. 12), so
+    that slope and curvature together cost one product. A right-hand side is done when its residual
+    is at most `tol`, relative to b.
     """
 
     def __init__(
@@ -108,12 +95,7 @@ class LineSearches:
     def step(self, direction: Tensor, always: bool = False) -> bool:
         """Move every running right-hand side to its minimum along its direction.
 
-        Args:
-            direction: `[n, k]`, of any length; no step is taken along zero.
-            always: Whether to record the step even if no right-hand side moved.
-
-        Returns:
-            Whether a step was recorded.
+        Returns whether a step was recorded.
         """
         norm = direction.norm(dim=0)
         active = self.running & (norm > 0)

@@ -64,9 +64,6 @@ def lsmr(
             `10 * min(rows, columns)`.
         progress: Whether to show a progress bar.
 
-    Returns:
-        The solution, with its status.
-
     Raises:
         ValueError: Shapes, dtypes or devices do not fit, b or a product is not finite, or a number
             is out of range.

@@ -50,9 +50,6 @@ def sample_gaussian(
             is less.
         generator: Source of randomness, on the operator's device.
 
-    Returns:
-        The samples, `[num_samples, n]`.
-
     Raises:
         TypeError: P is not an operator, or μ not a tensor.
         ValueError: P is not square or not positive definite, μ does not fit it, a product is not
@@ -106,9 +103,6 @@ def inverse_sqrt(
         max_iter: Lanczos steps, and products with A, for each column; at most so many vectors of
             length n are held. By default 200, or n if that is less.
 
-    Returns:
-        An operator `[n, n]`.
-
     Raises:
         TypeError: A is not an operator.
         ValueError: A is not square; it is known not to be positive definite, or upon a product a
@@ -150,11 +144,7 @@ def inverse_sqrt(
 class InverseRoot(Wrapper):
     """The inverse root of an operator; its products are Lanczos runs. Made by `inverse_sqrt`.
 
-    Args:
-        operator: Operator whose inverse root it is.
-        least: A lower bound of the eigenvalues; None for the least Ritz value in its place.
-        tol: Where a product stops: its error, relative to its norm.
-        max_iter: Lanczos steps a column.
+    `least` is a lower bound of the eigenvalues; without one the least Ritz value takes its place.
     """
 
     least: float | None

@@ -43,22 +43,14 @@ def or_none(function: Callable[..., Value], *arguments: Any) -> Value | None:
 
 
 def known(value: Value | None) -> Value:
-    """The value, which is None where there is no closed form.
-
-    Raises:
-        NoClosedFormError: If it is None.
-    """
+    """The value, which is None where there is no closed form."""
     if value is None:
         raise NoClosedFormError
     return value
 
 
 def squares(operators: Collection[LinearOperator]) -> Collection[LinearOperator]:
-    """The operators.
-
-    Raises:
-        NoClosedFormError: If one is not square.
-    """
+    """The operators, if all are square; else there is no closed form."""
     if any(operator.shape[0] != operator.shape[1] for operator in operators):
         raise NoClosedFormError
     return operators
@@ -67,13 +59,7 @@ def squares(operators: Collection[LinearOperator]) -> Collection[LinearOperator]
 def pass_on(
     rule: Any, wrapper: type, inner: Callable[[Any], LinearOperator] = attrgetter("operator")
 ) -> None:
-    """Register that a wrapper has the closed form of what it wraps.
-
-    Args:
-        rule: A function that is dispatched by the operator's type (`functools.singledispatch`).
-        wrapper: The wrapper's type.
-        inner: Gives the wrapped operator.
-    """
+    """Register that a wrapper has the closed form of what it wraps."""
     rule.register(wrapper, lambda operator, *rest: rule(inner(operator), *rest))
 
 
@@ -115,12 +101,8 @@ def eigenvalues(operator: LinearOperator) -> Tensor | None:
 def exact_function(operator: LinearOperator, function: Spectrum) -> LinearOperator | None:
     """A function of a symmetric operator: the same eigenvectors, `function` of the eigenvalues.
 
-    Args:
-        operator: `[n, n]`.
-        function: From eigenvalues to eigenvalues, entry by entry; it may be called for each block.
-
-    Returns:
-        A symmetric operator, `[n, n]`, None without a closed form.
+    The function maps eigenvalues entry by entry, and may be called for each block. None without a
+    closed form.
 
     Raises:
         ValueError: If the operator is not square.
@@ -163,12 +145,7 @@ def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
 def low_rank_eigh(
     operator: LowRankPlusDiagonal, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Eigendecomposition of the low-rank part alone: values `[r]`, vectors `[n, r]`, r = min(n, k).
-
-    Args:
-        operator: The operator.
-        weights: The rows of U are multiplied with them first, `[n, 1]`; nothing if None.
-    """
+    """The low-rank part's eigenvalues and vectors, r = min(n, k); `weights` scale U's rows."""
     Q, R = torch.linalg.qr(operator.U if weights is None else weights * operator.U)
     values, vectors = eigh(R * operator.magnitudes @ R.T, "a low-rank operator")
     if bool((operator.magnitudes >= 0).all()):

@@ -228,10 +228,6 @@ def coordinates(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, 
 
     Of a thin U those in its frame, `r + d`: along U, and then $x - U U^\top x$, whose square is
     computed as such: a difference of squares would lose it.
-
-    Args:
-        rows: x, `[..., *groups, d]`.
-        U: `[*groups, d, r]`.
     """
     if not is_thin(U):
         return rows if U is None else _rotated(rows, U)

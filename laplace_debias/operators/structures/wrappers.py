@@ -18,9 +18,6 @@ class Wrapper(Composed):
     """An operator that wraps another one and has its properties, unless a subclass overrides them.
 
     A subclass gives `_matmat` and `T`.
-
-    Args:
-        operator: The wrapped operator.
     """
 
     operator: LinearOperator
@@ -48,12 +45,7 @@ class Wrapper(Composed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Assumed(Wrapper):
-    """A symmetric operator whose structure does not show the symmetry; made by `assume`.
-
-    Args:
-        operator: The operator, square.
-        positive_semidefinite: Whether it has no negative eigenvalue either.
-    """
+    """A symmetric operator whose structure does not show the symmetry; made by `assume`."""
 
     positive_semidefinite: bool
 
@@ -82,9 +74,6 @@ def assume(
         operator: The operator, `[n, n]`.
         symmetric: Claim that it equals its adjoint.
         positive_semidefinite: Claim that it is symmetric and has no negative eigenvalue.
-
-    Returns:
-        The operator with the claims; itself if it makes them already.
 
     Raises:
         ValueError: If it is not square.

@@ -32,13 +32,7 @@ _SHARES = np.linspace(0, 1, 201)[1:]
 
 
 def reliability(run: Run, look: Look, data: str) -> Picture | None:
-    """Accuracy against confidence in equal bins, with 95 % Wilson intervals, over a histogram.
-
-    Args:
-        run: The run.
-        look: The method.
-        data: Name of the set.
-    """
+    """Accuracy against confidence in equal bins, with 95 % Wilson intervals, over a histogram."""
     found = run.probabilities(look.key, data)
     if found is None:
         return None
@@ -108,12 +102,6 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
     """Error rate among the most confident examples against their share, all methods.
 
     Of examples of equal confidence each counts as their mean error.
-
-    Args:
-        run: The run.
-        methods: Looks by key.
-        data: Name of the set.
-        title: Title of the picture.
     """
     panel = Panel(f"risk-coverage-{data}")
     ax = panel.axes[0]

@@ -30,17 +30,7 @@ _GROUPS = {
 
 
 def example_groups(run: Run) -> list[dict[str, Any]]:
-    """The groups of `examples.json` that have examples; none if the run has none.
-
-    Returns:
-        By group its `title`, how one `reads` it and its `examples`: `index` in the test set,
-        `truth`, `picture` (an address, or empty), `is_small` (whether its pixels are to be seen),
-        `inputs` by name where they are no picture, and `guesses`: label of the method, of a
-        regression its interval, else its most probable classes.
-
-    Raises:
-        ValueError: If the file or a picture is damaged.
-    """
+    """The groups of `examples.json` that have examples, as the page's template takes them."""
     chosen = run.json("examples.json")
     network = run.methods[0]
     labels = {method.key: method.label for method in run.methods}

@@ -25,11 +25,6 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
     """One row a method: uncertainty on the test set as a line, on another set filled.
 
     Heights are square roots of shares, so that rare values are seen beside the many near zero.
-
-    Args:
-        run: The run.
-        methods: Looks by key.
-        data: Name of the other set.
     """
     rows = []
     for key in methods:
@@ -75,13 +70,7 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
 
 
 def roc(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
-    """ROC curves of all methods: out-of-distribution examples found against false alarms.
-
-    Args:
-        run: The run.
-        methods: Looks by key.
-        data: Name of the out-of-distribution set.
-    """
+    """ROC curves of all methods: out-of-distribution examples found against false alarms."""
     panel = Panel(f"roc-{data}")
     ax = panel.axes[0]
     draw_diagonal(ax)

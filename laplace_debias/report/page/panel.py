@@ -38,15 +38,7 @@ _SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Look:
-    """How a method is drawn, told apart without colour too.
-
-    Attributes:
-        key: The method's.
-        label: The method's.
-        colour: Hexadecimal.
-        marker: As matplotlib names it.
-        dashes: As matplotlib takes them.
-    """
+    """How a method is drawn, told apart without colour too; marker and dashes as matplotlib's."""
 
     key: str
     label: str
@@ -76,16 +68,9 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished picture.
+    """A finished picture; `alt` describes it to readers who do not see it.
 
-    Attributes:
-        name: Of its file in `pictures/`.
-        title: Title of the picture.
-        alt: Description for readers who do not see it.
-        svg: The file's text.
-        points: Places that tell their values.
-        method: The method that it belongs to as a whole, None where it shows several.
-        note: A line below its title, may be empty.
+    `points` are places that tell their values; `method` is None where it shows several methods.
     """
 
     name: str
@@ -111,14 +96,10 @@ def drawing() -> Iterator[None]:
 
 
 class Panel:
-    """A picture in the making.
+    """A picture in the making, of axes that share the x-axis; sizes in inches.
 
-    Args:
-        name: Of its file; also what makes its inner names the same at each drawing.
-        height: In inches.
-        heights: Ratios of the heights of its axes, from top to bottom; they share the x-axis.
-        margins: Margins, as `subplots_adjust` takes them. If None its constrained layout chooses
-            them, which lets low axes collapse, depending on the labels of their ticks.
+    The name makes inner names the same at each drawing. Without margins matplotlib's constrained
+    layout chooses them, which lets low axes collapse, depending on the labels of their ticks.
     """
 
     def __init__(
@@ -159,14 +140,7 @@ class Panel:
                 self._noted.append((ax, method, *place))
 
     def finish(self, title: str, alt: str, *, method: str | None = None, note: str = "") -> Picture:
-        """Draws it.
-
-        Args:
-            title: Title of the picture.
-            alt: Description for readers who do not see it.
-            method: The method that it belongs to as a whole.
-            note: A line below its title.
-        """
+        """Draw it."""
         buffer = io.StringIO()
         with matplotlib.rc_context({"svg.hashsalt": self.name}):
             self._figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

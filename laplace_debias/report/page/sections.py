@@ -17,13 +17,7 @@ _MOST_METRICS = 4
 
 @dataclass(frozen=True)
 class Group:
-    """Pictures that are read in the same way.
-
-    Attributes:
-        title: May be empty.
-        reads: One line that says how to read them.
-        pictures: At least one.
-    """
+    """Pictures that are read in the same way, which `reads` describes in a line."""
 
     title: str
     reads: str
@@ -32,14 +26,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page.
-
-    Attributes:
-        key: Its place in the page.
-        title: The question that it answers.
-        lead: A sentence on why it matters, may be empty.
-        groups: At least one.
-    """
+    """A part of the page: the title asks a question, the lead says why it matters."""
 
     key: str
     title: str
@@ -48,12 +35,7 @@ class Section:
 
 
 def sections(run: Run, looks: dict[str, Look]) -> list[Section]:
-    """The sections for which the run has something to show.
-
-    Args:
-        run: The run.
-        looks: Looks of its methods by key.
-    """
+    """The sections for which the run has something to show."""
     judged = _regression(run, looks) if run.is_regression else _classification(run, looks)
     parts = [_ood(run, looks), _severity(run, looks), _tuning(run, looks), _costs(run, looks)]
     return [part for part in [*judged, *parts] if part.groups]
@@ -63,11 +45,7 @@ _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "relia
 
 
 def first_picture(shown: Sequence[Section]) -> Picture | None:
-    """The picture that shows the verdict: confidence by severity, or on the test set.
-
-    Args:
-        shown: The sections.
-    """
+    """The picture that shows the verdict: confidence by severity, or on the test set."""
     pictures = [p for part in shown for group in part.groups for p in group.pictures]
     for name in _FIRST:
         for picture in pictures:
@@ -217,13 +195,7 @@ def _group(title: str, reads: str, pictures: Iterable[Picture | None]) -> Group:
 
 
 def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
-    """A metric against the severity, with its intervals; severity 0 is the test set as it is.
-
-    Args:
-        run: The run.
-        methods: Looks by key.
-        metric: Name of the metric.
-    """
+    """A metric against the severity, with its intervals; severity 0 is the test set as it is."""
     levels = {run.test.name: 0} | {data.name: data.severity or 0 for data in run.shifts}
     name = METRICS[metric]
     panel = Panel(f"severity-{metric}", 2.9)

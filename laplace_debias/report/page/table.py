@@ -20,13 +20,7 @@ _ARROWS = {"higher": "↑", "lower": "↓"}
 
 @dataclass(frozen=True)
 class Column:
-    """A metric on a set.
-
-    Attributes:
-        name: The metric's definition.
-        arrow: To where it is better, may be empty.
-        where: The set if it is not the test set, and the score of an out-of-distribution metric.
-    """
+    """A metric on a set; the arrow shows where it is better, `where` is empty for the test set."""
 
     name: Metric
     arrow: str
@@ -35,14 +29,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """One figure of a table.
-
-    Attributes:
-        value: The figure as text, a dash where there is none.
-        interval: `low … high`, empty where it is not known.
-        verdict: Of a significant difference `better` or `worse` (`higher` or `lower` where
-            neither is better), `no clear difference` of others, empty where nothing is compared.
-    """
+    """One figure of a table with its interval and verdict, each a text that may be empty."""
 
     value: str
     interval: str = ""
@@ -51,13 +38,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows are methods.
-
-    Attributes:
-        columns: Metrics of the columns.
-        rows: Methods with their cells.
-        reference: Label of the method that verdicts compare with.
-    """
+    """Rows are methods, compared with the one labelled `reference`."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Method, tuple[Cell, ...]], ...]

@@ -62,21 +62,10 @@ _FONT = re.compile(r"font: (\d[\d.]*px) [^;\"]*")
 
 
 def write_page(folder: str | os.PathLike[str]) -> Path:
-    """Writes `pictures/NAME.svg` and `report.html` of a run folder, from its files alone.
+    """Write `pictures/NAME.svg` and `report.html` of a complete run folder.
 
-    The page is one file without anything from outside. What the run does not have is left out. The
-    same folder gives the same page.
-
-    Args:
-        folder: A complete run folder, as docs/run-folder.md describes it.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        FileNotFoundError: If the folder is missing, or is no run folder.
-        ValueError: If the run is not complete, or a file of it is damaged or of another format.
-        OSError: If the page cannot be written.
+    The page is one file without anything from outside. A part that the run does not have is left
+    out. The same folder gives the same page.
     """
     run = read_run(folder)
     by_key = looks((method.key, method.label) for method in run.methods)
