@@ -51,12 +51,12 @@ def chosen_examples(
     """
     others = [key for key, table in tables.items() if _has_posterior(table)]
     ranking = others[0] if others else network
-    found = {
+    rankings = {
         "most_uncertain": (ranking, _uncertainty(tables[ranking], task)),
         "most_confidently_wrong": (network, _wrong(tables[network], task)),
     }
     if others:
-        found["most_changed"] = (ranking, _change(tables[ranking], tables[network], task))
+        rankings["most_changed"] = (ranking, _change(tables[ranking], tables[network], task))
     return {
         name: {
             "method": method,
@@ -64,7 +64,7 @@ def chosen_examples(
                 _described(tables, index, task) for index in _first(tables[method], scores)
             ],
         }
-        for name, (method, scores) in found.items()
+        for name, (method, scores) in rankings.items()
     }
 
 

@@ -172,12 +172,12 @@ def chosen_methods(
             "a posterior in posteriors"
         )
     if names is None:
-        found = list(default_methods(task, has_validation))
+        methods = list(default_methods(task, has_validation))
     else:
-        found = [method for method in BUILT_IN.values() if method.key in {NETWORK.key, *names}]
-    found = [
+        methods = [method for method in BUILT_IN.values() if method.key in {NETWORK.key, *names}]
+    methods = [
         replace(method, examples=examples) if method.key == LAPLACE.key else method
-        for method in found
+        for method in methods
     ]
     for key, choice in posteriors.items():
         if key in BUILT_IN:
@@ -185,17 +185,17 @@ def chosen_methods(
                 f"posteriors has {key}, which is a built-in method: choose another name"
             )
         limit = None if choice.params == "last_layer" else examples
-        found.append(method_of(key, f"Laplace, {key}", choice, limit))
-    return tuple(found)
+        methods.append(method_of(key, f"Laplace, {key}", choice, limit))
+    return tuple(methods)
 
 
 def method_of(
     key: str, label: str, posterior: PosteriorChoice | Path, examples: int | None
 ) -> Method:
     """The method of a posterior."""
-    told = "The posterior of a file, as it is there."
-    told = told if isinstance(posterior, Path) else posterior.described
-    return Method(key=key, label=label, describes=told, posterior=posterior, examples=examples)
+    text = "The posterior of a file, as it is there."
+    text = text if isinstance(posterior, Path) else posterior.described
+    return Method(key=key, label=label, describes=text, posterior=posterior, examples=examples)
 
 
 def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:

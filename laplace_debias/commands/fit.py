@@ -74,14 +74,14 @@ class Settings(SourceSettings):
 
     def without_effect(self) -> dict[str, str]:
         """As `SourceSettings.without_effect`."""
-        found = not_for("fit", "validation_examples", "test_examples")
+        unused = not_for("fit", "validation_examples", "test_examples")
         if self.plan:
-            found |= dict.fromkeys(("resume", "overwrite", "scale"), "`plan` fits nothing")
+            unused |= dict.fromkeys(("resume", "overwrite", "scale"), "`plan` fits nothing")
         if self.curvature in ("diag", "lowrank", "full"):
-            found["sharing"] = f"curvature={self.curvature} has no Kronecker factors"
+            unused["sharing"] = f"curvature={self.curvature} has no Kronecker factors"
         if self.curvature in ("lowrank", "full"):
-            found["joint"] = f"curvature={self.curvature} is one block of all parameters"
-        return found
+            unused["joint"] = f"curvature={self.curvature} is one block of all parameters"
+        return unused
 
 
 def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:

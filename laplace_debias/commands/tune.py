@@ -64,10 +64,10 @@ class Settings(SourceSettings):
 
     def without_effect(self) -> dict[str, str]:
         """As `SourceSettings.without_effect`."""
-        found = not_for("tune", "train_examples")
+        unused = not_for("tune", "train_examples")
         if self.method == "marglik":
-            found["test_examples"] = "method=marglik reads no data"
-        return found
+            unused["test_examples"] = "method=marglik reads no data"
+        return unused
 
 
 def run(settings: Settings, console: Console | None = None) -> Tuning:

@@ -12,7 +12,7 @@ def unused_options(options: Any, given: Collection[str]) -> dict[str, list[str]]
     why: Mapping[str, str] = getattr(options, "without_effect", dict)()
     spelled = {value: key for key, value in getattr(options, "spelled", {}).items()}
     there = {option.removeprefix("--").partition(".")[0].rstrip("+") for option in given}
-    found: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for field in dataclasses.fields(options):
         if field.name not in why:
             continue
@@ -22,8 +22,8 @@ def unused_options(options: Any, given: Collection[str]) -> dict[str, list[str]]
         make: Any = field.default_factory
         default = field.default if make is dataclasses.MISSING else make()
         if getattr(options, field.name) != default:
-            found.setdefault(why[field.name], []).append(field.name)
-    return found
+            reasons.setdefault(why[field.name], []).append(field.name)
+    return reasons
 
 
 def print_unused(unused: Mapping[str, Sequence[str]]) -> None:

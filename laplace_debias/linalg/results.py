@@ -309,8 +309,8 @@ def half_width(
     # Slow to import, and estimates do without.
     from scipy.stats import t as student
 
-    known = torch.as_tensor(degrees_of_freedom, dtype=torch.float64).cpu().numpy()
-    quantile = torch.as_tensor(student.ppf((1 + level) / 2, known)).to(standard_error)
+    degrees = torch.as_tensor(degrees_of_freedom, dtype=torch.float64).cpu().numpy()
+    quantile = torch.as_tensor(student.ppf((1 + level) / 2, degrees)).to(standard_error)
     settled = (standard_error == 0) | standard_error.isinf()
     return torch.where(settled, standard_error, quantile * standard_error)
 

@@ -110,9 +110,9 @@ def unify(operators: Sequence[Any]) -> list[Any]:
         adopted = [adopt(operator, dtype, device) for operator in operators]
         if all(operator.dtype == dtype and operator.device == device for operator in adopted):
             return adopted
-    found = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
+    kinds = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
     raise ValueError(
-        f"Operators must share one dtype and one device: {found}. Convert them with `.to(...)`."
+        f"Operators must share one dtype and one device: {kinds}. Convert them with `.to(...)`."
     )
 
 

@@ -237,8 +237,8 @@ class DebiasedHessianFree(Optimizer):
             raise ValueError("No parameter requires a gradient: there is nothing to move.")
         kinds = {(p.dtype, p.device) for p in parameters}
         if len(kinds) > 1:
-            found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
-            raise ValueError(f"Parameters must share one dtype and one device, found {found}.")
+            names = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
+            raise ValueError(f"Parameters must share one dtype and one device, found {names}.")
         return parameters
 
     def _adapt(self, ratio: float) -> None:

@@ -21,8 +21,8 @@ MOST_DECIMALS = 5
 
 def known_first(metrics: Iterable[str]) -> list[str]:
     """Known metrics without repetition, in the order of `METRICS`."""
-    found = set(metrics)
-    return [name for name in METRICS if name in found]
+    names = set(metrics)
+    return [name for name in METRICS if name in names]
 
 
 def decimals(low: float, high: float, value: float) -> int:

@@ -37,7 +37,7 @@ class Method:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A set of examples on which the methods were compared; None for what it does not have."""
+    """Examples whose role is `test`, `shift` (with a severity) or `ood` (kind `near` or `far`)."""
 
     name: str
     role: str
@@ -136,9 +136,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """Reads `run.json` of a run that may be under way."""
     path = folder / "run.json"
     if not path.is_file():
-        told = "is no run folder, it has no run.json" if folder.is_dir() else "does not exist"
+        state = "is no run folder, it has no run.json" if folder.is_dir() else "does not exist"
         raise FileNotFoundError(
-            f"{folder} {told}: give a folder that `laplace-debias report --output` wrote."
+            f"{folder} {state}: give a folder that `laplace-debias report --output` wrote."
         )
     meta = read_json(path)
     if meta.get("format") != FORMAT:
@@ -212,6 +212,6 @@ def _telling_of(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        told = f"{told} is missing" if isinstance(error, KeyError) else told
-        raise ValueError(f"{path} is damaged ({told}): delete it and {_AGAIN}.") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = f"{reason} is missing" if isinstance(error, KeyError) else reason
+        raise ValueError(f"{path} is damaged ({reason}): delete it and {_AGAIN}.") from error

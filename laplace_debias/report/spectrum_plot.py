@@ -76,8 +76,8 @@ def plot_spectral_density(
 
 def _note(name: str, density: SpectralDensity) -> str:
     zero = f"|λ| ≤ {density.floor:.1g}: {density.null_fraction:.1%}"
-    told = f"{zero};  λ < 0: {density.negative_fraction:.1%}"
-    return f"{name}: {told}" if name else told
+    fractions = f"{zero};  λ < 0: {density.negative_fraction:.1%}"
+    return f"{name}: {fractions}" if name else fractions
 
 
 def _array(values: Tensor) -> np.ndarray:

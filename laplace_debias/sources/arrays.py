@@ -19,13 +19,13 @@ _NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
 
 def read_archive(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a `.npz` file by name; nothing is ever unpickled."""
-    found = {}
+    arrays = {}
     try:
         with np.load(path, allow_pickle=False) as archive:
             if not isinstance(archive, Mapping):
                 raise ValueError("it holds one array without a name")
             for name in archive:
-                found[name] = archive[name]
+                arrays[name] = archive[name]
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         if "allow_pickle" in str(error):
             raise ValueError(
@@ -35,7 +35,7 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(
             f"{path} is damaged or no NumPy archive ({error}); write it again by np.savez"
         ) from error
-    return found
+    return arrays
 
 
 def archive_parts(path: Path, settings: SourceSettings) -> Parts:

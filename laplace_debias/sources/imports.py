@@ -32,7 +32,7 @@ def imported(path: str, option: str) -> Any:
         sys.path.insert(0, here)
     importlib.invalidate_caches()
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
@@ -49,14 +49,14 @@ def imported(path: str, option: str) -> Any:
             "shows where"
         ) from error
     for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            names = [name for name in vars(found) if not name.startswith("_")]
+        if not hasattr(value, attribute):
+            names = [name for name in vars(value) if not name.startswith("_")]
             raise ValueError(
-                f"{option} {path}: {getattr(found, '__name__', module_name)} has no {attribute}"
+                f"{option} {path}: {getattr(value, '__name__', module_name)} has no {attribute}"
                 f"{nearest(attribute, names)}"
             )
-        found = getattr(found, attribute)
-    return found
+        value = getattr(value, attribute)
+    return value
 
 
 def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) -> Any:

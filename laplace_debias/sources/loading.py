@@ -160,16 +160,16 @@ def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | No
         task = _task_of_labels(y, outputs)
     if outputs is None or outputs.ndim < 2:
         return task
-    found = outputs.shape[-1] if outputs.ndim == 2 else outputs.shape[1]
+    width = outputs.shape[-1] if outputs.ndim == 2 else outputs.shape[1]
     expected = parts.num_outputs
-    if task == "classification" and expected == 2 and found == 1 and given is None:
+    if task == "classification" and expected == 2 and width == 1 and given is None:
         return "binary"
     if task == "binary":
         expected = 1
-    if expected is not None and outputs.ndim == 2 and found != expected:
+    if expected is not None and outputs.ndim == 2 and width != expected:
         what = {"classification": "classes", "multilabel": "labels"}.get(task, "targets")
         raise ValueError(
-            f"the network gives {found} outputs, the data has {expected} {what}: give the network "
+            f"the network gives {width} outputs, the data has {expected} {what}: give the network "
             "that was trained on this data, or make it with as many (--model_args.KEY=VALUE)"
         )
     return task

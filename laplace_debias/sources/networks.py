@@ -33,12 +33,12 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
 
 
 def _own(path: str, arguments: dict[str, Any]) -> nn.Module:
-    found = imported(path, "model")
-    if isinstance(found, nn.Module):
+    source = imported(path, "model")
+    if isinstance(source, nn.Module):
         if arguments:
             raise ValueError(f"model {path} is a network already, which takes no model_args")
-        return found
-    model = called(path, found, arguments, "model")
+        return source
+    model = called(path, source, arguments, "model")
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"model {path} returned {type(model).__name__}; expected a torch.nn.Module"
@@ -50,9 +50,9 @@ def _timm(settings: SourceSettings, arguments: dict[str, Any]) -> nn.Module:
     import timm
 
     name = settings.timm or ""
-    known = timm.list_models() + timm.list_pretrained()
+    names = timm.list_models() + timm.list_pretrained()
     if not timm.is_model(name.partition(".")[0]):
-        raise ValueError(f"there is no timm architecture {name!r}{nearest(name, known)}")
+        raise ValueError(f"there is no timm architecture {name!r}{nearest(name, names)}")
     return _made(timm.create_model, name, "timm", settings.pretrained, arguments)
 
 
@@ -60,9 +60,9 @@ def _torchvision(settings: SourceSettings, arguments: dict[str, Any]) -> nn.Modu
     from torchvision import models
 
     name = settings.torchvision or ""
-    known = models.list_models()
-    if name not in known:
-        raise ValueError(f"there is no torchvision architecture {name!r}{nearest(name, known)}")
+    names = models.list_models()
+    if name not in names:
+        raise ValueError(f"there is no torchvision architecture {name!r}{nearest(name, names)}")
 
     def make(name: str, pretrained: bool, **options: Any) -> nn.Module:
         return models.get_model(name, weights="DEFAULT" if pretrained else None, **options)

@@ -106,7 +106,7 @@ def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _without_prefixes(tensors: Mapping[str, Tensor], names: list[str]) -> Mapping[str, Tensor]:
-    found = next(
+    common = next(
         (
             prefix
             for prefix in _PREFIXES
@@ -116,6 +116,6 @@ def _without_prefixes(tensors: Mapping[str, Tensor], names: list[str]) -> Mappin
         ),
         None,
     )
-    if found is None:
+    if common is None:
         return tensors
-    return _without_prefixes({k.removeprefix(found): v for k, v in tensors.items()}, names)
+    return _without_prefixes({k.removeprefix(common): v for k, v in tensors.items()}, names)

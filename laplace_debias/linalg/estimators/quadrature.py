@@ -89,9 +89,9 @@ def lanczos_quadrature(
     check_at_least(num_steps, 2, "num_steps", "one node does not show the spread")
     check_generator(generator, A)
     check_finite(A)
-    known = eigenvalues(A)
-    if known is not None:
-        return _of_eigenvalues(known, 0)
+    values = eigenvalues(A)
+    if values is not None:
+        return _of_eigenvalues(values, 0)
     total = num_probes * num_steps
     if total >= n and n**2 <= _BASIS_ELEMENTS:
         total = n

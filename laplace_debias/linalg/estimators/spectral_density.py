@@ -95,7 +95,7 @@ def spectral_density(
     rule = lanczos_quadrature(
         A, num_probes, num_steps, generator=generator, progress=progress, label="spectral density"
     )
-    largest = float(_counting(rule.nodes.abs(), rule).max())
+    largest = float(rule.nodes.abs()[rule.weights > 0].max())
     if floor is None:
         floor = 10 * torch.finfo(A.dtype).eps * largest
     null = rule.nodes.abs() <= floor
@@ -135,10 +135,6 @@ def spectral_density(
         floor=floor,
         num_matvecs=rule.num_matvecs,
     )
-
-
-def _counting(values: Tensor, rule: Quadrature) -> Tensor:
-    return values[rule.weights > 0]
 
 
 def _grid(

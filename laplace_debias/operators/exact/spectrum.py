@@ -43,7 +43,7 @@ def or_none(function: Callable[..., Value], *arguments: Any) -> Value | None:
 
 
 def known(value: Value | None) -> Value:
-    """The value, which is None where there is no closed form."""
+    """The value; without one there is no closed form."""
     if value is None:
         raise NoClosedFormError
     return value

@@ -171,12 +171,12 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
     panel = Panel("coverage")
     ax = panel.axes[0]
     draw_diagonal(ax)
-    told = []
+    shares = []
     for key, look in methods.items():
-        found = _residuals(run, key)
-        if found is None:
+        pair = _residuals(run, key)
+        if pair is None:
             continue
-        level = 2 * norm.cdf(np.abs(found[0] / found[1])) - 1
+        level = 2 * norm.cdf(np.abs(pair[0] / pair[1])) - 1
         observed = (level[:, None] <= _LEVELS).mean(0)
         panel.of(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **look.marked))
         texts = [
@@ -184,11 +184,11 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
             for q, o in zip(_LEVELS, observed, strict=True)
         ]
         panel.note(ax, key, _LEVELS, observed, texts)
-        told.append(f"{look.label} {100 * observed[-1]:.0f} %")
-    if not told:
+        shares.append(f"{look.label} {100 * observed[-1]:.0f} %")
+    if not shares:
         return None
     _percent_axes(ax, "Level of the interval", "Targets within it")
-    alt = f"Coverage against level; of the 95 % interval: {', '.join(told)}."
+    alt = f"Coverage against level; of the 95 % interval: {', '.join(shares)}."
     return panel.finish("Coverage of intervals", alt)
 
 
@@ -196,12 +196,12 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
     """Root mean squared residual against predicted standard deviation, in groups of equal size."""
     panel = Panel("residuals")
     ax = panel.axes[0]
-    ends, told = [], []
+    ends, sizes = [], []
     for key, look in methods.items():
-        found = _residuals(run, key)
-        if found is None:
+        pair = _residuals(run, key)
+        if pair is None:
             continue
-        residual, deviation = found
+        residual, deviation = pair
         order = np.argsort(deviation, kind="stable")
         groups = np.array_split(order, min(_GROUPS, max(1, len(order) // 20)))
         if np.ptp(deviation) < 1e-9 * deviation.max():
@@ -215,7 +215,7 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
         ]
         panel.note(ax, key, said, was, texts)
         ends += [said, was]
-        told.append(f"{look.label} over {len(groups)} groups of examples")
+        sizes.append(f"{look.label} over {len(groups)} groups of examples")
     if not ends:
         return None
     every = np.concatenate(ends)
@@ -225,7 +225,7 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
         log_axis(axis, low, high)
     ax.set(xlim=(low, high), ylim=(low, high))
     ax.set(xlabel="Predicted standard deviation", ylabel="Residuals, root mean square")
-    alt = f"Residuals against predicted standard deviation: {'; '.join(told)}."
+    alt = f"Residuals against predicted standard deviation: {'; '.join(sizes)}."
     return panel.finish("Residuals", alt)
 
 

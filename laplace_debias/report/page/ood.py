@@ -70,7 +70,7 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
 
 
 def roc(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
-    """ROC curves of all methods: out-of-distribution examples found against false alarms."""
+    """ROC curves of all methods: out-of-distribution examples detected against false alarms."""
     panel = Panel(f"roc-{data}")
     ax = panel.axes[0]
     draw_diagonal(ax)
@@ -83,20 +83,20 @@ def roc(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
         is_strange = np.repeat([0, 1], [len(familiar), len(strange)])
         false, true, _ = roc_curve(is_strange, np.concatenate([familiar, strange]))
         panel.of(key, *ax.plot(_RATES, np.interp(_RATES, false, true), lw=1.6, **look.line))
-        found = np.interp(_FALSE_ALARMS, false, true)
+        detected = np.interp(_FALSE_ALARMS, false, true)
         texts = [
             f"{look.label}\nfinds {100 * t:.0f} % at {100 * f:.0f} % false alarms"
-            for f, t in zip(_FALSE_ALARMS, found, strict=True)
+            for f, t in zip(_FALSE_ALARMS, detected, strict=True)
         ]
-        panel.note(ax, key, _FALSE_ALARMS, found, texts)
+        panel.note(ax, key, _FALSE_ALARMS, detected, texts)
         areas.append(look.label + (f" {number(area[key], 3)}" if key in area else ""))
     if not areas:
         return None
     ax.set(xlim=(0, 1), ylim=(0, 1.005), xlabel="False alarms among test examples")
     ax.set_ylabel(f"Found of {data}" if len(data) < 25 else "Found")
     percent_axes(ax.xaxis, ax.yaxis)
-    told = f"ROC curves of {data} against the test set; area below: {', '.join(areas)}."
-    return panel.finish("ROC", told)
+    alt = f"ROC curves of {data} against the test set; area below: {', '.join(areas)}."
+    return panel.finish("ROC", alt)
 
 
 def _score(run: Run) -> str:

@@ -12,30 +12,30 @@ from laplace_debias.report.style import INK
 
 def sweep(run: Run, look: Look) -> Picture | None:
     """A metric of the validation examples against the prior precision, one method."""
-    found = run.json(f"sweeps/{look.key}.json")
-    rows = [row for row in found.get("rows", []) if row["value"] is not None]
+    search = run.json(f"sweeps/{look.key}.json")
+    rows = [row for row in search.get("rows", []) if row["value"] is not None]
     rows.sort(key=lambda row: row["prior_precision"])
     if len(rows) < 2:
         return None
-    known = METRICS.get(found["metric"])
+    known = METRICS.get(search["metric"])
     label, unit = (known.label, known.unit) if known else ("log marginal likelihood", "nats")
     names = ("prior_precision", "value", "low", "high")
     x, value, low, high = (np.array([row[name] for row in rows], float) for name in names)
     panel = Panel(f"sweep-{look.key}", 2.9)
     ax = panel.axes[0]
-    flat, chosen, noise = (found.get(name) for name in ("flat", "chosen", "sigma"))
-    told = []
+    flat, chosen, noise = (search.get(name) for name in ("flat", "chosen", "sigma"))
+    remarks = []
     if flat:
         ax.axvspan(flat[0], flat[1], color=INK, alpha=0.09, lw=0)
         low_end, high_end = (significant(end, 2) for end in flat)
-        told.append(f"within one standard error from {low_end} to {high_end}")
+        remarks.append(f"within one standard error from {low_end} to {high_end}")
     ax.fill_between(x, low, high, color=look.colour, alpha=0.22, lw=0)
     ax.plot(x, value, color=look.colour, marker=look.marker, markersize=3.2, lw=1.5)
     if isinstance(chosen, int | float):
         ax.axvline(chosen, color=INK, lw=1.2)
-        told.insert(0, f"tuned: {significant(chosen)}")
+        remarks.insert(0, f"tuned: {significant(chosen)}")
     if isinstance(noise, int | float):
-        told.append(f"noise {significant(noise)}")
+        remarks.append(f"noise {significant(noise)}")
     log_axis(ax.xaxis, x[0], x[-1])
     ax.set(xlim=(x[0], x[-1]), xlabel="Prior precision")
     named = f"{label} ({unit})" if unit else label
@@ -46,7 +46,7 @@ def sweep(run: Run, look: Look) -> Picture | None:
         for p, v, a, b in zip(x, value, low, high, strict=True)
     ]
     panel.note(ax, look.key, x, value, texts)
-    note = "; ".join(told)
+    note = "; ".join(remarks)
     alt = f"{label} against prior precision of {look.label}; {note}."
     return panel.finish(look.label, alt, method=look.key, note=note)
 
