@@ -62,6 +62,8 @@ def pytest_collection_modifyitems(items):
             and item.originalname not in conformance.DAILY_IN_FLOAT32
         ):
             item.add_marker(pytest.mark.slow)
+    # First, and so in one worker: these take long, and start processes of their own.
+    items.sort(key=lambda item: "processes" not in item.fixturenames)
 
 
 FIRST_CASES = set()

@@ -118,9 +118,8 @@ def assert_once(done, expected=None):
         assert done[0].out == expected
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_session_gives_the_files_and_the_words_of_one_process(here, processes, capsys, num_ranks):
-    common = [*SOURCE, *DATA]
+def test_a_session_gives_the_files_and_the_words_of_one_process(here, processes, capsys):
+    common, num_ranks = [*SOURCE, *DATA], 3
 
     def both(command, *options, suffix):
         assert main([command, *common, *options, f"--output=o{suffix}"]) == 0

@@ -84,3 +84,23 @@ def test_predictions_at_all_cnn_c_size_add_little_memory():
     assert functional < 150
     assert predict < 150
     assert sample < 300  # 44 MB of it are the samples
+
+
+def num_tensors():
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank"])
+def test_fits_and_predictions_leave_no_tensor_behind(curvature):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3))
+    x, y = torch.randn(16, 1, 8, 8), torch.randint(3, (16,))
+
+    def work():
+        Laplace(model.eval(), curvature=curvature).fit_batches([(x, y)]).predict(x)
+
+    work()
+    before = num_tensors()
+    for _ in range(3):
+        work()
+    assert num_tensors() == before

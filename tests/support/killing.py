@@ -97,7 +97,7 @@ class Child:
     def __init__(self, task: Callable, *arguments: object) -> None:
         # Its server imports torch once; a child of it has no thread of this process.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "laplace_debias", task.__module__])
+        context.set_forkserver_preload(["torch", "laplace_debias.laplace.laplace"])
         self._pipe, theirs = context.Pipe(duplex=False)
         self._process: BaseProcess = context.Process(
             target=_work, args=(task, theirs, *arguments), daemon=True

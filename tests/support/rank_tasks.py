@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -249,6 +250,22 @@ def fit_ddp(rank):
 def fit_alone(rank):
     with alone():
         return numbers(laplace().fit(loader(rank=0, num_ranks=1)))
+
+
+def fit_in_threads(rank, num_threads, seconds):
+    """How often each thread fits one model."""
+    model, data = network(), [a_batch()]
+    end = time.monotonic() + seconds
+
+    def work(_):
+        count = 0
+        while time.monotonic() < end:
+            Laplace(model).fit_batches(data)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(work, range(num_threads)))
 
 
 def refused_operator(rank):
