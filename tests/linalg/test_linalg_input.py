@@ -1,5 +1,7 @@
 """Bad input: refused before any product, or as soon as a product shows it, with a remedy."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -113,28 +115,28 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", [*sorted(set(FUNCTIONS) - {"neumann"}), "inverse"])
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_closed_forms_refuse_what_is_not_finite(structure, name, bad):
-    values = 1 + uniform(60)
-    values[7] = bad
+def test_closed_forms_refuse_what_is_not_finite(name):
     function = {**FUNCTIONS, "inverse": inverse}[name]
-    with pytest.raises(ValueError, match=r"holds NaN or Inf; expected finite values"):
-        function(STRUCTURES[structure](values))
+    for structure, bad in itertools.product(STRUCTURES.values(), (torch.nan, torch.inf)):
+        values = 1 + uniform(60)
+        values[7] = bad
+        with pytest.raises(ValueError, match=r"holds NaN or Inf; expected finite values"):
+            function(structure(values))
 
 
-@pytest.mark.parametrize("wrong", [torch.eye(60, dtype=torch.float64), np.eye(60)])
 @pytest.mark.parametrize("name", [*FUNCTIONS, "inverse", "cg", "lsmr"])
-def test_matrices_are_to_be_wrapped(unchecked, name, wrong):
+def test_matrices_are_to_be_wrapped(unchecked, name):
     function = {
         **FUNCTIONS,
         "inverse": inverse,
         "cg": lambda A: cg(A, B),
         "lsmr": lambda A: lsmr(A, B),
     }[name]
-    with pytest.raises(TypeError, match=r"expected a LinearOperator, got (Tensor|ndarray).*Dense"):
-        function(wrong)
+    for wrong in (torch.eye(60, dtype=torch.float64), np.eye(60)):
+        kind = type(wrong).__name__
+        with pytest.raises(TypeError, match=f"expected a LinearOperator, got {kind}.*Dense"):
+            function(wrong)
 
 
 @pytest.mark.parametrize("solver", [cg, lsmr, neumann])
