@@ -29,7 +29,6 @@ from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.links import FORMULAS, Link
 from laplace_debias.laplace.search import DEFAULT_GRID, TEMPERATURES, Look, first_look
 from laplace_debias.laplace.tune import links_to_try
-from laplace_debias.laplace.validation_scores import MetricOverTerms
 from laplace_debias.metrics import auroc
 from laplace_debias.sources import SourceSettings, load
 
@@ -110,12 +109,12 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
             yield number, links.distribution(_SOFTMAX, torch.stack(logits))
 
     data = [(validation.mean, validation.labels)]
-    look = Look(predict, data, _SOFTMAX, None, MetricOverTerms("nll", _SOFTMAX))
+    look = Look(predict, data, _SOFTMAX, None, "nll")
     by = links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None)
-    found = first_look(look, validation.grid, by)
-    point = found.points[found.best]
-    assert point.link is not None
-    return point.prior_precision, point.link
+    curve, _ = first_look(look, validation.grid, by)
+    link = curve.table.links[curve.link]
+    assert link is not None
+    return curve.table.prior_precision(curve.best), link
 
 
 def methods_of(validation: Moments) -> dict[str, tuple[float, Link]]:

@@ -1,36 +1,33 @@
 """A search over held-out data: a wide grid in one pass, and a finer one around the best.
 
-What is searched over is δ, or γ = δ k² where σ = k σ₀ is tuned with it. Links and temperatures cost
-nothing beside the covariances, and are all looked at in the first pass.
+Searched over is δ, or γ = δ k² where σ = k σ₀ is tuned with it. Links and temperatures cost nothing
+beside the covariances, and are all looked at in the first pass.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, MultivariateNormal
+from torch.nn.functional import one_hot
 
+from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import targets_classes_last
-from laplace_debias.laplace.evaluation import joined
+from laplace_debias.laplace.evaluation import joined, score
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.tuning import Row, Tuning
-from laplace_debias.laplace.validation_scores import (
-    Evaluated,
-    MetricOverTerms,
-    NoiseProfile,
-    examples_of,
-)
+from laplace_debias.metrics.checks import check_classification
 from laplace_debias.system.ranks import current
 
 DEFAULT_GRID = torch.logspace(-4, 8, 31, dtype=torch.float64)
 """Where a search begins without a grid."""
-
 FEW = 100
 """Of fewer examples the simplest link is taken."""
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
@@ -43,6 +40,54 @@ _FINER = 8
 _SEEN = 1e-2
 
 
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A metric at every point of a search, by every link.
+
+    A metric is a sum over the terms that count (targets, positions, labels) over their number. The
+    terms of one example belong together, so errors are taken over examples.
+
+    Attributes:
+        at: The points, ascending; of links one more, infinity, without any covariance.
+        links: What logits become probabilities by; None alone where there are none.
+        sums: Each example's part of the sum, float64.
+        counts: How many terms each example has, float64.
+        factors: What σ is multiplied by at each point; None where it is not tuned.
+    """
+
+    at: Sequence[float]
+    links: Sequence[Link | None]
+    sums: Float[Tensor, "points links examples"]
+    counts: Float[Tensor, " examples"]
+    factors: Float[Tensor, " points"] | None = None
+
+    @cached_property
+    def values(self) -> Float[Tensor, "points links"]:
+        """The metric."""
+        return self.sums.sum(-1) / self.counts.sum()
+
+    def least(self, points: range, links: Sequence[int]) -> tuple[int, int]:
+        """Point and link with the least value among some; what is NaN is passed over."""
+        some = self.values[points.start : points.stop, links].nan_to_num(math.inf, math.inf)
+        point, link = divmod(int(some.argmin()), len(links))
+        return points[point], links[link]
+
+    def errors(self, sums: Float[Tensor, "*k examples"]) -> Float[Tensor, "*k"]:
+        """Standard errors of Σ sums / Σ counts, over the examples; NaN for one."""
+        n, total = len(self.counts), self.counts.sum()
+        residuals = sums - (sums.sum(-1) / total).unsqueeze(-1) * self.counts
+        return (residuals.square().sum(-1) * (n / (n - 1) if n > 1 else math.nan)).sqrt() / total
+
+    def minus(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+        """The difference of the metric at two places, and its paired standard error."""
+        difference = self.values[one] - self.values[other]
+        return float(difference), float(self.errors(self.sums[one] - self.sums[other]))
+
+    def prior_precision(self, point: int) -> float:
+        """δ at a point."""
+        return self.at[point] / (1 if self.factors is None else float(self.factors[point]) ** 2)
+
+
 @dataclass(frozen=True)
 class Look:
     """Predicts and scores at points of the search, a pass over the data each time.
@@ -53,140 +98,168 @@ class Look:
         data: The data, which a pass goes through.
         likelihood: What targets must fit.
         class_dim: As `targets_classes_last` takes it.
-        scores: What is kept of predictives, and what is made of it.
+        metric: `"nll"` or `"brier"`.
+        with_noise: Whether the NLL of a regression is that at the best σ for each γ.
     """
 
     predict: Callable[[Inputs, Tensor, Sequence[Link | None]], Iterable[tuple[int, Distribution]]]
     data: Pairs
     likelihood: Likelihood
     class_dim: int | None
-    scores: MetricOverTerms | NoiseProfile
+    metric: str
+    with_noise: bool = False
 
-    def __call__(
-        self, points: Sequence[float], links: Sequence[Link | None]
-    ) -> list[list[Evaluated]]:
-        """The metric at the points by the links, in one pass, and without any covariance.
-
-        Returns:
-            A row for each point, of a value for each link; none if there is no batch.
+    def __call__(self, points: Sequence[float], links: Sequence[Link | None]) -> Table | None:
+        """The metric at the points by the links, in one pass; None if there is no batch.
 
         Raises:
-            ValueError: If no target counts.
+            ValueError: If no target counts, or the residuals of a regression are zero.
         """
-        grid = torch.tensor(points, dtype=torch.float64)
-        num_points = len(points) + (None not in links)
-        columns: list[list[Tensor]] = [[] for _ in range(num_points)]
-        examples: list[Tensor] = []
-        num_examples = 0
+        grid, parts = torch.tensor(points, dtype=torch.float64), []
+        at = list(points) if None in links else [*points, math.inf]
         for x, y in self.data:
-            of_batch: list[list[Tensor]] = [[] for _ in columns]
+            rows: list[list[Tensor]] = [[] for _ in at]
+            counts, examples = torch.zeros(0), None
             for number, predictive in self.predict(x, grid, links):
                 size = predictive.batch_shape
-                if not any(of_batch):
+                if examples is None:
                     # Without the links' dimension, with one for the outputs.
                     y = targets_classes_last(y, len(size), self.class_dim)
-                    of_targets = examples_of(self.likelihood, predictive, y)
-                    examples.append(of_targets + num_examples)
-                    num_examples += size[1]
-                again = y.expand(size[0], *y.shape)
-                of_batch[number].append(self.scores.of_batch(predictive, again))
-            for of_point, parts in zip(columns, of_batch, strict=True):
-                of_point.append(torch.cat(parts, 1))
-        of_ranks = current().exchange(num_examples)
-        if not any(of_ranks):
-            return []
-        none = torch.zeros(0, dtype=torch.long)
-        ids = _of_all(torch.cat(examples or [none]), of_ranks)
-        return [
-            self.scores.of_all(point, joined([(x,) for x in of_point], "tune on")[0], ids, links)
-            for point, of_point in zip([*points, math.inf], columns, strict=False)
-        ]
+                    examples = _examples_of(self.likelihood, predictive, y)
+                terms = self._terms(predictive, y.expand(size[0], *y.shape))
+                of_terms = examples.repeat_interleave(len(terms) // max(1, len(examples)))
+                counts = of_terms.bincount(minlength=size[1]).double()
+                sums = terms.new_zeros(size[1], terms.shape[1]).index_add_(0, of_terms, terms)
+                rows[number].append(sums[counts > 0])
+            parts.append([counts[counts > 0], *(torch.cat(row, 1) for row in rows)])
+        if not any(current().exchange(bool(parts))):
+            return None
+        counts, *columns = joined(parts, "tune on")
+        sums = torch.stack([of_point.T for of_point in columns])
+        if not self.with_noise:
+            return Table(at, links, sums, counts)
+        # With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
+        # covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
+        # k² = Σ q / M.
+        squares, log_dets, outputs = sums.unbind(1)
+        factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
+        if not factors.all():
+            raise ValueError(
+                "The residuals of the validation data are zero: there is no noise to estimate. "
+                "Check that the targets are not the outputs, or pass sigma=False."
+            )
+        k = factors.unsqueeze(1)
+        sums = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2 + outputs * k.log()
+        return Table(at, links, sums.unsqueeze(1), counts, factors)
+
+    def _terms(self, predicted: Distribution, y: Tensor) -> Float[Tensor, "terms columns"]:
+        """Each term of the metric, a column for each link; of a noise its squares, log-det, M."""
+        scored = score(self.likelihood, predicted, y)
+        num_links = predicted.batch_shape[0]
+        if self.with_noise:
+            assert isinstance(predicted, MultivariateNormal)
+            root = predicted.scale_tril.flatten(0, -3).double()
+            residuals = (scored.labels.double() - scored.values.double()).unsqueeze(-1)
+            rounding = 8 * torch.finfo(scored.values.dtype).eps * scored.labels.double().abs()
+            residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
+            # Not from the log-density: beside its constant small residuals are lost in float32.
+            whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
+            squares = whitened.square().sum((-2, -1))
+            log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            outputs = torch.full_like(squares, float(root.shape[-1]))
+            return torch.stack([squares, log_dets, outputs], -1)
+        if self.metric == "nll":
+            # No class probabilities: for a thousand classes a thousandth of the memory.
+            return -scored.log_probs.double().view(num_links, -1).T
+        if not len(scored.log_probs):  # A batch may hold ignored targets alone.
+            return scored.log_probs.new_zeros(0, num_links, dtype=torch.float64)
+        probs, labels = check_classification(*scored.classified)
+        squares = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
+        return squares.view(num_links, -1).T
 
 
-def _of_all(examples: Int[Tensor, " n"], of_ranks: Sequence[int]) -> Int[Tensor, " m"]:
-    """The example of each target of all processes, counted on from one process to the next."""
-    ranks = current()
-    before = sum(of_ranks[: ranks.rank])
-    of_all = ranks.on_all([examples + before] if len(examples) else None)
-    return examples if of_all is None else of_all[0]
+def _examples_of(likelihood: Likelihood, predicted: Distribution, y: Tensor) -> Tensor:
+    """The example of each target that counts, as `score` has them, `[n]`."""
+    shape = predicted.batch_shape
+    values = predicted.probs if hasattr(predicted, "probs") else predicted.mean
+    outputs, labels = flat_terms(values[0].reshape(*shape[1:], -1), y)
+    likelihood.check_predicted(outputs, labels)
+    examples = torch.arange(len(labels), device=labels.device) // math.prod(shape[2:])
+    counted = likelihood.counted(labels)
+    return examples if counted is None else examples[counted]
 
 
-@dataclass(frozen=True)
-class Found:
-    """Points of one pass.
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """The metric at the points of a table, by one of its links.
 
     Attributes:
-        points: In the order of what is searched over.
-        others: The same by other links, and without any covariance, by what they are called.
+        table: The table.
+        link: The link's number.
+        num_points: How many points have a covariance.
+        lowest: The best point; of several that are equal the middle of the longest run.
+        best: The same, but if a temperature alone is best, at the largest prior precision, the
+            smallest point that is not worse by more than a paired standard error: as much posterior
+            as the data allow.
+        is_worse: Which points are worse than the best by more than one paired standard error.
+
+    Raises:
+        ValueError: If no value is a number.
     """
 
-    points: list[Evaluated]
-    others: dict[str, Evaluated] = field(default_factory=dict)
+    table: Table
+    link: int
+    num_points: int
+    lowest: int
+    best: int
+    is_worse: Bool[Tensor, " points"]
 
-    @property
-    def best(self) -> int:
-        """The number of the best point; of several that are equal the middle of the longest run.
-
-        If a temperature alone is best, at the largest prior precision, it is the smallest one that
-        is not worse by more than a paired standard error: as much posterior as the data allow.
-
-        Raises:
-            ValueError: If no value is a number.
-        """
-        best, last = self._lowest, len(self.points) - 1
-        link = self.points[best].link
-        if link is None or link.temperature == 1 or best < last:
-            return best
-        while best > 0 and not _is_worse(self.points[best - 1], self.points[last]):
-            best -= 1
-        return best
-
-    @property
-    def _lowest(self) -> int:
-        numbers = [point.value for point in self.points if point.value == point.value]
-        if not numbers:
+    @classmethod
+    def of(cls, table: Table, link: int, num_points: int) -> "Curve":
+        """The curve of a link of a table."""
+        values = table.values[:num_points, link]
+        if values.isnan().all():
             raise ValueError("The metric is NaN at every prior precision: check the predictions.")
-        lowest = min(numbers)
         runs: list[list[int]] = [[]]
-        for index, point in enumerate(self.points):
-            if point.value == lowest:
+        for index, is_least in enumerate((values == values.nan_to_num(math.inf).min()).tolist()):
+            if is_least:
                 runs[-1].append(index)
             elif runs[-1]:
                 runs.append([])
         longest = max(runs, key=len)
-        return longest[len(longest) // 2]
-
-    def is_worse(self, index: int) -> bool:
-        """Whether a point is worse than the best by more than one paired standard error."""
-        one, best = self.points[index], self.points[self.best]
+        lowest = best = longest[len(longest) // 2]
+        by, last = table.links[link], num_points - 1
+        if by is not None and by.temperature != 1 and best == last:
+            to_last = _is_worse(table, link, num_points, last)
+            while best > 0 and not to_last[best - 1]:
+                best -= 1
         # Of a temperature alone the best value is that of a larger prior precision.
-        return not one.value < best.value and _is_worse(one, best)
+        is_worse = _is_worse(table, link, num_points, best) & ~(values < values[best])
+        return cls(table, link, num_points, lowest, best, is_worse)
 
     @property
     def flat(self) -> tuple[int, int] | None:
         """The points between which none is worse than the best; None for one example."""
-        best = self.best
-        if self.points[best].standard_error != self.points[best].standard_error:
+        if len(self.table.counts) < 2:
             return None
-        low = high = best
-        while low > 0 and not self.is_worse(low - 1):
+        low = high = self.best
+        while low > 0 and not self.is_worse[low - 1]:
             low -= 1
-        while high < len(self.points) - 1 and not self.is_worse(high + 1):
+        while high < self.num_points - 1 and not self.is_worse[high + 1]:
             high += 1
         return low, high
 
-    def neighbours(self, index: int) -> list[int]:
-        """The points beside one."""
-        return [i for i in (index - 1, index + 1) if 0 <= i < len(self.points)]
 
-
-def _is_worse(one: Evaluated, best: Evaluated) -> bool:
-    difference, error = one.minus(best)
+def _is_worse(table: Table, link: int, num_points: int, other: int) -> Bool[Tensor, " points"]:
+    """Whether points differ from another one by more than a paired standard error."""
+    values, sums = table.values[:num_points, link], table.sums[:num_points, link]
     # Not the other way round: what is NaN is worse.
-    return not abs(difference) <= error
+    return ~((values - values[other]).abs() <= table.errors(sums - sums[other]))
 
 
-def first_look(look: Look, grid: Float[Tensor, " grid"], links: Sequence[Link | None]) -> Found:
+def first_look(
+    look: Look, grid: Float[Tensor, " grid"], links: Sequence[Link | None]
+) -> tuple[Curve, list[Row]]:
     """Look at a grid by every link, and choose a link by the one-standard-error rule.
 
     The first link is the simplest. Then come the others of T = 1, the first one's formula at other
@@ -198,45 +271,49 @@ def first_look(look: Look, grid: Float[Tensor, " grid"], links: Sequence[Link | 
         grid: Where to begin, ascending.
         links: The simplest first; None alone for a likelihood that has none.
 
+    Returns:
+        The curve of the link that was chosen, and `Tuning.compared`.
+
     Raises:
-        ValueError: As `Look`; if no value is a number.
+        ValueError: As `Look`; if there is no batch, or no value is a number.
     """
-    rows = look(grid.tolist(), links)
-    if not rows:
+    table = look(grid.tolist(), links)
+    if table is None:
         raise ValueError("The loader holds no batch: nothing to tune on.")
-    points, without = rows[: len(grid)], rows[-1:]
-
-    def best(numbers: Sequence[int], rows: Sequence[Sequence[Evaluated]]) -> Evaluated:
-        some = [row[number] for row in rows for number in numbers]
-        return min(some, key=lambda p: p.value if p.value == p.value else math.inf)
-
+    points, without = range(len(grid)), range(len(grid), len(grid) + 1)
     by = [(number, link) for number, link in enumerate(links) if link is not None]
     names = list(dict.fromkeys(link.name for _, link in by))
-    chosen, others = best([0], points), dict[str, Evaluated]()
+    chosen = table.least(points, [0])
     for tier in (1, 2, 3):
         some = [n for n, one in by if (one.name != names[0]) + 2 * (one.temperature != 1) == tier]
-        if some and len(chosen.sums) >= FEW:
-            one = best(some, points)
-            difference, error = one.minus(chosen)
-            if -difference > max(error, _SEEN * chosen.standard_error):
+        if some and len(table.counts) >= FEW:
+            one = table.least(points, some)
+            difference, error = table.minus(one, chosen)
+            if -difference > max(error, _SEEN * float(table.errors(table.sums[chosen]))):
                 chosen = one
-    if len(by) > 1:
-        others["network"] = best([0], without)
-        others["temperature scaling"] = best(range(len(by)), without)
-        for name in names:
-            same = [(number, link) for number, link in by if link.name == name]
-            others[name] = best([n for n, link in same if link.temperature == 1], points)
-            others[f"{name}, tempered"] = best([n for n, _ in same], points)
-    at_chosen = [point for row in points for point in row if point.link == chosen.link]
-    return Found(at_chosen, others)
+    curve = Curve.of(table, chosen[1], len(grid))
+    if len(by) < 2:
+        return curve, []
+    others = {"network": table.least(without, [0])}
+    others["temperature scaling"] = table.least(without, range(len(by)))
+    for name in names:
+        same = [number for number, link in by if link.name == name]
+        plain = [number for number, link in by if link == Link(name)]
+        others[name] = table.least(points, plain)
+        others[f"{name}, tempered"] = table.least(points, same)
+    compared: list[Row] = []
+    for name, (point, number) in others.items():
+        difference, error = table.minus((point, number), (curve.best, curve.link))
+        row = {"name": name, "prior_precision": None, "temperature": by[number][1].temperature}
+        if point < len(grid):
+            row["prior_precision"] = table.at[point]
+        row[look.metric] = float(table.values[point, number])
+        compared.append({**row, "difference": difference, "half_width": 1.96 * error})
+    return curve, compared
 
 
-def refined(look: Look, found: Found) -> Found | None:
+def refined(look: Look, curve: Curve) -> Curve | None:
     """Divide the intervals between the best point and its neighbours by 8, in a pass more.
-
-    Args:
-        look: What predicts and scores.
-        found: What the grid gave.
 
     Returns:
         What lies between the neighbours, these included; None if the data do not tell them from the
@@ -245,85 +322,76 @@ def refined(look: Look, found: Found) -> Found | None:
     Raises:
         ValueError: As `Look`; if no value is a number.
     """
-    best = found.best
-    neighbours = found.neighbours(best)
-    if best != found._lowest or not any(found.is_worse(i) for i in neighbours):
+    best, at = curve.best, curve.table.at
+    neighbours = [i for i in (best - 1, best + 1) if 0 <= i < curve.num_points]
+    if best != curve.lowest or not curve.is_worse[neighbours].any():
         return None
-    at = found.points[best].at
-    ratios = [found.points[i].at / at for i in neighbours]
-    points = [at, *(at * ratio ** (i / _FINER) for ratio in ratios for i in range(1, _FINER + 1))]
-    rows = look(sorted(points), [found.points[best].link])
-    if not rows:
-        return None
-    return replace(found, points=[row[0] for row in rows[: len(points)]])
+    points = [at[best]]
+    for i in neighbours:
+        points += [at[best] * (at[i] / at[best]) ** (k / _FINER) for k in range(1, _FINER + 1)]
+    table = look(sorted(points), [curve.table.links[curve.link]])
+    return None if table is None else Curve.of(table, 0, len(points))
 
 
-def tuning_of(found: Found, finer: Found | None, metric: str, likelihood: Likelihood) -> Tuning:
+def tuning_of(
+    curve: Curve, finer: Curve | None, compared: list[Row], metric: str, likelihood: Likelihood
+) -> Tuning:
     """The findings of a search, in terms of prior precisions and of the noise.
 
     Args:
-        found: The points of the grid.
-        finer: Those of the finer one.
+        curve: The grid.
+        finer: The finer one.
+        compared: As `first_look` gives it.
         metric: The metric's name.
         likelihood: That of the fit.
     """
-    last = finer or found
-    best, rows = last.points[last.best], []
-    ends = [point.at for point in finer.points[:: len(finer.points) - 1]] if finer else [0, 0]
-    outside = [point for point in found.points if not ends[0] <= point.at <= ends[1]]
-    for point in [*outside, *(last.points if finer else [])]:
-        row: Row = {"prior_precision": point.prior_precision, metric: point.value}
-        if point.sigma_factor is not None:
-            row["sigma_factor"] = point.sigma_factor
-        if int((point.counts > 0).sum()) > 1:
-            row["standard_error"] = point.standard_error
-        rows.append(row)
-    sigma = flat = None
-    if best.sigma_factor is not None:
+    last, rows = finer or curve, list[Row]()
+    ends = last.table.at[0], last.table.at[last.num_points - 1]
+    for one in [curve] if finer is None else [curve, finer]:
+        table, link = one.table, one.link
+        errors = table.errors(table.sums[:, link]).tolist()
+        for point in range(one.num_points):
+            if one is curve and finer and ends[0] <= table.at[point] <= ends[1]:
+                continue
+            row: Row = {"prior_precision": table.prior_precision(point)}
+            row[metric] = float(table.values[point, link])
+            if table.factors is not None:
+                row["sigma_factor"] = float(table.factors[point])
+            if len(table.counts) > 1:
+                row["standard_error"] = errors[point]
+            rows.append(row)
+    table, sigma, flat = last.table, None, None
+    if table.factors is not None:
         assert isinstance(likelihood, Gaussian)
-        sigma = (likelihood.sigma * best.sigma_factor).tolist()
+        sigma = (likelihood.sigma * float(table.factors[last.best])).tolist()
     if (within := last.flat) is not None:
-        deltas = [point.prior_precision for point in last.points[within[0] : within[1] + 1]]
+        deltas = [table.prior_precision(point) for point in range(within[0], within[1] + 1)]
         flat = min(deltas), max(deltas)
-    of_grid = found.points[found.best]
     return Tuning(
-        best.prior_precision,
+        table.prior_precision(last.best),
         metric,
-        best.value,
+        float(table.values[last.best, last.link]),
         sorted(rows, key=lambda row: row["prior_precision"]),
         sigma,
         flat,
-        _at_the_end(found),
-        best.link,
-        [_compared(name, other, of_grid, metric) for name, other in found.others.items()],
+        _at_the_end(curve),
+        table.links[last.link],
+        compared,
     )
 
 
 _PASS = "tune again with a grid= (command tune: --prior_precisions) of"
 
 
-def _at_the_end(found: Found) -> tuple[str, ...]:
+def _at_the_end(curve: Curve) -> tuple[str, ...]:
     """The note on a best point that lies at the end of a grid."""
-    best, last = found.best, len(found.points) - 1
-    if 0 < best < last or last == 0 or found.flat == (0, last):
+    best, last = curve.best, curve.num_points - 1
+    if 0 < best < last or last == 0 or curve.flat == (0, last):
         return ()
-    at = f"{found.points[best].prior_precision:.3g}"
+    at = f"{curve.table.prior_precision(best):.3g}"
     if best == 0:
         return (f"The best is the smallest value tried, {at}: {_PASS} smaller ones.",)
     return (
         f"The best is the largest value tried, {at}: {_PASS} larger ones, or predict with "
         "method='map', which has no uncertainty of the parameters.",
     )
-
-
-def _compared(name: str, other: Evaluated, best: Evaluated, metric: str) -> Row:
-    """A row of `Tuning.compared`."""
-    difference, error = other.minus(best)
-    return {
-        "name": name,
-        "prior_precision": other.prior_precision if math.isfinite(other.at) else None,
-        "temperature": other.link.temperature if other.link else None,
-        metric: other.value,
-        "difference": difference,
-        "half_width": 1.96 * error,
-    }

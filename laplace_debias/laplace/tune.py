@@ -23,7 +23,6 @@ from laplace_debias.laplace.search import (
     tuning_of,
 )
 from laplace_debias.laplace.tuning import Tuning
-from laplace_debias.laplace.validation_scores import MetricOverTerms, NoiseProfile
 from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import current
 
@@ -67,33 +66,27 @@ def on_data(
             f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
         )
     link_from(link, likelihood)
-    points, unit = _points(grid), 1.0
+    points = _points(grid)
     with_noise = _tunes_noise(fitted, grid, sigma)
-    scores: MetricOverTerms | NoiseProfile = MetricOverTerms(metric, likelihood)
     if with_noise:
         # The grid is of γ = δ k², about the k² that the residuals of the training data tell.
         assert fitted.num_targets is not None
-        unit = noise.squared_residuals(fitted) / fitted.num_targets
-        scores, points = NoiseProfile(likelihood), points * unit
+        points = points * (noise.squared_residuals(fitted) / fitted.num_targets)
 
     # The first batch shows how many classes there are.
     defaults = [predictive.default_link(fitted, x) for x, _ in stream.first]
     default = next(filter(None, current().exchange(next(iter(defaults), None))), None)
     by = links_to_try(default, link)
-    look = Look(
-        partial(predictive.predictives_by_links, fitted), stream, likelihood, class_dim, scores
-    )
-    found = first_look(look, points, by)
-    finer = None if grid is not None or isinstance(loader, Iterator) else refined(look, found)
-
-    result = tuning_of(found, finer, metric, likelihood)
-    if not with_noise:
+    predict = partial(predictive.predictives_by_links, fitted)
+    look = Look(predict, stream, likelihood, class_dim, metric, with_noise)
+    curve, compared = first_look(look, points, by)
+    finer = None if grid is not None or isinstance(loader, Iterator) else refined(look, curve)
+    result = tuning_of(curve, finer, compared, metric, likelihood)
+    factors, best = (finer or curve).table.factors, (finer or curve).best
+    if factors is None:
         return _noting_assumed(result, fitted, sigma), None
-    last = finer or found
-    factor = last.points[last.best].sigma_factor
-    assert factor is not None
     assert isinstance(result.prior_precision, float)
-    return result, noise.rescaled(fitted, factor, result.prior_precision)
+    return result, noise.rescaled(fitted, float(factors[best]), result.prior_precision)
 
 
 def links_to_try(default: Link | None, given: str | Link | None) -> list[Link | None]:

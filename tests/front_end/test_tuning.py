@@ -20,7 +20,6 @@ from laplace_debias.laplace.search import (
     refined,
     tuning_of,
 )
-from laplace_debias.laplace.validation_scores import MetricOverTerms
 
 # Alone: the search for the prior precision without links and temperatures.
 PLAIN = Link("probit")
@@ -78,10 +77,10 @@ def shaped(curve, num_examples=200, noise=0.0, start=DEFAULT_GRID):
             logits = torch.stack([log_p, torch.log1p(-log_p.exp())], 1)
             yield number, Categorical(logits=logits.unsqueeze(0), validate_args=False)
 
-    look = Look(predict, batches, Softmax(), None, MetricOverTerms("nll", Softmax()))
+    look = Look(predict, batches, Softmax(), None, "nll")
     grid = torch.as_tensor(start, dtype=torch.float64)
-    found = first_look(look, grid, [None])
-    return tuning_of(found, refined(look, found), "nll", look.likelihood), batches, tried
+    chosen, compared = first_look(look, grid, [None])
+    return tuning_of(chosen, refined(look, chosen), compared, "nll", Softmax()), batches, tried
 
 
 def resolution(found):

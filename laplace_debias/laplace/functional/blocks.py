@@ -41,9 +41,9 @@ class BlockMoments:
         diagonal: bool,
         jacobians: Jacobians = rotated_jacobians,
     ) -> None:
-        self._blocks = blocks
-        self._posterior = posterior
-        self._prior_precisions = prior_precisions
+        self.blocks = blocks
+        self.posterior = posterior
+        self.prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
         self._operators: dict[str, EigenKronecker] = {}
@@ -70,7 +70,7 @@ class BlockMoments:
         Returns:
             How many blocks there are: none of another layer.
         """
-        of_layer = linear_blocks(self._blocks, layer, last, outputs)
+        of_layer = linear_blocks(self.blocks, layer, last, outputs)
         for index in of_layer:
             self._add_linear(into, index, last, chosen)
         return len(of_layer)
@@ -79,12 +79,12 @@ class BlockMoments:
         self, total: Tensor, index: int, last: Use, chosen: Int[Tensor, "batch k"] | None
     ) -> None:
         r"""Add $U_G\,\mathrm{diag}\big(\sum_j (U_A^\top\phi)_j^2 / P_{ij}\big)_i\,U_G^\top$."""
-        block = self._blocks[index]
+        block = self.blocks[index]
         phi = last.x if not block.is_exact else last.x.new_ones(len(last.x), 1)
         if block.is_joint:
             phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
         operator, curvature = self._operator(index)
-        precisions = curvature + self._prior_precisions[:, index, None, None]
+        precisions = curvature + self.prior_precisions[:, index, None, None]
         rotated = coordinates(phi, operator.U_A)
         along = rotated.square() @ precisions.reciprocal().mT  # [P, B, d_out]
         if operator.U_G is None:
@@ -120,24 +120,24 @@ class BlockMoments:
             uses: Inputs and output gradients of the layer's uses.
         """
         operator, curvature = self._operator(index)
-        deltas = self._prior_precisions[:, index]
+        deltas = self.prior_precisions[:, index]
         weigh = weighted_squares if self._diagonal else weighted_gram
         for part, J, columns in self._jacobians(
-            layer, self._blocks[index], uses, operator.U_G, operator.U_A
+            layer, self.blocks[index], uses, operator.U_G, operator.U_A
         ):
             seen = curvature if columns is None else curvature[..., columns]
             self._into[:, part] += weigh(J.flatten(2), seen.flatten(), deltas)
 
     def _operator(self, index: int) -> tuple[EigenKronecker, Tensor]:
         """A block's curvature, and N·Λ of every coordinate of it, `[*groups, d_out, d_in]`."""
-        name = self._blocks[index].name
+        name = self.blocks[index].name
         if name not in self._operators:
-            operator = self._posterior.curvature.blocks[name]
+            operator = self.posterior.curvature.blocks[name]
             assert isinstance(operator, EigenKronecker)
             is_small = operator.sizes[-2] <= _COMPLETED
             self._operators[name] = operator.with_whole_outputs() if is_small else operator
         operator = self._operators[name]
-        return operator, self._posterior.data_weight * operator.in_frame
+        return operator, self.posterior.data_weight * operator.in_frame
 
     def end(self) -> None:
         """Nothing is left to add: every block was added as it came."""

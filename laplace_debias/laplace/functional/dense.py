@@ -45,12 +45,12 @@ class DenseMoments:
         diagonal: bool,
         jacobians: Jacobians = rotated_jacobians,
     ) -> None:
-        self._blocks = blocks
+        self.blocks = blocks
         ends = list(accumulate(block.size for block in blocks))
         self._places = [
             slice(end - block.size, end) for end, block in zip(ends, blocks, strict=True)
         ]
-        self._posterior = posterior
+        self.posterior = posterior
         self._directions = _directions(posterior)
         self._root = orthonormaliser(posterior)
         self._deltas = prior_precisions[:, 0].double()
@@ -69,7 +69,7 @@ class DenseMoments:
 
     def add(self, index: int, layer: nn.Module, uses: Uses) -> None:
         """As `BlockMoments.add`."""
-        block, place = self._blocks[index], self._places[index]
+        block, place = self.blocks[index], self._places[index]
         for part, J, columns in self._jacobians(layer, block, uses, None, None):
             if columns is not None:
                 J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
@@ -88,13 +88,13 @@ class DenseMoments:
         gram, along, rest = self._gram, self._along, None
         assert gram is not None
         assert along is not None
-        block = self._posterior.curvature.blocks[DENSE_BLOCK]
+        block = self.posterior.curvature.blocks[DENSE_BLOCK]
         magnitudes = block.magnitudes.flatten().double()
         if self._root is not None:
             along = torch.linalg.solve_triangular(self._root.mT, along, upper=True, left=False)
             rest = self._rest(gram, along, block.shape[0])
         for into, delta in zip(self._into, self._deltas, strict=True):
-            weights = 1 / (self._posterior.data_weight * magnitudes + delta)
+            weights = 1 / (self.posterior.data_weight * magnitudes + delta)
             total = self._product(along * weights, along)
             into += (total if rest is None else total + rest / delta).to(into)
 

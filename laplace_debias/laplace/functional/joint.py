@@ -17,6 +17,7 @@ from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.dense import DenseMoments
 from laplace_debias.laplace.functional.moments import (
     OutputRequest,
+    add_columns,
     bytes_of_a_column,
     check_covariance,
     unit_columns,
@@ -76,12 +77,7 @@ def joint_moments(
         chosen = None if request.outputs is None else request.outputs[part]
         columns = unit_columns(of_part, chosen)
         total = mean.new_zeros(1, 1, *[len(part) * num_columns] * 2)
-        moments.begin(total)
-        for site, uses in tap.backward(of_part, columns):
-            for index, block in enumerate(blocks):
-                if block.site == site:
-                    moments.add(index, tap.layers[site], uses)
-        moments.end()
+        add_columns(total, tap, moments, of_part, columns)
         by_example = total.view(*[len(part), num_columns] * 2)
         covariance[part[:, None], :, part] = by_example.permute(0, 2, 1, 3)
     check_covariance(covariance, prior_precision)

@@ -17,8 +17,11 @@ from laplace_debias.curvature.network.inputs import Inputs, Record, call
 from laplace_debias.curvature.network.outputs import check_outputs, explaining_unbatched
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.joint import joint_moments
-from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
-from laplace_debias.laplace.functional.through_head import can_go_through, moments_through_head
+from laplace_debias.laplace.functional.moments import (
+    OutputRequest,
+    can_go_through,
+    functional_moments,
+)
 
 OutputChoice = Tensor | Sequence[Sequence[int]] | int
 """Indices of outputs, one choice for each example `[B, k]`, or the number of the largest ones."""
@@ -58,24 +61,12 @@ def moments(
     with torch.inference_mode(False):
         x, network = fitted.moved(x), fitted.network
         with explaining_unbatched(network, x):
-            asked = Asked.of(
-                network,
-                x,
-                positions,
-                lambda head: can_go_through(head, blocks, posterior),
-            )
+            may_be_early = partial(can_go_through, blocks=blocks, posterior=posterior)
+            asked = Asked.of(network, x, positions, may_be_early)
             chosen = asked.chosen(outputs)
             request = OutputRequest(diagonal, chosen, fitted.settings.memory_bound, differences)
-            moments_of = functional_moments
-            if asked.head is not None:
-                moments_of = partial(moments_through_head, head=asked.head)
-            mean, covariances = moments_of(
-                asked.network,
-                blocks=blocks,
-                posterior=posterior,
-                x=asked.x,
-                prior_precisions=deltas,
-                request=request,
+            mean, covariances = functional_moments(
+                *(asked.network, blocks, posterior, asked.x, deltas, request, asked.head)
             )
     num_chosen = None if chosen is None else chosen.shape[1]
     covariances = asked.shaped(covariances, num_chosen) if diagonal else covariances

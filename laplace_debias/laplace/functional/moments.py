@@ -1,7 +1,7 @@
 """Mean and covariance of the linearised network's outputs, exact, without a Jacobian."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.chosen_positions import LinearCalls
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.dense import DenseMoments
+from laplace_debias.laplace.functional.head_products import Wanted, contracted, head_products
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.system.memory import MEMORY_BOUND, MOST_GRANTED, granted
 
@@ -48,6 +50,7 @@ def functional_moments(
     x: Inputs,
     prior_precisions: Float[Tensor, "grid blocks"],
     request: OutputRequest,
+    head: str | None = None,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     r"""Mean and covariance of the linearised network's outputs, exact.
 
@@ -65,6 +68,8 @@ def functional_moments(
         x: Inputs, `[B, ...]`.
         prior_precisions: δ of every block at every grid point, `[P, blocks]`.
         request: Covariance or variances, of which outputs.
+        head: Path of a linear layer that gives the outputs `[B, p, C]`, if parameters
+            `can_go_through` it.
 
     Returns:
         The outputs at the mean, `[B, ..., C]` (of those asked for `[B, k]`). And the covariances
@@ -74,6 +79,7 @@ def functional_moments(
         ValueError: If the outputs are not finite or have no batch dimension, or if what is
             requested does not fit into the memory bound.
     """
+    calls = None if head is None else LinearCalls(network, head)
     tap = Tap(network, blocks)
     is_dense = DENSE_BLOCK in posterior.curvature.blocks
     accumulator = DenseMoments if is_dense else BlockMoments
@@ -85,65 +91,135 @@ def functional_moments(
         outputs = tap.forward(take(x, part))
         check_outputs(outputs, num_examples(x) if chunk == 1 else None)
         chosen = None if request.outputs is None else request.outputs[part]
-        check_size(outputs, chosen, request)
-        num_columns = outputs[0].numel() if chosen is None else chosen.shape[1]
-        last = tap.last_layer(outputs)
-        size = [num_columns] if request.diagonal else [num_columns] * 2
-        total = outputs.new_zeros(len(prior_precisions), len(outputs), *size)
-        num_columns -= request.differences and num_columns > 1
-        num_added, at_once = 0, num_columns
-        if last is not None:
-            layer = network.get_submodule(last.layer)
-            num_added = moments.add_last_layer(total, layer, last, outputs, chosen)
-        gradients = tap.output_bytes()
-        bound = request.memory_bound or MEMORY_BOUND
-        if num_added < len(blocks):
-            at_once, bound = columns_at_once(request, num_columns, gradients, blocks, outputs)
-        chunk = max(1, bound // (SHARE * gradients * at_once))
+        check_size(outputs, chosen, request, free_positions=0 if calls is None else 1)
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))
-        skipped = Site((last.layer,)) if last is not None and num_added else None
-        for begin in range(0, num_columns, at_once):
-            some = slice(begin, min(begin + at_once, num_columns))
-            more = some.stop < num_columns
-            columns = unit_columns(outputs, chosen, some)
-            if request.differences:
-                columns = columns - unit_columns(outputs, chosen, slice(-1, None))
-            moments.begin(total[:, :, some] if request.diagonal else total[:, :, some, some])
-            for site, uses in tap.backward(outputs, columns, again=more, without=skipped):
-                for index, block in enumerate(blocks):
-                    if block.site == site:
-                        moments.add(index, tap.layers[site], uses)
-            moments.end()
+        size = [means[-1].shape[1]] * (1 if request.diagonal else 2)
+        total = outputs.new_zeros(len(prior_precisions), len(flat), *size)
+        if calls is None:
+            chunk = _add(total, tap, moments, outputs, chosen, request)
+        else:
+            weight = network.get_parameter(f"{calls.path}.weight".lstrip(".")).detach()
+            wanted = Wanted.of(weight, calls.x, chosen)
+            assert isinstance(moments, BlockMoments)
+            chunk = _add_through(total, tap, moments, calls, wanted, request) or chunk
         covariances.append(total)
         start += len(flat)
-    shape = outputs.shape[1:] if request.outputs is None else None
-    return finished(means, covariances, prior_precisions, shape, request.diagonal)
-
-
-def finished(
-    means: Sequence[Float[Tensor, "_ m"]],
-    covariances: Sequence[Tensor],
-    prior_precisions: Float[Tensor, "grid blocks"],
-    shape: torch.Size | None,
-    diagonal: bool,
-) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
-    """Join what chunks of examples gave, as `functional_moments` returns it.
-
-    Args:
-        means: Of each chunk `[b, M]`.
-        covariances: Of each `[P, b, M, M]`, or its diagonal.
-        prior_precisions: For the message of what is not finite.
-        shape: That of an example's outputs; None for some that were chosen.
-        diagonal: Whether there are variances alone.
-    """
-    mean, covariance = torch.cat(list(means)), torch.cat(list(covariances), dim=1)
+    mean, covariance = torch.cat(means), torch.cat(covariances, dim=1)
     check_covariance(covariance, prior_precisions)
-    if shape is not None:
-        mean = mean.unflatten(1, shape)
-    if diagonal:
+    if request.outputs is None:
+        mean = mean.unflatten(1, outputs.shape[1:])
+    if request.diagonal:
         return mean, covariance.reshape(len(covariance), *mean.shape)
     return mean, (covariance + covariance.mT) / 2
+
+
+def _add(
+    total: Float[Tensor, "grid batch m *again"],
+    tap: Tap,
+    moments: BlockMoments | DenseMoments,
+    outputs: Float[Tensor, "batch *outputs"],
+    chosen: Int[Tensor, "batch m"] | None,
+    request: OutputRequest,
+) -> int:
+    """Add the covariance of some examples' outputs; returns how many examples to take next."""
+    last, blocks, num_added = tap.last_layer(outputs), moments.blocks, 0
+    if last is not None:
+        layer = tap.network.get_submodule(last.layer)
+        num_added = moments.add_last_layer(total, layer, last, outputs, chosen)
+    num_columns = total.shape[2] - (request.differences and total.shape[2] > 1)
+    gradients, at_once = tap.output_bytes(), num_columns
+    bound = request.memory_bound or MEMORY_BOUND
+    if num_added < len(blocks):
+        at_once, bound = columns_at_once(request, num_columns, gradients, blocks, outputs)
+    skipped = Site((last.layer,)) if last is not None and num_added else None
+    for begin in range(0, num_columns, at_once):
+        some = slice(begin, min(begin + at_once, num_columns))
+        columns = unit_columns(outputs, chosen, some)
+        if request.differences:
+            columns = columns - unit_columns(outputs, chosen, slice(-1, None))
+        into = total[:, :, some] if request.diagonal else total[:, :, some, some]
+        add_columns(into, tap, moments, outputs, columns, some.stop < num_columns, skipped)
+    return max(1, bound // (SHARE * gradients * at_once))
+
+
+def add_columns(
+    into: Float[Tensor, "grid batch columns *again"],
+    tap: Tap,
+    moments: BlockMoments | DenseMoments,
+    outputs: Tensor,
+    columns: Float[Tensor, "columns batch *outputs"],
+    again: bool = False,
+    without: Site | None = None,
+) -> None:
+    """Push columns of cotangents back once, and add their covariances, or variances."""
+    moments.begin(into)
+    for site, uses in tap.backward(outputs, columns, again=again, without=without):
+        for index, block in enumerate(moments.blocks):
+            if block.site == site:
+                moments.add(index, tap.layers[site], uses)
+    moments.end()
+
+
+def can_go_through(head: str, blocks: Sequence[Block], posterior: GaussianPosterior) -> bool:
+    """Whether all parameters are a head's, or act on the outputs through what goes into it.
+
+    A weight that the head shares with an embedding does both, and does not go this way.
+
+    Args:
+        head: Path of the linear layer that gives the outputs.
+        blocks: The blocks of the parameters.
+        posterior: A posterior over them.
+    """
+    # Calls that are run once more give what comes behind the head.
+    paths = [path for block in blocks for path in block.calls]
+    is_behind = any(not path or path == head or head.startswith(f"{path}.") for path in paths)
+    return DENSE_BLOCK not in posterior.curvature.blocks and not is_behind
+
+
+def _add_through(
+    total: Float[Tensor, "grid batch m *again"],
+    tap: Tap,
+    moments: BlockMoments,
+    calls: LinearCalls,
+    wanted: Wanted,
+    request: OutputRequest,
+) -> int | None:
+    r"""As `_add`, for outputs that a linear head gives, by way of its inputs.
+
+    With $f_{tc} = w_c^\top h_t + b_c$, parameters below the head act on the outputs through $h$
+    `[B, p, d]` alone. So no cotangent of size T·C is pushed back: for k outputs those of $h$ are
+    the rows $w_c$; where these are more than $p \cdot d$, the covariance $\Sigma_h$ is computed,
+    and $w_c^\top \Sigma_h w_{c'}$ of it.
+    """
+    blocks, chunk = moments.blocks, None
+    in_head = [i for i, block in enumerate(blocks) if block.layer == calls.path]
+    if calls.x.requires_grad:
+        below = [block for i, block in enumerate(blocks) if i not in in_head]
+        without = blocks[in_head[0]].site if in_head else None
+        of_h = replace(request, diagonal=request.diagonal and not wanted.by_inputs)
+        num_columns = wanted.h[0].numel() if wanted.by_inputs else wanted.num_outputs
+        gradients, remedy = tap.output_bytes(), ", or ask for fewer outputs"
+        at_once, bound = columns_at_once(of_h, num_columns, gradients, below, wanted.h, remedy)
+        of_columns = BlockMoments(
+            blocks, moments.posterior, moments.prior_precisions, of_h.diagonal
+        )
+        for begin in range(0, num_columns, at_once):
+            some = slice(begin, min(begin + at_once, num_columns))
+            size = [some.stop - begin] * (1 if of_h.diagonal else 2)
+            found = total.new_zeros(*total.shape[:2], *size)
+            columns, more = wanted.columns(some), some.stop < num_columns
+            add_columns(found, tap, of_columns, calls.x, columns, more, without)
+            # Without the diagonal alone all columns are one part.
+            outputs = wanted.of_columns(some) if of_h.diagonal else wanted
+            into = total[..., some] if of_h.diagonal else total
+            into += contracted(found, outputs, request.diagonal)
+        chunk = max(1, bound // (SHARE * gradients * at_once))
+    tap.forget()
+    for index in in_head:
+        deltas = moments.prior_precisions[:, index]
+        total += head_products(blocks[index], moments.posterior, deltas, wanted, request.diagonal)
+    return chunk
 
 
 def check_size(
