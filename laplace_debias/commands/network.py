@@ -34,7 +34,7 @@ def check_posterior(path: Path) -> None:
     """Require a posterior that is there and whole: before data are read, which can take minutes."""
     if not path.exists():
         raise FileNotFoundError(f"there is no posterior {path}; make it with `laplace-debias fit`")
-    file.load(path)
+    file.read(path)
 
 
 def save(la: Laplace, output: Path) -> None:

@@ -23,8 +23,7 @@ from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.laplace.predictor import Predictor
-from laplace_debias.laplace.prior import PriorMean, PriorPrecision
-from laplace_debias.laplace.subject import Subject
+from laplace_debias.laplace.subject import PriorMean, PriorPrecision, Subject
 from laplace_debias.laplace.thinning import Thinning, thinned
 from laplace_debias.metrics import Uncertainty
 from laplace_debias.system.ranks import together

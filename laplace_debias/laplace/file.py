@@ -3,20 +3,22 @@
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.kinds import DENSE, WITH_FACTORS
+from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
+from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
+from laplace_debias.curvature.network.batches import BatchHook
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.parameters import BayesianParameters
+from laplace_debias.laplace.parameters import FitSettings
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.operators import (
@@ -145,87 +147,72 @@ def tensors_of(posterior: GaussianPosterior) -> dict[str, Tensor]:
     return tensors
 
 
-@dataclass(frozen=True, eq=False)
-class Saved:
-    """A posterior as it was read.
-
-    Attributes:
-        header: What the file says besides the tensors.
-        tensors: The tensors, on the CPU.
-    """
-
-    header: Header
-    tensors: Mapping[str, Tensor]
-
-    def choices(self) -> dict[str, Any]:
-        """The arguments of `Laplace` that the posterior was fitted with."""
-        header = self.header
-        # Files of earlier versions may name what had no effect.
-        return {
-            "curvature": header.curvature,
-            "params": header.param_names,
-            "rank": header.rank,
-            "joint": header.joint and header.curvature not in DENSE,
-            "sharing": header.sharing if header.curvature in WITH_FACTORS else "expand",
-            "class_dim": header.class_dim,
-        }
-
-    def fitted(self, subject: Subject) -> Fitted:
-        """The fit, of the model that it is the posterior of.
-
-        Raises:
-            ValueError: If the model is another one, or not as it was at the fit.
-        """
-        header, tensors, plain = self.header, self.tensors, unwrapped(subject.model)
-        # It says how the entries are ordered, in one block of all parameters too.
-        settings = replace(subject.settings, joint=header.joint)
-        parameters = BayesianParameters.of(plain, header.param_names, settings, None, header.calls)
-        mean, others = parameters.flat(plain), fingerprint(plain, parameters.names)
-        if header.block_names != parameters.block_names:
-            raise ValueError(
-                f"The file's curvature blocks {reprlib.repr(header.block_names)} are not the "
-                f"model's {reprlib.repr(parameters.block_names)}: it was saved for another model. "
-                f"{_EARLIER}"
-            )
-        saved = tensors["mean"]
-        wrong = [f"{name} is not that" for name in changed(header.others, others)]
-        if saved.dtype != mean.dtype or not torch.equal(saved.to(mean.device), mean):
-            wrong = ["parameters are not those"]
-        if wrong:
-            raise ValueError(
-                f"The model's {wrong[0]} of the fit: load the checkpoint that the posterior was "
-                f"fitted on, in {saved.dtype} (the model is in {mean.dtype})."
-            )
-        # In another layout than a fit leaves, products add in another order.
-        placed = {
-            name: part.to(mean.device).mT.contiguous().mT if ".U" in name else part.to(mean.device)
-            for name, part in tensors.items()
-        }
-        operators: dict[str, LinearOperator] = {}
-        for index, name in enumerate(header.block_names):
-            U_G, U_A, U, magnitudes = (placed.get(f"{index}.{part}") for part in _PARTS)
-            assert magnitudes is not None
-            if U is None:
-                operators[name] = EigenKronecker(U_G, U_A, magnitudes)
-            else:
-                operators[name] = LowRankPlusDiagonal(U, magnitudes, 0.0)
-        subject = replace(subject, settings=settings).changed(
-            parameters=parameters,
-            prior_precision=placed["prior_precision"],
-            temperature=float(header.temperature),
-            given_mean=placed.get("prior_mean", 0.0),
-            link=None if header.link is None else Link(**header.link),
+def load(
+    path: Path,
+    model: nn.Module,
+    likelihood: Likelihood | None,
+    backend: str,
+    fisher: FisherType,
+    factor_dtype: torch.dtype,
+    memory_bound: int | None,
+    batch: BatchHook | None,
+) -> Fitted:
+    """The fit that a file holds, as `Laplace.load` describes it."""
+    header, tensors = read(path)
+    # What an earlier version's file says of sharing without factors had no effect. That blocks are
+    # joint says how the entries are ordered, in one block of all parameters too.
+    sharing = header.sharing if header.curvature in WITH_FACTORS else "expand"
+    kind, class_dim = CurvatureKind(header.curvature, header.rank), header.class_dim
+    of_fit = kind, fisher, factor_dtype, header.joint, sharing, memory_bound, class_dim
+    settings = FitSettings(*of_fit)
+    of_outputs = likelihood_from_json(header.likelihood, likelihood)
+    of_subject = model, of_outputs, settings, header.param_names, backend, batch, header.calls
+    subject = Subject.of(*of_subject)
+    plain, parameters = unwrapped(model), subject.known
+    mean, others = parameters.flat(plain), fingerprint(plain, parameters.names)
+    if header.block_names != parameters.block_names:
+        raise ValueError(
+            f"The file's curvature blocks {reprlib.repr(header.block_names)} are not the "
+            f"model's {reprlib.repr(parameters.block_names)}: it was saved for another model. "
+            f"{_EARLIER}"
         )
-        curvature, noise = BlockDiagonal(operators), header.noise or {}
-        # Of the empirical Fisher earlier versions wrote another power.
-        num_targets = noise["num_targets"] if noise.get("power") == 2 else None
-        posterior = posterior_of(subject, curvature, header.num_data)
-        told = float(header.nll), others, header.mode, num_targets
-        return Fitted(subject, posterior, *told)
+    saved = tensors["mean"]
+    wrong = [f"{name} is not that" for name in changed(header.others, others)]
+    if saved.dtype != mean.dtype or not torch.equal(saved.to(mean.device), mean):
+        wrong = ["parameters are not those"]
+    if wrong:
+        raise ValueError(
+            f"The model's {wrong[0]} of the fit: load the checkpoint that the posterior was "
+            f"fitted on, in {saved.dtype} (the model is in {mean.dtype})."
+        )
+    # In another layout than a fit leaves, products add in another order.
+    placed = {
+        name: part.to(mean.device).mT.contiguous().mT if ".U" in name else part.to(mean.device)
+        for name, part in tensors.items()
+    }
+    operators: dict[str, LinearOperator] = {}
+    for index, name in enumerate(header.block_names):
+        U_G, U_A, U, magnitudes = (placed.get(f"{index}.{part}") for part in _PARTS)
+        assert magnitudes is not None
+        if U is None:
+            operators[name] = EigenKronecker(U_G, U_A, magnitudes)
+        else:
+            operators[name] = LowRankPlusDiagonal(U, magnitudes, 0.0)
+    subject = subject.changed(
+        prior_precision=placed["prior_precision"],
+        temperature=float(header.temperature),
+        given_mean=placed.get("prior_mean", 0.0),
+        link=None if header.link is None else Link(**header.link),
+    )
+    curvature, noise = BlockDiagonal(operators), header.noise or {}
+    # Of the empirical Fisher earlier versions wrote another power.
+    num_targets = noise["num_targets"] if noise.get("power") == 2 else None
+    posterior = posterior_of(subject, curvature, header.num_data)
+    return Fitted(subject, posterior, float(header.nll), others, header.mode, num_targets)
 
 
-def load(path: Path) -> Saved:
-    """Read a file.
+def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
+    """The header of a file, and its tensors, on the CPU.
 
     Raises:
         ValueError: If it is damaged, or not of this format.
@@ -235,7 +222,7 @@ def load(path: Path) -> Saved:
         texts, tensors = read_sealed(path)
         if texts.get("format") not in _FORMATS:
             raise ValueError(f"its format is {reprlib.repr(texts.get('format'))}")
-        return Saved(Header(**json.loads(texts["header"])), tensors)
+        return Header(**json.loads(texts["header"])), tensors
     except IsADirectoryError as error:
         raise IsADirectoryError(f"{path} is a folder: name a file. {_EARLIER}") from error
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -55,15 +55,15 @@ def scheme_of_mode(
         return Full(loader) if mode == "full" else Auto(loader), expected
     check_generator(generator)
     check_resumable(resume, subject.settings.fisher.kind, generator, loader)
-    of_mode = OF_FIRST_BATCHES[mode]
-    batches = list(itertools.islice(subject.stream(loader, generator).raw(), of_mode.num_batches))
+    needed, of_batches = OF_FIRST_BATCHES[mode]
+    batches = list(itertools.islice(subject.stream(loader, generator).raw(), needed))
     most = max(current().exchange(len(batches)))
-    if most < of_mode.num_batches:
+    if most < needed:
         raise ValueError(
-            f'mode="{mode}" needs {of_mode.num_batches} batch(es), the loader gave '
-            f"{most}: use a smaller batch size or more data."
+            f'mode="{mode}" needs {needed} batch(es), the loader gave {most}: use a smaller batch '
+            "size or more data."
         )
-    return of_mode.scheme(batches) if folds is None else CrossFit(batches, folds), expected
+    return of_batches(batches) if folds is None else CrossFit(batches, folds), expected
 
 
 def fit(
@@ -124,7 +124,11 @@ def fit(
         check_alike(ranks, plain, names, stream.first, expected.is_shared)
         check_room(problem, kind)
         if resume is not None:
-            of_data = {"mode": mode, "num_data": expected.num_data, "folds": scheme.num_folds}
+            of_data = {
+                "mode": mode,
+                "num_data": expected.num_data,
+                "folds": getattr(scheme, "folds", None),
+            }
             identity = identity_of(problem, subject, generator, **of_data)
             checkpoint = Checkpoint(Path(resume), identity, problem.device, ranks)
             problem = replace(problem, checkpoint=checkpoint)

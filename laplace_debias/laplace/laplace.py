@@ -23,9 +23,8 @@ from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameters import FitSettings
 from laplace_debias.laplace.plan import Plan, plan_of
-from laplace_debias.laplace.prior import PriorMean, PriorPrecision
 from laplace_debias.laplace.schemes import Scheme, scheme_of
-from laplace_debias.laplace.subject import Subject
+from laplace_debias.laplace.subject import PriorMean, PriorPrecision, Subject
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.system.ranks import together
 
@@ -464,18 +463,8 @@ class Laplace(Approximation):
             IsADirectoryError: If it is a folder.
             OSError: If it cannot be read.
         """
-        saved = file.load(Path(path))
-        la = cls(
-            model,
-            likelihood=file.likelihood_from_json(saved.header.likelihood, likelihood),
-            **saved.choices(),
-            backend=backend,
-            fisher=fisher,
-            factor_dtype=factor_dtype,
-            mc_samples=mc_samples,
-            memory_bound=memory_bound,
-            batch=batch,
-        )
-        la._fitted = saved.fitted(la._subject)
-        la._subject = la._fitted.subject
+        of_fit = FisherType(fisher, mc_samples), factor_dtype, memory_bound, batch
+        fitted = file.load(Path(path), model, likelihood, backend, *of_fit)
+        la = cls.__new__(cls)
+        la._subject, la._fitted = fitted.subject, fitted
         return la

@@ -14,7 +14,6 @@ from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.outputs import check_class_dim
 from laplace_debias.curvature.network.selection import (
     SUPPORTED,
     ParameterSelection,
@@ -24,8 +23,7 @@ from laplace_debias.curvature.network.selection import (
     select_parameters,
 )
 from laplace_debias.curvature.network.shadow import wide
-from laplace_debias.system.checks import check_is
-from laplace_debias.system.memory import check_memory_bound
+from laplace_debias.system.checks import check_is, whole
 from laplace_debias.system.shown import warn
 
 
@@ -62,8 +60,13 @@ class FitSettings:
             )
         check_is(self.joint, "joint", bool)
         check_is(self.sharing, "sharing", str, Mapping)
-        check_memory_bound(self.memory_bound)
-        check_class_dim(self.class_dim)
+        if self.memory_bound is not None:
+            whole(self.memory_bound, "memory_bound")
+        if self.class_dim is not None and whole(self.class_dim, "class_dim", -(2**53)) == 0:
+            raise ValueError(
+                "class_dim=0 is the dimension of the examples: use class_dim=1 for outputs "
+                "[B, C, ...], class_dim=-1 for outputs [B, ..., C]."
+            )
 
     def check_used(self) -> None:
         """Require choices that have an effect on this curvature.

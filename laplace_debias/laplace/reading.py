@@ -202,9 +202,9 @@ class Reading:
                 own = (own_folds == k).nonzero()[:, 0]
                 if len(own):
                     outputs = self._forward(take(x, own), y[own], of_inputs)
-                    numbers = looked(self.problem, outputs, y[own])
-                    traces[own] = numbers.traces.cpu()
-                    nll, num_outputs = nll + float(numbers.nll), num_outputs + numbers.num_outputs
+                    of_own, loss = looked(self.problem, outputs, y[own])
+                    traces[own] = of_own.cpu()
+                    nll, num_outputs = nll + float(loss), num_outputs + outputs.numel()
         of_ranks = ranks.exchange((traces.tolist(), nll, num_outputs))
         traces = torch.tensor([c for some, _, _ in of_ranks for c in some], dtype=torch.float64)
         self.curvatures = torch.cat([self.curvatures, traces])

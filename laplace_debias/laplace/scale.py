@@ -1,7 +1,6 @@
 """The scale of a few examples' curvature, corrected by forward passes over many."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,23 +14,8 @@ from laplace_debias.curvature.network.inputs import call, move
 from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
 
 
-@dataclass(frozen=True)
-class Looked:
-    """Numbers of examples that went through the network forward.
-
-    Attributes:
-        traces: tr ∇²_f ℓ of each example, or ‖∇_f ℓ‖², `[B]`, float64.
-        nll: Their summed loss.
-        num_outputs: How many numbers the network gave for them.
-    """
-
-    traces: Float[Tensor, " batch"]
-    nll: Tensor
-    num_outputs: int
-
-
-def looked(problem: Problem, outputs: Tensor, y: Tensor) -> Looked:
-    """The curvature of each example's loss in the outputs: 1 − Σ p² for a softmax.
+def looked(problem: Problem, outputs: Tensor, y: Tensor) -> tuple[Float[Tensor, " batch"], Tensor]:
+    """The curvature of each example's loss in the outputs, 1 − Σ p² for a softmax; the loss.
 
     A block's trace is the mean of squared output gradients times activations. What share of it an
     example has goes with its share of this, which takes no backward pass.
@@ -54,7 +38,7 @@ def looked(problem: Problem, outputs: Tensor, y: Tensor) -> Looked:
         traces = loss.gradient(outputs, labels).double().square().flatten(1).sum(1)
     else:
         traces = loss.hessian_traces(outputs, labels)
-    return Looked(traces, loss.value(outputs, labels), outputs.numel())
+    return traces, loss.value(outputs, labels)
 
 
 def check_unweighed(weights: Sequence[Tensor]) -> None:
@@ -86,7 +70,7 @@ def mean_output_curvature(problem: Problem, batches: Pairs) -> float:
         with faults.of_batch(number):
             with torch.no_grad():
                 outputs = call(network, move(x, problem.device, None))
-            total = total + looked(problem, outputs, y).traces.sum()
+            total = total + looked(problem, outputs, y)[0].sum()
         num_examples += len(y)
     faults.read()
     of_ranks = problem.ranks.exchange([float(total), num_examples])

@@ -42,11 +42,6 @@ class Scheme(ABC):
         """The data that a fit reads, in its order."""
         return [getattr(self, field) for field in self.fields]
 
-    @property
-    def num_folds(self) -> int | None:
-        """How many folds the data is cut into; None if it is not."""
-        return None
-
     def expected(self, num_data: SupportsIndex | None) -> Expected:
         """N: what the user says, or the number of examples that the fit reads.
 
@@ -144,11 +139,6 @@ class CrossFit(Scheme):
     def __post_init__(self) -> None:
         whole(self.folds, "folds", 2)
 
-    @property
-    def num_folds(self) -> int:
-        """As `Scheme.num_folds`."""
-        return self.folds
-
     def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
         return fitted(kind.crossfit(problem, self.data, self.folds))
@@ -167,24 +157,12 @@ def scheme_of(directions: Batches, magnitudes: Batches | None, folds: int | None
     return CrossFit(directions, folds)
 
 
-@dataclass(frozen=True)
-class FirstBatches:
-    """A mode that reads a loader's first batches.
-
-    Attributes:
-        num_batches: How many.
-        scheme: Makes the scheme of them.
-    """
-
-    num_batches: int
-    scheme: Callable[[Sequence[Any]], Scheme]
-
-
-OF_FIRST_BATCHES = {
-    "mini": FirstBatches(1, Full),
-    "debiased": FirstBatches(2, lambda batches: Split(batches[:1], batches[1:])),
-    "crossfit": FirstBatches(1, CrossFit),
+OF_FIRST_BATCHES: dict[str, tuple[int, Callable[[Sequence[Any]], Scheme]]] = {
+    "mini": (1, Full),
+    "debiased": (2, lambda batches: Split(batches[:1], batches[1:])),
+    "crossfit": (1, CrossFit),
 }
+"""Modes that read a loader's first batches: how many, and the scheme of them."""
 # The first one reads all batches, the last one as many as it takes.
 MODES = ("full", *OF_FIRST_BATCHES, "auto")
 

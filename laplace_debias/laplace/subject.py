@@ -1,5 +1,6 @@
 """The subject of an approximation: a trained model, what its outputs mean, and the choices made."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,10 +48,14 @@ from laplace_debias.laplace.data_size import first_batch
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.posterior import check_prior_precision, check_temperature
-from laplace_debias.laplace.prior import PriorMean, check_kind, prior_mean_from
 from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import current
 from laplace_debias.system.shown import warn
+
+# One number, or one per block.
+PriorPrecision = float | Tensor
+# One number, or one per Bayesian parameter [D].
+PriorMean = float | Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +102,12 @@ class Subject:
         selection: ParameterSelection,
         backend: str,
         batch: BatchHook | None,
+        calls: Mapping[str, Sequence[str]] | None = None,
         **prior: Any,
     ) -> "Subject":
         """The subject of what `Laplace` takes; the prior's fields are those of `changed`.
+
+        Of a fit that is known so are its `calls`, as `curvature_blocks` takes them.
 
         Raises:
             ValueError: For a model or parameters that cannot be used; as `changed`.
@@ -112,7 +120,7 @@ class Subject:
             selection = plain_names(model, selection)
         selected = None
         if not is_last_layer(selection) or not any(p.requires_grad for p in plain.parameters()):
-            selected = BayesianParameters.of(plain, selection, settings, None)
+            selected = BayesianParameters.of(plain, selection, settings, None, calls)
         names = selected.names if selected else [name for name, _ in plain.named_parameters()]
         if settings.class_dim not in (None, -1) or is_narrow(plain, names):
             if backend == "backpack":
@@ -147,14 +155,13 @@ class Subject:
         # As long as there are no blocks, the fit that finds them checks their number.
         num_blocks = precision.numel() if known is None else len(known.block_names)
         check_prior_precision(precision, num_blocks)
-        check_kind(other.given_mean)
-        if known is not None:
-            mean = prior_mean_from(other.given_mean, unwrapped(other.model), known.names)
+        size = None if known is None else sum(block.size for block in known.blocks)
+        mean = prior_mean_of(other.given_mean, size, device)
         return replace(
             other,
             prior_precision=precision,
             temperature=temperature,
-            link=link_from(link, other.likelihood),
+            link=None if link is None else link_from(link, other.likelihood),
             prior_mean=mean,
         )
 
@@ -288,6 +295,37 @@ class Subject:
     def dtypes(self) -> set[torch.dtype]:
         """Dtypes of the model's parameters."""
         return {p.dtype for p in self.model.parameters()}
+
+
+def prior_mean_of(value: Any, size: int | None, device: torch.device) -> Tensor | None:
+    """The prior's mean, float64, one number or one per parameter; None if it is zero.
+
+    Args:
+        value: As the user gave it.
+        size: The number of Bayesian parameters; None as long as they are not known.
+        device: The model's.
+
+    Raises:
+        TypeError: If it is neither a number nor a tensor.
+        ValueError: If it is not finite, or of another shape.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise TypeError(
+            "prior_mean must be a number or a tensor [D] in the order of param_names, got "
+            f"{type(value).__name__}: of a state_dict join its entries, "
+            "torch.cat([state[name].flatten() for name in la.param_names])."
+        )
+    if size is None:
+        return None
+    mean = real(value, "prior_mean", device).detach().clone()
+    if mean.shape not in ((), (size,)):
+        raise ValueError(
+            f"prior_mean must be one number, or one for each of the {size} Bayesian parameters in "
+            f"the order of param_names, got shape {tuple(mean.shape)}."
+        )
+    if not mean.isfinite().all():
+        raise ValueError("prior_mean holds NaN or Inf: check where it comes from.")
+    return mean if mean.any() else None
 
 
 def usable(model: nn.Module) -> nn.Module:

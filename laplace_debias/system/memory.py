@@ -2,11 +2,8 @@
 
 import os
 from pathlib import Path
-from typing import SupportsIndex
 
 import torch
-
-from laplace_debias.system.checks import whole
 
 MEMORY_BOUND = 2**27
 """Bytes, unless a user says otherwise."""
@@ -15,16 +12,6 @@ MOST_GRANTED = 2**32
 # What torch's allocators (that of the CPU raises no error of its own kind) and NVIDIA's libraries
 # say.
 _SAID = ("not enough memory", "can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-
-
-def check_memory_bound(bound: SupportsIndex | None) -> int | None:
-    """A positive whole number of bytes, or None.
-
-    Raises:
-        TypeError: If it is no whole number, such as 1e9.
-        ValueError: If it is below 1 or beyond 2**53.
-    """
-    return None if bound is None else whole(bound, "memory_bound")
 
 
 def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:

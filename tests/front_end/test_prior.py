@@ -10,7 +10,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.laplace.posterior import check_temperature
-from laplace_debias.laplace.prior import check_kind
+from laplace_debias.laplace.subject import prior_mean_of
 
 DELTA, NUM_DATA, T = 0.7, 40, 0.3
 
@@ -200,7 +200,7 @@ def test_what_is_out_of_range_is_refused(options, error, message):
 def test_what_is_no_number_is_refused(value):
     """By functions that take anything: the annotations of others are checked in these tests."""
     with pytest.raises(TypeError, match=r"prior_mean must be a number or a tensor.*torch\.cat"):
-        check_kind(value)
+        prior_mean_of(value, None, torch.device("cpu"))
     with pytest.raises(TypeError, match="temperature must be"):
         check_temperature(value)
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.network.inputs import Inputs, call, logits_of
 from laplace_debias.curvature.network.shadow import coarsest_eps, kept_as_it_is
-from laplace_debias.system.checks import whole
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.shown import warn
 
@@ -245,22 +244,6 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Ten
 
 # How far from 1 the sum of probabilities may be: softmaxes are also computed in half precision.
 _ROUNDING = 1e-3
-
-
-def check_class_dim(class_dim: int | None) -> None:
-    """Require None or a dimension other than that of the examples.
-
-    Raises:
-        ValueError: For dimension 0.
-        TypeError: As `whole`.
-    """
-    if class_dim is None:
-        return
-    if whole(class_dim, "class_dim", -(2**53)) == 0:
-        raise ValueError(
-            "class_dim=0 is the dimension of the examples: use class_dim=1 for outputs "
-            "[B, C, ...], class_dim=-1 for outputs [B, ..., C]."
-        )
 
 
 def classes_last(network: nn.Module, class_dim: int | None) -> nn.Module:

@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.curvature.operators.network_operator import loss_scale
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
-from laplace_debias.system.memory import check_memory_bound
+from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import current, together
 
 
@@ -139,7 +139,8 @@ class KFAC(Permuted):
             raise ValueError(
                 f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
             )
-        check_memory_bound(memory_bound)
+        if memory_bound is not None:
+            whole(memory_bound, "memory_bound")
         network = Network(model, "all" if params is None else params, data, batch)
         tap = Tap(network.model)
         of_loss = LossData(network.stream(data, generator), network, loss, reduction, num_data)
