@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +65,31 @@ class GaussianPosterior:
     ) -> None:
         """Require a prior precision that this curvature can be combined with; reads no block.
 
+        Magnitudes below the dtype's least normal number lose digits, which N multiplies. That must
+        not show beside δ: so δ/N, too, must be a normal number.
+
         Raises:
             ValueError: Naming the block, if it is not positive and finite, or if a precision or
                 variance is out of the range of the dtype.
         """
-        check_precisions(self._largest, self.data_weight, prior_precision, self.curvature.dtype)
+        deltas = check_prior_precision(prior_precision, len(self._largest))
+        deltas = deltas * len(self._largest) if len(deltas) == 1 else deltas
+        num_data, dtype = self.data_weight, self.curvature.dtype
+        tiny = torch.finfo(dtype).tiny
+        for (name, curvature), delta in zip(self._largest.items(), deltas, strict=True):
+            highest = num_data * curvature + delta
+            if delta < num_data * tiny:
+                wrong = f"The prior precision of {name}, {delta:.3g}, is too small"
+            elif highest > 1 / tiny:
+                wrong = f"The precision of {name} is up to {highest:.3g}, which is too large"
+            else:
+                continue
+            raise ValueError(
+                f"{wrong} for {dtype}, with N = {num_data} times a curvature of up to "
+                f"{curvature:.3g}: expected {num_data * tiny:.3g} to {1 / tiny:.3g}. Rescale the "
+                "inputs, the targets and their sigma, use another prior precision, or convert the "
+                "model to a wider dtype."
+            )
 
     @property
     def data_weight(self) -> float:
@@ -320,38 +339,3 @@ def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[floa
             "flat prior is approached by a small one, such as 1e-6."
         )
     return values
-
-
-def check_precisions(
-    largest: Mapping[str, float], num_data: float, prior_precision: Tensor, dtype: torch.dtype
-) -> None:
-    r"""Require precisions $N\Lambda + \delta$ and variances that are normal numbers of a dtype.
-
-    Magnitudes below the dtype's least normal number lose digits, which N multiplies. That must not
-    show beside δ: so δ/N, too, must be a normal number.
-
-    Args:
-        largest: The largest curvature of every block.
-        num_data: N, over the temperature.
-        prior_precision: δ, one number or one per block.
-        dtype: What the posterior is computed in.
-
-    Raises:
-        ValueError: Naming the block, otherwise.
-    """
-    deltas = check_prior_precision(prior_precision, len(largest))
-    deltas = deltas * len(largest) if len(deltas) == 1 else deltas
-    tiny = torch.finfo(dtype).tiny
-    for (name, curvature), delta in zip(largest.items(), deltas, strict=True):
-        highest = num_data * curvature + delta
-        if delta < num_data * tiny:
-            wrong = f"The prior precision of {name}, {delta:.3g}, is too small"
-        elif highest > 1 / tiny:
-            wrong = f"The precision of {name} is up to {highest:.3g}, which is too large"
-        else:
-            continue
-        raise ValueError(
-            f"{wrong} for {dtype}, with N = {num_data} times a curvature of up to {curvature:.3g}: "
-            f"expected {num_data * tiny:.3g} to {1 / tiny:.3g}. Rescale the inputs, the targets "
-            "and their sigma, use another prior precision, or convert the model to a wider dtype."
-        )

@@ -17,7 +17,6 @@ from laplace_debias.curvature.losses.likelihoods import (
 )
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, take
-from laplace_debias.curvature.network.outputs import explaining_unbatched
 from laplace_debias.laplace import links, sampling
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional import linearised
@@ -110,9 +109,7 @@ class Prediction:
 
     def outputs(self, fitted: Fitted, x: Inputs | Record) -> Float[Tensor, "batch *outputs"]:
         """The outputs that the network itself gives, `[B, ..., C]`."""
-        x, network = fitted.moved(x), fitted.network
-        with explaining_unbatched(network, x):
-            asked = linearised.Asked.of(network, x, self.positions, lambda _: True)
+        with linearised.asked_of(fitted, x, self.positions, lambda _: True) as asked:
             return asked.shaped(linearised.map_outputs(asked.network, asked.x), None)
 
     @property
@@ -131,10 +128,8 @@ class Prediction:
         """Samples of the outputs, `[S, B, ..., C]`."""
         if self.method == "glm":
             return self.draws_of(*self.moments(fitted, x, diagonal=False))
-        x, network = fitted.moved(x), fitted.network
-        with explaining_unbatched(network, x):
+        with linearised.asked_of(fitted, x, self.positions, lambda _: True) as asked:
             parameters = fitted.posterior.sample(self.num_samples, self.generator)
-            asked = linearised.Asked.of(network, x, self.positions, lambda _: True)
             of_network = asked.network, fitted.parameters.names, asked.x
             linear = self.method == "glm-mc"
             found = sampling.outputs_of_samples(*of_network, parameters, linear)
@@ -225,14 +220,24 @@ def closed(
         ValueError: As `linearised.moments`.
     """
     link = link or fitted.subject.link or default_link(fitted, x)
-    diagonal = links.variances_suffice(fitted.likelihood, link)
-    differences = links.differences_suffice(fitted.likelihood, link)
-    mean, covariances = linearised.moments(
-        fitted, x, None, diagonal, positions=positions, differences=differences
-    )
+    mean, covariances = _moments_for(fitted, x, None, [link], positions)
+    return links.predictive(fitted.likelihood, link, mean, covariances[0])
+
+
+def _moments_for(
+    fitted: Fitted,
+    x: Inputs | Record,
+    grid: Tensor | None,
+    by: Sequence[Link | None],
+    positions: Positions | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The mean, and as much of the covariances as the links look at, within each position."""
+    diagonal = all(links.variances_suffice(fitted.likelihood, link) for link in by)
+    differences = all(links.differences_suffice(fitted.likelihood, link) for link in by)
+    mean, covariances = linearised.moments(fitted, x, grid, diagonal, None, positions, differences)
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)
-    return links.predictive(fitted.likelihood, link, mean, covariances[0])
+    return mean, covariances
 
 
 def predictives_by_links(
@@ -255,11 +260,7 @@ def predictives_by_links(
         ValueError: As `moments`.
     """
     likelihood = fitted.likelihood
-    diagonal = all(links.variances_suffice(likelihood, link) for link in by)
-    differences = all(links.differences_suffice(likelihood, link) for link in by)
-    mean, covariances = linearised.moments(fitted, x, grid, diagonal, differences=differences)
-    if mean.ndim > 2 and not diagonal:
-        covariances = _within_positions(covariances, mean.shape)
+    mean, covariances = _moments_for(fitted, x, grid, by)
     of_points = list(covariances)
     if None in by:
         return (
@@ -281,10 +282,8 @@ def default_link(fitted: Fitted, x: Inputs | Record) -> links.Link | None:
     """The link of a fit that none was chosen for, by the outputs of the first example."""
     if type(fitted.likelihood) is not CategoricalLikelihood:
         return links.default_link(fitted.likelihood, torch.Size())
-    with torch.inference_mode(False):
-        x, network = fitted.moved(x), fitted.network
-        with explaining_unbatched(network, x):
-            outputs = linearised.map_outputs(network, take(x, slice(1)))
+    with linearised.asked_of(fitted, x) as asked:
+        outputs = linearised.map_outputs(asked.network, take(asked.x, slice(1)))
     return links.default_link(fitted.likelihood, outputs.shape)
 
 

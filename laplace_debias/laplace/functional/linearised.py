@@ -1,6 +1,7 @@
 """Outputs of the linearised network, of a fit: which are asked for, and their moments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,16 +59,12 @@ def moments(
             posterior.check_prior_precision(point)
     num_blocks, num_points = len(fitted.parameters.block_names), len(prior_precisions)
     deltas = prior_precisions.reshape(num_points, -1).expand(-1, num_blocks).to(posterior.mean)
-    with torch.inference_mode(False):
-        x, network = fitted.moved(x), fitted.network
-        with explaining_unbatched(network, x):
-            may_be_early = partial(can_go_through, blocks=blocks, posterior=posterior)
-            asked = Asked.of(network, x, positions, may_be_early)
-            chosen = asked.chosen(outputs)
-            request = OutputRequest(diagonal, chosen, fitted.settings.memory_bound, differences)
-            mean, covariances = functional_moments(
-                *(asked.network, blocks, posterior, asked.x, deltas, request, asked.head)
-            )
+    may_be_early = partial(can_go_through, blocks=blocks, posterior=posterior)
+    with asked_of(fitted, x, positions, may_be_early) as asked:
+        chosen, memory_bound = asked.chosen(outputs), fitted.settings.memory_bound
+        request = OutputRequest(diagonal, chosen, memory_bound, differences)
+        of_request = posterior, asked.x, deltas, request, asked.head
+        mean, covariances = functional_moments(asked.network, blocks, *of_request)
     num_chosen = None if chosen is None else chosen.shape[1]
     covariances = asked.shaped(covariances, num_chosen) if diagonal else covariances
     return asked.shaped(mean, num_chosen), covariances
@@ -91,20 +88,44 @@ def joint(
         ValueError: As `joint_moments`.
     """
     posterior, num_blocks = fitted.posterior, len(fitted.parameters.block_names)
-    with torch.inference_mode(False):
-        x, network = fitted.moved(x), fitted.network
-        with explaining_unbatched(network, x):
-            asked = Asked.of(network, x, positions, lambda _: False)
-            chosen = asked.chosen(outputs)
-            mean, covariance = joint_moments(
-                asked.network,
-                fitted.parameters.blocks,
-                posterior,
-                asked.x,
-                posterior.prior_precision.expand(num_blocks).to(posterior.mean),
-                OutputRequest(False, chosen, fitted.settings.memory_bound),
-            )
+    deltas = posterior.prior_precision.expand(num_blocks).to(posterior.mean)
+    with asked_of(fitted, x, positions) as asked:
+        chosen = asked.chosen(outputs)
+        request = OutputRequest(False, chosen, fitted.settings.memory_bound)
+        of_request = posterior, asked.x, deltas, request
+        mean, covariance = joint_moments(asked.network, fitted.parameters.blocks, *of_request)
     return asked.shaped(mean, None if chosen is None else chosen.shape[1]), covariance
+
+
+@contextmanager
+def asked_of(
+    fitted: Fitted,
+    x: Inputs | Record,
+    positions: Positions | None = None,
+    may_be_early: Callable[[str], bool] = lambda _: False,
+) -> Iterator["Asked"]:
+    """The network and the inputs of a user's request, which are explained where they fail.
+
+    Args:
+        fitted: The fit.
+        x: Inputs as the user gave them.
+        positions: Which; None for all.
+        may_be_early: Whether the head, given by its path, may see the chosen positions alone.
+            Where layers are measured one by one, not every one of them may.
+
+    Raises:
+        ValueError: As `choose_positions` and `explaining_unbatched`.
+        TypeError: As `choose_positions`.
+    """
+    with torch.inference_mode(False):
+        x, network = fitted.moved(x), fitted.subject.network
+        with explaining_unbatched(network, x):
+            if positions is None:
+                yield Asked(network, x)
+                return
+            found = choose_positions(network, x, positions)
+            head = found.head if found.head is not None and may_be_early(found.head) else None
+            yield Asked(found.network(network, head is not None), found.inputs(x), found, head)
 
 
 def map_outputs(network: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"]:
@@ -131,33 +152,6 @@ class Asked:
     x: Inputs
     positions: ChosenPositions | None = None
     head: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        network: nn.Module,
-        x: Inputs,
-        positions: Positions | None,
-        may_be_early: Callable[[str], bool],
-    ) -> "Asked":
-        """The request of a user.
-
-        Args:
-            network: The network, with outputs `[B, ..., C]`.
-            x: Inputs on the model's device.
-            positions: Which; None for all.
-            may_be_early: Whether the head, given by its path, may see the chosen positions alone.
-                Where layers are measured one by one, not every one of them may.
-
-        Raises:
-            ValueError: As `choose_positions`.
-            TypeError: As `choose_positions`.
-        """
-        if positions is None:
-            return cls(network, x)
-        found = choose_positions(network, x, positions)
-        head = found.head if found.head is not None and may_be_early(found.head) else None
-        return cls(found.network(network, head is not None), found.inputs(x), found, head)
 
     def chosen(self, outputs: OutputChoice | None) -> Int[Tensor, "batch k"] | None:
         """The flattened outputs that are asked for, those of one position after the other.
