@@ -301,14 +301,14 @@ def _exact(
         "data",
         (*rounds, (num_data, 0.0)),
         dict.fromkeys(_CURVE, 0.0),
-        dict.fromkeys(now.parameters.block_names, 0.0),
+        dict.fromkeys(now.subject.known.block_names, 0.0),
     )
     return replace(now, report=report)
 
 
 def _of_blocks(last: _Round, x: Inputs) -> dict[str, float]:
     """The error that each block brings, by its own part of the variances."""
-    own, names = _own(last.fitted), last.fitted.parameters.block_names
+    own, names = _own(last.fitted), last.fitted.subject.known.block_names
     alone = torch.where(torch.eye(len(own), device=own.device).bool(), own, _WITHOUT * own)
     total = _variances(last.fitted, last.fitted.posterior.curvature, x, own[None])
     errors = (_chances(last, x, alone)[1] / (2 * total)).nan_to_num(0.0)
@@ -332,13 +332,13 @@ def _variances(
     """Variances of the largest outputs with another curvature, at some prior precisions."""
     fitted = fitted.with_posterior(replace(fitted.posterior, curvature=curvature))
     with torch.no_grad():
-        outputs = fitted.network(fitted.moved(take(x, slice(0, 1))))
+        outputs = fitted.subject.network(fitted.moved(take(x, slice(0, 1))))
     return moments(fitted, x, deltas, True, min(_OUTPUTS, outputs.numel()))[1].double()
 
 
 def _own(fitted: Fitted) -> Float[Tensor, " blocks"]:
     """The prior precision of every block."""
-    num_blocks = len(fitted.parameters.block_names)
+    num_blocks = len(fitted.subject.known.block_names)
     return fitted.posterior.prior_precision.expand(num_blocks).to(fitted.posterior.mean)
 
 

@@ -37,13 +37,14 @@ def groups_of(fitted: Fitted, per: str) -> dict[str, list[int]]:
     """
     if per not in PER:
         raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
-    if fitted.settings.kind.is_dense:
+    kind = fitted.subject.settings.kind
+    if kind.is_dense:
         raise ValueError(
-            f"curvature={fitted.settings.kind.name!r} is one block of all parameters, which has "
+            f"curvature={kind.name!r} is one block of all parameters, which has "
             f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
         )
     groups: dict[str, list[int]] = {}
-    for index, block in enumerate(fitted.parameters.blocks):
+    for index, block in enumerate(fitted.subject.known.blocks):
         name = block.name if per == "block" else kind_of(unwrapped(fitted.subject.model), block)
         groups.setdefault(name, []).append(index)
     return groups

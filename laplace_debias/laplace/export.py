@@ -79,9 +79,9 @@ class _Predictive(nn.Module):
 
     def __init__(self, fitted: Fitted, example: Inputs, link: Link | None) -> None:
         super().__init__()
-        self.network, self.likelihood = fitted.network, fitted.likelihood
+        self.network, self.likelihood = fitted.subject.network, fitted.likelihood
         self._layer = _last_linear_layer(fitted, example)
-        self._link, self._blocks = link, fitted.parameters.blocks
+        self._link, self._blocks = link, fitted.subject.known.blocks
         posterior = fitted.posterior
         deltas = posterior.prior_precision.to(posterior.mean).expand(len(self._blocks))
         for index, (block, delta) in enumerate(zip(self._blocks, deltas, strict=True)):
@@ -247,7 +247,7 @@ def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:
     Raises:
         NotImplementedError: If there is none.
     """
-    blocks: Sequence[Block] = fitted.parameters.blocks
+    blocks: Sequence[Block] = fitted.subject.known.blocks
     layers = list(dict.fromkeys(block.layer for block in blocks))
     remedy = 'Fit with params="last_layer" a model that ends in an nn.Linear.'
     if len(layers) > 1:
@@ -256,7 +256,7 @@ def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:
             f"{len(layers)} layers are Bayesian here: {', '.join(layers[:3])}"
             f"{', …' if len(layers) > 3 else ''}. {remedy}"
         )
-    network = fitted.network
+    network = fitted.subject.network
     tap = Tap(network, blocks)
     outputs = tap.forward(example)
     last, layer = tap.last_layer(outputs), network.get_submodule(layers[0])

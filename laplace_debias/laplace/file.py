@@ -85,21 +85,21 @@ class Header:
     @classmethod
     def of(cls, fitted: Fitted, own_likelihood: bool) -> "Header":
         """The header of a fit; arguments and errors as `likelihood_to_json`."""
-        settings, sharing = fitted.settings, fitted.settings.sharing
+        settings, sharing = fitted.subject.settings, fitted.subject.settings.sharing
         return cls(
             likelihood_to_json(fitted.likelihood, own_likelihood),
             settings.kind.name,
             bool(settings.joint),
             sharing if isinstance(sharing, str) else dict(sharing),
-            fitted.parameters.names,
-            fitted.parameters.block_names,
+            fitted.subject.known.names,
+            fitted.subject.known.block_names,
             fitted.posterior.num_data,
             fitted.nll,
             settings.kind.rank,
             fitted.others,
             settings.class_dim,
             fitted.mode,
-            {name: list(paths) for name, paths in fitted.parameters.calls.items()},
+            {name: list(paths) for name, paths in fitted.subject.known.calls.items()},
             None if fitted.num_targets is None else {"num_targets": fitted.num_targets, "power": 2},
             fitted.posterior.temperature,
             None if fitted.subject.link is None else asdict(fitted.subject.link),

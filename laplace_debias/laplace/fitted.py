@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprint import Watch
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
-from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.posterior import GaussianPosterior, check_prior_precision
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.operators import BlockDiagonal
@@ -119,21 +118,6 @@ class Fitted:
         """The likelihood of the outputs."""
         return self.subject.likelihood
 
-    @property
-    def settings(self) -> FitSettings:
-        """The choices of the fit."""
-        return self.subject.settings
-
-    @property
-    def parameters(self) -> BayesianParameters:
-        """The Bayesian parameters."""
-        return self.subject.known
-
-    @property
-    def network(self) -> nn.Module:
-        """The module that is differentiated."""
-        return self.subject.network
-
     def with_posterior(self, posterior: GaussianPosterior) -> "Fitted":
         """The same fit with another form of its posterior."""
         return replace(self, posterior=posterior)
@@ -164,7 +148,7 @@ class Fitted:
         mean = self.posterior.mean
         check_no_autocast(mean.device)
         plain = unwrapped(self.subject.model)
-        current = self.parameters.flat(plain)
+        current = self.subject.known.flat(plain)
         if current.device != mean.device or current.dtype != mean.dtype:
             raise RuntimeError(
                 f"The model has moved to {current.device}, {current.dtype} since the fit on "
@@ -175,7 +159,7 @@ class Fitted:
                 "The model's parameters have changed since the fit, so the posterior does "
                 "not describe them: fit again."
             )
-        if wrong := self.watch.changed(plain, self.parameters.names, self.others):
+        if wrong := self.watch.changed(plain, self.subject.known.names, self.others):
             raise RuntimeError(
                 f"{wrong[0]} has changed since the fit, so the posterior is not that of this "
                 "model: fit again."
@@ -188,7 +172,7 @@ class Fitted:
         posterior = self.posterior
         delta = posterior.prior_precision if prior_precision is None else prior_precision
         delta = real(delta, "prior_precision", posterior.mean.device)
-        check_prior_precision(delta.detach(), len(self.parameters.block_names))
+        check_prior_precision(delta.detach(), len(self.subject.known.block_names))
         normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
         return (
             -self.nll / posterior.temperature

@@ -130,7 +130,7 @@ class Prediction:
             return self.draws_of(*self.moments(fitted, x, diagonal=False))
         with linearised.asked_of(fitted, x, self.positions, lambda _: True) as asked:
             parameters = fitted.posterior.sample(self.num_samples, self.generator)
-            of_network = asked.network, fitted.parameters.names, asked.x
+            of_network = asked.network, fitted.subject.known.names, asked.x
             linear = self.method == "glm-mc"
             found = sampling.outputs_of_samples(*of_network, parameters, linear)
             return asked.shaped(found, None)

@@ -62,7 +62,7 @@ def thinned(
     bound = real(error, "error")
     if bound.ndim or not 0 < float(bound) < math.inf:
         raise ValueError(f"error must be one positive finite number, got {error}: 1e-3, say.")
-    if (name := fitted.settings.kind.name) not in WITH_FACTORS:
+    if (name := fitted.subject.settings.kind.name) not in WITH_FACTORS:
         raise ValueError(
             f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
             f"{name!r}: fit one of these."

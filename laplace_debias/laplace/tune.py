@@ -58,7 +58,7 @@ def on_data(
     fitted.check_model()
     check_held_out(loader)
     stream = fitted.subject.stream(loader, generator, "tune" if progress else None)
-    likelihood, class_dim = fitted.likelihood, fitted.settings.class_dim
+    likelihood, class_dim = fitted.likelihood, fitted.subject.settings.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
     known = ["nll"] if is_regression else ["brier", "nll"]
     if metric not in known:

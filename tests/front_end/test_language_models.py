@@ -202,7 +202,7 @@ def test_chunks_do_not_matter(fitted):
     assert expected.shape == (B, 2, 3)
     state = la._fitted
     try:
-        settings = replace(state.settings, memory_bound=2**14)
+        settings = replace(state.subject.settings, memory_bound=2**14)
         la._fitted = replace(state, subject=replace(state.subject, settings=settings))
         close(la.functional(x, positions=[-1, -2], outputs=3, diagonal=True)[1], expected, rtol)
     finally:

@@ -270,7 +270,7 @@ def test_results_do_not_depend_on_the_memory_bound(name, curvature):
 
 
 def bounded(fitted, memory_bound):
-    settings = replace(fitted.settings, memory_bound=memory_bound)
+    settings = replace(fitted.subject.settings, memory_bound=memory_bound)
     return replace(fitted, subject=replace(fitted.subject, settings=settings))
 
 

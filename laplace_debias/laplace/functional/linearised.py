@@ -51,17 +51,17 @@ def moments(
     Raises:
         ValueError: For a prior precision out of range; as `functional_moments`.
     """
-    posterior, blocks = fitted.posterior, fitted.parameters.blocks
+    posterior, blocks = fitted.posterior, fitted.subject.known.blocks
     if prior_precisions is None:
         prior_precisions = posterior.prior_precision.unsqueeze(0)
     else:
         for point in prior_precisions:
             posterior.check_prior_precision(point)
-    num_blocks, num_points = len(fitted.parameters.block_names), len(prior_precisions)
+    num_blocks, num_points = len(fitted.subject.known.block_names), len(prior_precisions)
     deltas = prior_precisions.reshape(num_points, -1).expand(-1, num_blocks).to(posterior.mean)
     may_be_early = partial(can_go_through, blocks=blocks, posterior=posterior)
     with asked_of(fitted, x, positions, may_be_early) as asked:
-        chosen, memory_bound = asked.chosen(outputs), fitted.settings.memory_bound
+        chosen, memory_bound = asked.chosen(outputs), fitted.subject.settings.memory_bound
         request = OutputRequest(diagonal, chosen, memory_bound, differences)
         of_request = posterior, asked.x, deltas, request, asked.head
         mean, covariances = functional_moments(asked.network, blocks, *of_request)
@@ -87,13 +87,13 @@ def joint(
     Raises:
         ValueError: As `joint_moments`.
     """
-    posterior, num_blocks = fitted.posterior, len(fitted.parameters.block_names)
+    posterior, num_blocks = fitted.posterior, len(fitted.subject.known.block_names)
     deltas = posterior.prior_precision.expand(num_blocks).to(posterior.mean)
     with asked_of(fitted, x, positions) as asked:
         chosen = asked.chosen(outputs)
-        request = OutputRequest(False, chosen, fitted.settings.memory_bound)
+        request = OutputRequest(False, chosen, fitted.subject.settings.memory_bound)
         of_request = posterior, asked.x, deltas, request
-        mean, covariance = joint_moments(asked.network, fitted.parameters.blocks, *of_request)
+        mean, covariance = joint_moments(asked.network, fitted.subject.known.blocks, *of_request)
     return asked.shaped(mean, None if chosen is None else chosen.shape[1]), covariance
 
 
