@@ -110,11 +110,7 @@ class Auto(Scheme):
         return expected_of_loader(self.data, num_data, self.mode)
 
     def check(self, kind: CurvatureKind) -> None:
-        """Require K-FAC and data in random order, of which a subset such as `random_split`'s is.
-
-        Raises:
-            ValueError: Otherwise.
-        """
+        """Require K-FAC and data in random order, of which a subset such as `random_split`'s is."""
         if kind.name != "kfac":
             raise ValueError(f'mode="auto" fits curvature="kfac", not {kind.name!r}.')
         if kind.rank is not None:
@@ -282,11 +278,7 @@ def _exact(
     rounds: Sequence[tuple[int, float]],
     clock: _Clock,
 ) -> Fitted:
-    """The fit of all the data.
-
-    Raises:
-        ValueError: If it cannot be read again.
-    """
+    """The fit of all the data."""
     if isinstance(data.source, Iterator):
         raise ValueError(
             "The data ended before the first round did, and this iterator cannot be read again: "

@@ -107,12 +107,7 @@ class Approximation(Predictor):
         return state
 
     def _adopt(self, fitted: Fitted, **prior: Any) -> None:
-        """Make a fit the one that is predicted with, under the prior that holds by now.
-
-        Args:
-            fitted: The fit.
-            prior: Fields of the prior that it brings with it.
-        """
+        """Make a fit the one that is predicted with, under the prior that holds by now."""
         found = {name: getattr(fitted.subject, name) for name in ("likelihood", "parameters")}
         with _EXCHANGE:
             subject = self._subject.changed(**found, **prior)

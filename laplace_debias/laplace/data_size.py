@@ -205,11 +205,7 @@ def check_alike(
 
 
 def check_held_out(*data: Batches) -> None:
-    """Require held-out data that the processes share, where there are several.
-
-    Raises:
-        ValueError: As `check_shared` and `told_by`.
-    """
+    """Require held-out data that the processes share, where there are several."""
     ranks = current()
     if ranks.size > 1:
         for loader in data:

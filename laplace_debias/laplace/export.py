@@ -168,11 +168,7 @@ def _probabilities(likelihood: Likelihood, logits: Tensor) -> Tensor:
 
 
 def _traced(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram:
-    """The program, for any number of examples.
-
-    Raises:
-        NotImplementedError: If it cannot be traced.
-    """
+    """The program, for any number of examples."""
     # Of one example torch would take the 1 for a constant.
     args, kwargs = _arguments(join([example, example]))
     shapes = {name: {0: torch.export.Dim("batch")} for name in _names(example)}
@@ -195,11 +191,7 @@ def _traced(module: _Predictive, example: Inputs) -> torch.export.ExportedProgra
 
 
 def _check(program: torch.export.ExportedProgram, example: Inputs, predicted: Distribution) -> None:
-    """Require that the program gives what `predict` gives.
-
-    Raises:
-        RuntimeError: Otherwise.
-    """
+    """Require that the program gives what `predict` gives."""
     args, kwargs = _arguments(example)
     with torch.no_grad():
         answers = program.module()(*args, **kwargs)
@@ -242,11 +234,7 @@ def _names(inputs: Inputs) -> list[str]:
 
 
 def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:
-    """The path of the one layer that is Bayesian and whose outputs are the network's.
-
-    Raises:
-        NotImplementedError: If there is none.
-    """
+    """The path of the one layer that is Bayesian and whose outputs are the network's."""
     blocks: Sequence[Block] = fitted.subject.known.blocks
     layers = list(dict.fromkeys(block.layer for block in blocks))
     remedy = 'Fit with params="last_layer" a model that ends in an nn.Linear.'

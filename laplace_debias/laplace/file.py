@@ -309,11 +309,7 @@ def likelihood_from_json(data: Mapping[str, Any], own: Likelihood | None = None)
 
 
 def _options_of(likelihood: Likelihood) -> dict[str, Any]:
-    """The `options` as a file holds them.
-
-    Raises:
-        ValueError: If they are not plain data.
-    """
+    """The `options` as a file holds them."""
     options = likelihood.options()
     try:
         return dict(json.loads(json.dumps(options, allow_nan=False)))

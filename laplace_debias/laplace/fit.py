@@ -149,11 +149,7 @@ def fit(
 
 
 def _fitted(subject: Subject, found: CurvatureFit, num_data: int, mode: str) -> Fitted:
-    """The state of a fit, of the curvature that was found.
-
-    Raises:
-        ValueError: As `GaussianPosterior` and `Fitted`.
-    """
+    """The state of a fit, of the curvature that was found."""
     seen, num_targets = found.seen, None
     per_seen = num_data / seen.weight
     if type(subject.likelihood) is Gaussian and subject.settings.fisher.kind != "empirical":

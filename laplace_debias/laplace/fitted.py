@@ -123,11 +123,7 @@ class Fitted:
         return replace(self, posterior=posterior)
 
     def under(self, subject: Subject) -> "Fitted":
-        """The same fit under another prior, at a temperature and with a link.
-
-        Raises:
-            ValueError: As `GaussianPosterior.check_prior_precision`.
-        """
+        """The same fit under another prior, at a temperature and with a link."""
         prior = {k: getattr(subject, k) for k in ("prior_precision", "prior_mean", "temperature")}
         return replace(self, subject=subject, posterior=self.posterior.changed(**prior))
 
@@ -183,11 +179,7 @@ class Fitted:
 
 
 def posterior_of(subject: Subject, curvature: BlockDiagonal, num_data: int) -> GaussianPosterior:
-    """The Gaussian around the model's parameters, under its prior.
-
-    Raises:
-        ValueError: As `GaussianPosterior`.
-    """
+    """The Gaussian around the model's parameters, under its prior."""
     mean, order = subject.known.flat(unwrapped(subject.model)), subject.known.order
     order = None if order is None else order.to(mean.device)
     prior = subject.prior_precision, order, subject.prior_mean, subject.temperature

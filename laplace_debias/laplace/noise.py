@@ -26,9 +26,6 @@ def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[fl
         fitted: A fit whose `num_targets` is known.
         factor: k.
         prior_precision: δ, one number or one per block.
-
-    Raises:
-        ValueError: As `GaussianPosterior`.
     """
     old, share = fitted.posterior, factor**-2
     assert isinstance(fitted.likelihood, Gaussian)

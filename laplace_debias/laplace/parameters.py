@@ -69,11 +69,7 @@ class FitSettings:
             )
 
     def check_used(self) -> None:
-        """Require choices that have an effect on this curvature.
-
-        Raises:
-            ValueError: Otherwise.
-        """
+        """Require choices that have an effect on this curvature."""
         kind = self.kind
         if self.sharing != "expand" and kind.name not in WITH_FACTORS:
             raise ValueError(
@@ -191,11 +187,7 @@ class BayesianParameters:
 
 
 def _report_unused(unused: Sequence[str], names: Sequence[str], may_leave_out: bool) -> None:
-    """Say that the outputs do not depend on parameters: a warning where they may be left out.
-
-    Raises:
-        ValueError: Where they may not.
-    """
+    """Say that the outputs do not depend on parameters: a warning where they may be left out."""
     says = (
         f"The outputs do not depend on {list(unused)} by differentiable operations (an unused "
         "branch, `detach`, `no_grad`)"

@@ -323,9 +323,6 @@ def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[floa
     Args:
         prior_precision: δ.
         num_blocks: How many curvature blocks there are.
-
-    Raises:
-        ValueError: Otherwise.
     """
     if prior_precision.shape not in ((), (num_blocks,)):
         raise ValueError(

@@ -67,11 +67,7 @@ class Prediction:
         return self.method == "glm" and self.samples is None
 
     def link(self, link: str | Link | None, likelihood: Likelihood) -> Link | None:
-        """The link that is asked for, one that there is for the likelihood and the method.
-
-        Raises:
-            ValueError: Otherwise.
-        """
+        """The link that is asked for, one that there is for the likelihood and the method."""
         found = link_from(link, likelihood)
         if found is not None and not self.is_closed:
             raise ValueError(
@@ -81,11 +77,7 @@ class Prediction:
         return found
 
     def check_uncertain(self) -> None:
-        """Require a method that knows of more than one setting of the parameters.
-
-        Raises:
-            ValueError: Otherwise.
-        """
+        """Require a method that knows of more than one setting of the parameters."""
         if self.method == "map":
             raise ValueError(
                 'method="map" has one setting of the parameters and no uncertainty about them: use '
@@ -215,9 +207,6 @@ def closed(
         x: Inputs, `[B, ...]`.
         link: From Gaussian logits to probabilities; if None the fit's, else the default.
         positions: Which positions, as `Laplace.predict` takes them.
-
-    Raises:
-        ValueError: As `linearised.moments`.
     """
     link = link or fitted.subject.link or default_link(fitted, x)
     mean, covariances = _moments_for(fitted, x, None, [link], positions)
@@ -255,9 +244,6 @@ def predictives_by_links(
         Numbers of the grid's points, each with a predictive of batch shape `[links, B]`, of some
         of the links at a time where these take much memory, in their order. Of links there is one
         point more, P, without any covariance.
-
-    Raises:
-        ValueError: As `moments`.
     """
     likelihood = fitted.likelihood
     mean, covariances = _moments_for(fitted, x, grid, by)
@@ -290,12 +276,7 @@ def default_link(fitted: Fitted, x: Inputs | Record) -> links.Link | None:
 def _within_positions(
     covariances: Float[Tensor, "*grid batch all all"], shape: torch.Size
 ) -> Float[Tensor, "..."]:
-    """The covariance of each position's outputs, `[..., B, T, C, C]`, from that of all of them.
-
-    Args:
-        covariances: `[..., B, T·C, T·C]`.
-        shape: That of the outputs, `[B, ..., C]`.
-    """
+    """The covariance of each position's outputs, `[..., B, T, C, C]`, from that of all of them."""
     num_outputs = shape[-1]
     by_position = covariances.unflatten(-1, (-1, num_outputs)).unflatten(-3, (-1, num_outputs))
     blocks = by_position.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
@@ -307,13 +288,7 @@ def _of_moments(
     mean: Float[Tensor, "*batch outputs"],
     variances: Float[Tensor, "*batch outputs"],
 ) -> Uncertainty:
-    """The variances of each target of a regression with Gaussian outputs, exact.
-
-    Args:
-        likelihood: A `Gaussian` or `HeteroscedasticGaussian`.
-        mean: Of the outputs, `[B, C]`.
-        variances: Of the outputs, of the same shape.
-    """
+    """The variances of each target of a regression with Gaussian outputs, exact."""
     total = likelihood.marginals(mean, variances).variance
     # The outputs that are means of targets come first; there may be log-variances behind them.
     epistemic = variances[..., : total.shape[-1]].to(total.dtype)

@@ -179,17 +179,7 @@ class Reading:
         inputs: Sequence[SideSums],
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]],
     ) -> Int[Tensor, " folds"]:
-        """Draw examples of all processes' batches, of which every fourth belongs to a fold.
-
-        Args:
-            pair: This process's batch.
-            sizes: Those of the processes' batches.
-            inputs: Takes A of this process's examples, fold by fold.
-            drawn: Takes those that are drawn.
-
-        Returns:
-            How many examples of each fold all processes have drawn.
-        """
+        """Draw examples of all processes' batches, of which every fourth belongs to a fold."""
         ranks, total = self.problem.ranks, sum(sizes)
         fold_of = (self.seen.num_examples + torch.arange(total)) % len(self.folds)
         before = sum(sizes[: ranks.rank])

@@ -42,11 +42,7 @@ def looked(problem: Problem, outputs: Tensor, y: Tensor) -> tuple[Float[Tensor, 
 
 
 def check_unweighed(weights: Sequence[Tensor]) -> None:
-    """Require a batch without weights.
-
-    Raises:
-        ValueError: Otherwise.
-    """
+    """Require a batch without weights."""
     if weights:
         raise ValueError(
             'Neither scale=True nor mode="auto" takes weights of examples: leave them out.'

@@ -43,12 +43,7 @@ class Scheme(ABC):
         return [getattr(self, field) for field in self.fields]
 
     def expected(self, num_data: SupportsIndex | None) -> Expected:
-        """N: what the user says, or the number of examples that the fit reads.
-
-        Raises:
-            ValueError: As `expected_of_given`.
-            TypeError: Likewise.
-        """
+        """N: what the user says, or the number of examples that the fit reads."""
         return expected_of_given(self.read, num_data)
 
     def check(self, kind: CurvatureKind) -> None:  # noqa: B027 (most schemes read everything once)
@@ -168,11 +163,7 @@ MODES = ("full", *OF_FIRST_BATCHES, "auto")
 
 
 def check_mode(mode: str, folds: int | None) -> None:
-    """Require a mode, and folds where there are some.
-
-    Raises:
-        ValueError: Otherwise.
-    """
+    """Require a mode, and folds where there are some."""
     if mode not in MODES:
         raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
     if folds is not None and mode != "crossfit":

@@ -129,11 +129,6 @@ def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> Eige
 
     A fit to few examples is thin already. If what its directions leave is above the threshold, none
     may join it.
-
-    Args:
-        block: The block.
-        ratios: Its N Λ / (T δ), as its magnitudes. Groups keep the same number.
-        threshold: As `at_threshold`.
     """
     assert isinstance(block, EigenKronecker)
     for side, U in enumerate((block.U_G, block.U_A)):

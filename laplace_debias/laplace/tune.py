@@ -51,9 +51,6 @@ def on_data(
 
     Returns:
         What was found; the fit with it if its noise was tuned, too.
-
-    Raises:
-        ValueError: As `Laplace.tune`.
     """
     fitted.check_model()
     check_held_out(loader)
@@ -118,9 +115,6 @@ def by_evidence(
 
     Returns:
         What was found; the fit with it if its noise was tuned, too.
-
-    Raises:
-        ValueError: As `evidence` and `noise` raise.
     """
     with_noise = sigma or (sigma is None and _is_assumed(fitted) and fitted.num_targets is not None)
     found, tuned = noise.tune_noise(fitted) if with_noise else (None, fitted)
@@ -139,11 +133,7 @@ def _is_assumed(fitted: Fitted) -> bool:
 
 
 def _points(grid: Float[Tensor, " grid"] | Sequence[float] | None) -> Float[Tensor, " grid"]:
-    """Where a search begins.
-
-    Raises:
-        ValueError: If the grid is empty or not positive and finite.
-    """
+    """Where a search begins."""
     if grid is None:
         return DEFAULT_GRID
     points = real(grid, "grid").cpu()
@@ -156,11 +146,7 @@ def _points(grid: Float[Tensor, " grid"] | Sequence[float] | None) -> Float[Tens
 
 
 def _tunes_noise(fitted: Fitted, grid: object, sigma: bool | None) -> bool:
-    """Whether the noise is tuned with the prior precision.
-
-    Raises:
-        ValueError: If it is to be, and cannot.
-    """
+    """Whether the noise is tuned with the prior precision."""
     if sigma is None:
         return _is_assumed(fitted) and fitted.num_targets is not None and grid is None
     if not sigma:

@@ -62,22 +62,14 @@ def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
 
 
 def check_is(value: object, name: str, *kinds: type) -> None:
-    """Require an argument of one of some types.
-
-    Raises:
-        TypeError: Otherwise.
-    """
+    """Require an argument of one of some types."""
     if not isinstance(value, kinds):
         told = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
         raise TypeError(f"{name} must be {told}, got {type(value).__name__}.")
 
 
 def check_generator(generator: object) -> None:
-    """Require a `torch.Generator`, or None.
-
-    Raises:
-        TypeError: Otherwise.
-    """
+    """Require a `torch.Generator`, or None."""
     if generator is not None and not isinstance(generator, torch._C.Generator):
         raise TypeError(
             f"generator must be a torch.Generator or None, got {type(generator).__name__}: for a "

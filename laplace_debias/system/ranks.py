@@ -346,11 +346,7 @@ def _leave() -> None:
 
 @contextmanager
 def _talking() -> Iterator[None]:
-    """A collective is within.
-
-    Raises:
-        RankError: If it fails, as where another rank is gone.
-    """
+    """A collective is within."""
     try:
         yield
     except RuntimeError as error:

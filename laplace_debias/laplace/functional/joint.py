@@ -89,16 +89,7 @@ def joint_moments(
 
 
 def _groups(batch: int, size: int, memory_bound: int | None) -> Iterator[Int[Tensor, " some"]]:
-    """Numbers of examples that go together, so that every two are in one group.
-
-    Args:
-        batch: How many there are.
-        size: Bytes that one takes.
-        memory_bound: Bytes that there are, as `granted` takes it.
-
-    Raises:
-        ValueError: If there is no room for two.
-    """
+    """Numbers of examples that go together, so that every two are in one group."""
     least = min(batch, 2)
     what = f"a joint covariance of {least} example(s)"
     fitting = granted(memory_bound, least * size, what, ", or ask for some outputs") // size

@@ -83,9 +83,6 @@ def joint(
         x: Inputs, `[B, ...]`.
         outputs: Which outputs, as `Laplace.functional` takes them.
         positions: Which positions, as `Laplace.functional` takes them.
-
-    Raises:
-        ValueError: As `joint_moments`.
     """
     posterior, num_blocks = fitted.posterior, len(fitted.subject.known.block_names)
     deltas = posterior.prior_precision.expand(num_blocks).to(posterior.mean)
@@ -112,10 +109,6 @@ def asked_of(
         positions: Which; None for all.
         may_be_early: Whether the head, given by its path, may see the chosen positions alone.
             Where layers are measured one by one, not every one of them may.
-
-    Raises:
-        ValueError: As `choose_positions` and `explaining_unbatched`.
-        TypeError: As `choose_positions`.
     """
     with torch.inference_mode(False):
         x, network = fitted.moved(x), fitted.subject.network
