@@ -164,12 +164,7 @@ def told_by(loader: Any) -> int | None:
 
 
 def first_batch(ranks: Ranks, own: list[Any]) -> list[Any]:
-    """The first batch of this process, in a list; without one that of the first rank with one.
-
-    Args:
-        ranks: The processes.
-        own: A list of this process's first batch alone, or an empty one.
-    """
+    """The first batch of this process, in a list; without one that of the first rank with one."""
     has_one = ranks.exchange(bool(own))
     if all(has_one) or not any(has_one):
         return own
@@ -185,13 +180,6 @@ def check_alike(
     is_shared: bool,
 ) -> None:
     """Require one model, and data of which no two processes have the same.
-
-    Args:
-        ranks: The processes.
-        model: The model, without wrappers.
-        block_names: Its curvature blocks, as this process found them.
-        first: The first batch of this process, if it has one.
-        is_shared: Whether `ShardedBatches` say that the data is shared.
 
     Raises:
         ValueError: If two processes begin with the same batch, or the models differ.

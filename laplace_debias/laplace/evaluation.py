@@ -50,10 +50,6 @@ class Scored(NamedTuple):
 def joined(parts: Sequence[Sequence[Tensor | None]], what: str) -> list[Tensor]:
     """The columns of several batches in one, of all processes that share them.
 
-    Args:
-        parts: Those of each batch of this process; None for a column that there is not.
-        what: What there is to do with them, for the error.
-
     Raises:
         ValueError: If there is no batch, or no target that counts.
     """

@@ -77,10 +77,6 @@ def maximise_marginal_likelihood(
 ) -> Tuning:
     """Maximise the log marginal likelihood over one prior precision, on a logarithmic scale.
 
-    Args:
-        log_marginal_likelihood: From a scalar δ to the log marginal likelihood.
-        bounds: The range searched.
-
     Raises:
         ValueError: If the optimum lies on the range's edge.
     """
@@ -115,10 +111,6 @@ def tune_groups(fitted: Fitted, per: str) -> Tuning:
     scale, and no data say how far: such a group takes the δ that is best for all together. A group
     whose parameters are all at the prior's mean has an optimum at infinity, and takes the largest
     δ of the range.
-
-    Args:
-        fitted: A fit.
-        per: As `groups_of` takes it.
 
     Raises:
         ValueError: As `groups_of`; if there is no optimum for all together.

@@ -117,11 +117,6 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
 
     The same posterior gives the same bytes. All processes call it, and rank 0 writes.
 
-    Args:
-        path: The file.
-        fitted: The fit.
-        own_likelihood: As `likelihood_to_json` takes it.
-
     Raises:
         ValueError: As `likelihood_to_json`, and if a number of the header is not finite.
         FileNotFoundError: If the folder does not exist.
@@ -239,10 +234,6 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
 def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, Any]:
     """A likelihood as plain data: its name and arguments, or of a user's class its import path.
-
-    Args:
-        likelihood: The likelihood.
-        own: Whether an import path will do.
 
     Raises:
         ValueError: For an instance of a class that is not this package's, unless `own`; with

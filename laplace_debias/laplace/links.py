@@ -112,13 +112,7 @@ class Link:
         return f"{self.name}{at}"
 
     def logits(self, likelihood: Likelihood, mean: Tensor, covariance: Tensor) -> Tensor:
-        """Logits of the probabilities.
-
-        Args:
-            likelihood: One that `has_links`.
-            mean: `[..., C]`.
-            covariance: `[..., C, C]`, or the variances where they suffice.
-        """
+        """Logits of the probabilities."""
         if self.temperature != 1:
             mean, covariance = mean / self.temperature, covariance / self.temperature**2
         if type(likelihood) is Categorical:
@@ -184,14 +178,7 @@ def differences_suffice(likelihood: Likelihood, link: Link | None) -> bool:
 def predictive(
     likelihood: Likelihood, link: Link | None, mean: Logits, covariance: Float[Tensor, "..."]
 ) -> Distribution:
-    """p(y) for outputs N(mean, covariance).
-
-    Args:
-        likelihood: What the outputs mean.
-        link: One that `link_from` lets pass; None where the likelihood has none.
-        mean: `[B, ..., C]`.
-        covariance: `[B, ..., C, C]`; its diagonal will do where `variances_suffice`.
-    """
+    """p(y) for outputs N(mean, covariance)."""
     if link is None:
         return likelihood.predictive(mean, covariance)
     return distribution(likelihood, link.logits(likelihood, mean, covariance))

@@ -20,13 +20,7 @@ _RANGE = 20
 
 
 def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[float]) -> Fitted:
-    """The fit with σ multiplied by a factor, under another prior.
-
-    Args:
-        fitted: A fit whose `num_targets` is known.
-        factor: k.
-        prior_precision: δ, one number or one per block.
-    """
+    """The fit with σ multiplied by a factor, under another prior."""
     old, share = fitted.posterior, factor**-2
     assert isinstance(fitted.likelihood, Gaussian)
     assert fitted.num_targets is not None
@@ -89,9 +83,6 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     - \frac12\log\det(N C + \gamma),$$
     whose best k has a closed form, $k^2 = (Q + \gamma S)/M$. What is left is a search over γ. A σ
     for each output keeps the ratios that it has.
-
-    Args:
-        fitted: A fit with a `Gaussian` likelihood.
 
     Returns:
         What was found, and the fit with it.

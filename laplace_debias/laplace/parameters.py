@@ -152,13 +152,6 @@ class BayesianParameters:
         Of a general selection, such as `"all"`, parameters that the outputs do not depend on are
         left out, with a warning.
 
-        Args:
-            tap: A tap of the network, with outputs `[B, ..., C]`.
-            model: The model.
-            selection: As `Laplace` takes it.
-            settings: How blocks are made of them.
-            x: Inputs, `[B, ...]`, on the model's device.
-
         Raises:
             ValueError: If the outputs depend on none of them, or not on one that was asked for by
                 name or predicate; as `resolve`.

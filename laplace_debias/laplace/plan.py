@@ -120,12 +120,6 @@ class Plan:
 def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> Plan:
     """The plan of a fit of this process alone; nothing is fitted.
 
-    Args:
-        subject: What would be fitted.
-        loader: As `Laplace.plan` takes it; so are the others.
-        mode: The mode.
-        folds: Of `"crossfit"`.
-
     Raises:
         ValueError: As `Laplace.plan`.
         TypeError: For an iterator.

@@ -285,9 +285,6 @@ def _check_mean(mean: Float[Tensor, " parameters"]) -> None:
 def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
     """The largest curvature of every block, whose parts must all be finite.
 
-    Args:
-        curvature: Blocks of directions and magnitudes.
-
     Raises:
         ValueError: Naming the block, if directions or magnitudes hold NaN or Inf, or a magnitude is
             negative.
@@ -318,12 +315,7 @@ def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
 
 
 def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[float]:
-    """One positive finite number, or one per block, as a list.
-
-    Args:
-        prior_precision: δ.
-        num_blocks: How many curvature blocks there are.
-    """
+    """One positive finite number, or one per block, as a list."""
     if prior_precision.shape not in ((), (num_blocks,)):
         raise ValueError(
             f"The prior precision must be one number or one for each of the {num_blocks} blocks, "

@@ -87,13 +87,7 @@ class Prediction:
     def moments(
         self, fitted: Fitted, x: Inputs | Record, diagonal: bool
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
-        """Mean and covariance (or variances) of the linearised network's outputs.
-
-        Args:
-            fitted: The fit.
-            x: Inputs, `[B, ...]`.
-            diagonal: Whether variances will do.
-        """
+        """Mean and covariance (or variances) of the linearised network's outputs."""
         mean, covariances = linearised.moments(
             fitted, x, diagonal=diagonal, positions=self.positions
         )
@@ -129,14 +123,7 @@ class Prediction:
 
 
 def predict(fitted: Fitted, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
-    """The predictive distribution; as `Laplace.predict`.
-
-    Args:
-        fitted: The fit.
-        x: Inputs, `[B, ...]`.
-        how: The method.
-        link: As `closed` takes it.
-    """
+    """The predictive distribution; as `Laplace.predict`."""
     if how.is_closed:
         return closed(fitted, x, link, how.positions)
     with torch.inference_mode(False):
@@ -180,11 +167,6 @@ def scores_of_moments(
 
     Of labels that apply or not the variance is the mean over the labels, and the instability that
     of the least stable one.
-
-    Args:
-        likelihood: One that `links.has_links`.
-        mean: Mean logits, `[..., C]`.
-        covariance: Of the logits, `[..., C, C]`.
     """
     if type(likelihood) is CategoricalLikelihood:
         scores = metrics.logit_variance(covariance), metrics.instability(mean, covariance)
@@ -200,14 +182,7 @@ def scores_of_moments(
 def closed(
     fitted: Fitted, x: Inputs | Record, link: Link | None, positions: Positions | None = None
 ) -> Distribution:
-    """The closed-form `"glm"` predictive.
-
-    Args:
-        fitted: The fit.
-        x: Inputs, `[B, ...]`.
-        link: From Gaussian logits to probabilities; if None the fit's, else the default.
-        positions: Which positions, as `Laplace.predict` takes them.
-    """
+    """The closed-form `"glm"` predictive."""
     link = link or fitted.subject.link or default_link(fitted, x)
     mean, covariances = _moments_for(fitted, x, None, [link], positions)
     return links.predictive(fitted.likelihood, link, mean, covariances[0])
@@ -233,12 +208,6 @@ def predictives_by_links(
     fitted: Fitted, x: Inputs | Record, grid: Tensor, by: Sequence[links.Link | None]
 ) -> Iterator[tuple[int, Distribution]]:
     """The closed-form `"glm"` predictives at every point of a grid, by every link, in one pass.
-
-    Args:
-        fitted: The fit.
-        x: Inputs | Record, `[B, ...]`.
-        grid: Prior precisions, `[P]`.
-        by: Links; None alone for a likelihood that has none.
 
     Returns:
         Numbers of the grid's points, each with a predictive of batch shape `[links, B]`, of some
@@ -296,12 +265,7 @@ def _of_moments(
 
 
 def of_draws(likelihood: Likelihood, draws: Float[Tensor, "samples *batch outputs"]) -> Uncertainty:
-    """The entropies, or variances, over samples of the outputs.
-
-    Args:
-        likelihood: What outputs mean.
-        draws: Samples of the outputs, `[S, B, ..., C]`.
-    """
+    """The entropies, or variances, over samples of the outputs."""
     each = likelihood.predictive(draws, None)
     if isinstance(each, Categorical | Bernoulli):
         shape = each.batch_shape[1:]

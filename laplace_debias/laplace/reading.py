@@ -37,11 +37,6 @@ def inclusion(
 
     Half of it is the same for all, so that no weight is above twice `looks`; the other half is
     proportional to an example's curvature.
-
-    Args:
-        curvatures: As `output_curvatures` gives them.
-        mean: Their mean over what was read.
-        looks: How many go forward for one that is drawn.
     """
     share = curvatures / mean if mean > 0 else torch.ones_like(curvatures)
     return ((1 + share) / (2 * looks)).clamp_max(1)

@@ -34,12 +34,6 @@ def check_resumable(
 ) -> None:
     """Require, before any work, that a fit can be gone on with: its order can be told again.
 
-    Args:
-        folder: Where its state shall be; None for a fit that is not gone on with.
-        fisher: What kind of Fisher it takes.
-        generator: The fit's.
-        data: What it reads.
-
     Raises:
         ValueError: Without a generator where something is drawn, or where a loader draws from
             another one.
@@ -66,14 +60,7 @@ def check_resumable(
 def identity_of(
     problem: Problem, subject: Subject, generator: torch.Generator | None, **of_data: Any
 ) -> dict[str, Any]:
-    """The identity of a fit, which makes two the same, as plain data.
-
-    Args:
-        problem: What is fitted, with its blocks.
-        subject: Likewise.
-        generator: The fit's, as it is when the fit begins.
-        of_data: What is known of the data.
-    """
+    """The identity of a fit, which makes two the same, as plain data."""
     model, likelihood = unwrapped(subject.model), subject.likelihood
     try:
         of_likelihood: Any = likelihood_to_json(likelihood, own=True)

@@ -43,13 +43,6 @@ def outputs_of_samples(
 
     $f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18), by Jacobian-vector
     products, vectorised over the samples in chunks.
-
-    Args:
-        network: A `shadow` of the trained network at θ*.
-        names: The Bayesian parameters, in the order of the samples' columns.
-        x: Inputs, `[B, ...]`.
-        parameters: Samples θ_s, `[S, D]`.
-        linear: Whether to linearise.
     """
     at = {name: network.get_parameter(name).detach() for name in names}
 

@@ -92,11 +92,6 @@ def check_scale(*data: Any) -> None:
 def scale_of(problem: Problem, measured: Pairs, data: Pairs) -> float:
     """The loss's mean curvature in the outputs over `data`, to that over the examples measured.
 
-    Args:
-        problem: The network; its loss is a likelihood's.
-        measured: The examples that the magnitudes are measured on.
-        data: The examples that have the right scale.
-
     Raises:
         ValueError: If the examples measured have no curvature; as `mean_output_curvature`.
     """

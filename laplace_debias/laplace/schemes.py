@@ -55,13 +55,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
-        """Fit data that `check` let pass and that is read as pairs by now.
-
-        Args:
-            kind: The curvature's kind.
-            problem: The network and its blocks.
-            fitted: Makes the state of a fit from its curvature.
-        """
+        """Fit data that `check` let pass and that is read as pairs by now."""
 
 
 @dataclass(frozen=True)

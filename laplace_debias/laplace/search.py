@@ -336,15 +336,7 @@ def refined(look: Look, curve: Curve) -> Curve | None:
 def tuning_of(
     curve: Curve, finer: Curve | None, compared: list[Row], metric: str, likelihood: Likelihood
 ) -> Tuning:
-    """The findings of a search, in terms of prior precisions and of the noise.
-
-    Args:
-        curve: The grid.
-        finer: The finer one.
-        compared: As `first_look` gives it.
-        metric: The metric's name.
-        likelihood: That of the fit.
-    """
+    """The findings of a search, in terms of prior precisions and of the noise."""
     last, rows = finer or curve, list[Row]()
     ends = last.table.at[0], last.table.at[last.num_points - 1]
     for one in [curve] if finer is None else [curve, finer]:

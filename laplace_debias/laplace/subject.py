@@ -205,12 +205,6 @@ class Subject:
     ) -> tuple["Subject", Problem, Stream]:
         """The problem that is fitted, as the first batch of some data tells.
 
-        Args:
-            data: Batches, of which the first is read.
-            generator: Seeds the labels of `fisher="mc"`, and what the data draws.
-            what: As `of_fit` takes it.
-            progress: Likewise.
-
         Returns:
             The subject with the parameters that were found, the problem, and the data, whose first
             batch is not lost.
@@ -276,12 +270,6 @@ class Subject:
         """Data of a fit as pairs, of which at least one target must count.
 
         A fit moves inputs itself: questions about numbers that lie on the CPU are asked there.
-
-        Args:
-            data: The data.
-            generator: As `Stream` takes it; so are the others.
-            what: What errors call it.
-            progress: The progress bar's name.
         """
         of_targets = None if look_at_shapes(self.likelihood) else self.first_parameter.device
         ignored = getattr(self.likelihood, "ignore_index", None)
@@ -349,13 +337,6 @@ def look_at(
     network: nn.Module, likelihood: Likelihood, x: Inputs, y: Tensor, settings: FitSettings
 ) -> None:
     """Run a few examples: where are the classes, and are the outputs logits?
-
-    Args:
-        network: A `shadow` of the model, with outputs `[B, ..., C]`.
-        likelihood: What the outputs mean.
-        x: Inputs, `[B, ...]`, on the model's device.
-        y: Targets.
-        settings: The choices of the fit.
 
     Warns:
         UserWarning: If the outputs look like probabilities, the noise of a regression is not given,

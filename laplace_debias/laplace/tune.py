@@ -39,16 +39,6 @@ def on_data(
 ) -> tuple[Tuning, Fitted | None]:
     """The prior precision, link and temperature with the best metric on held-out data.
 
-    Args:
-        fitted: The fit.
-        loader: As `Laplace.tune` takes it; so are the others.
-        metric: The metric.
-        grid: Prior precisions; None for the default.
-        sigma: Whether to tune the noise, too; None if it was never given.
-        link: The only link or formula to look at; None for all.
-        generator: What the loader draws from.
-        progress: Whether to show a progress bar.
-
     Returns:
         What was found; the fit with it if its noise was tuned, too.
     """
@@ -107,11 +97,6 @@ def by_evidence(
     fitted: Fitted, sigma: bool | None, per: str | None
 ) -> tuple[Tuning, Fitted | None]:
     """The largest marginal likelihood.
-
-    Args:
-        fitted: The fit.
-        sigma: Whether to tune the noise, too; None if it was never given.
-        per: As `groups_of` takes it.
 
     Returns:
         What was found; the fit with it if its noise was tuned, too.

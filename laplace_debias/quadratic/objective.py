@@ -112,10 +112,6 @@ def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """An optimizer's groups: the weights with weight decay, then all others without.
 
-    Args:
-        parameters: The parameters.
-        weight_decay: Of the weights.
-
     Returns:
         One group or two; none is empty.
     """

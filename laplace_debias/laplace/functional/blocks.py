@@ -60,13 +60,6 @@ class BlockMoments:
 
         With its input φ its Jacobian is $J = I \otimes \phi^\top$, which takes no backward pass.
 
-        Args:
-            into: Where to add them.
-            layer: The layer.
-            last: Its use.
-            outputs: The network's outputs.
-            chosen: Which outputs; None for all.
-
         Returns:
             How many blocks there are: none of another layer.
         """
@@ -112,13 +105,7 @@ class BlockMoments:
         self._into = into
 
     def add(self, index: int, layer: nn.Module, uses: Uses) -> None:
-        """Take one block's inputs and output gradients.
-
-        Args:
-            index: The block's number.
-            layer: Its layer.
-            uses: Inputs and output gradients of the layer's uses.
-        """
+        """Take one block's inputs and output gradients."""
         operator, curvature = self._operator(index)
         deltas = self.prior_precisions[:, index]
         weigh = weighted_squares if self._diagonal else weighted_gram

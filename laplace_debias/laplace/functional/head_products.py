@@ -82,13 +82,7 @@ class Wanted:
 def contracted(
     found: Float[Tensor, "grid batch *columns"], wanted: Wanted, diagonal: bool
 ) -> Float[Tensor, "grid batch *outputs"]:
-    r"""The outputs' covariance from that of h, $w_c^\top \Sigma_h w_{c'}$.
-
-    Args:
-        found: The covariance of `wanted.columns`.
-        wanted: The outputs.
-        diagonal: Whether to give variances alone.
-    """
+    r"""The outputs' covariance from that of h, $w_c^\top \Sigma_h w_{c'}$."""
     if not wanted.by_inputs:
         return found
     p, d = wanted.h.shape[1:]
@@ -117,15 +111,7 @@ def head_products(
     wanted: Wanted,
     diagonal: bool,
 ) -> Float[Tensor, "grid batch *outputs"]:
-    """Products of the rows `e_c ⊗ h_t`, `[P, b, k, k]`, or with themselves, `[P, b, k]`.
-
-    Args:
-        block: The head's weight, or its bias.
-        posterior: A posterior over it.
-        deltas: δ at every point of a grid.
-        wanted: The outputs.
-        diagonal: Whether to give variances alone.
-    """
+    """Products of the rows `e_c ⊗ h_t`, `[P, b, k, k]`, or with themselves, `[P, b, k]`."""
     operator, h = posterior.curvature.blocks[block.name], wanted.h
     assert isinstance(operator, EigenKronecker)
     if block.is_exact:

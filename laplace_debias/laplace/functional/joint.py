@@ -40,14 +40,6 @@ def joint_moments(
     `functional_moments` has it. Inputs whose Jacobians do not fit into the memory bound together
     are taken in groups, every two of which go through the network together.
 
-    Args:
-        network: A `shadow` of the trained network.
-        blocks: The posterior's blocks; those of the parameters where it has a single one.
-        posterior: The posterior.
-        x: Inputs, `[B, ...]`.
-        prior_precision: δ of every block.
-        request: Of which outputs, within which memory.
-
     Returns:
         The outputs at the mean, `[B, ..., C]` (of those asked for `[B, k]`), and the covariance
         `[B, M, B, M]` for M outputs per example.

@@ -39,15 +39,6 @@ def moments(
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     """Mean and covariances of the linearised network's outputs, exact.
 
-    Args:
-        fitted: The fit.
-        x: Inputs, `[B, ...]`.
-        prior_precisions: A grid; None for the fit's own prior precision alone.
-        diagonal: Whether variances will do.
-        outputs: Which outputs, as `Laplace.functional` takes them.
-        positions: Which positions, as `Laplace.functional` takes them.
-        differences: As `OutputRequest` has it.
-
     Raises:
         ValueError: For a prior precision out of range; as `functional_moments`.
     """
@@ -76,14 +67,7 @@ def joint(
     outputs: OutputChoice | None = None,
     positions: Positions | None = None,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch m batch m"]]:
-    """Mean and covariance of the linearised network's outputs for all inputs together, exact.
-
-    Args:
-        fitted: The fit.
-        x: Inputs, `[B, ...]`.
-        outputs: Which outputs, as `Laplace.functional` takes them.
-        positions: Which positions, as `Laplace.functional` takes them.
-    """
+    """Mean and covariance of the linearised network's outputs for all inputs together, exact."""
     posterior, num_blocks = fitted.posterior, len(fitted.subject.known.block_names)
     deltas = posterior.prior_precision.expand(num_blocks).to(posterior.mean)
     with asked_of(fitted, x, positions) as asked:
@@ -148,9 +132,6 @@ class Asked:
 
     def chosen(self, outputs: OutputChoice | None) -> Int[Tensor, "batch k"] | None:
         """The flattened outputs that are asked for, those of one position after the other.
-
-        Args:
-            outputs: As `Laplace.functional` takes them.
 
         Raises:
             ValueError: If there are no such outputs.

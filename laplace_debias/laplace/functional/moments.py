@@ -165,11 +165,6 @@ def can_go_through(head: str, blocks: Sequence[Block], posterior: GaussianPoster
     """Whether all parameters are a head's, or act on the outputs through what goes into it.
 
     A weight that the head shares with an embedding does both, and does not go this way.
-
-    Args:
-        head: Path of the linear layer that gives the outputs.
-        blocks: The blocks of the parameters.
-        posterior: A posterior over them.
     """
     # Calls that are run once more give what comes behind the head.
     paths = [path for block in blocks for path in block.calls]
@@ -229,12 +224,6 @@ def check_size(
     free_positions: int = 0,
 ) -> None:
     """Require what is asked for to be of a size that can be computed.
-
-    Args:
-        outputs: The network's.
-        chosen: Which of them; None for all.
-        request: What is asked for.
-        free_positions: How many positions take no backward pass for each output.
 
     Raises:
         ValueError: If an example's covariance does not fit into memory, or if it has so many
@@ -301,14 +290,6 @@ def columns_at_once(
     remedy: str = "",
 ) -> tuple[int, int]:
     """How many outputs are differentiated together, and the bytes for it.
-
-    Args:
-        request: What is asked for.
-        num_columns: How many outputs.
-        gradients: Bytes of the output gradients of one of them.
-        blocks: The blocks that are differentiated.
-        like: Has the outputs' dtype.
-        remedy: What to do where there is no room.
 
     Raises:
         ValueError: If the memory bound does not allow one, or not those that must be together.
