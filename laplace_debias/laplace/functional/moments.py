@@ -144,7 +144,7 @@ def _add(
 
 
 def add_columns(
-    into: Float[Tensor, "grid batch columns *again"],
+    into: Float[Tensor, "grid _ m *again"],
     tap: Tap,
     moments: BlockMoments | DenseMoments,
     outputs: Tensor,
