@@ -60,7 +60,6 @@ def aupr(
     without information it is the fraction of OOD examples, so compare only sets of equal sizes.
     Scores and errors are those of `auroc`.
     """
-    # torchmetrics takes seconds to import: only what uses it waits for it.
     from torchmetrics.functional.classification import binary_average_precision
 
     return binary_average_precision(*_ranked(scores_id, scores_ood), validate_args=False)
@@ -74,7 +73,6 @@ def aupr_in(
     It is `aupr` with the two sets exchanged and the order of the scores reversed: the fraction of
     ID examples for a score without information. Scores and errors are those of `auroc`.
     """
-    # torchmetrics takes seconds to import: only what uses it waits for it.
     from torchmetrics.functional.classification import binary_average_precision
 
     ranks, target = _ranked(scores_id, scores_ood)
@@ -92,7 +90,6 @@ def fpr95(
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.
     """
-    # torchmetrics takes seconds to import: only what uses it waits for it.
     from torchmetrics.functional.classification import binary_specificity_at_sensitivity
 
     specificity, _ = binary_specificity_at_sensitivity(
