@@ -7,6 +7,7 @@ double precision, and then on the CPU by another algorithm.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -123,7 +124,7 @@ def _by_qr_iterations(matrices: Tensor) -> Decomposition:
 def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     """Whether a decomposition is finite and gives the matrix back, to the dtype's accuracy."""
     matrix, values, vectors = matrix.detach(), values.detach(), vectors.detach()
-    z = _probes(matrix)
+    z = _probes(matrix.shape[-1], matrix.dtype, matrix.device)
     symmetric = _symmetric(matrix)
     largest = values.abs().amax(-1, keepdim=True)
     length = math.sqrt(matrix.shape[-1])  # of every probe
@@ -158,10 +159,11 @@ def _symmetric(matrix: Tensor) -> Tensor:
     return matrix.tril().add_(matrix.tril(-1).mT)
 
 
-def _probes(like: Tensor) -> Float[Tensor, "d probes"]:
+@lru_cache(maxsize=64)
+def _probes(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "d probes"]:
     """Fixed vectors of ±1 without a pattern that a matrix would share, `[d, _PROBES]`."""
-    at = torch.arange(like.shape[-1], dtype=torch.float64, device=like.device)
+    at = torch.arange(size, dtype=torch.float64, device=device)
     golden = (math.sqrt(5) - 1) / 2
-    multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=like.device)
+    multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=device)
     signs = ((at * at * golden).unsqueeze(1) * multiples).frac() < 0.5
-    return signs.to(like.dtype) * 2 - 1
+    return signs.to(dtype) * 2 - 1

@@ -87,7 +87,7 @@ def given_some_positions_alone(patch, _):
 
 
 def verified(patch, _):
-    patch.setattr(resolve, "_jacobians", exhausted)
+    patch.setattr(resolve, "_deviation", exhausted)
     la = Laplace(linear(), backend="hooks")
     la.fit([(torch.randn(2, 4).double(), torch.tensor([0, 1]))])
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block, Site
+from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap, not_batched
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.layer_types import LAYERS
@@ -53,10 +53,7 @@ class HookStream:
     """
 
     def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
-        self._at: dict[Site, list[Block]] = {}
-        for block in blocks:
-            self._at.setdefault(block.site, []).append(block)
-        self.tap = tap
+        self.tap, self._blocks = tap, blocks
         tap.at(blocks)
 
     def __call__(
@@ -79,9 +76,9 @@ class HookStream:
         outputs = self.tap.forward(x)
         parts = columns(outputs.detach()).split(at_once)
         for index, part in enumerate(parts):
-            for site, uses in self.tap.backward(outputs, part, again=index + 1 < len(parts)):
-                for block in self._at[site]:
-                    consume(block, measure(self.tap.layers[site], block, uses))
+            more = index + 1 < len(parts)
+            for number, layer, uses in self.tap.backward(outputs, part, again=more):
+                consume(self._blocks[number], measure(layer, self._blocks[number], uses))
 
 
 @cache

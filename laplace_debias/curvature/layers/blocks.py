@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -175,10 +175,10 @@ def curvature_blocks(
             f"{[path for path, layer in paths.items() if isinstance(layer, LAYERS)]}."
         )
     owners = owners_of_parameters(model)
-    by_calls = dict(calls or {})
+    parameters, by_calls = dict(model.named_parameters()), dict(calls or {})
     for name in names:
         path, _, key = name.rpartition(".")
-        holders, layer = owners[id(model.get_parameter(name))], model.get_submodule(path)
+        holders, layer = owners[id(parameters[name])], paths[path]
         is_of_layer = key in ("weight", "bias") or isinstance(layer, nn.MultiheadAttention)
         if len(holders) > 1 or not (is_of_layer and _is_supported(layer)):
             by_calls.setdefault(name, holders)
@@ -189,14 +189,14 @@ def curvature_blocks(
             continue
         if name in by_calls:
             holders = tuple(by_calls[name])
-            shape = (model.get_parameter(name).numel(), 1)
+            shape = (parameters[name].numel(), 1)
             blocks.append(Block(name, (name,), holders[0], "entries", shape, calls=holders))
             continue
         path, _, key = name.rpartition(".")
-        layer = model.get_submodule(path)
+        layer = paths[path]
         bias = f"{path}.bias".lstrip(".")
-        is_partner = bias in names and bias not in by_calls
-        partner = joint and key == "weight" and is_partner and not isinstance(layer, NORMS)
+        partner = joint and key == "weight" and bias in names and bias not in by_calls
+        partner = partner and not isinstance(layer, NORMS)
         merged.update([bias] if partner else [])
         chosen = sharing if isinstance(sharing, str) else sharing.get(path, "expand")
         blocks += _blocks_of(name, bias if partner else None, path, layer, chosen)
@@ -229,17 +229,18 @@ def parameter_order(
         row-major, their position in the flattened parameters, `[D]`; None if the two orders are the
         same.
     """
-    parameters = [model.get_parameter(name) for name in names]
-    starts = dict(zip(names, accumulate((p.numel() for p in parameters), initial=0), strict=False))
+    shapes, starts, size = {}, {}, 0
+    for name in names:
+        shapes[name], starts[name] = model.get_parameter(name).shape, size
+        size += shapes[name].numel()
     # Of a large model these are more bytes than its parameters: one block at a time is beside them.
-    order = torch.arange(sum(p.numel() for p in parameters))
+    order = torch.arange(size)
     place, is_same = 0, True
     for block in blocks:
         positions = {}
         for name in block.parameters:
-            shape = model.get_parameter(name).shape
-            entries = torch.arange(starts[name], starts[name] + shape.numel())
-            positions[name] = entries.view(shape)
+            entries = torch.arange(starts[name], starts[name] + shapes[name].numel())
+            positions[name] = entries.view(shapes[name])
         entries = entries_of(model, block, positions).flatten()
         of_block = order[place : place + len(entries)]
         is_same = is_same and torch.equal(entries, of_block)
@@ -332,12 +333,14 @@ def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
     Args:
         model: The model.
     """
-    owners: dict[int, dict[str, None]] = {}
+    owners: dict[int, tuple[str, ...]] = {}
     for path, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), {})[_callable(model, path)] = None
-    return {key: tuple(paths) for key, paths in owners.items()}
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        holder = _callable(model, path) if own else ""
+        for parameter in own:
+            before = owners.get(id(parameter), ())
+            owners[id(parameter)] = before if holder in before else (*before, holder)
+    return owners
 
 
 def around(model: nn.Module, paths: Sequence[str]) -> str | None:

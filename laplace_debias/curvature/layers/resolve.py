@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.blocks import (
     Block,
     Sharing,
-    Site,
     around,
     curvature_blocks,
-    entries_of,
     owners_of_parameters,
+    parameter_order,
 )
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.tap import Tap
@@ -92,7 +91,7 @@ def resolve(
     owners, right = owners_of_parameters(network), set[Block]()
     while True:
         blocks = curvature_blocks(network, used, joint, sharing, calls) if used else []
-        wrong = _wrong(tap, blocks, right, few, more, reference)
+        wrong = _wrong(tap, blocks, right, names, few, more, reference)
         if not wrong:
             return Resolved(blocks, calls, unused)
         right.update(block for block in blocks if block not in wrong)
@@ -121,7 +120,7 @@ class _Reference:
     Attributes:
         outputs: The network's.
         cotangent: Of the outputs' shape, `[B, ...]`.
-        gradients: By the parameter's name, for every example.
+        gradients: All parameters' one after the other, `[B, D]`.
         unused: Parameters that no example's outputs depend on.
         is_partial: Whether the gradient of some parameter is zero for some example.
         rounding: What is nothing but rounding in the norm of a gradient.
@@ -130,7 +129,7 @@ class _Reference:
 
     outputs: Tensor
     cotangent: Tensor
-    gradients: dict[str, list[Tensor]]
+    gradients: Tensor
     unused: list[str]
     is_partial: bool
     rounding: float
@@ -141,7 +140,7 @@ class _Reference:
         """Run a network for two examples."""
         cotangents: list[Tensor] = []
 
-        def of_examples(outputs: Tensor) -> list[Tensor]:
+        def one_by_one(outputs: Tensor) -> list[Tensor]:
             generator, device = torch.Generator(outputs.device).manual_seed(0), outputs.device
             drawn = torch.randn(
                 outputs.shape, generator=generator, dtype=outputs.dtype, device=device
@@ -151,15 +150,15 @@ class _Reference:
             places = torch.arange(len(drawn), device=device).view(-1, *[1] * (drawn.ndim - 1))
             return [drawn * (places == index) for index in range(len(drawn))]
 
-        outputs, found = _differentiated(network, names, x, of_examples)
-        gradients, unused = {}, []
-        for index, name in enumerate(names):
-            of_name = [of_example[index] for of_example in found]
+        outputs, found = _differentiated(network, names, x, one_by_one)
+        parts, unused = [], []
+        for name, *of_name in zip(names, *found, strict=True):
             none = torch.zeros_like(network.get_parameter(name))
-            gradients[name] = [none if g is None else g.to_dense() for g in of_name]
+            of_examples = [none if g is None else g.to_dense() for g in of_name]
+            parts.append(torch.stack(of_examples).flatten(1))
             if all(g is None for g in of_name):
                 unused.append(name)
-        norms = torch.stack([g.norm() for of_name in gradients.values() for g in of_name])
+        norms, gradients = torch.stack([part.norm(dim=1) for part in parts]), torch.cat(parts, 1)
         eps, is_partial = coarsest_eps(network), bool((norms == 0).any())
         # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
         rounding = eps**0.5 * float(norms.nan_to_num(0.0, 0.0).max())
@@ -205,6 +204,7 @@ def _wrong(
     tap: Tap,
     blocks: Sequence[Block],
     right: Collection[Block],
+    names: Sequence[str],
     x: Inputs,
     more: Inputs | None,
     reference: _Reference,
@@ -217,19 +217,24 @@ def _wrong(
     faults = {} if more is None else tap.look(more)[1]
     outputs, of_few = tap.look(x)
     faults |= of_few
-    uses: dict[Site, Uses] = {}
+    uses: dict[Block, tuple[nn.Module, Uses]] = {}
     if outputs.shape == reference.cotangent.shape:
-        uses = dict(tap.backward(outputs, reference.cotangent.unsqueeze(0), strict=False))
+        cotangent = reference.cotangent.unsqueeze(0)
+        for number, layer, of_block in tap.backward(outputs, cotangent, strict=False):
+            uses[blocks[number]] = layer, of_block
     wrong: dict[Block, Exception] = {}
     norms: dict[Block, Tensor] = {}
+    order, stop = parameter_order(tap.network, names, blocks), 0
     for block in blocks:
+        start, stop = stop, stop + block.size
         if block.site in faults:
             wrong[block] = faults[block.site]
-        elif block.site not in uses:
+        elif block not in uses:
             wrong[block] = ValueError(f"The outputs do not depend on {block.site}.")
         elif block not in right:
             try:
-                norms[block] = _deviation(tap, block, uses[block.site], reference)
+                places = slice(start, stop) if order is None else order[start:stop]
+                norms[block] = _deviation(block, *uses[block], reference.gradients[:, places])
             # What a layer raises that is not what its class says, or a module run by itself.
             except Exception as error:
                 if is_out_of_memory(error):
@@ -249,26 +254,14 @@ def _wrong(
 
 
 def _deviation(
-    tap: Tap, block: Block, uses: Uses, reference: _Reference
+    block: Block, layer: nn.Module, uses: Uses, expected: Float[Tensor, "batch size"]
 ) -> Float[Tensor, "2 batch"]:
-    """By how much a block's Jacobian along the cotangent is off, and its norm, of each example."""
-    num_examples, gradients = len(reference.cotangent), reference.gradients
-    expected = torch.stack(
-        [
-            entries_of(tap.network, block, {n: gradients[n][index] for n in block.parameters})
-            for index in range(num_examples)
-        ]
-    )
-    J = _jacobians(tap.layers[block.site], block, uses, expected)
-    return torch.stack([(J - expected).flatten(1).norm(dim=1), expected.flatten(1).norm(dim=1)])
-
-
-def _jacobians(layer: nn.Module, block: Block, uses: Uses, like: Tensor) -> Tensor:
-    """The block's Jacobian along the one cotangent of each example, `[B, *groups, d_out, d_in]`."""
-    found = torch.zeros_like(like)
+    """By how much a block's Jacobian along the one cotangent is off, and its norm, by example."""
+    off = expected.clone()
+    matrices = off.view(len(off), *block.groups, *block.shape)
     for part, J, columns in rotated_jacobians(layer, block, uses, None, None):
         if columns is None:
-            found[part] = J[:, 0]
+            matrices[part] -= J[:, 0]
         else:
-            found[part].index_add_(-1, columns, J[:, 0])
-    return found
+            matrices[part].index_add_(-1, columns, J[:, 0], alpha=-1)
+    return torch.stack([off.norm(dim=1), expected.norm(dim=1)])

@@ -69,8 +69,10 @@ class Tap:
     def at(self, blocks: Iterable[Block]) -> None:
         """Tap where some blocks are measured: layers, or modules whose calls are run again."""
         names: dict[Site, list[str]] = {}
-        for block in blocks:
+        self._numbers: dict[Site, list[int]] = {}
+        for number, block in enumerate(blocks):
             names.setdefault(block.site, []).extend(block.parameters)
+            self._numbers.setdefault(block.site, []).append(number)
         # What is known of the examples' dimensions stays where the places are the same.
         if names != self._names:
             expose_projections(self.network)
@@ -271,7 +273,7 @@ class Tap:
         again: bool = False,
         without: Site | None = None,
         strict: bool = True,
-    ) -> Iterator[tuple[Site, Uses]]:
+    ) -> Iterator[tuple[int, nn.Module, Uses]]:
         """Push output cotangents back to every tapped layer.
 
         Args:
@@ -282,8 +284,8 @@ class Tap:
             strict: Whether every site must be reached; what is not is left out otherwise.
 
         Yields:
-            A site, and for each of a layer's uses the input `[B, ...]` and the gradients with
-            respect to the output `[K, B, ...]`; from the last site to the first.
+            A block's number, its layer, and for each of the layer's uses the input `[B, ...]` and
+            the gradients with respect to the output `[K, B, ...]`; from the last site to the first.
 
         Raises:
             ValueError: If the outputs do not depend on a tapped layer.
@@ -311,11 +313,13 @@ class Tap:
                 else:
                     pairs.append((of_use, _together(gradients)))
                 del gradients
-            if not site.is_call:
-                yield site, pairs
-                continue
-            names, loops = self._names[site], self._recorder.loops
-            yield site, CallUses(self.network, pairs, names, self._batch, loops)
+            uses: Uses = pairs
+            if site.is_call:
+                names, loops = self._names[site], self._recorder.loops
+                uses = CallUses(self.network, pairs, names, self._batch, loops)
+            for number in self._numbers[site]:
+                yield number, self.layers[site], uses
+            del uses, pairs
 
     def _reached(
         self, outputs: Tensor, columns: Tensor, again: bool, without: Site | None

@@ -318,7 +318,8 @@ def _plain(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
         module = inside
     if id(module) in seen:
         return seen[id(module)]
-    if all(inner(part) is None for part in module.modules()):
+    parts = list(module.modules())
+    if not any("_orig_mod" in part._modules or isinstance(part, _PARALLEL) for part in parts):
         seen[id(module)] = module
         return module
     twin = seen[id(module)] = copy.copy(module)

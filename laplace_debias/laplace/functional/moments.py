@@ -21,7 +21,7 @@ from laplace_debias.system.memory import MEMORY_BOUND, MOST_GRANTED, granted
 
 # A chunk's output gradients take this share of the memory bound, beside the forward pass. The
 # Jacobians that are made of them come in slices.
-SHARE = 4
+SHARE = 2
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,11 @@ def functional_moments(
         size = [means[-1].shape[1]] * (1 if request.diagonal else 2)
         total = outputs.new_zeros(len(prior_precisions), len(flat), *size)
         if calls is None:
-            chunk = _add(total, tap, moments, outputs, chosen, request)
+            left = num_examples(x) - start
+            chunk = _add(total, tap, moments, outputs, chosen, request, left)
+            if len(flat) == 1 < min(chunk, left):
+                means.pop()
+                continue
         else:
             weight = network.get_parameter(f"{calls.path}.weight".lstrip(".")).detach()
             wanted = Wanted.of(weight, calls.x, chosen)
@@ -121,8 +125,12 @@ def _add(
     outputs: Float[Tensor, "batch *outputs"],
     chosen: Int[Tensor, "batch m"] | None,
     request: OutputRequest,
+    left: int,
 ) -> int:
-    """Add the covariance of some examples' outputs; returns how many examples to take next."""
+    """Add the covariance of some examples' outputs; returns how many examples to take next.
+
+    Where these are more than a single example that came, and are `left`, they begin with it again.
+    """
     last, blocks, num_added = tap.last_layer(outputs), moments.blocks, 0
     if last is not None:
         layer = tap.network.get_submodule(last.layer)
@@ -132,6 +140,9 @@ def _add(
     bound = request.memory_bound or MEMORY_BOUND
     if num_added < len(blocks):
         at_once, bound = columns_at_once(request, num_columns, gradients, blocks, outputs)
+    chunk = max(1, bound // (SHARE * gradients * at_once))
+    if len(outputs) == 1 < min(chunk, left):
+        return chunk
     skipped = Site((last.layer,)) if last is not None and num_added else None
     for begin in range(0, num_columns, at_once):
         some = slice(begin, min(begin + at_once, num_columns))
@@ -140,7 +151,7 @@ def _add(
             columns = columns - unit_columns(outputs, chosen, slice(-1, None))
         into = total[:, :, some] if request.diagonal else total[:, :, some, some]
         add_columns(into, tap, moments, outputs, columns, some.stop < num_columns, skipped)
-    return max(1, bound // (SHARE * gradients * at_once))
+    return chunk
 
 
 def add_columns(
@@ -154,10 +165,8 @@ def add_columns(
 ) -> None:
     """Push columns of cotangents back once, and add their covariances, or variances."""
     moments.begin(into)
-    for site, uses in tap.backward(outputs, columns, again=again, without=without):
-        for index, block in enumerate(moments.blocks):
-            if block.site == site:
-                moments.add(index, tap.layers[site], uses)
+    for of_block in tap.backward(outputs, columns, again=again, without=without):
+        moments.add(*of_block)
     moments.end()
 
 
