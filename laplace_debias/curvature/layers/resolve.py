@@ -155,7 +155,7 @@ class _Reference:
         for name, *of_name in zip(names, *found, strict=True):
             none = torch.zeros_like(network.get_parameter(name))
             of_examples = [none if g is None else g.to_dense() for g in of_name]
-            parts.append(torch.stack(of_examples).flatten(1))
+            parts.append(torch.stack(of_examples).reshape(len(of_examples), -1))
             if all(g is None for g in of_name):
                 unused.append(name)
         norms, gradients = torch.stack([part.norm(dim=1) for part in parts]), torch.cat(parts, 1)
