@@ -102,7 +102,7 @@ def test_groups_of_inputs_give_the_same(name, curvature):
     expected = la.functional(x, joint=True)[1]
 
     def bounded(memory):
-        settings = replace(la._fitted.settings, memory_bound=memory)
+        settings = replace(la._fitted.subject.settings, memory_bound=memory)
         subject = replace(la._fitted.subject, settings=settings)
         la._fitted = replace(la._fitted, subject=subject)
 
