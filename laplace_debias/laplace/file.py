@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class Header:
     others: dict[str, int]
     class_dim: int | None
     mode: str | None
-    calls: dict[str, list[str]] = field(default_factory=dict)
+    calls: Mapping[str, Sequence[str]] = field(default_factory=dict)
     noise: dict[str, Any] | None = None
     temperature: float = 1.0
     link: dict[str, Any] | None = None
@@ -99,7 +99,7 @@ class Header:
             fitted.others,
             settings.class_dim,
             fitted.mode,
-            {name: list(paths) for name, paths in fitted.subject.known.calls.items()},
+            dict(fitted.subject.known.calls),
             None if fitted.num_targets is None else {"num_targets": fitted.num_targets, "power": 2},
             fitted.posterior.temperature,
             None if fitted.subject.link is None else asdict(fitted.subject.link),
@@ -107,8 +107,10 @@ class Header:
 
     def as_json(self) -> str:
         """The text of a file; `noise`, `temperature`, `link` where they are not the defaults."""
-        defaults = {known.name: known.default for known in fields(self)}
-        told = {name: v for name, v in asdict(self).items() if v != defaults[name]}
+        told = asdict(self)
+        for known in fields(self):
+            if told[known.name] == known.default:
+                del told[known.name]
         return json.dumps(told, allow_nan=False)
 
 
@@ -137,8 +139,9 @@ def tensors_of(posterior: GaussianPosterior) -> dict[str, Tensor]:
     if posterior.prior_mean is not None:
         tensors["prior_mean"] = posterior.prior_mean
     for index, block in enumerate(posterior.curvature.blocks.values()):
-        parts = {f"{index}.{part}": getattr(block, part, None) for part in _PARTS}
-        tensors |= {name: part for name, part in parts.items() if part is not None}
+        for part in _PARTS:
+            if (values := getattr(block, part, None)) is not None:
+                tensors[f"{index}.{part}"] = values
     return tensors
 
 
@@ -258,12 +261,13 @@ def _arguments_of(likelihood: Likelihood) -> dict[str, Any]:
     if isinstance(likelihood, Gaussian):
         # That it was never given steers `tune`.
         return {"sigma": None if likelihood.is_assumed else likelihood.sigma.tolist()}
-    given = {name: value for name, value in vars(likelihood).items() if value is not None}
-    if not given.get("label_smoothing"):
-        given.pop("label_smoothing", None)
-    if "positive_weight" in given:
-        given["positive_weight"] = given["positive_weight"].item()
-    return {n: v.tolist() if isinstance(v, Tensor) else v for n, v in given.items()}
+    given = {}
+    for name, value in vars(likelihood).items():
+        if isinstance(value, Tensor):
+            given[name] = value.item() if name == "positive_weight" else value.tolist()
+        elif value is not None and (value or name != "label_smoothing"):
+            given[name] = value
+    return given
 
 
 def likelihood_from_json(data: Mapping[str, Any], own: Likelihood | None = None) -> Likelihood:

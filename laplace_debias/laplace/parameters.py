@@ -175,8 +175,11 @@ class BayesianParameters:
 
     def flat(self, model: nn.Module) -> Float[Tensor, " parameters"]:
         """The present values, in the model's order, `[D]`, no narrower than single precision."""
-        values = [model.get_parameter(name).detach().flatten() for name in self.names]
-        return torch.cat([value.to(wide(value.dtype)) for value in values])
+        values = []
+        for name in self.names:
+            value = model.get_parameter(name).detach().flatten()
+            values.append(value.to(wide(value.dtype)))
+        return torch.cat(values)
 
 
 def _report_unused(unused: Sequence[str], names: Sequence[str], may_leave_out: bool) -> None:

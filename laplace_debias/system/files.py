@@ -93,7 +93,9 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
         raise OSError(
             f"{path} is a device or a pipe, which a file would replace: name a regular file."
         )
-    folder = next(parent for parent in target.parents if os.path.lexists(parent))
+    folder = target.parent
+    while not os.path.lexists(folder):
+        folder = folder.parent
     if not os.path.isdir(folder):
         raise NotADirectoryError(
             f"{path} cannot be written, since {folder} is a file and no folder: choose another "
