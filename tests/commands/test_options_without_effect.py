@@ -137,4 +137,6 @@ def test_a_file_that_names_joint_blocks_is_read_as_it_was_written(curvature, tmp
         assert torch.equal(found, expected)
     loaded.save(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == (tmp_path / "file").read_bytes()
-    assert loaded.fit([(x, y)]).posterior.order is None
+    # A later fit orders them so too, and is the same fit.
+    assert torch.equal(loaded.fit([(x, y)]).posterior.order, la.posterior.order)
+    torch.testing.assert_close(loaded.functional(x)[1], la.functional(x)[1])
