@@ -15,12 +15,11 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
 from laplace_debias.commands import COMMANDS
-from laplace_debias.commands.unused import print_unused, unused_options
 from laplace_debias.system.ranks import (
     LostWorkerError,
     RankError,
@@ -211,21 +210,40 @@ def _execute(
     chosen = instantiate(parsed)
     del chosen["config"]
     options = settings(**vars(chosen))
-    unused = unused_options(options, given)
+    unused = _unused_options(options, given)
     try:
-        with telling_of_lost_workers():
+        with telling_of_lost_workers(), contextlib.ExitStack() as stack:
+            if options.json:  # What libraries and the user's own modules print goes elsewhere.
+                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            for line in unused:
+                print(line)
+            result = run(options)
             if not options.json:
-                print_unused(unused)
-                run(options)
                 return 0
-            # What libraries and the user's own modules print goes elsewhere.
-            with contextlib.redirect_stdout(sys.stderr):
-                print_unused(unused)
-                found = as_json(options, run(options))
+            found = as_json(options, result)
         print(json.dumps(found, allow_nan=False))
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(_how_to_go_on(options)) from stopped
     return 0
+
+
+def _unused_options(options: Any, given: Collection[str]) -> list[str]:
+    """A line on options of a file that have no effect, for each reason."""
+    why: Mapping[str, str] = getattr(options, "without_effect", dict)()
+    spelled = {value: key for key, value in getattr(options, "spelled", {}).items()}
+    there = {option.removeprefix("--").partition(".")[0].rstrip("+") for option in given}
+    reasons: dict[str, list[str]] = {}
+    for field in dataclasses.fields(options):
+        if field.name not in why:
+            continue
+        if field.name in there:
+            option = spelled.get(f"--{field.name}", f"--{field.name}")
+            raise ValueError(f"{option} has no effect here ({why[field.name]}): leave it out")
+        make: Any = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        if getattr(options, field.name) != default:
+            reasons.setdefault(why[field.name], []).append(field.name)
+    return [f"Not used: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
 
 
 def _how_to_go_on(options: Any) -> str:

@@ -1,15 +1,19 @@
 """A fit from end to end: what it reads, what it finds, and the state that comes of it."""
 
+import hashlib
 import itertools
 import os
+import re
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from laplace_debias.curvature.fits.checkpoint import Checkpoint
-from laplace_debias.curvature.fits.problem import CurvatureFit
+from laplace_debias.curvature.fits.checkpoint import Checkpoint, check_folder
+from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import fingerprint
@@ -17,15 +21,17 @@ from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.curvature.network.shards import check_shared, place_of
 from laplace_debias.laplace.anytime import Auto
 from laplace_debias.laplace.data_size import Expected, check_alike, expected_of_loader
+from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.plan import check_room
 from laplace_debias.laplace.posterior import scaled
-from laplace_debias.laplace.resume import check_resumable, identity_of
 from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import OF_FIRST_BATCHES, CrossFit, Full, Scheme, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import current
+
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def scheme_of_mode(
@@ -54,7 +60,7 @@ def scheme_of_mode(
     if mode not in OF_FIRST_BATCHES:
         return Full(loader) if mode == "full" else Auto(loader), expected
     check_generator(generator)
-    check_resumable(resume, subject.settings.fisher.kind, generator, loader)
+    _check_resumable(resume, subject.settings.fisher.kind, generator, loader)
     needed, of_batches = OF_FIRST_BATCHES[mode]
     batches = list(itertools.islice(subject.stream(loader, generator).raw(), needed))
     most = max(current().exchange(len(batches)))
@@ -99,7 +105,7 @@ def fit(
     check_generator(generator)
     if not scheme.saves and resume is not None:
         raise ValueError(f'mode="{scheme.mode}" saves no state: leave out resume.')
-    check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
+    _check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
     scheme.check(kind)
     if scale is not None:
         check_shared(ranks, scale)
@@ -129,7 +135,7 @@ def fit(
                 "num_data": expected.num_data,
                 "folds": getattr(scheme, "folds", None),
             }
-            identity = identity_of(problem, subject, generator, **of_data)
+            identity = _identity_of(problem, subject, generator, **of_data)
             checkpoint = Checkpoint(Path(resume), identity, problem.device, ranks)
             problem = replace(problem, checkpoint=checkpoint)
         scheme = replace(scheme, **streams)
@@ -157,3 +163,75 @@ def _fitted(subject: Subject, found: CurvatureFit, num_data: int, mode: str) -> 
     others = fingerprint(unwrapped(subject.model), subject.known.names)
     posterior = posterior_of(subject, found.curvature, num_data)
     return Fitted(subject, posterior, seen.nll * per_seen, others, mode, num_targets)
+
+
+def _check_resumable(
+    folder: str | os.PathLike[str] | None,
+    fisher: str,
+    generator: torch.Generator | None,
+    *data: Batches | None,
+) -> None:
+    """Require, before any work, that a fit can be gone on with: its order can be told again.
+
+    Raises:
+        ValueError: Without a generator where something is drawn, or where a loader draws from
+            another one.
+        OSError: If the folder cannot be written to.
+    """
+    if folder is None:
+        return
+    check_folder(Path(folder))
+    seeded = "pass generator=torch.Generator().manual_seed(0), every time the same."
+    if generator is None and fisher == "mc":
+        raise ValueError(f'resume= with fisher="mc" needs the same labels again: {seeded}')
+    for loader in data:
+        if not isinstance(loader, DataLoader):
+            continue
+        found = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+        samplers = [sampler for sampler in found if isinstance(sampler, _RANDOM)]
+        if samplers and (generator is None or any(s.generator is not None for s in samplers)):
+            raise ValueError(
+                "resume= needs the same batches again, and this loader shuffles by itself: leave "
+                f"generator= out of the loader, and {seeded}"
+            )
+
+
+def _identity_of(
+    problem: Problem, subject: Subject, generator: torch.Generator | None, **of_data: Any
+) -> dict[str, Any]:
+    """The identity of a fit, which makes two the same, as plain data."""
+    model, likelihood = unwrapped(subject.model), subject.likelihood
+    try:
+        of_likelihood: Any = likelihood_to_json(likelihood, own=True)
+    except ValueError:
+        of_likelihood = type(likelihood).__qualname__
+    try:
+        own = version("laplace-debias")
+    except PackageNotFoundError:  # run from its source
+        own = "unknown"
+    state = b"" if generator is None else generator.get_state().numpy().tobytes()
+    # Objects without a text of their own show their address.
+    structure = re.sub(r" at 0x[0-9a-f]+", "", str(model))
+    settings = {name: str(value) for name, value in vars(subject.settings).items()}
+    kind = subject.settings.kind
+    del settings["kind"]
+    return {
+        "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
+        "parameters and buffers": fingerprint(model, ()),
+        "likelihood": of_likelihood,
+        "blocks": {block.name: list(block.shape) for block in problem.blocks},
+        "curvature": kind.name,
+        "rank": kind.rank,
+        **settings,
+        "generator": hashlib.blake2b(state, digest_size=8).hexdigest(),
+        "backend": type(problem.stream).__name__,
+        "device": problem.device.type,
+        "dtype": str(problem.dtype),
+        **of_data,
+        "number of processes": problem.ranks.size,
+        # Sums and eigenvectors are rounded in another way by others.
+        "threads": torch.get_num_threads(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "version of laplace-debias": own,
+        "version of torch": torch.__version__,
+    }

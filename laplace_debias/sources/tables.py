@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from laplace_debias.sources.columns import Columns, numbers
 from laplace_debias.sources.loaded import Task
-from laplace_debias.sources.parts import Examples, Parts, parted
+from laplace_debias.sources.parts import Columns, Examples, Parts, numbers, parted
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.targets import as_targets
 
