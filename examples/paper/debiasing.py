@@ -97,10 +97,6 @@ def run(settings: Settings) -> list[Row]:
             measure("kfac", f"debiased, {b} + {m * b}", draw, some(0, b), some(b, (m + 1) * b))
         measure("kfac", f"debiased, {b} + all", draw, some(0, b), full)
         measure("kfac", "oracle magnitudes", draw, hand, full)
-        measure("kfac", "mini-batch, scaled by the outputs", draw, hand, scale=full)
-        folds = settings.folds[-1]
-        name = f"crossfit, {folds} folds, scaled by the outputs"
-        measure("kfac", name, draw, hand, folds=folds, scale=full)
     summary = distances(rows)
     figure = bars_figure(summary, "ratio", "|NLL − full-batch NLL| over the mini-batch's ↓")
     title = "Distance of the NLL to full-batch at equal data, ± half a 95 % interval over draws"

@@ -39,8 +39,6 @@ class Settings(SourceSettings):
             sequences.
         prior_precision: Prior precision δ, before it is tuned.
         sigma: Standard deviation of a regression's noise, in the target's unit; 1 by default.
-        scale: Scale the curvature of few examples by forward passes over all training examples; not
-            with `mode=full` and `mode=auto`.
         folds: Number of folds of `mode=crossfit`; 2 by default.
         overwrite: Replace an existing file.
         resume: Folder in which the fit saves its sums, once a minute; the same command goes on from
@@ -57,7 +55,6 @@ class Settings(SourceSettings):
     sharing: Literal["expand", "reduce"] = "expand"
     prior_precision: float = 1.0
     sigma: float | None = None
-    scale: bool = False
     folds: int | None = None
     overwrite: bool = False
     resume: Path | None = None
@@ -69,14 +66,12 @@ class Settings(SourceSettings):
             raise ValueError(
                 f"folds is {self.folds} with mode={self.mode}; give it with mode=crossfit alone"
             )
-        if self.scale and self.mode in ("full", "auto"):
-            raise ValueError(f"scale is true with mode={self.mode}, which needs none: leave it out")
 
     def without_effect(self) -> dict[str, str]:
         """As `SourceSettings.without_effect`."""
         unused = not_for("fit", "validation_examples", "test_examples")
         if self.plan:
-            unused |= dict.fromkeys(("resume", "overwrite", "scale"), "`plan` fits nothing")
+            unused |= dict.fromkeys(("resume", "overwrite"), "`plan` fits nothing")
         if self.curvature in ("diag", "lowrank", "full"):
             unused["sharing"] = f"curvature={self.curvature} has no Kronecker factors"
         if self.curvature in ("lowrank", "full"):
@@ -116,7 +111,6 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     la.fit(
         *(train, settings.mode, loaded.num_train),
         *(torch.Generator().manual_seed(settings.seed), settings.progress),
-        scale=settings.scale,
         folds=settings.folds,
         resume=settings.resume,
     )

@@ -18,14 +18,12 @@ from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import fingerprint
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
-from laplace_debias.curvature.network.shards import check_shared, place_of
+from laplace_debias.curvature.network.shards import place_of
 from laplace_debias.laplace.anytime import Auto
 from laplace_debias.laplace.data_size import Expected, check_alike, expected_of_loader
 from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.plan import check_room
-from laplace_debias.laplace.posterior import scaled
-from laplace_debias.laplace.scale import check_scale, scale_of
 from laplace_debias.laplace.schemes import OF_FIRST_BATCHES, CrossFit, Full, Scheme, check_mode
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.checks import check_generator
@@ -41,8 +39,6 @@ def scheme_of_mode(
     num_data: SupportsIndex | None,
     generator: torch.Generator | None,
     resume: str | os.PathLike[str] | None,
-    *,
-    scale: bool,
     folds: int | None,
 ) -> tuple[Scheme, Expected]:
     """The way to fit that a mode names, with the data that it reads of a loader; and N.
@@ -52,10 +48,6 @@ def scheme_of_mode(
         TypeError: Likewise.
     """
     check_mode(mode, folds)
-    if scale and mode in ("full", "auto"):
-        raise ValueError(f'mode="{mode}" needs no scale: leave out scale=True.')
-    if scale:
-        check_scale(loader)
     expected = expected_of_loader(loader, num_data, mode)
     if mode not in OF_FIRST_BATCHES:
         return Full(loader) if mode == "full" else Auto(loader), expected
@@ -79,7 +71,6 @@ def fit(
     expected: Expected,
     generator: torch.Generator | None,
     resume: str | os.PathLike[str] | None,
-    scale: Batches | None = None,
     progress: bool = False,
 ) -> Fitted:
     """Fit a posterior's curvature.
@@ -91,7 +82,6 @@ def fit(
         expected: N.
         generator: Seeds what is drawn; torch's global one if None.
         resume: A folder for its state; None for a fit that is not gone on with.
-        scale: Data whose curvature in the outputs the magnitudes are scaled to; None for none.
         progress: Whether to show a progress bar over a whole loader.
 
     Raises:
@@ -107,19 +97,13 @@ def fit(
         raise ValueError(f'mode="{scheme.mode}" saves no state: leave out resume.')
     _check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
     scheme.check(kind)
-    if scale is not None:
-        check_shared(ranks, scale)
-        check_scale(scale, scheme.read[-1])
     check_no_autocast(subject.first_parameter.device)
     expected = expected.over(ranks)
     bar = "fit" if progress and mode in ("full", "auto") else None
     with torch.inference_mode(False):
         (first, what), *others = scheme.fields.items()
         subject, problem, stream = subject.problem(scheme.read[0], generator, what, bar)
-        streams, of_scale = {first: stream}, None
-        if scale is not None:
-            bar = "scale" if progress else None
-            of_scale = subject.of_fit(scale, generator, "data of the scale", bar)
+        streams = {first: stream}
         for field, called in others:
             streams[field] = subject.of_fit(getattr(scheme, field), generator, called, None)
         if ranks.size > 1 and subject.settings.fisher.kind == "mc":
@@ -139,14 +123,9 @@ def fit(
             checkpoint = Checkpoint(Path(resume), identity, problem.device, ranks)
             problem = replace(problem, checkpoint=checkpoint)
         scheme = replace(scheme, **streams)
-        ratio = None if of_scale is None else scale_of(problem, scheme.read[-1], of_scale)
-        told = mode if scale is None else f"{mode}, scaled"
 
         def fitted(found: CurvatureFit) -> Fitted:
-            if ratio is not None:
-                curvature = found.curvature.map(lambda _, block: scaled(block, ratio))
-                found = CurvatureFit(curvature, found.seen)
-            return _fitted(subject, found, expected.given(found.seen.weight), told)
+            return _fitted(subject, found, expected.given(found.seen.weight), mode)
 
         state = scheme.fit(kind, problem, fitted)
     if resume is not None:

@@ -191,7 +191,6 @@ class Laplace(Approximation):
         generator: torch.Generator | None = None,
         progress: bool = False,
         *,
-        scale: bool = False,
         folds: int | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
@@ -211,8 +210,6 @@ class Laplace(Approximation):
             generator: Seeds the labels of `fisher="mc"` and the loader's order and augmentation;
                 torch's global one if None.
             progress: Show a progress bar over the batches.
-            scale: Scale what one or two batches tell by the whole loader's curvature of the loss in
-                the outputs, which takes a forward pass over it (see `fit_batches`).
             folds: Of `"crossfit"`, 2 if None.
             resume: A folder of its own, in which the fit saves its sums once a minute. The same
                 call on as many processes goes on from there, and ends with the same bits.
@@ -228,24 +225,20 @@ class Laplace(Approximation):
             RuntimeError: Under autocast.
             OSError: If the folder of `resume` cannot be written to.
         """
-        self._agree(mode=mode, scale=scale, folds=folds, resume=resume)
-        of_scale = None
+        self._agree(mode=mode, folds=folds, resume=resume)
         if not isinstance(train_loader, Scheme):
             scheme, expected = fits.scheme_of_mode(
-                *(self._subject, train_loader, mode, num_data, generator, resume),
-                scale=scale,
-                folds=folds,
+                self._subject, train_loader, mode, num_data, generator, resume, folds
             )
-            of_scale = train_loader if scale else None
-        elif mode != "full" or progress or scale or folds is not None:
+        elif mode != "full" or progress or folds is not None:
             raise ValueError(
-                f"{type(train_loader).__name__}(...) says how to fit: leave out mode, folds, "
-                "progress and scale (fit_batches(..., scale=data) scales)."
+                f"{type(train_loader).__name__}(...) says how to fit: leave out mode, folds and "
+                "progress."
             )
         else:
             scheme, mode = train_loader, train_loader.mode
             expected = scheme.expected(num_data)
-        how = generator, resume, of_scale, progress
+        how = generator, resume, progress
         self._adopt(fits.fit(self._subject, scheme, mode, expected, *how))
         return self
 
@@ -258,7 +251,6 @@ class Laplace(Approximation):
         num_data: SupportsIndex | None = None,
         folds: int | None = None,
         generator: torch.Generator | None = None,
-        scale: Batches | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         """Fit with explicit data; returns the object itself, raises what `fit` raises.
@@ -270,17 +262,13 @@ class Laplace(Approximation):
             folds: Cross-fit instead: magnitudes from `directions` itself, measured out of so many
                 folds, at least two; no `magnitudes` then.
             generator: Seeds the labels of `fisher="mc"` and what loaders draw.
-            scale: Batches that take a forward pass each: magnitudes are multiplied by the ratio of
-                the loss's mean curvature in the outputs (tr ∇²_f ℓ; of `fisher="empirical"`
-                ‖∇_f ℓ‖²) over these to that over the examples measured. A few examples rarely hold
-                their share of the hard ones that curve the loss of a confident network.
             resume: A folder to go on from, as `fit` takes it.
         """
         self._agree(folds=folds, resume=resume)
         scheme = scheme_of(directions, magnitudes, folds)
         expected = scheme.expected(num_data)
-        how = generator, resume, scale
-        self._adopt(fits.fit(self._subject, scheme, scheme.mode, expected, *how))
+        how = scheme.mode, expected, generator, resume
+        self._adopt(fits.fit(self._subject, scheme, *how))
         return self
 
     def plan(

@@ -17,11 +17,11 @@ from laplace_debias.curvature.fits.forward import ForwardPasses
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.fits.sums import FactorSums, SideSums, factor_sums, owned_factors
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Placed, Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
-from laplace_debias.curvature.network.outputs import Faults
+from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
 from laplace_debias.curvature.network.shards import FAR
-from laplace_debias.laplace.scale import check_unweighed, looked
 
 AUTO_FOLDS = 4
 """Folds, by whose differences the error is told."""
@@ -40,6 +40,35 @@ def inclusion(
     """
     share = curvatures / mean if mean > 0 else torch.ones_like(curvatures)
     return ((1 + share) / (2 * looks)).clamp_max(1)
+
+
+def output_curvatures(
+    problem: Problem, outputs: Tensor, y: Tensor
+) -> tuple[Float[Tensor, " batch"], Tensor]:
+    """The curvature of each example's loss in the outputs, 1 − Σ p² for a softmax; the loss.
+
+    A block's trace is the mean of squared output gradients times activations. What share of it an
+    example has goes with its share of this, which takes no backward pass.
+
+    Args:
+        problem: The network; its loss is a likelihood's. Of `fisher="empirical"` it is ‖∇_f ℓ‖².
+        outputs: The network's.
+        y: Targets, on the model's device or the CPU.
+
+    Raises:
+        ValueError: If outputs or targets are not what they must be.
+    """
+    loss = problem.cotangents.loss
+    assert isinstance(loss, NegativeLogLikelihood)
+    check_outputs(outputs)
+    targets = targets_classes_last(y, outputs.ndim, problem.cotangents.class_dim)
+    loss.check(outputs, targets)
+    labels = loss.labels(targets.to(outputs.device, non_blocking=True), outputs.ndim)
+    if problem.cotangents.fisher.kind == "empirical":
+        traces = loss.gradient(outputs, labels).double().square().flatten(1).sum(1)
+    else:
+        traces = loss.hessian_traces(outputs, labels)
+    return traces, loss.value(outputs, labels)
 
 
 @dataclass
@@ -182,12 +211,13 @@ class Reading:
         traces, nll, num_outputs = torch.zeros(len(own_folds), dtype=torch.float64), 0.0, 0
         if pair is not None:
             x, y, *weights = pair
-            check_unweighed(weights)
+            if weights:
+                raise ValueError('mode="auto" takes no weights of examples: leave them out.')
             for k, of_inputs in enumerate(inputs):
                 own = (own_folds == k).nonzero()[:, 0]
                 if len(own):
                     outputs = self._forward(take(x, own), y[own], of_inputs)
-                    of_own, loss = looked(self.problem, outputs, y[own])
+                    of_own, loss = output_curvatures(self.problem, outputs, y[own])
                     traces[own] = of_own.cpu()
                     nll, num_outputs = nll + float(loss), num_outputs + outputs.numel()
         of_ranks = ranks.exchange((traces.tolist(), nll, num_outputs))

@@ -42,7 +42,6 @@ def command(name: str, checkpoint: Path, *options: str) -> list[str]:
         ("debiased", ["--batch_size=6"], [(0, 6), (6, 12)]),
         ("mini", ["--batch_size=9"], [(0, 9)]),
         ("full", ["--batch_size=8", "--train_examples=12"], [(0, 12)]),
-        ("mini", ["--batch_size=9", "--scale=true"], [(0, 9)]),
     ],
 )
 def test_fit_saves_what_laplace_fits_to_the_same_images(
@@ -57,8 +56,7 @@ def test_fit_saves_what_laplace_fits_to_the_same_images(
     batches = [[data["train"].batch(order[first:last])] for first, last in seen]
     la = Laplace(model, curvature="ekfac", params="weights", prior_precision=3.0)
     number = len(data["train"])
-    everything = [data["train"].batch(range(number))] if "--scale=true" in options else None
-    la.fit_batches(*batches, num_data=number, scale=everything)
+    la.fit_batches(*batches, num_data=number)
     x = data["test"].batch(range(4))[0]
     loaded = Laplace.load(output, model)
     assert loaded.num_data == number
@@ -97,7 +95,6 @@ def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric
         ("fit", ["--train_examples=100000"], "train data has 1000 examples"),
         ("fit", ["--batch_size=0"], "batch_size is 0"),
         ("fit", ["--mode=ful"], "mode"),
-        ("fit", ["--scale=true"], "needs none"),
         ("tune", ["--validation_examples=0"], "validation_examples is 0"),
         ("tune", ["--validation_examples=100000"], "validation data has 297 examples"),
         ("tune", ["--method=marglik", "--metric=brier"], "needs no data"),

@@ -23,7 +23,6 @@ DAILY = [
         (curvature, "crossfit", {"fisher": "mc"}, {"folds": 3})
         for curvature in ("ekfac", "lowrank")
     ),
-    ("kfac", "mini", {}, {"scale": True}),
     ("ekfac", "full", {"joint": True, "fisher": "mc", "mc_samples": 3}, {}),
 ]
 

@@ -284,8 +284,6 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         la.fit(in_order, mode="auto")
     with pytest.raises(ValueError, match="leave out resume"):
         la.fit(loader(), mode="auto", resume=tmp_path)
-    with pytest.raises(ValueError, match="needs no scale"):
-        la.fit(loader(), mode="auto", scale=True)
     with pytest.raises(ValueError, match="batches of two examples"):
         la.fit(loader(batch_size=1), mode="auto")
     with pytest.raises(ValueError, match="pass num_data="):

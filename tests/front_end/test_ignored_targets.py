@@ -44,7 +44,6 @@ def fits(la):
         "batches of the directions": [
             lambda: la.fit([NOTHING, SOME], mode="debiased", num_data=16),
         ],
-        "data of the scale": [lambda: la.fit_batches([SOME], scale=[NOTHING, NOTHING])],
     }
 
 

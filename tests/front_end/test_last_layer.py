@@ -390,8 +390,8 @@ def test_repr_tells_what_is_approximated(tmp_path):
     assert "fit: N = 12,000, debiased\n" in repr(la)
     la.prior_precision = 3e-5
     assert "prior precision: 3e-05\n" in repr(la)
-    la.fit(DataLoader(TensorDataset(X, Y), batch_size=4), mode="mini", scale=True)
-    assert "fit: N = 8, mini, scaled\n" in repr(la)
+    la.fit(DataLoader(TensorDataset(X, Y), batch_size=4), mode="mini")
+    assert "fit: N = 8, mini\n" in repr(la)
     la.fit_batches(data())
     assert "fit: N = 8, given batches\n" in repr(la)
     whole = Laplace(model, "regression", "full", sigma=0.1)

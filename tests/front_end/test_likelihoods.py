@@ -18,6 +18,7 @@ from laplace_debias import (
     Laplace,
     MultiLabel,
 )
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.system.shown import html_table
 
 N, DELTA, RANK = 8, 0.6, 5
@@ -92,16 +93,18 @@ def test_empirical_and_drawn_curvature(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_scale_is_that_of_the_loss_hessian(name):
+def test_the_curvature_of_an_example_is_the_trace_of_its_loss_hessian(name):
+    """By which `mode="auto"` draws examples."""
     model, x, y, likelihood, ell = case(name, N)
     f = model(x).detach()
+    loss = NegativeLogLikelihood(Laplace(model, likelihood).likelihood)
     traces = [hand.hessian(ell, *row).trace() for row in zip(f, y, strict=True)]
-    few, options = [(x[2:5], y[2:5])], {"num_data": N}
-    la = Laplace(model, likelihood).fit_batches(few, **options)
-    with_scale = Laplace(model, likelihood).fit_batches(few, scale=split(x, y), **options)
-    ratio = torch.stack(traces).mean() / torch.stack(traces[2:5]).mean()
-    for name, block in la.posterior.curvature.blocks.items():
-        close(with_scale.posterior.curvature.blocks[name].to_dense(), ratio * block.to_dense())
+    close(loss.hessian_traces(f, loss.labels(y, f.ndim)), torch.stack(traces))
+
+
+def test_the_trace_of_a_certain_example_keeps_its_digits():
+    trace = Categorical().hessian_trace(torch.tensor([[30.0, 0.0, 0.0]]))
+    torch.testing.assert_close(trace, torch.tensor([4 * torch.tensor(-30.0).double().exp()]))
 
 
 @pytest.mark.parametrize("name", CASES)

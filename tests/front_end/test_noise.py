@@ -92,7 +92,7 @@ def test_it_is_the_maximum_of_the_dense_evidence():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("curvature", "fisher", "mode"),
-    one_axis_at_a_time(CURVATURES, ["exact", "mc"], ["full", "debiased", "crossfit", "scaled"]),
+    one_axis_at_a_time(CURVATURES, ["exact", "mc"], ["full", "debiased", "crossfit"]),
 )
 def test_what_is_tuned_is_a_fit_with_that_sigma(curvature, fisher, mode):
     """Posterior, evidence, predictions and tuning again, for every kind of fit."""
@@ -107,8 +107,6 @@ def test_what_is_tuned_is_a_fit_with_that_sigma(curvature, fisher, mode):
         )  # fmt: skip
         batches = [(x[:30], y[:30]), (x[30:], y[30:])]
         generator = torch.Generator().manual_seed(1)
-        if mode == "scaled":
-            return la.fit_batches(batches[:1], scale=batches, generator=generator)
         return la.fit(batches, mode=mode, num_data=60, generator=generator)
 
     la = fit(1.0)

@@ -51,10 +51,9 @@ def same(one, two):
 # ------------------------------------------------------------------------------------- asking
 
 
-@pytest.mark.parametrize("scale", [None, [(inputs(), labels())]])
-def test_where_both_readings_fit_the_user_is_asked(scale):
+def test_where_both_readings_fit_the_user_is_asked():
     with pytest.raises(ValueError, match=r"class_dim=-1\) for .* class_dim=1 for") as caught:
-        Laplace(build()).fit_batches([(inputs(), labels())], scale=scale)
+        Laplace(build()).fit_batches([(inputs(), labels())])
     assert "(6, 5, 5)" in str(caught.value)
     assert "(6, 5)" in str(caught.value)
 
@@ -180,10 +179,10 @@ def test_every_prediction_is_as_if_the_model_moved_them(method):
     same(first.functional(x, outputs=3)[1], last.functional(x, outputs=3)[1])
 
 
-def test_tuning_evaluation_scale_and_files_are_too(tmp_path):
+def test_tuning_evaluation_and_files_are_too(tmp_path):
     model, data = build(), [(inputs(), labels())]
-    first = Laplace(model, class_dim=1).fit_batches(data, scale=[(inputs(8), labels(8))])
-    last = Laplace(Moved(model), class_dim=-1).fit_batches(data, scale=[(inputs(8), labels(8))])
+    first = Laplace(model, class_dim=1).fit_batches(data)
+    last = Laplace(Moved(model), class_dim=-1).fit_batches(data)
     same(posterior(first), posterior(last))
     held_out = [(inputs(9), labels(9))]
     for metric in ("nll", "brier"):

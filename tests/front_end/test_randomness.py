@@ -59,10 +59,10 @@ def fitted():
     return Laplace(network()).fit_batches([(Augmented().x, LABELS)])
 
 
-def fit(mode="full", scale=False, **options):
+def fit(mode="full", **options):
     def result(generator):
         la = Laplace(network(), **options)
-        return la.fit(shuffled(), mode, generator=generator, scale=scale).sample(1, seed(0))
+        return la.fit(shuffled(), mode, generator=generator).sample(1, seed(0))
 
     return result
 
@@ -166,7 +166,6 @@ CASES = {
         "mini": fit("mini"),
         "debiased": fit("debiased"),
         "crossfit": fit("crossfit"),
-        "scaled": fit("mini", scale=True),
     },
     Laplace.fit_batches: {"two loaders": fit_batches, "an iterator": fit_of_an_iterator},
     Laplace.sample: {"": lambda generator: fitted().sample(3, generator)},

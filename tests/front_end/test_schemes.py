@@ -104,8 +104,6 @@ def test_an_iterator_is_refused_where_it_is_read_twice(model):
     with pytest.raises(TypeError, match="reads the data twice"):
         Laplace(model, curvature="ekfac").fit(Full(iter(A)))
     Laplace(model, curvature="kfac").fit(Full(iter(A)))
-    with pytest.raises(TypeError, match="scale takes another pass"):
-        Laplace(model).fit_batches(A, scale=iter(B))
 
 
 @dataclass(frozen=True)

@@ -146,21 +146,6 @@ def test_data_on_the_device_is_asked_for_ignored_targets_where_positions_share_w
     assert waits_of_batches(*devices) == (sizes[1] - sizes[0]) * per_batch
 
 
-@pytest.mark.parametrize("fisher", ["exact", "empirical"])
-def test_the_scale_does_not_wait_for_every_batch(fisher):
-    devices, found = [], []
-    for size in (2, 4):
-        data = data_of("mlp", size)
-        with SecondDevice() as device:
-            la = fitted("mlp", moved(model_of("mlp")), data, fisher=fisher, mode="mini", scale=True)
-            found.append(float(la.log_marginal_likelihood()))
-        devices.append(device)
-    expected = fitted("mlp", model_of("mlp"), data, fisher=fisher, mode="mini", scale=True)
-    assert found[1] == pytest.approx(float(expected.log_marginal_likelihood()), rel=1e-6)
-    assert found[0] != found[1]
-    assert waits_of_batches(*devices) == 0
-
-
 def test_the_device_finds_what_is_waited_for_and_what_lies_elsewhere():
     with SecondDevice() as device:
         x = Elsewhere(torch.arange(3.0))

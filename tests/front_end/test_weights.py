@@ -133,7 +133,7 @@ def test_a_fold_without_weight_is_refused():
         Laplace(perceptron()).fit_batches([(x, y, torch.tensor([0.0, 1.0] * 6))], folds=2)
 
 
-@pytest.mark.parametrize("of", ["joint", "table", "scale", "auto", "tune"])
+@pytest.mark.parametrize("of", ["joint", "table", "auto", "tune"])
 def test_what_takes_no_weights_says_so(of: str):
     x, y = data()
     triples = [(x, y, COUNTS.double())]
@@ -151,9 +151,4 @@ def test_what_takes_no_weights_says_so(of: str):
             la.tune(triples)
     else:
         with pytest.raises(ValueError, match="weights"):
-            Laplace(perceptron()).fit(
-                itertools.cycle(triples) if of == "auto" else triples * 3,
-                mode="auto" if of == "auto" else "mini",
-                num_data=18,
-                scale=of == "scale",
-            )
+            Laplace(perceptron()).fit(itertools.cycle(triples), mode="auto", num_data=18)

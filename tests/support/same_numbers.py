@@ -195,7 +195,6 @@ def fits():
         yield f"{curvature} {mode} {likelihood}", {"curvature": curvature}, mode, likelihood, {}
     for curvature in CURVATURES:
         options = {"curvature": curvature}
-        yield f"{curvature} scaled", options, "debiased", "classification", {"scale": True}
         yield f"{curvature} mc", {**options, "fisher": "mc", "mc_samples": 2}, "debiased", *COMMON
         yield f"{curvature} empirical", {**options, "fisher": "empirical"}, "debiased", *COMMON
         yield f"{curvature} joint", {**options, "joint": True}, "debiased", *COMMON
