@@ -114,11 +114,8 @@ def fit(
         check_alike(ranks, plain, names, stream.first, expected.is_shared)
         check_room(problem, kind)
         if resume is not None:
-            of_data = {
-                "mode": mode,
-                "num_data": expected.num_data,
-                "folds": getattr(scheme, "folds", None),
-            }
+            folds = getattr(scheme, "folds", None)
+            of_data = {"mode": mode, "num_data": expected.num_data, "folds": folds}
             identity = _identity_of(problem, subject, generator, **of_data)
             checkpoint = Checkpoint(Path(resume), identity, problem.device, ranks)
             problem = replace(problem, checkpoint=checkpoint)

@@ -238,8 +238,7 @@ class Laplace(Approximation):
         else:
             scheme, mode = train_loader, train_loader.mode
             expected = scheme.expected(num_data)
-        how = generator, resume, progress
-        self._adopt(fits.fit(self._subject, scheme, mode, expected, *how))
+        self._adopt(fits.fit(self._subject, scheme, mode, expected, generator, resume, progress))
         return self
 
     @together("fit_batches")
@@ -267,8 +266,7 @@ class Laplace(Approximation):
         self._agree(folds=folds, resume=resume)
         scheme = scheme_of(directions, magnitudes, folds)
         expected = scheme.expected(num_data)
-        how = scheme.mode, expected, generator, resume
-        self._adopt(fits.fit(self._subject, scheme, *how))
+        self._adopt(fits.fit(self._subject, scheme, scheme.mode, expected, generator, resume))
         return self
 
     def plan(

@@ -69,21 +69,23 @@ class Tuning:
         return self.flat == (low, high) and high >= _WIDE * low
 
     @property
-    def message(self) -> str:
-        """The findings in words."""
+    def _summary(self) -> str:
         name = self.metric.replace("_", " ")
         sigma = "" if self.sigma is None else f" and sigma {_numbers(self.sigma)}"
         if isinstance(self.prior_precision, list):
             each = ", ".join(f"{row['name']} {row['prior_precision']:.3g}" for row in self.table)
-            said = [f"Prior precisions {each}{sigma}: {name} {self.value:.4g}."]
-        else:
-            error = self._standard_error
-            plus = "" if error is None else f" ± {error:.2g}"
-            by = "" if self.link is None else f", link {self.link}"
-            said = [
-                f"Prior precision {self.prior_precision:.3g}{sigma}{by}: {name} "
-                f"{self.value:.4g}{plus}."
-            ]
+            return f"Prior precisions {each}{sigma}: {name} {self.value:.4g}."
+        error = self._standard_error
+        plus = "" if error is None else f" ± {error:.2g}"
+        by = "" if self.link is None else f", link {self.link}"
+        return (
+            f"Prior precision {self.prior_precision:.3g}{sigma}{by}: {name} {self.value:.4g}{plus}."
+        )
+
+    @property
+    def message(self) -> str:
+        """The findings in words."""
+        said, name = [self._summary], self.metric.replace("_", " ")
         if self.flat is not None:
             within = "half a nat" if self.metric == OF_EVIDENCE else "one standard error"
             low, high = self.flat
@@ -114,23 +116,7 @@ class Tuning:
         return " ".join([*said, *self.notes])
 
     def __repr__(self) -> str:
-        """The best value, the metric, the flat range, and how many values were tried."""
-        parts = [
-            f"prior_precision={_numbers(self.prior_precision)}",
-            f"{self.metric}={self.value:.4g}",
-        ]
-        if (error := self._standard_error) is not None:
-            parts[1] += f" ± {error:.2g}"
-        if self.sigma is not None:
-            parts.append(f"sigma={_numbers(self.sigma)}")
-        if self.link is not None:
-            parts.append(f"link={self.link}")
-        if self.flat is not None:
-            parts.append("flat={:.3g} to {:.3g}".format(*self.flat))
-        if not isinstance(self.prior_precision, list):
-            tried = self._tried
-            parts.append(f"tried={len(tried)} from {tried[0]:.3g} to {tried[-1]:.3g}")
-        return f"Tuning({', '.join(parts)})"
+        return f"<Tuning: {self._summary}>"
 
     def _repr_html_(self) -> str:
         header = list(dict.fromkeys(name for row in self.table for name in row))

@@ -285,9 +285,8 @@ def test_it_reads_well():
     )
     low, high = found.flat
     assert repr(found) == (
-        f"Tuning(prior_precision={found.prior_precision:.3g}, nll={found.value:.4g} ± {error:.2g}, "
-        f"link={found.link}, flat={low:.3g} to {high:.3g}, tried={len(found.table)} from 0.0001 to "
-        "1e+08)"
+        f"<Tuning: Prior precision {found.prior_precision:.3g}, link {found.link}: nll "
+        f"{found.value:.4g} ± {error:.2g}.>"
     )
     assert found.message.startswith(
         f"Prior precision {found.prior_precision:.3g}, link {found.link}: nll {found.value:.4g} ± "
