@@ -24,7 +24,7 @@ def here(tmp_path, monkeypatch):
 REFUSED = {
     "fit": [
         *("--ood=x=nowhere", "--ood_examples=3", "--corruptions=[1]", "--test_examples=3"),
-        *("--validation_examples=3", "--plan --overwrite", "--plan --scale --mode=mini"),
+        *("--validation_examples=3", "--plan --overwrite"),
         *("--curvature=diag --sharing=reduce", "--curvature=full --joint"),
     ],
     "tune": [

@@ -81,9 +81,7 @@ def test_folds_belong_to_cross_fitting(model, mode):
         Laplace(model).fit([batch(0), batch(1)], mode=mode, num_data=50, folds=2)
 
 
-@pytest.mark.parametrize(
-    "options", [{"folds": 2}, {"mode": "mini"}, {"scale": True}, {"progress": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{"folds": 2}, {"mode": "mini"}, {"progress": True}], ids=str)
 def test_what_a_scheme_says_itself_is_refused(model, options):
     with pytest.raises(ValueError, match=r"Split\(...\) says how to fit: leave out mode"):
         Laplace(model).fit(Split(A, B), **options)

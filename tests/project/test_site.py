@@ -50,7 +50,8 @@ def test_every_public_module_has_a_reference_page():
 
 
 def test_ci_builds_the_site():
-    assert "\nmake docs\n" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    steps = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert any("make" in step and "docs" in step.split() for step in steps)
     if shutil.which("make"):
         run = subprocess.run(
             ["make", "-n", "docs"], cwd=ROOT, capture_output=True, text=True, check=True
