@@ -42,15 +42,7 @@ _IDENTITY = "fit.json"
 
 @dataclass
 class Progress:
-    """How far a pass has come.
-
-    Attributes:
-        num_batches: How many batches are in its sums.
-        num_examples: How many examples.
-        nll: Their summed loss.
-        num_outputs: How many numbers the network gave for them.
-        weight: The sum of their weights.
-    """
+    """The sums of a pass so far: `nll` is the loss, `num_outputs` the numbers that came out."""
 
     num_batches: int = 0
     num_examples: int = 0
@@ -60,18 +52,9 @@ class Progress:
 
 
 class Checkpoint:
-    """The passes of a fit that is saved in a folder.
+    """The passes of a fit, saved in a folder; the state of another `identity` is refused.
 
-    Args:
-        folder: The folder, which need not be there.
-        identity: What the fit is, as plain data: the state of another fit is refused.
-        device: Where the sums are.
-        ranks: The processes, each of which saves its own sums. They make it together.
-
-    Raises:
-        ValueError: If the folder holds the state of another fit, with what differs.
-        NotADirectoryError: If it is a file.
-        OSError: If it cannot be written to.
+    The processes make it together, and each saves its own sums.
     """
 
     def __init__(
@@ -92,15 +75,7 @@ class Checkpoint:
         ranks.exchange(None)
 
     def begin(self, sums: Sums, keys: Mapping[str, Any]) -> Progress:
-        """Begin the next pass.
-
-        Args:
-            sums: Where it sums; what was saved is put back there.
-            keys: The keys of `sums` by their names; a text stands for itself.
-
-        Raises:
-            ValueError: If what was saved is damaged.
-        """
+        """Begin the next pass: put what was saved back into `sums`; `keys` are its keys by name."""
         self._number += 1
         self._path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"
         self._sums, self._last = sums, time.monotonic()
@@ -120,11 +95,7 @@ class Checkpoint:
         return found
 
     def has(self, pair: tuple[Any, ...]) -> bool:
-        """Whether the batch that was read next is in the sums already.
-
-        Raises:
-            ValueError: If the batches in the sums were others.
-        """
+        """Whether the batch that was read next is in the sums already."""
         self._read += 1
         marks = [sum_of_bits(tensor) for tensor in (*tensors_of(pair[0]), *pair[1:])]
         self._digest.update(str(marks).encode())
@@ -152,11 +123,7 @@ class Checkpoint:
         self._last = time.monotonic()
 
     def end(self) -> None:
-        """End the pass.
-
-        Raises:
-            ValueError: If the data ended before what was saved.
-        """
+        """End the pass."""
         if self._read < self._saved:
             self._refuse(f"the data gave {self._read} batches, and {self._saved} are in the sums")
 
@@ -201,12 +168,7 @@ class Checkpoint:
 
 
 def check_folder(folder: Path) -> Path:
-    """Require that states can be written to a folder, before the work that goes into them.
-
-    Raises:
-        NotADirectoryError: If it is a file.
-        OSError: As `check_target`.
-    """
+    """Require that states can be written to a folder, before the work that goes into them."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"resume={str(folder)!r} is a file: name a folder.")
     check_target(folder / _IDENTITY, make_folders=True)

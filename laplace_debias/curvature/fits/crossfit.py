@@ -48,12 +48,9 @@ from laplace_debias.system.ranks import Ranks
 
 @dataclass(frozen=True)
 class Fold:
-    """Some of the examples.
+    """Some of the examples: this process's pairs, and the number or weight of all processes'.
 
-    Attributes:
-        pairs: Those that this process has.
-        size: How many there are of all processes, or the sum of their weights.
-        first: Position of the first one in all data of the fit, fold after fold.
+    `first` is the position of the first one in all data of the fit, fold after fold.
     """
 
     pairs: Pairs
@@ -62,16 +59,7 @@ class Fold:
 
 
 def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
-    """Cut the examples into folds: example i of all processes belongs to fold i mod K.
-
-    Args:
-        ranks: The processes.
-        data: This process's pairs.
-        num_folds: K.
-
-    Raises:
-        ValueError: If there are fewer examples than folds, or fewer than two folds.
-    """
+    """Cut the examples into folds: example i of all processes belongs to fold i mod K."""
     batches = list(data)
     places = first_places(ranks, [len(pair[1]) for pair in batches])
     num_examples = sum(ranks.exchange(sum(len(pair[1]) for pair in batches)))
@@ -135,15 +123,6 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
     full rank is decomposed K + 1 times; one of rank r, as few examples of a linear layer give it,
     once, and then K matrices `[r, r]` are. The diagonal's directions are the coordinate axes,
     whatever the data: out of fold or not, its magnitudes are the same.
-
-    Args:
-        problem: The network and its blocks.
-        data: Pairs `(x, y)`; example i belongs to fold i mod K.
-        num_folds: K, at least 2.
-        curvature: `"kfac"`, `"ekfac"` or `"diag"`.
-
-    Raises:
-        ValueError: If there are fewer examples than folds; as `Sweep.over`.
     """
     folds = split_folds(problem.ranks, data, num_folds)
     if curvature == "diag":
@@ -199,13 +178,8 @@ def crossfit_with_replicates(
 
     A replicate is for a jackknife. It has the eigenbasis of the other folds, which cross-fitting
     makes anyway. Its magnitudes are the cross-fitted ones, each times the ratio of the other folds'
-    eigenvalue to the mean of that over the replicates: so no factor is decomposed for them.
-
-    Args:
-        problem: The network and its blocks.
-        sizes: Examples in each fold, of all processes.
-        of_folds: The factors of each, summed over its examples, of the blocks that this process
-            owns. They are kept.
+    eigenvalue to the mean of that over the replicates: so no factor is decomposed for them. `sizes`
+    are those of all processes; `of_folds` has the blocks that this process owns, and is kept.
     """
     of_folds = [dict(sums) for sums in of_folds]
     _make_alike(of_folds)
@@ -302,19 +276,11 @@ def crossfit_magnitudes(
     A diagonal factor's directions are the coordinate axes, whatever the data: out of fold or not,
     its magnitudes are its entries.
 
-    Args:
-        factors: The factor of each fold, summed over its examples, `[K, *groups, d, d]`; `[K, d]`
-            for a diagonal one; rows of each.
-        sizes: Examples in each fold.
-        known: Eigenvalues, descending, and eigenvectors of the mean factor, if they are known.
-        precision: What the factors were computed in, which says what counts as no curvature; their
-            own dtype if None.
-        others_too: If given, takes the eigenpairs of the other folds, fold by fold.
-
-    Returns:
-        `[*groups, d]`, behind thin directions one entry for the rest: entry i is the mean over
-        folds, weighed by their sizes, of the fold's own mean curvature along the i-th eigenvector
-        of the other folds.
+    Magnitude i is the mean over folds, weighed by their sizes, of the fold's own mean curvature
+    along the i-th eigenvector of the other folds; behind thin directions one is for the rest.
+    `known` are the eigenpairs of the mean factor; `others_too` takes those of the other folds, fold
+    by fold. `precision` is the dtype that the factors were computed in, which says what counts as
+    no curvature.
     """
     num_examples = sum(sizes)
     if isinstance(factors, Tensor) and factors.ndim == 2:
@@ -343,13 +309,8 @@ class _Within:
     """The space in which all folds of a factor have curvature, if it is much the smaller one.
 
     Every fold's factor is at most the sum of all: it vanishes where that does. So eigenbases of
-    others' factors are eigenbases of matrices `[r, r]` in coordinates of the sum's range.
-
-    Args:
-        values: Eigenvalues of the mean factor, descending.
-        U: Its eigenvectors. The factors of groups are small, of different ranks, and stay as they
-            are.
-        precision: What the factors were computed in.
+    others' factors are eigenbases of matrices `[r, r]` in coordinates of the sum's range. The
+    factors of groups are small, of different ranks, and stay as they are.
     """
 
     def __init__(
@@ -404,17 +365,7 @@ def exact_crossfit(
     of_folds: list[FactorSums],
     of_all: dict[Block, Eigenbasis],
 ) -> Sums:
-    """EKFAC's magnitudes of every fold along the eigenbases of the others, averaged.
-
-    Args:
-        problem: The network and its blocks.
-        folds: The examples of each fold.
-        of_folds: Each fold's factors, of the blocks whose eigenbases are found here.
-        of_all: The eigenbases of all folds together.
-
-    Returns:
-        `[*groups, d_out, d_in]` of each block.
-    """
+    """EKFAC's magnitudes `[*groups, d_out, d_in]` of every fold along others' bases, averaged."""
     num_examples = sum(fold.size for fold in folds)
     table: Sums = {}
     for number, fold in enumerate(folds):

@@ -41,15 +41,7 @@ def sweep_rows(
 ) -> Seen:
     """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
 
-    Args:
-        problem: The network and its blocks.
-        batches: `(x, y)` pairs on the model's device.
-        consume: Takes some rows, in `factor_dtype`.
-        first: As `Sweep.over` takes it.
-        sums: Where `consume` keeps what it sums; None for a pass of which nothing is saved.
-
-    Raises:
-        ValueError: Naming the block, if a row is not finite.
+    `consume` keeps what it sums in `sums`; without these nothing of the pass is saved.
     """
     extremes: dict[Block, list[Tensor]] = {block: [] for block in problem.blocks}
     parts: dict[Block, Tensor] = {}
@@ -89,13 +81,7 @@ _NUM_BYTES = "number of bytes"
 
 
 def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
-    """The whole curvature matrix `[D, D]`: directions from some data, magnitudes from others.
-
-    Args:
-        problem: The network and its blocks, whose entries, one block after the other, are the rows.
-        directions: Pairs `(x, y)` whose curvature gives the eigenvectors.
-        magnitudes: Pairs that the curvature along them is measured on; None for the same.
-    """
+    """The whole curvature `[D, D]`: directions from some data, magnitudes from these or others."""
     size = sum(block.size for block in problem.blocks)
     sums = {DENSE_BLOCK: torch.zeros(size, size, dtype=problem.factor_dtype, device=problem.device)}
     seen = sweep_rows(
@@ -121,13 +107,8 @@ def fit_low_rank(
 
     In all other directions the posterior is the prior. Jacobian rows of up to 1 GiB are kept, and
     the eigenvectors are exact; with more data than that they come from Lanczos iterations, for
-    which every product reads the data again: of these passes nothing is saved to go on with.
-
-    Args:
-        problem: As `fit_full` takes it.
-        directions: Pairs `(x, y)` whose curvature gives the eigenvectors.
-        magnitudes: Pairs that the curvature along them is measured on; None for the same.
-        rank: How many directions, at most; there are no more than Jacobian rows.
+    which every product reads the data again: of these passes nothing is saved to go on with. There
+    are no more directions than Jacobian rows.
     """
     kept: list[Rows] = []
     # A tensor, so that it is saved with the rows.
@@ -164,13 +145,9 @@ def fit_low_rank(
 def fit_crossfit_dense(
     problem: Problem, data: Pairs, num_folds: int, rank: int | None
 ) -> CurvatureFit:
-    """Directions from all examples at hand, magnitudes out of fold; see `kfac.crossfit`.
+    """Directions from all examples at hand, magnitudes out of fold; see `fit_crossfit`.
 
-    Args:
-        problem: As `fit_full` takes it.
-        data: Pairs `(x, y)`; example i belongs to fold i mod K. Their Jacobian rows are kept.
-        num_folds: K, at least 2.
-        rank: How many directions; None for all (`full`).
+    Jacobian rows are kept. Without a rank all directions are, too (`full`).
     """
     folds = split_folds(problem.ranks, data, num_folds)
     size = sum(block.size for block in problem.blocks)
@@ -266,10 +243,8 @@ def _leading(
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
     """Leading eigenpairs of `rowsᵀ rows`, through the smaller of its two products.
 
-    Args:
-        rows: Jacobian rows.
-        rank: How many pairs, at most: those that rounding does not determine are left out.
-        precision: What the rows were computed in.
+    Pairs that rounding in `precision`, in which the rows were computed, does not determine are left
+    out.
     """
     if rows.shape[0] > rows.shape[1]:
         values, vectors = eigh(_finite(rows.T @ rows), "the curvature")
@@ -286,11 +261,7 @@ def _leading(
 
 
 def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
-    """Products of Jacobian rows, none of which overflows.
-
-    Raises:
-        ValueError: If one does.
-    """
+    """Products of Jacobian rows, none of which overflows."""
     # No product is larger than the largest square.
     if not products.diagonal().isfinite().all():
         raise ValueError(

@@ -25,12 +25,9 @@ _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 class Rows:
     """A factor of few examples, or of few directions, of which no matrix `[d, d]` is made.
 
-    It is `rowsᵀ rows`, and an unknown rest of known trace in other directions.
-
-    Attributes:
-        rows: `[n, d]`, with n at most half of d.
-        rest: The trace of the rest.
-        most: Of more rows than this a sum keeps the leading directions, half as many.
+    It is `rowsᵀ rows`, of rows `[n, d]` with n at most half of d, and an unknown rest of known
+    trace in other directions. Of more rows than `most` a sum keeps the leading directions, half as
+    many.
     """
 
     rows: Float[Tensor, "n d"]
@@ -74,13 +71,9 @@ Factor = Tensor | Rows
 class Eigenbasis:
     """Directions of a block, and the factors' own curvature along them.
 
-    Attributes:
-        U_G: Eigenvectors of G as columns, by descending eigenvalue, `[*groups, d_out, r_G]`; None
-            for the coordinate axes. Thin directions (r < d) leave the null space.
-        U_A: Likewise of A, `[*groups, d_in, r_A]`.
-        along_G: Eigenvalues of G, `[*groups, d_out]`; of thin directions `r_G + 1`, the last the
-            mean of those that they leave.
-        along_A: Likewise of A.
+    Eigenvectors are columns, by descending eigenvalue; None stands for the coordinate axes. Thin
+    directions (r < d) leave the null space: then there are r + 1 eigenvalues, the last the mean of
+    those that the directions leave.
     """
 
     U_G: Float[Tensor, "*groups d_out r_G"] | None
@@ -96,12 +89,7 @@ class Eigenbasis:
     def pooled(
         self, measured: Float[Tensor, "*groups rows columns"], precision: torch.dtype
     ) -> Float[Tensor, "*groups rows columns"]:
-        """Curvature along the directions, averaged over those that data cannot tell apart.
-
-        Args:
-            measured: Curvature measured along every pair of directions.
-            precision: As `pooled` takes it.
-        """
+        """Curvature along the directions, averaged over those that data cannot tell apart."""
         # In units of the block's curvature, not of one factor's.
         along_G = self.along_G * self.along_A.amax(-1, keepdim=True)
         along_A = self.along_A * self.along_G.amax(-1, keepdim=True)
@@ -126,17 +114,7 @@ def outer(
 
 
 def eigenbasis(G: Factor, A: Factor, block: str) -> Eigenbasis:
-    """The eigenbasis of `G ⊗ A`; of a diagonal factor, given as a vector, the coordinate axes.
-
-    Args:
-        G: `[*groups, d_out, d_out]`, `[d_out]` or rows.
-        A: `[*groups, d_in, d_in]`, `[d_in]` or rows.
-        block: Name of the block, for messages.
-
-    Raises:
-        ValueError: As `eigh`.
-        torch.linalg.LinAlgError: As `eigh`.
-    """
+    """The eigenbasis of `G ⊗ A`; of a diagonal factor, given as a vector, the coordinate axes."""
     along_G, U_G = eigh(G, f"factor G of {block}")
     along_A, U_A = eigh(A, f"factor A of {block}")
     return Eigenbasis(U_G, U_A, along_G, along_A)
@@ -152,15 +130,6 @@ def eigh(
 
     An eigenvector's sign is LAPACK's choice, and a sample depends on it. Here every eigenvector has
     a positive product with one fixed vector, so that other machines draw the same samples.
-
-    Args:
-        factor: A positive semi-definite matrix `[d, d]`, one for each group `[g, d, d]`, the
-            diagonal of one, `[d]`, or rows.
-        what: What it is, for messages.
-
-    Raises:
-        ValueError: If it holds NaN or Inf.
-        torch.linalg.LinAlgError: If it cannot be decomposed.
     """
     if isinstance(factor, Rows):
         factor = factor.compressed()
@@ -189,12 +158,7 @@ def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r
 
 
 def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = None) -> int:
-    """How many eigenvalues of a matrix are above the rounding of what it was computed in.
-
-    Args:
-        values: Eigenvalues, descending.
-        precision: The dtype of the computation; that of `values` if None.
-    """
+    """How many descending eigenvalues are above the rounding of what they were computed in."""
     if not len(values):
         return 0
     computed = torch.finfo(values.dtype if precision is None else precision).eps
@@ -205,14 +169,7 @@ def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = 
 
 
 def resolution(precision: torch.dtype) -> float:
-    """How far apart eigenvalues must be for their eigenvectors to be determined.
-
-    Args:
-        precision: What the matrix was computed in.
-
-    Returns:
-        A share of the largest eigenvalue.
-    """
+    """The least gap of eigenvalues that determines eigenvectors, as a share of the largest."""
     return max(_RESOLUTION, 8 * torch.finfo(precision).eps)
 
 
@@ -238,13 +195,8 @@ def pooled(
     A matrix may also be nothing but what rounding left of a sum that cancels: gradients at the keys
     of attention add up to zero over positions. So eigenvectors whose eigenvalues are all below the
     square of the resolution, as a share of the curvature measured, are averaged over as one space.
-
-    Args:
-        measured: Curvature along the eigenvectors, on any data, `[*groups, d]` or `[*groups, d,
-            columns]`; columns are averaged one by one.
-        values: The eigenvalues, descending, in the units of `measured`.
-        precision: What the eigenvalues' matrix was computed in.
-        left: How many eigenvectors the last eigenvalue stands for.
+    The columns of `measured` are averaged one by one; the last of the descending eigenvalues stands
+    for `left` eigenvectors.
     """
     if values.shape[-1] == 0:
         return measured
@@ -278,10 +230,6 @@ def directional_curvature(
     r"""Curvature of a factor along the columns of U, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
 
     Behind it, where U is thin, its mean along all directions that U leaves.
-
-    Args:
-        factor: `[*groups, d, d]`, `[d]` for a diagonal one, or rows without a rest.
-        U: `[*groups, d, r]`, thin of rows alone; None for the coordinate axes.
     """
     if isinstance(factor, Rows):
         return folded(coordinates(factor.rows, U).square().sum(0), U)
@@ -295,9 +243,7 @@ def directional_curvature(
 def folded(squares: Float[Tensor, "*n columns"], U: Tensor | None) -> Float[Tensor, "*n values"]:
     """Squares of coordinates in the frame of thin directions, with a mean of those that it leaves.
 
-    Args:
-        squares: `[..., r + d]`; left as they are where U is not thin.
-        U: `[d, r]`.
+    Squares are `[..., r + d]`, and left as they are where U is not thin.
     """
     if not is_thin(U):
         return squares

@@ -61,13 +61,7 @@ def measured_gradients(
     """G of one block on one batch: rows if they are fewer than G's and G is wide.
 
     Several chunks of a batch are cheaper to multiply together: writing G costs more than they do.
-
-    Args:
-        layer: As `gradient_factor` takes it; so are the others.
-        block: The block.
-        uses: Its uses.
-        masks: Positions that take part.
-        as_rows: Whether it is to be rows, however many.
+    With `as_rows` it is rows, however many.
     """
     d_out = block.shape[0]
     is_matrix = bool(block.groups) or block.has_diagonal_G or d_out < _WIDE
@@ -85,13 +79,9 @@ def gradient_factor(
 ) -> Float[Tensor, "*groups d_out d_out"] | Float[Tensor, " d_out"]:
     """G of one block on one batch, summed over its examples; of a diagonal block as a vector.
 
-    Args:
-        layer: The layer.
-        block: One of its blocks.
-        uses: For every use of the layer the input `[B, ...]` and the gradients at the output
-            `[K, B, ...]`, one for each column of the loss Hessian's root. Several uses count as
-            further positions.
-        masks: For every use the positions that take part, `[B, T]`; None for all.
+    A use has the input `[B, ...]` and the gradients at the output `[K, B, ...]`, one for each
+    column of the loss Hessian's root; its mask the positions that take part, `[B, T]`. Several uses
+    count as further positions.
     """
     if not (isinstance(uses, CallUses) or block.is_exact or _is_reduced(block)):
         is_masked = _counted(layer, block, [x for x, _ in uses], masks) is not None
@@ -149,12 +139,7 @@ def measured_inputs(
 ) -> Iterator[Factor]:
     """A of one block on one batch: rows if they are at most half as many as A's and A is wide.
 
-    Args:
-        layer: As `input_factor` takes it; so are the others.
-        block: The block.
-        inputs: Its inputs.
-        masks: Positions that take part.
-        as_rows: Whether it is to be rows, however many, which then come in several parts.
+    With `as_rows` it is rows, however many, which then come in several parts.
     """
     if as_rows:
         yield from map(Rows, input_rows(layer, block, inputs, masks))
@@ -200,13 +185,8 @@ def input_factor(
 ) -> Float[Tensor, "*groups d_in d_in"] | Float[Tensor, " d_in"]:
     """A of one weight block on one batch, summed over its examples; a diagonal one as a vector.
 
-    Args:
-        layer: The layer.
-        block: Its weight block.
-        inputs: What went into the layer, for every part of the batch the inputs of all uses, each
-            `[B, ...]`.
-        masks: For every part of the batch the positions that take part, for all uses `[B, T]`; None
-            for all.
+    `inputs` has for every part of the batch those of all uses, each `[B, ...]`, and `masks` the
+    positions that take part, `[B, T]`.
     """
     masks = [None] * len(inputs) if masks is None else masks
     if block.role == "table":

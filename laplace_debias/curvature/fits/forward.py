@@ -11,11 +11,7 @@ from laplace_debias.curvature.network.outputs import check_outputs
 
 
 class ForwardPasses:
-    """Runs the network forward, and sums A of its weight blocks on the way.
-
-    Args:
-        problem: The network and its blocks.
-    """
+    """Runs the network forward, and sums A of its weight blocks on the way."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -24,16 +20,7 @@ class ForwardPasses:
         self._positions: PositionFinder | None = None
 
     def __call__(self, x: Inputs, y: Tensor, inputs: SideSums) -> Tensor:
-        """The outputs for a batch, whose inputs of layers are added to `inputs`.
-
-        Args:
-            x: Inputs, on the model's device or the CPU.
-            y: Targets, which say of padding.
-            inputs: Sums of A.
-
-        Raises:
-            ValueError: If outputs are not `[B, C]`; as `Tap.forward`.
-        """
+        """The outputs for a batch, whose inputs of layers are added to `inputs`."""
         problem, tap = self._problem, self._tap
         outputs = tap.forward(move(x, problem.device, None), graph=False)
         check_outputs(outputs)

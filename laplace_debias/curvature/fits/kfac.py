@@ -37,11 +37,6 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
     """K-FAC: directions from one set of batches, magnitudes from another (Eq. 9) or the same.
 
     The second factors are projected and freed one block at a time.
-
-    Args:
-        problem: The network and its blocks.
-        directions: Pairs `(x, y)` whose factors give the eigenbases.
-        magnitudes: Pairs that the curvature is measured on; None for the same.
     """
     factors, seen = factor_sums(problem, directions)
     bases = eigenbases(problem, factors, seen.weight)
@@ -54,10 +49,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
 def curvature_along(
     problem: Problem, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
 ) -> tuple[Sums, Seen]:
-    """The factors' own curvature along every direction on other data (Eq. 9), and what was seen.
-
-    Arguments as `exact_sums` takes them.
-    """
+    """The factors' own curvature along every direction on other data (Eq. 9), and what was seen."""
     along_G: Sums = {}
     along_A: Sums = {}
 
@@ -103,11 +95,7 @@ def curvature_along(
 def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
     """EKFAC: K-FAC's directions, and the exact curvature along every one of them.
 
-    Args:
-        problem: The network and its blocks.
-        directions: Pairs `(x, y)` whose factors give the eigenbases.
-        magnitudes: Pairs that the curvature is measured on; None for the same, which are then
-            read twice.
+    Without `magnitudes` the data of `directions` are read twice.
     """
     factors, seen = factor_sums(problem, directions)
     bases = eigenbases(problem, factors, seen.weight)
@@ -122,17 +110,7 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
 def exact_sums(
     problem: Problem, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
 ) -> tuple[Sums, Seen]:
-    """Exact curvature along every direction, summed over examples.
-
-    Args:
-        problem: The network and its blocks.
-        bases: The directions.
-        batches: Pairs `(x, y)` that the curvature is measured on.
-        first: As `Sweep.over` takes it.
-
-    Returns:
-        `[*groups, d_out, d_in]` of each block, and what was seen.
-    """
+    """Exact curvature `[*groups, d_out, d_in]` along every direction, summed over examples."""
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype = problem.dtype
     rotations = {
@@ -162,11 +140,6 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
 
     Directions that no data chose are not biased by any: a debiased fit is that of its second
     batches alone, of which `directions` is not even read.
-
-    Args:
-        problem: The network and its blocks.
-        directions: Pairs `(x, y)`.
-        magnitudes: Pairs that the curvature is measured on; None for `directions`.
     """
     ones = {block: torch.ones(0) for block in problem.blocks}
     bases = {block: Eigenbasis(None, None, none, none) for block, none in ones.items()}
@@ -184,11 +157,6 @@ def assemble(
     """The curvature from directions and magnitudes, in the model's dtype.
 
     Bases and table are emptied on the way, so that no more than one block is there twice.
-
-    Args:
-        problem: The network and its blocks.
-        bases: The eigenbases of the blocks.
-        table: Magnitudes of the blocks.
     """
     blocks: dict[str, EigenKronecker] = {}
     for block in problem.blocks:

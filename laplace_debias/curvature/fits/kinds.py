@@ -19,16 +19,10 @@ _RANK = 20
 
 @dataclass(frozen=True)
 class CurvatureKind:
-    """A kind of curvature.
+    """A kind of curvature, one of `CURVATURES`.
 
-    Args:
-        name: One of `CURVATURES`.
-        rank: Directions of `"lowrank"`, 20 if None; of `"kfac"` and `"ekfac"` those of each factor,
-            a number or a share of the curvature, all if None.
-
-    Raises:
-        ValueError: For an unknown name, or a rank that does not go with it.
-        TypeError: For a rank of another type.
+    Its rank is, of `"lowrank"`, the number of directions, 20 if None; of `"kfac"` and `"ekfac"`
+    that of each factor, a number or a share of the curvature, all if None.
     """
 
     name: str

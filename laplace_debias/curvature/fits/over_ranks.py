@@ -53,10 +53,7 @@ def owners_by_cost(blocks: Sequence[Block], num_ranks: int) -> dict[Block, int]:
 def to_owners(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[Block, Tensor]:
     """Sums of all processes, each at its owner: of one process they are its own.
 
-    Args:
-        problem: The problem, with its processes.
-        sums: This process's sums. Of a process without examples there are none.
-        shape: Theirs.
+    A process without examples has no sums, but their shape.
     """
     if problem.ranks.size == 1:
         return dict(sums)
@@ -88,12 +85,7 @@ def _all(problem: Problem, sums: Mapping[Block, Tensor], shape: Shape) -> dict[B
 
 
 def shared_bases(problem: Problem, bases: Mapping[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
-    """The eigenbases of all blocks on every process.
-
-    Args:
-        problem: The problem, with its processes.
-        bases: Those of this process's blocks.
-    """
+    """The eigenbases of all blocks on every process, from those of each process's own blocks."""
     parts = {b: (of.U_G, of.U_A, of.along_G, of.along_A) for b, of in bases.items()}
     shared = problem.ranks.share(parts, owners_by_cost(problem.blocks, problem.ranks.size))
     return {block: Eigenbasis(*of) for block, of in shared.items()}  # type: ignore[arg-type]

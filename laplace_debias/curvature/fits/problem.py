@@ -18,14 +18,9 @@ from laplace_debias.system.ranks import ALONE, Ranks
 class Problem:
     """A network with its loss and blocks, and how its curvature is taken.
 
-    Attributes:
-        cotangents: Which cotangents at its outputs stand for the loss Hessian.
-        blocks: The curvature blocks.
-        stream: Where the blocks' inputs and output gradients come from.
-        factor_dtype: In what factors are summed and decomposed.
-        memory_bound: Bytes that one chunk's output gradients may take; None as `granted` takes it.
-        ranks: The processes that share the data. What a fit sums over examples is summed over them.
-        checkpoint: Where its passes over the data are saved, if they are.
+    Factors are summed and decomposed in `factor_dtype`. `memory_bound` is the bytes that one
+    chunk's output gradients may take, None as `granted` takes it. Sums over examples are summed
+    over `ranks`, and passes over the data saved in `checkpoint`.
     """
 
     cotangents: Cotangents
@@ -62,14 +57,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Seen:
-    """Sums over the examples that a pass over data saw.
-
-    Attributes:
-        num_examples: How many examples.
-        nll: Their summed loss; of a likelihood in nats.
-        num_outputs: How many numbers the network gave for them all.
-        weight: How many examples they stand for: the sum of their weights.
-    """
+    """Sums over the examples of a pass: `nll` in nats, `num_outputs` how many numbers came out."""
 
     num_examples: int
     nll: float

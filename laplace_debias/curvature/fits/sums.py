@@ -37,11 +37,8 @@ RowsOf = dict[Block, list[Tensor]]
 class SideSums:
     """Factors of one side of the blocks, summed batch by batch: rows while they are few.
 
-    Of streamed factors rows are kept whose number has a bound: see `Rows.most`.
-
-    Args:
-        problem: The blocks.
-        side: 0 for G, 1 for A.
+    Of streamed factors rows are kept whose number has a bound: see `Rows.most`. Side 0 is G, side 1
+    is A.
     """
 
     def __init__(self, problem: Problem, side: int) -> None:
@@ -151,11 +148,7 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
 
 
 def owned_factors(problem: Problem, *sides: SideSums) -> list[dict[Block, Factor]]:
-    """Sums of all processes, side by side, of the blocks that this process owns.
-
-    Raises:
-        ValueError: If one is not finite.
-    """
+    """Sums of all processes, side by side, of the blocks that this process owns."""
     few = [of_side.few() for of_side in sides]
     found = {
         block: [of.sums[block] for of in sides if block in of.sums]
@@ -183,12 +176,6 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
 
     What is not finite in one batch is not in the sum either, so that the host waits for the device
     once, behind the last batch.
-
-    Args:
-        sums: Sums of each block.
-
-    Raises:
-        ValueError: Naming the first block where one holds NaN or Inf, and its layer.
     """
     extremes = [torch.stack(torch.aminmax(part)).double() for of in sums.values() for part in of]
     if not extremes:
@@ -208,10 +195,7 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
 def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block, Eigenbasis]:
     """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way.
 
-    Args:
-        problem: The network and its blocks.
-        sums: Factors of the blocks that this process owns.
-        weight: Of how many examples they are sums, or of what weight.
+    The sums are those of this process's blocks, over examples of this weight.
     """
     bases: dict[Block, Eigenbasis] = {}
     for block in list(sums):

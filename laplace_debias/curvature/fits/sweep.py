@@ -23,12 +23,7 @@ from laplace_debias.system.memory import MOST_GRANTED, granted, is_out_of_memory
 class Adding:
     """Takes what is measured of a chunk, and leaves out what was added of it before.
 
-    Args:
-        add: Takes what was measured of a block.
-        before: How often each block was added before.
-
-    Attributes:
-        is_within: Whether it was broken off while it added.
+    `before` says how often each block was added; `is_within` whether a sum was broken off.
     """
 
     def __init__(self, add: Consume, before: Counter[Block]) -> None:
@@ -63,21 +58,9 @@ def run_by_halves(
     """Run examples chunk by chunk, and a chunk for which there is not enough memory by halves.
 
     Such a chunk may be in the sums of some blocks already: its halves are added to the others.
-
-    Args:
-        part: Which examples.
-        size: How many make a chunk.
-        run: Runs a chunk.
-        add: Takes what was measured of a block.
-        together: Blocks that are added once all of them are there; None if each is by itself.
-        before: How often blocks were added of these examples.
-
-    Returns:
-        How many examples make a chunk from now on.
-
-    Raises:
-        RuntimeError: If memory runs out for one example, or within a sum: it is not known what that
-            has come to.
+    Blocks of `together` are added once all of them are there; `before` says how often each was
+    added of these examples. Returns how many examples make a chunk from now on. Memory that runs
+    out for one example, or within a sum, is an error.
     """
     start = part.start
     while start < part.stop:
@@ -121,16 +104,7 @@ MOST_KEPT = 2**30
 
 
 class KeptInputs:
-    """Inputs of the layers of weight blocks, kept until the end of a batch.
-
-    Args:
-        network: The network that is swept.
-        blocks: The curvature blocks.
-        consume: As `sweep` takes it.
-
-    Attributes:
-        num_bytes: What is kept, in bytes.
-    """
+    """Inputs of the layers of weight blocks, kept until the end of a batch."""
 
     def __init__(self, network: nn.Module, blocks: Sequence[Block], consume: ConsumeInputs) -> None:
         self._network = network
@@ -145,10 +119,7 @@ class KeptInputs:
     ) -> Measure:
         """`measure`, which keeps the inputs of a chunk's blocks on the way.
 
-        Args:
-            measure: What to compute of a block.
-            masks: Which positions take part, of the layers where not all do.
-            roots: Those of the examples' weights, by which inputs are multiplied; None for one.
+        Inputs are multiplied by `roots`, those of the examples' weights.
         """
         # Further cotangents of the same examples come with the same inputs.
         fresh = set(self._blocks)
@@ -251,16 +222,8 @@ class Sweep:
     def over(self, batches: Pairs, first: int = 0) -> Seen:
         """Go through data; of several processes each through its own, and what all saw is summed.
 
-        Args:
-            batches: `(x, y)` pairs, on the model's device or the CPU.
-            first: Position of the first example in all data of the fit: Monte-Carlo labels are
-                keyed by it, so that different data get different labels. `Placed` pairs say the
-                rest.
-
-        Raises:
-            ValueError: If there is no batch, or the network's outputs are not finite or not
-                `[B, C]`, or targets do not fit.
-            RuntimeError: As `run_by_halves`.
+        `first` is the position of the first example in all data of the fit: Monte-Carlo labels are
+        keyed by it, so that different data get different labels. `Placed` pairs say the rest.
         """
         placed, faults, num_read = batches, Faults(), 0
         if not isinstance(placed, Placed):
@@ -296,11 +259,7 @@ class Sweep:
         return seen
 
     def _look(self, x: Inputs) -> None:
-        """Find the chunk that fits into the memory bound, and what finds padding, by one example.
-
-        Raises:
-            ValueError: If one cotangent of one example does not fit.
-        """
+        """Find the chunk within the memory bound, and what finds padding, by one example."""
         problem, tap = self.problem, self.problem.stream.tap
         outputs = tap.forward(move(take(x, slice(0, 1)), problem.device, None))
         check_outputs(outputs, num_examples(x))
@@ -318,11 +277,7 @@ class Sweep:
         tap.forget()
 
     def _batch(self, place: int, x: Inputs, y: Tensor, weights: Tensor | None = None) -> None:
-        """Measure a batch and add it up, chunk by chunk.
-
-        Raises:
-            ValueError: For weights where a block takes none.
-        """
+        """Measure a batch and add it up, chunk by chunk."""
         if weights is not None and any(
             b.is_joint or b.role == "table" for b in self.problem.blocks
         ):
@@ -378,11 +333,7 @@ class Sweep:
 
 
 def _check_columns(columns: int, outputs: Tensor) -> None:
-    """Require the cotangents of one example to be few enough to be made.
-
-    Raises:
-        ValueError: Otherwise, as with the exact loss Hessian of a language model.
-    """
+    """Require the cotangents of one example to be few enough to be made."""
     needed = columns * outputs[0].numel() * outputs.element_size()
     if needed > MOST_GRANTED:
         raise ValueError(

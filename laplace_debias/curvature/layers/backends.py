@@ -45,12 +45,7 @@ _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class HookStream:
-    """The stream through the layer tap.
-
-    Args:
-        tap: A tap of the network.
-        blocks: The blocks wanted.
-    """
+    """The stream through the layer tap."""
 
     def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
         self.tap, self._blocks = tap, blocks
@@ -66,12 +61,8 @@ class HookStream:
     ) -> None:
         """Measure every block on one batch.
 
-        Args:
-            x: Inputs, `[B, ...]`.
-            columns: Called once with the outputs; checks them and gives the cotangents.
-            measure: What to compute of a block, for some of the cotangents.
-            consume: Takes it, once for every part of the cotangents.
-            at_once: How many cotangents make a part.
+        `columns` is called once with the outputs, checks them and gives the cotangents; `consume`
+        takes every part of `at_once` of these.
         """
         outputs = self.tap.forward(x)
         parts = columns(outputs.detach()).split(at_once)
@@ -178,14 +169,7 @@ class BackpackStream:
 
 
 def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
-    """Gradients `[K, B, ...]` with respect to a layer's input from those to its output.
-
-    Args:
-        layer: The layer.
-        x: Its input, `[B, ...]`.
-        z: Its output, `[B, ...]`.
-        gradients: `[K, B, ...]`.
-    """
+    """Gradients `[K, B, ...]` with respect to a layer's input from those to its output."""
     if type(layer) in _LAYERS:
         rule = _derivatives()[type(layer)]
         # Where BackPACK looks for them; the layer is that of a `shadow`.
@@ -207,17 +191,7 @@ Stream = HookStream | BackpackStream
 
 
 def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) -> type[Stream]:
-    """The backend of a name.
-
-    Args:
-        model: The model.
-        name: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can, hooks elsewhere.
-        blocks: The blocks that are wanted, if they are known.
-
-    Raises:
-        ValueError: For an unknown name.
-        NotImplementedError: For `"backpack"` with a model that it would get wrong.
-    """
+    """The backend of a name; `"auto"` is BackPACK where it can be trusted, hooks elsewhere."""
     if name == "hooks":
         return HookStream
     if name not in ("auto", "backpack"):

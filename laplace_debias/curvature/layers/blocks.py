@@ -38,9 +38,8 @@ Sharing = str | Mapping[str, str]
 class Site(NamedTuple):
     """Where blocks are measured: at a layer, or at calls of modules that are run once more.
 
-    Attributes:
-        paths: The layer's path; or those of the modules whose calls read one parameter.
-        is_call: Whether they are run once more, example by example, to differentiate them.
+    At calls, `paths` are those of the modules whose calls read one parameter: they are run once
+    more, example by example, to differentiate them.
     """
 
     paths: tuple[str, ...]
@@ -149,19 +148,11 @@ def curvature_blocks(
     """The blocks of the named parameters, in the order of the names.
 
     A parameter that is none of a supported layer's, or shared by several modules, has an exact
-    block: dense if it is small, diagonal if not.
-
-    Args:
-        model: The model.
-        names: Parameter names as `select_parameters` gives them.
-        joint: Whether a layer's weight and bias make one block, `[W, b]`, where both are named.
-        sharing: `"expand"` or `"reduce"` (Eschenhagen et al., 2023) for weights that several
-            positions share; one for all, or by the layers' paths (`"expand"` for the others).
-        calls: Parameters that are measured at calls of modules, whatever layer they belong to, with
-            the modules' paths; see `resolve`.
-
-    Raises:
-        ValueError: For an unknown `sharing`, or one of a layer that is not there.
+    block: dense if it is small, diagonal if not. `joint` makes one block, `[W, b]`, of a layer's
+    weight and bias. `sharing` is for weights that several positions share (Eschenhagen et al.,
+    2023): one for all, or by the layers' paths (`"expand"` for the others). `calls` has the
+    parameters that are measured at calls of modules, whatever layer they belong to, with the
+    modules' paths; see `resolve`.
     """
     values = [sharing] if isinstance(sharing, str) else list(sharing.values())
     paths = dict(model.named_modules())
@@ -219,15 +210,8 @@ def parameter_order(
 ) -> Int[Tensor, " parameters"] | None:
     """Where the blocks' entries lie among the flattened parameters.
 
-    Args:
-        model: The model.
-        names: The Bayesian parameters, in the model's order.
-        blocks: Their blocks.
-
-    Returns:
-        For the blocks' entries, one block after the other and each `[*groups, d_out, d_in]`
-        row-major, their position in the flattened parameters, `[D]`; None if the two orders are the
-        same.
+    Entries come one block after the other, each `[*groups, d_out, d_in]` row-major. None if the two
+    orders are the same.
     """
     shapes, starts, size = {}, {}, 0
     for name in names:
@@ -292,13 +276,7 @@ def _attention_blocks(name: str, path: str, parameter: nn.Parameter, sharing: st
 def entries_of(
     model: nn.Module, block: Block, values: Mapping[str, Tensor]
 ) -> Shaped[Tensor, "*groups d_out d_in"]:
-    """A block's entries, `[*groups, d_out, d_in]`, of what there is for every parameter's entry.
-
-    Args:
-        model: The model.
-        block: The block.
-        values: Tensors of the parameters' shapes, by the parameters' names.
-    """
+    """A block's entries, `[*groups, d_out, d_in]`, of what there is for every parameter's entry."""
     path, _, _ = block.parameters[0].rpartition(".")
     layer = model.get_submodule(path)
     weight = values[block.parameters[0]]
@@ -329,9 +307,6 @@ def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
     A parameter in a container (`nn.ParameterList`, `nn.ModuleList`, …) or in a parametrisation
     belongs to the nearest module around it that has a forward pass. A module that stands in the
     model twice counts once.
-
-    Args:
-        model: The model.
     """
     owners: dict[int, tuple[str, ...]] = {}
     for path, module in model.named_modules():
@@ -344,12 +319,7 @@ def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def around(model: nn.Module, paths: Sequence[str]) -> str | None:
-    """The path of the nearest module around all of some; None around the model itself.
-
-    Args:
-        model: The model.
-        paths: Paths of modules, at least one.
-    """
+    """The path of the nearest module around all of some; None around the model itself."""
     if len(paths) > 1:
         steps = zip(*(path.split(".") for path in paths), strict=False)
         shared = takewhile(lambda names: len(set(names)) == 1, steps)

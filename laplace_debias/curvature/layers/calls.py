@@ -36,14 +36,9 @@ Parameters = Mapping[str, Tensor]
 class Call:
     """One call of a module, which can be run again for some of its examples.
 
-    Attributes:
-        path: The module's path.
-        run: From the module's parameters by their names, and the leaves of its arguments, to those
-            of its outputs that are floating-point tensors.
-        leaves: The leaves of its arguments.
-        dims: For each of them which dimension has the examples; None for what all have in common.
-        outputs: Its outputs, which take part in the recorded graph.
-        output_dims: Which dimension of each has the examples.
+    `run` maps the module's parameters by their names, and the leaves of its arguments, to its
+    outputs that are floating-point tensors. `dims` and `output_dims` say which dimension has the
+    examples; None for what all have in common.
     """
 
     path: str
@@ -63,14 +58,7 @@ class Call:
 
 
 def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = "") -> Call:
-    """The forward pass of the whole network as a call.
-
-    Args:
-        network: A `shadow` of the model.
-        x: Its inputs, `[B, ...]`.
-        outputs: What they gave, `[B, ...]`.
-        path: The network's path.
-    """
+    """The forward pass of the whole network as a call."""
     leaves, structure = pytree.tree_flatten(x)
 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
@@ -85,9 +73,7 @@ def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = 
 def runner(module: nn.Module, structure: Any) -> Callable[..., list[Tensor]]:
     """A function that runs a module again, as `Call.run`.
 
-    Args:
-        module: The module, of a `shadow`.
-        structure: The tree of its arguments `(args, kwargs)`.
+    `structure` is the tree of its arguments `(args, kwargs)`.
     """
 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
@@ -107,13 +93,9 @@ def floating_leaves(outputs: Any) -> list[Tensor]:
 class CallUses:
     """The calls that read some parameters, with the gradients at their outputs.
 
-    Args:
-        network: A `shadow` of the model.
-        calls: The calls, each with the gradients at its outputs, with a dimension for the columns
-            before all others; None for an output that nothing depends on.
-        names: The parameters.
-        batch: B.
-        loops: Paths of modules that `vmap` does not run; what it is found to fail with is added.
+    Gradients have the columns before all other dimensions, and are None at an output that nothing
+    depends on. `loops` are paths of modules that `vmap` does not run; what it is found to fail with
+    is added.
     """
 
     def __init__(

@@ -30,13 +30,10 @@ _SLICE = 2**22
 class Rotated(NamedTuple):
     """Jacobians of some examples in a block's eigenbasis.
 
-    Attributes:
-        examples: Which examples of the batch.
-        J: `[b, K, *groups, d_out, d_in]`, of thin directions in their frame; of an embedding only
-            the columns that are not zero; of what thin directions leave, where an example has few
-            positions, as many columns as these.
-        columns: Which columns these are; None for all. Squares and products of columns that are
-            named twice add up to those of that column, or of all that thin directions leave.
+    `J` is `[b, K, *groups, d_out, d_in]`, of thin directions in their frame. `columns` says which
+    columns these are: of an embedding those that are not zero, of what thin directions leave, where
+    an example has few positions, as many as these; None for all. Squares and products of columns
+    that are named twice add up to those of that column, or of all that thin directions leave.
     """
 
     examples: slice
@@ -60,15 +57,8 @@ def rotated_jacobians(
     r"""A block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, slice by slice.
 
     Activations and output gradients are rotated, never their product: the cost is that of the
-    Jacobian itself plus one rotation of each row.
-
-    Args:
-        layer: The layer.
-        block: One of its blocks.
-        uses: Inputs `[B, ...]` and output gradients `[K, B, ...]` of the layer's uses.
-        U_G: `[*groups, d_out, r_G]`; None for the coordinate axes.
-        U_A: `[*groups, d_in, r_A]`; None for the coordinate axes.
-        apart: Whether each example may have columns of its own for what thin directions leave.
+    Jacobian itself plus one rotation of each row. With `apart` each example may have columns of its
+    own for what thin directions leave.
     """
     if block.is_exact:
         for part, rows in exact_rows(layer, block, uses):
@@ -104,13 +94,6 @@ def _few_columns(
     """Activations along thin directions, with T columns for what these leave.
 
     All directions there have one magnitude, so any orthonormal basis of the T rows will do.
-
-    Args:
-        a: `[B, T, *groups, d_in]`.
-        U_A: `[*groups, d_in, r]`.
-
-    Returns:
-        `[B, T, *groups, r + T]`, and which columns of the frame these stand for.
     """
     rank = U_A.shape[-1]
     along, rest = in_parts(a, U_A)
@@ -164,10 +147,6 @@ def _distinct(
 
     On an accelerator the host would wait for their number: there further places, at which no
     position is, follow with the token 0.
-
-    Args:
-        ids: Tokens.
-        num_rows: How many tokens there are.
     """
     if ids.device.type == "cpu":
         return torch.unique(ids, return_inverse=True)

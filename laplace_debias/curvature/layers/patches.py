@@ -37,15 +37,7 @@ def has_displacements(layer: nn.Module) -> bool:
 def patch_moments(
     layer: nn.Conv1d | nn.Conv2d, x: Float[Tensor, "batch channels *space"]
 ) -> Float[Tensor, "d_in d_in"]:
-    """`Σ_n Σ_t a aᵀ` over the patches of a layer's input, exact to rounding.
-
-    Args:
-        layer: A convolution for which `has_displacements`.
-        x: The channels of one group, `[B, C, ...]`.
-
-    Returns:
-        `[C·k_1·…, C·k_1·…]`, ordered as `unfold` orders patches.
-    """
+    """`Σ_n Σ_t a aᵀ` over the patches of one group, in `unfold`'s order, exact to rounding."""
     x = x.unsqueeze(2) if x.ndim == 3 else x
     kernel, dilation = tuple(layer.kernel_size), tuple(layer.dilation)
     # As F.pad takes it: the last dimension first, before and behind.

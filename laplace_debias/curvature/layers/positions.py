@@ -55,12 +55,7 @@ _SEQUENCES = (nn.Conv1d, nn.ConvTranspose1d)
 class PositionFinder:
     """Finds the positions that take part, batch by batch.
 
-    Args:
-        network: A `shadow` of the model.
-        blocks: The curvature blocks.
-        cotangents: Which cotangents at its outputs stand for the loss Hessian.
-        uses: The uses of the blocks' layers in it, for one example.
-        outputs: Its outputs for it.
+    `uses` and `outputs` are those of one example.
     """
 
     def __init__(
@@ -88,14 +83,8 @@ class PositionFinder:
         """The positions that take part, of the layers where not all do.
 
         Whether there may be any is asked where inputs and targets lie. On an accelerator the host
-        waits for the answer, and once more for what the pass has found.
-
-        Args:
-            x: Inputs, `[B, ...]`, on the model's device or the CPU.
-            y: Targets, on either.
-
-        Returns:
-            By the layer's path, for every use that the outputs depend on.
+        waits for the answer, and once more for what the pass has found. They come by the layer's
+        path, for every use that the outputs depend on.
         """
         if not self._blocks:
             return {}
@@ -121,9 +110,7 @@ class PositionFinder:
 def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
     """Whether the inputs could hold positions that nothing depends on, where every output counts.
 
-    Args:
-        x: The inputs.
-        is_pooled: Whether a layer has positions without outputs of their own.
+    `is_pooled` says whether a layer has positions without outputs of their own.
     """
     tensors = tensors_of(x)
     zero_rows = _zero_rows(tensors)
@@ -159,9 +146,7 @@ def _lengths_of_tokens(x: Inputs) -> set[int]:
 class _Pass:
     """One forward pass, and one backward pass of a generic cotangent.
 
-    Args:
-        network: A `shadow` of the model: hooks are left on it.
-        blocks: Those of the layers that are asked about.
+    Hooks are left on the network.
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
@@ -188,10 +173,7 @@ class _Pass:
     def run(self, x: Inputs, counted: Tensor | None, lengths: set[int]) -> Mapping[str, Masks]:
         """The positions that take part, by layer and use.
 
-        Args:
-            x: Inputs, `[B, ...]`.
-            counted: Which outputs count, broadcasting to the outputs; None for all.
-            lengths: As `_lengths_of_tokens` gives them.
+        `counted` broadcasts to the outputs; `lengths` is as `_lengths_of_tokens` gives it.
         """
         self._others.clear()
         outputs = self._tap.forward(x)

@@ -30,16 +30,8 @@ class _Seen:
 class CallRecorder:
     """Records the calls of some modules.
 
-    Args:
-        network: A `shadow` of the model.
-        paths: Paths of the modules.
-
-    Attributes:
-        paths: The paths.
-        has_inner: Whether one is not the network itself.
-        loops: Paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its
-            own.
-        seen: The calls of modules inside the network since `forget`, in their order.
+    `loops` are paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its
+    own; `seen` the calls of modules inside the network since `forget`, in their order.
     """
 
     def __init__(self, network: nn.Module, paths: Sequence[str]) -> None:
@@ -91,12 +83,7 @@ class CallRecorder:
         return pytree.tree_unflatten(handed_on, structure)
 
     def learn(self, of_one: Sequence[_Seen], of_two: Sequence[_Seen]) -> None:
-        """Find the dimensions of the examples.
-
-        Args:
-            of_one: What `seen` was after a forward pass of one example.
-            of_two: Likewise of two.
-        """
+        """Find the dimensions of the examples by what `seen` was after one and after two."""
         one, two = _numbered(of_one), _numbered(of_two)
         self._dims = {}
         for key in one.keys() & two.keys():
@@ -109,13 +96,7 @@ class CallRecorder:
                 self._dims[key] = (leaves, outputs)
 
     def calls(self, x: Inputs, outputs: Tensor, batch: int) -> dict[str, list[Call] | None]:
-        """The recorded calls by path; None where the examples have no dimension of their own.
-
-        Args:
-            x: The network's inputs.
-            outputs: Its outputs.
-            batch: B.
-        """
+        """The recorded calls by path; None where the examples have no dimension of their own."""
         found: dict[str, list[Call] | None] = {path: [] for path in self.paths}
         if "" in found:
             found[""] = [call_of_network(self._network, x, outputs)]

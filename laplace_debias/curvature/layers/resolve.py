@@ -40,11 +40,8 @@ _MORE = 16
 class Resolved:
     """The findings that an example gave of some parameters.
 
-    Attributes:
-        blocks: Their blocks, of those that the outputs depend on.
-        calls: Where parameters are measured that are not at their layers, as `curvature_blocks`
-            takes it.
-        unused: Names of those that the outputs do not depend on by differentiable operations.
+    `calls` says where parameters are measured that are not at their layers. On `unused` ones the
+    outputs do not depend by differentiable operations.
     """
 
     blocks: list[Block]
@@ -57,18 +54,9 @@ def resolve(
 ) -> Resolved:
     """The blocks of some parameters, verified.
 
-    Args:
-        tap: A tap of the network, with outputs `[B, ..., C]`; it is left where the blocks are.
-        names: The parameters, as `select_parameters` gives them.
-        x: Inputs, `[B, ...]`, on the model's device; two examples are run, and `_MORE` if some
-            parameter takes no part in the outputs of one of them, as in a mixture of experts.
-        joint: As `curvature_blocks` takes it.
-        sharing: As `curvature_blocks` takes it.
-
-    Raises:
-        ValueError: If the model is random, mixes the examples of a batch, or its outputs are not
-            finite or not of shape `[B, ..., C]`.
-        NotImplementedError: If a parameter cannot be measured anywhere.
+    Two examples are run, and `_MORE` if some parameter takes no part in the outputs of one of them,
+    as in a mixture of experts. The tap is left where the blocks are. A random model, and one that
+    mixes the examples of a batch, is refused.
     """
     network, few, more = tap.network, take(x, slice(0, 2)), None
     if num_examples(few) == 1:
@@ -117,14 +105,9 @@ def resolve(
 class _Reference:
     """Gradients of a few examples along one random cotangent, by automatic differentiation.
 
-    Attributes:
-        outputs: The network's.
-        cotangent: Of the outputs' shape, `[B, ...]`.
-        gradients: All parameters' one after the other, `[B, D]`.
-        unused: Parameters that no example's outputs depend on.
-        is_partial: Whether the gradient of some parameter is zero for some example.
-        rounding: What is nothing but rounding in the norm of a gradient.
-        eps: Rounding of one number.
+    `cotangent` has the outputs' shape, `gradients` are `[B, D]`. No example's outputs depend on
+    `unused` parameters; `is_partial` says whether the gradient of some parameter is zero for some
+    example. `rounding` is that in the norm of a gradient, `eps` that of one number.
     """
 
     outputs: Tensor

@@ -27,11 +27,7 @@ from laplace_debias.system.memory import is_out_of_memory
 
 @dataclass(frozen=True)
 class Use:
-    """One call of a layer: what went in, `[B, ...]`, and what came out, `[B, ...]`.
-
-    Attributes:
-        version: That of x when it went in.
-    """
+    """One call of a layer: what went in, `[B, ...]`, and its version, and what came out."""
 
     layer: str
     x: Tensor
@@ -44,16 +40,7 @@ class Tap:
 
     Only the part of the graph behind the first tapped layer is recorded, and no gradient with
     respect to a parameter is ever computed. Hooks are on the network while it is run here alone.
-
-    Args:
-        network: A `shadow` of the model.
-        blocks: As `at` takes them.
-
-    Attributes:
-        network: The network.
-        layers: The module at every site.
-        uses: The tapped layers' uses in the last `forward`, in its order.
-        one_by_one: Whether cotangents are pushed back one at a time.
+    `uses` are those in the last `forward`, in its order.
     """
 
     def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
@@ -97,17 +84,7 @@ class Tap:
     def forward(self, x: Inputs, graph: bool = True) -> Tensor:
         """Run the network and record the uses of the tapped layers.
 
-        Args:
-            x: Inputs, `[B, ...]`.
-            graph: Whether the graph is recorded, without which nothing can be pushed back.
-
-        Returns:
-            The network's outputs, attached to the recorded graph.
-
-        Raises:
-            ValueError: If a tapped layer takes no part in the forward pass.
-            NotImplementedError: If the forward pass overwrites a tapped layer's input, or merges
-                the examples with another dimension before one.
+        Nothing can be pushed back without the graph.
         """
         self._has_graph = graph
         outputs, faults = self.look(x)
@@ -276,19 +253,10 @@ class Tap:
     ) -> Iterator[tuple[int, nn.Module, Uses]]:
         """Push output cotangents back to every tapped layer.
 
-        Args:
-            outputs: What `forward` returned.
-            columns: K cotangents, `[K, B, C]`.
-            again: Whether further cotangents of the same outputs will follow; the graph is kept.
-            without: A site to leave out.
-            strict: Whether every site must be reached; what is not is left out otherwise.
-
-        Yields:
-            A block's number, its layer, and for each of the layer's uses the input `[B, ...]` and
-            the gradients with respect to the output `[K, B, ...]`; from the last site to the first.
-
-        Raises:
-            ValueError: If the outputs do not depend on a tapped layer.
+        Yields a block's number, its layer, and for each of the layer's uses the input `[B, ...]`
+        and the gradients at the output `[K, B, ...]`, from the last site to the first. With `again`
+        the graph is kept for further cotangents; if not `strict`, sites that are not reached are
+        left out.
         """
         reached = self._reached(outputs, columns, again, without)
         unreached = [s for s in self.layers if s != without and s not in reached]

@@ -44,12 +44,9 @@ def activations(
 ) -> Float[Tensor, "batch positions *groups d_in"]:
     """The rows that meet the weight, `[B, T, *groups, d_in]`, in a joint block with a one behind.
 
-    Args:
-        layer: `nn.Linear` (T = the product of the leading dimensions behind the first) or a
-            convolution, transposed ones too (T output positions, `d_in = C_in·k_1·…` ordered as
-            `unfold` does).
-        block: The weight block.
-        x: The layer's input, `[B, ...]`.
+    T is the product of a linear layer's leading dimensions behind the first, or the output
+    positions of a convolution, transposed ones too, with `d_in = C_in·k_1·…` ordered as `unfold`
+    does.
     """
     if isinstance(layer, TRANSPOSED):
         rows = _transposed_patches(layer, x)
@@ -129,10 +126,7 @@ def output_gradients(
 ) -> Float[Tensor, "columns batch *groups d_out positions"]:
     """The gradients at the layer's output as columns, `[K, B, *groups, d_out, T]`.
 
-    Args:
-        layer: As in `activations`.
-        block: The block. A depthwise kernel has one output channel; a bias has those of all groups.
-        g: Gradients with respect to the layer's output, `[K, B, ...]`.
+    A depthwise kernel has one output channel; a bias has those of all groups.
     """
     if not isinstance(layer, _CHANNELS_FIRST):
         return g.reshape(*g.shape[:2], -1, block.shape[0]).mT
@@ -146,10 +140,6 @@ def chosen(
     """Rows of the positions that take part, `[K, n, ...]`, to be multiplied with themselves.
 
     On an accelerator the host would wait for their number: there the others are left in, as zeros.
-
-    Args:
-        rows: `[K, B, T, ...]`.
-        mask: Which positions take part.
     """
     if mask.device.type == "cpu":
         return rows[:, mask]
@@ -177,11 +167,7 @@ def token_gradients(
 def slices(layer: Any, block: Block, x: Tensor, extra: int = 0) -> Iterator[slice]:
     """Ranges of examples whose unfolded activations stay below a fixed size.
 
-    Args:
-        layer: As in `activations`.
-        block: The block.
-        x: The layer's input, `[B, ...]`.
-        extra: Numbers that the caller makes for every example on top of the activations.
+    `extra` numbers are made by the caller for every example on top of the activations.
     """
     unfolded = x[0].numel()
     d_in = block.num_groups * (block.shape[0] if block.role == "depthwise" else block.shape[1])

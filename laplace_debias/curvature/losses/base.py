@@ -12,13 +12,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 
 
 class Uniforms:
-    """Uniform numbers keyed by seed, sample and the example's place in the data.
-
-    Args:
-        seed: Any integer.
-        sample: Which of several independent tables.
-        first: Place of the batch's first example in the data.
-    """
+    """Uniform numbers keyed by seed, sample and the example's place in the data."""
 
     def __init__(self, seed: int, sample: int, first: int) -> None:
         self._key = (seed, sample, first)
@@ -26,10 +20,7 @@ class Uniforms:
     def __call__(self, like: Tensor, counted: Tensor | None = None) -> Tensor:
         """Numbers in (0, 1), float64, of the shape and device of `like` `[B, ...]`.
 
-        Args:
-            like: Gives shape and device.
-            counted: Which entries count, `[B, ...]`: their numbers are those of an example without
-                the others. None for all.
+        Numbers at entries that count are those of an example without the others.
         """
         rows = like.reshape(like.shape[0], -1)
         columns = None if counted is None else places(counted.expand_as(like).flatten(1))
@@ -52,13 +43,6 @@ def keyed_uniforms(
 
     A counter-based generator, so that the numbers do not depend on the batch size or the device:
     the finaliser of SplitMix64 (Steele, Lea & Flood, 2014), applied once per key.
-
-    Args:
-        seed: Any integer.
-        stream: Which of several independent tables.
-        first: Row number of the first row.
-        like: Gives shape and device.
-        columns: Column numbers; in their order if None.
     """
     rows = torch.arange(first, first + like.shape[0], device=like.device)[:, None]
     if columns is None:
@@ -94,13 +78,9 @@ class OutputLoss(ABC):
 
     The loss of a data set is the sum of the batches' values, with `reduction="mean"` divided by the
     sum of their counts. Working with sums makes everything built on them independent of how the
-    data is cut into batches.
-
-    Attributes:
-        reduction: `"mean"` or `"sum"`.
-        is_recordable: Whether `value` consists of operations known to be recorded safely.
-        is_convex: Whether it is convex in the outputs for certain, so that a generalised
-            Gauss-Newton matrix is positive semi-definite.
+    data is cut into batches. `is_recordable` says whether `value` consists of operations known to
+    be recorded safely, `is_convex` whether it is convex in the outputs for certain, so that a
+    generalised Gauss-Newton matrix is positive semi-definite.
     """
 
     reduction: str
@@ -139,8 +119,7 @@ class OutputLoss(ABC):
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Columns `[K, B, ...]` whose outer products, example by example, add up to the `hessian`.
 
-        Raises:
-            TypeError: If it has no such root in closed form.
+        A loss that has no such root in closed form raises a `TypeError`.
         """
         raise TypeError(
             "The root of the loss Hessian is known for nn.CrossEntropyLoss, nn.MSELoss and "
@@ -150,10 +129,8 @@ class OutputLoss(ABC):
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """The gradient at labels drawn from the model's own distribution.
 
-        Its outer product is, in expectation and example by example, the `hessian`.
-
-        Raises:
-            NotImplementedError: If the loss is not a log-likelihood; see `has_distribution`.
+        Its outer product is, in expectation and example by example, the `hessian`. The loss must be
+        a log-likelihood; see `has_distribution`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no distribution of the labels.")
 
@@ -168,9 +145,6 @@ class NegativeLogLikelihood(OutputLoss):
 
     The mean is one over examples. What a likelihood does not count, as `ignore_index` says it, adds
     nothing.
-
-    Args:
-        likelihood: What the outputs mean.
     """
 
     reduction = "mean"
@@ -268,15 +242,7 @@ def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
 def flat_terms(
     outputs: Float[Tensor, "batch *positions outputs"], targets: Tensor
 ) -> tuple[Float[Tensor, "terms outputs"], Tensor]:
-    """Outputs and targets with one row for each term of the loss.
-
-    Args:
-        outputs: `[B, ..., C]`.
-        targets: `[B, ...]` or `[B, ..., C]`, as the likelihood has them.
-
-    Raises:
-        ValueError: If the targets do not have the outputs' positions.
-    """
+    """Outputs and targets with one row for each term of the loss."""
     positions = outputs.shape[:-1]
     if targets.shape[: len(positions)] != positions:
         raise ValueError(

@@ -17,16 +17,10 @@ FISHERS = ("exact", "mc", "empirical")
 class FisherType:
     r"""How the loss Hessian of an example becomes a sum of outer products $\sum_k s_k s_k^\top$.
 
-    Attributes:
-        kind: `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`:
-            gradients at labels drawn from the model (type-I); `"empirical"`: the gradient at the
-            true label.
-        mc_samples: Labels an example for `"mc"`.
-        seed: Fixes the labels of `"mc"`: an example's labels depend on the seed and its position in
-            the data alone, not on how the data is cut into batches, nor on how far it is padded.
-
-    Raises:
-        ValueError: For an unknown kind, or fewer than one sample.
+    `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`: gradients at
+    `mc_samples` labels an example drawn from the model (type-I); `"empirical"`: the gradient at the
+    true label. Drawn labels depend on the seed and the example's position in the data alone, not on
+    how the data is cut into batches, nor on how far it is padded.
     """
 
     kind: str = "exact"
@@ -56,19 +50,10 @@ class FisherType:
 class Cotangents:
     """The cotangents at a batch's outputs that stand for the curvature of its loss.
 
-    A loss is the sum over an example's positions. With T of them `"exact"` has T times the
-    columns, each at one position. The labels of `"mc"` and `"empirical"` are those of all positions
-    at once.
-
-    Attributes:
-        loss: The loss in the outputs.
-        fisher: Which cotangents stand for its Hessian.
-        class_dim: Which dimension of targets with an entry for every output has the classes, as it
-            was in the outputs, which have them last; None for targets that lie as the loss has
-            them.
-
-    Raises:
-        TypeError: For a loss that does not have these cotangents.
+    A loss is the sum over an example's positions. With T of them `"exact"` has T times the columns,
+    each at one position. The labels of `"mc"` and `"empirical"` are those of all positions at once.
+    `class_dim` says which dimension of targets with an entry for every output has the classes, as
+    it was in the outputs, which have them last; None for targets that lie as the loss has them.
     """
 
     loss: OutputLoss
@@ -88,12 +73,7 @@ class Cotangents:
         return outputs[0].numel() if self.fisher.kind == "exact" else self.fisher.mc_samples
 
     def counted(self, targets: Tensor, ndim: int) -> Tensor | None:
-        """The mask of outputs that count, broadcasting to the outputs; None for all.
-
-        Args:
-            targets: What the loss takes; checked later.
-            ndim: How many dimensions the outputs have.
-        """
+        """The mask of outputs that count, broadcasting to the outputs; None for all."""
         targets = targets_classes_last(targets, ndim, self.class_dim)
         if targets.ndim < ndim - 1:
             return None
@@ -108,17 +88,9 @@ class Cotangents:
     ) -> tuple[Float[Tensor, "columns batch *outputs"], Tensor]:
         """The cotangents of a batch, `[K, B, ...]`, and its loss, summed over examples, 0-d.
 
-        Args:
-            outputs: `[B, ...]`.
-            targets: What the loss takes, on the outputs' device; of likelihoods that
-                `look_at_shapes` the CPU will do.
-            first: Position of the batch's first example in the data.
-            weights: What each example's loss is multiplied by in the sum; None for one. The
-                cotangents are those without weights.
-
-        Raises:
-            ValueError: If the targets do not fit.
-            TypeError: If they are of the wrong dtype.
+        `first` is the position of the batch's first example in the data. Weights multiply the
+        examples' losses, not the cotangents. Targets of likelihoods that `look_at_shapes` may be on
+        the CPU.
         """
         targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
         # Targets that still lie on the CPU are checked there, at once.

@@ -22,16 +22,8 @@ REDUCTIONS = ("mean", "sum")
 def output_loss(loss: Loss, reduction: str | None) -> OutputLoss:
     """The loss as the operators know it.
 
-    Args:
-        loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss` with any arguments, or
-            any callable `loss(outputs, targets) -> scalar`; or a `Likelihood`, whose loss is the
-            mean of −log p(y | f) over examples, of outputs `[B, ..., C]`.
-        reduction: Of a callable that has no attribute `reduction`: `"mean"` or `"sum"`.
-
-    Raises:
-        TypeError: If the loss cannot be called.
-        ValueError: For a reduction that is missing, unknown, in contradiction with the loss's own,
-            or that this loss's arguments make depend on the batch.
+    A `Likelihood`'s is the mean of −log p(y | f) over examples, of outputs `[B, ..., C]`.
+    `reduction` is that of a callable without such an attribute.
     """
     if isinstance(loss, Likelihood):
         if reduction not in (None, "mean"):
@@ -294,12 +286,8 @@ class BinaryCrossEntropy(OutputLoss):
 class AnyLoss(OutputLoss):
     """A callable `loss(outputs, targets) -> scalar`, differentiated by torch.
 
-    Args:
-        loss: Takes a batch's outputs `[B, ...]` and targets.
-        reduction: What the callable does over the examples of its batch; a mean is one over
-            examples, so that the data set's loss weighs every batch by its size.
-        ignore_index: The target that the loss leaves out, if there is one: its mean is then not
-            one over examples.
+    A mean is one over examples, so that the data set's loss weighs every batch by its size; where
+    the loss leaves targets out, as `ignore_index` says, it is not.
     """
 
     # Nobody knows what is in it: see `SquaredError.value`.
@@ -312,11 +300,7 @@ class AnyLoss(OutputLoss):
         self._ignore_index = ignore_index
 
     def count(self, targets: Tensor) -> float:
-        """The number of examples.
-
-        Raises:
-            ValueError: If the mean leaves some out.
-        """
+        """The number of examples."""
         is_mean_of_fewer = (
             self.reduction == "mean"
             and self._ignore_index is not None

@@ -43,16 +43,7 @@ def look_at_shapes(likelihood: Likelihood) -> bool:
 def likelihood_from(
     name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
 ) -> Likelihood:
-    """The likelihood of a name, or the instance itself.
-
-    Args:
-        name: `"classification"`, `"regression"`, `"heteroscedastic"`, `"binary"`, `"multilabel"`,
-            or a `Likelihood`.
-        sigma: Noise of `"regression"`; as `Gaussian` takes it.
-
-    Raises:
-        ValueError: For an unknown name, or a `sigma` that the likelihood has no use for.
-    """
+    """The likelihood of a name, or the instance itself."""
     if sigma is not None and name != "regression":
         raise ValueError(
             f'sigma belongs to likelihood="regression", not to {name!r}; build '

@@ -178,15 +178,7 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
 
 
 def checked_weights(weights: Weights | float | None, name: str) -> Float[Tensor, " n"] | None:
-    """Weights as a float64 vector on the CPU; None for None.
-
-    Args:
-        weights: One number or one per output, not negative, not all zero.
-        name: What errors call them.
-
-    Raises:
-        ValueError: Otherwise.
-    """
+    """Weights, not negative, not all zero, as a float64 vector on the CPU; None for None."""
     if weights is None:
         return None
     values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().clone().reshape(-1)
@@ -199,17 +191,7 @@ def checked_weights(weights: Weights | float | None, name: str) -> Float[Tensor,
 
 
 def check_length(weights: Tensor | None, num_outputs: int, name: str, single: bool = False) -> None:
-    """Require one weight per output.
-
-    Args:
-        weights: As `checked_weights` gives them.
-        num_outputs: C.
-        name: What errors call them.
-        single: Whether one weight serves all outputs.
-
-    Raises:
-        ValueError: Otherwise.
-    """
+    """Require one weight per output, or, if `single` is true, one for all."""
     if weights is None or len(weights) == num_outputs or (single and len(weights) == 1):
         return
     raise ValueError(

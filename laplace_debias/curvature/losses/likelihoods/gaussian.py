@@ -17,12 +17,7 @@ _HALVINGS = 64
 
 
 class NormalMixture(MixtureSameFamily):
-    r"""The mixture of S normals of equal weight, with `icdf`.
-
-    Args:
-        means: One for each normal, `[S, *batch]`.
-        deviations: Their standard deviations, of the same shape.
-    """
+    r"""The mixture of S normals of equal weight, with `icdf`."""
 
     def __init__(
         self, means: Float[Tensor, "samples *batch"], deviations: Float[Tensor, "samples *batch"]
@@ -35,12 +30,6 @@ class NormalMixture(MixtureSameFamily):
         """The quantile: where the mean of the S distribution functions is `value`.
 
         By bisection in float64, between the least and the largest of the components' quantiles.
-
-        Args:
-            value: Probabilities between 0 and 1, broadcasting to the batch shape.
-
-        Raises:
-            ValueError: For a probability that is not above 0 and below 1.
         """
         value = torch.as_tensor(value)
         if not ((value > 0) & (value < 1)).all():
@@ -155,17 +144,7 @@ def noisy_normal(
     noise: Float[Tensor, "*batch outputs"],
     told: str,
 ) -> MultivariateNormal:
-    """The normal whose covariance is that of the outputs with the noise on its diagonal.
-
-    Args:
-        mean: `[B, C]`.
-        covariance: `[B, C, C]`; None for none.
-        noise: Variances, `[B, C]`.
-        told: What an error says of the noise.
-
-    Raises:
-        ValueError: If the sum is singular in its dtype.
-    """
+    """The normal whose covariance is that of the outputs with the noise on its diagonal."""
     diagonal = torch.diag_embed(noise)
     total = diagonal if covariance is None else covariance + diagonal
     # Rounding may have made it unsymmetric by more than torch's check accepts.
