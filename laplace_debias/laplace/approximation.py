@@ -40,9 +40,6 @@ class Approximation(Predictor):
 
     A prior is set, and a fit put in the place of another, as a whole: other threads see what was
     there before or what is there after.
-
-    Args:
-        subject: The model and its prior.
     """
 
     def __init__(self, subject: Subject) -> None:

@@ -28,13 +28,9 @@ _TELL_BY_LENGTH = (SequentialSampler, RandomSampler, SubsetRandomSampler)
 
 @dataclass(frozen=True)
 class Expected:
-    """The N of a fit.
+    """The N of a fit; None for the number of examples that the fit sees.
 
-    Attributes:
-        num_data: N; None for the number of examples that the fit sees.
-        is_told: Whether a loader told it, which a pass over all data must confirm.
-        is_whole: Whether the fit passes over all data.
-        is_shared: Whether `ShardedBatches` say that several processes share it.
+    A pass over all data must confirm an N that a loader told.
     """
 
     num_data: int | None
@@ -43,11 +39,7 @@ class Expected:
     is_shared: bool = False
 
     def over(self, ranks: Ranks) -> "Expected":
-        """N of several processes: the sum of what their loaders tell, or what all were given.
-
-        Raises:
-            ValueError: If they were given different N.
-        """
+        """N of several processes: the sum of what their loaders tell, or what all were given."""
         sizes = ranks.exchange(self.num_data)
         if ranks.size == 1:
             return self
@@ -61,11 +53,7 @@ class Expected:
         return self
 
     def given(self, num_seen: float) -> int:
-        """N, once the fit has seen its data, of which it is the sum of weights.
-
-        Raises:
-            ValueError: If that contradicts what the loader told, or is no whole number.
-        """
+        """N, once the fit has seen its data, of which it is the sum of weights."""
         if self.num_data is None:
             if num_seen != int(num_seen):
                 raise ValueError(
@@ -83,14 +71,7 @@ class Expected:
 
 
 def expected_of_loader(loader: Any, num_data: SupportsIndex | None, mode: str) -> Expected:
-    """The N of a fit that reads a loader: given, told, or counted if it reads all of it.
-
-    Raises:
-        ValueError: As `check_shared` and `told_by`; if every pass leaves out examples
-            (`drop_last=True`), or the fit reads the first batches alone and the loader does not
-            tell; for an N that is out of range.
-        TypeError: For an N that is not a whole number.
-    """
+    """The N of a fit that reads a loader: given, told, or counted if it reads all of it."""
     is_shared = check_shared(current(), loader)
     if num_data is not None:
         return Expected(whole(num_data, "num_data"), is_shared=is_shared)
@@ -111,12 +92,7 @@ def expected_of_loader(loader: Any, num_data: SupportsIndex | None, mode: str) -
 
 
 def expected_of_given(data: Sequence[Any], num_data: SupportsIndex | None) -> Expected:
-    """The N of a fit whose data are given, each for its purpose: given or counted.
-
-    Raises:
-        ValueError: As `check_shared` and `told_by`; for an N that is out of range.
-        TypeError: For an N that is not a whole number.
-    """
+    """The N of a fit whose data are given, each for its purpose: given or counted."""
     of_data = [check_shared(current(), one) for one in data]
     if num_data is None:
         for one in data:
@@ -130,9 +106,6 @@ def told_by(loader: Any) -> int | None:
 
     None for anything else, such as a list, a stream or a sampler of the user's own: a pass over
     all data counts these.
-
-    Raises:
-        ValueError: For a sampler that repeats examples or splits them over processes.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
@@ -179,11 +152,7 @@ def check_alike(
     first: Iterable[tuple[Any, ...]],
     is_shared: bool,
 ) -> None:
-    """Require one model, and data of which no two processes have the same.
-
-    Raises:
-        ValueError: If two processes begin with the same batch, or the models differ.
-    """
+    """Require one model, and data of which no two processes have the same."""
     if ranks.size == 1:
         return
     ranks.require_same(model=lambda: checksum(model), blocks=lambda: block_names)

@@ -26,12 +26,8 @@ Predict = Callable[[Inputs], Distribution]
 class Scored(NamedTuple):
     """The scores that a predictive gives to the targets that count, one row for each.
 
-    Attributes:
-        values: Class probabilities, `[n, C]` or for a single logit `[n]`; of several labels their
-            probabilities, `[n, C]`; else means, `[n, C]`.
-        log_probs: Log-densities of the targets, `[n]`.
-        labels: The targets.
-        deviations: Standard deviations of the shape of `values`, of normals; None of others.
+    The `values` are probabilities, `[n, C]` or for a single logit `[n]`; else means, `[n, C]`. Only
+    normals have `deviations`.
     """
 
     values: Float[Tensor, "n *outputs"]
@@ -48,11 +44,7 @@ class Scored(NamedTuple):
 
 
 def joined(parts: Sequence[Sequence[Tensor | None]], what: str) -> list[Tensor]:
-    """The columns of several batches in one, of all processes that share them.
-
-    Raises:
-        ValueError: If there is no batch, or no target that counts.
-    """
+    """The columns of several batches in one, of all processes that share them."""
     columns = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
     of_all = current().on_all([torch.cat(column) for column in columns if column] or None)
     if of_all is None:
@@ -78,25 +70,7 @@ def evaluate_predictions(
 ) -> metrics.Report:
     """Metrics of a predictive on labelled data, and of its uncertainty on OOD data.
 
-    Args:
-        predict: From inputs `[B, ...]` to a distribution of batch shape `[B]`.
-        likelihood: What targets must fit.
-        batches: Labelled batches.
-        ood: Out-of-distribution batches by name; labels are ignored.
-        class_dim: As `score`.
-        intervals: As `metrics.evaluate`.
-        level: As `metrics.evaluate`.
-        score_of: From inputs to the scores by which OOD data are separated, `[B, ...]`, larger for
-            them; by default the entropy, or the variance.
-
-    Returns:
-        For class probabilities what `metrics.evaluate` gives; for several labels what
-        `metrics.evaluate_multilabel` gives; for regression what `metrics.evaluate_regression`
-        gives, or `nll` and `rmse` of a predictive that is not normal.
-
-    Raises:
-        ValueError: For an empty loader, one whose targets are all ignored, OOD data with a
-            regression whose predictive is not normal, or bad options of intervals.
+    The scores of `score_of` are larger for OOD data; by default the entropy, or the variance.
     """
     # Before the predictions, which may take long.
     check_level(level)
@@ -164,18 +138,7 @@ def score(
     targets: Tensor,
     class_dim: int | None = None,
 ) -> Scored:
-    """Score a predictive on the targets that count.
-
-    Args:
-        likelihood: What the targets must fit.
-        predictive: Batch shape `[B]`, or `[B, ...]` with further positions.
-        targets: As a fit takes them.
-        class_dim: Which dimension of targets with an entry for every output has the classes.
-
-    Raises:
-        ValueError: If the targets do not fit.
-        TypeError: If the targets do not fit.
-    """
+    """Score a predictive on the targets that count."""
     values, outputs = _flat(predictive)
     shape = predictive.batch_shape
     outputs_in_shape = outputs.unflatten(0, shape)

@@ -26,15 +26,7 @@ PER = ("kind", "block")
 
 
 def groups_of(fitted: Fitted, per: str) -> dict[str, list[int]]:
-    """The numbers of a fit's blocks by their group, in the order of the first ones.
-
-    Args:
-        fitted: The fit.
-        per: `"kind"`: those of one kind of layer; `"block"`: each block by itself.
-
-    Raises:
-        ValueError: If `per` is none of these, or if the curvature is one block of all parameters.
-    """
+    """The numbers of a fit's blocks by kind of layer, or each by itself, in order of the first."""
     if per not in PER:
         raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
     kind = fitted.subject.settings.kind
@@ -75,11 +67,7 @@ BOUNDS = (1e-8, 1e8)
 def maximise_marginal_likelihood(
     log_marginal_likelihood: Callable[[Tensor], Tensor], bounds: tuple[float, float] = BOUNDS
 ) -> Tuning:
-    """Maximise the log marginal likelihood over one prior precision, on a logarithmic scale.
-
-    Raises:
-        ValueError: If the optimum lies on the range's edge.
-    """
+    """Maximise the log marginal likelihood over one prior precision, on a logarithmic scale."""
     # Here, as it takes a third of a second to import.
     from scipy.optimize import minimize_scalar
 
@@ -111,9 +99,6 @@ def tune_groups(fitted: Fitted, per: str) -> Tuning:
     scale, and no data say how far: such a group takes the δ that is best for all together. A group
     whose parameters are all at the prior's mean has an optimum at infinity, and takes the largest
     δ of the range.
-
-    Raises:
-        ValueError: As `groups_of`; if there is no optimum for all together.
 
     Reference:
         MacKay (1992), "A practical Bayesian framework for backpropagation networks".

@@ -45,24 +45,9 @@ _NAMES = {likelihood: name for name, likelihood in LIKELIHOODS.items()}
 class Header:
     """The facts that a file says besides its tensors.
 
-    Attributes:
-        likelihood: As `likelihood_to_json` gives it.
-        curvature: The curvature's name.
-        joint: Whether weight and bias make one block.
-        sharing: `expand` or `reduce`, for all layers or by their paths.
-        param_names: The Bayesian parameters.
-        block_names: The curvature blocks.
-        num_data: N.
-        nll: Summed negative log-likelihood of the N examples, in nats.
-        rank: How many directions were asked for, or what share. Data of lower rank give fewer.
-        others: The `fingerprint` of what the model holds besides the Bayesian parameters.
-        class_dim: Which dimension of the outputs has the classes; the last if None.
-        mode: How the posterior was fitted, for `repr`.
-        calls: Parameters that are measured at calls of modules, with the modules' paths.
-        noise: Of a regression `Fitted.num_targets`, and 2, the power of 1/σ that the curvature
-            goes with; left out where there is none.
-        temperature: T of the likelihood; left out where it is 1.
-        link: Name and temperature of the link; left out where there is none.
+    The `nll` is summed over the N examples, in nats. The `rank` is the one asked for, a number or a
+    share: data of lower rank give fewer directions. The `noise` of a regression are
+    `Fitted.num_targets` and 2, the power of 1/σ that the curvature goes with.
     """
 
     likelihood: dict[str, Any]
@@ -118,11 +103,6 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
     """Write a posterior; an existing file is replaced only once the new one is complete.
 
     The same posterior gives the same bytes. All processes call it, and rank 0 writes.
-
-    Raises:
-        ValueError: As `likelihood_to_json`, and if a number of the header is not finite.
-        FileNotFoundError: If the folder does not exist.
-        OSError: As `check_target`; if the disk is full or the file cannot be written.
     """
     ranks, posterior = current(), fitted.posterior
     texts = {"format": FORMAT, "header": Header.of(fitted, own_likelihood).as_json()}
@@ -210,12 +190,7 @@ def load(
 
 
 def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
-    """The header of a file, and its tensors, on the CPU.
-
-    Raises:
-        ValueError: If it is damaged, or not of this format.
-        OSError: If it is not there, is a folder, or cannot be read.
-    """
+    """The header of a file, and its tensors, on the CPU."""
     try:
         texts, tensors = read_sealed(path)
         if texts.get("format") not in _FORMATS:
@@ -236,12 +211,7 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
 
 def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, Any]:
-    """A likelihood as plain data: its name and arguments, or of a user's class its import path.
-
-    Raises:
-        ValueError: For an instance of a class that is not this package's, unless `own`; with
-            `own`, if its `options` are not plain data.
-    """
+    """A likelihood as plain data: its name and arguments, or of a user's class its import path."""
     name = _NAMES.get(type(likelihood))
     if name is not None:
         return {"name": name, **_arguments_of(likelihood)}
@@ -271,16 +241,7 @@ def _arguments_of(likelihood: Likelihood) -> dict[str, Any]:
 
 
 def likelihood_from_json(data: Mapping[str, Any], own: Likelihood | None = None) -> Likelihood:
-    """The inverse of `likelihood_to_json`; no code is imported on the word of a file.
-
-    Args:
-        data: What it returned.
-        own: The likelihood that the file names, if it is of a user's class.
-
-    Raises:
-        ValueError: If one is given where the file has its own, none is where the file names a
-            user's, or another one.
-    """
+    """The inverse of `likelihood_to_json`; no code is imported on the word of a file."""
     options = dict(data)
     name = options.pop("name")
     if name != _OWN:

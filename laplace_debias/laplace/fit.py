@@ -41,12 +41,7 @@ def scheme_of_mode(
     resume: str | os.PathLike[str] | None,
     folds: int | None,
 ) -> tuple[Scheme, Expected]:
-    """The way to fit that a mode names, with the data that it reads of a loader; and N.
-
-    Raises:
-        ValueError: For what can be told before the first batch is looked at.
-        TypeError: Likewise.
-    """
+    """The way to fit that a mode names, with the data that it reads of a loader; and N."""
     check_mode(mode, folds)
     expected = expected_of_loader(loader, num_data, mode)
     if mode not in OF_FIRST_BATCHES:
@@ -73,24 +68,7 @@ def fit(
     resume: str | os.PathLike[str] | None,
     progress: bool = False,
 ) -> Fitted:
-    """Fit a posterior's curvature.
-
-    Args:
-        subject: What is fitted.
-        scheme: The way to fit, with its data.
-        mode: Its name.
-        expected: N.
-        generator: Seeds what is drawn; torch's global one if None.
-        resume: A folder for its state; None for a fit that is not gone on with.
-        progress: Whether to show a progress bar over a whole loader.
-
-    Raises:
-        ValueError: As `Laplace.fit`.
-        TypeError: Likewise.
-        NotImplementedError: Likewise.
-        RuntimeError: Under autocast.
-        OSError: As `Laplace.fit`.
-    """
+    """Fit a posterior's curvature."""
     kind, ranks = subject.settings.kind, current()
     check_generator(generator)
     if not scheme.saves and resume is not None:
@@ -147,13 +125,7 @@ def _check_resumable(
     generator: torch.Generator | None,
     *data: Batches | None,
 ) -> None:
-    """Require, before any work, that a fit can be gone on with: its order can be told again.
-
-    Raises:
-        ValueError: Without a generator where something is drawn, or where a loader draws from
-            another one.
-        OSError: If the folder cannot be written to.
-    """
+    """Require, before any work, that a fit can be gone on with: its order can be told again."""
     if folder is None:
         return
     check_folder(Path(folder))

@@ -81,19 +81,9 @@ class FitReport:
 class Fitted:
     """A posterior, and all that goes with it.
 
-    Attributes:
-        subject: The model, its parameters, its prior and its link.
-        posterior: The Gaussian over the parameters.
-        nll: Summed negative log-likelihood of the N examples, in nats.
-        others: The `fingerprint` of what the model holds besides the Bayesian parameters.
-        mode: How it was fitted, for `repr`; None if that is not known.
-        num_targets: For a `Gaussian` likelihood, of a curvature that is proportional to σ⁻², how
-            many numbers the targets of the N examples hold.
-        watch: What finds changes of the others.
-        report: How far a fit of `mode="auto"` is from that of all the data.
-
-    Raises:
-        ValueError: If the negative log-likelihood is not finite.
+    The `nll` is summed over the N examples, in nats. For a `Gaussian` likelihood and a curvature
+    that is proportional to σ⁻², `num_targets` is how many numbers the targets of the N examples
+    hold.
     """
 
     subject: Subject
@@ -137,9 +127,6 @@ class Fitted:
 
         The Bayesian parameters are compared entry by entry. The others, of which a posterior of the
         last layer has far more, are looked after as `Watch` says.
-
-        Raises:
-            RuntimeError: If anything that its checkpoint holds has changed, or under autocast.
         """
         mean = self.posterior.mean
         check_no_autocast(mean.device)

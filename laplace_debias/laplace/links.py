@@ -133,11 +133,7 @@ def has_links(likelihood: Likelihood) -> bool:
 
 
 def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
-    """A link by its name, or as it is; None stays.
-
-    Raises:
-        ValueError: For an unknown name, or a likelihood that has no links.
-    """
+    """A link by its name, or as it is; None stays."""
     if link is None:
         return None
     found = link if isinstance(link, Link) else Link(link)
@@ -152,10 +148,8 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
 def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
     """The link where nothing was tuned; None for a likelihood that has no links.
 
-    Args:
-        likelihood: What the outputs mean.
-        shape: That of the network's outputs, `[B, ..., C]`. Further positions have the probit, as
-            the covariance of all of them grows with their number's square.
+    Outputs with further positions, `[B, ..., C]`, have the probit, as the covariance of all of them
+    grows with their number's square.
     """
     if not has_links(likelihood):
         return None

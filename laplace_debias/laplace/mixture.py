@@ -115,12 +115,7 @@ class Mixture(Predictor):
 def mean_logits(
     logits: Float[Tensor, "members *n outputs"], exclusive: bool
 ) -> Float[Tensor, "*n outputs"]:
-    """Logits of the mean of several members' probabilities; of classes their logarithms.
-
-    Args:
-        logits: Those of each member.
-        exclusive: Whether the outputs are classes, of which one applies.
-    """
+    """Logits of the mean of members' probabilities; of exclusive classes its logarithms."""
     # Of probabilities near one the logits alone have digits left.
     if exclusive:
         return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))

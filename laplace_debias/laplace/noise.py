@@ -50,12 +50,7 @@ def squared_residuals(fitted: Fitted) -> float:
 
 
 def check_noise(fitted: Fitted) -> None:
-    """Require a σ that can be tuned.
-
-    Raises:
-        ValueError: For another likelihood than `Gaussian`, a fit of the empirical Fisher, a file
-            that does not say how many targets the fit saw, or residuals of zero.
-    """
+    """Require a σ that can be tuned."""
     if type(fitted.likelihood) is not Gaussian:
         raise ValueError(
             f"sigma=True tunes the noise of Gaussian, not of {type(fitted.likelihood).__name__}: "
@@ -83,12 +78,6 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     - \frac12\log\det(N C + \gamma),$$
     whose best k has a closed form, $k^2 = (Q + \gamma S)/M$. What is left is a search over γ. A σ
     for each output keeps the ratios that it has.
-
-    Returns:
-        What was found, and the fit with it.
-
-    Raises:
-        ValueError: As `check_noise`; if there is no optimum.
 
     Reference:
         MacKay (1992), "Bayesian interpolation", for both hyperparameters by the evidence.

@@ -29,21 +29,7 @@ from laplace_debias.system.shown import warn
 
 @dataclass(frozen=True)
 class FitSettings:
-    """The choices of a fit; as `Laplace` takes it.
-
-    Attributes:
-        kind: The curvature.
-        fisher: Which cotangents stand for the loss Hessian.
-        factor_dtype: In what Kronecker factors are summed and decomposed.
-        joint: Whether a layer's weight and bias make one block.
-        sharing: How positions share a weight.
-        memory_bound: Bytes of working memory for output gradients; None as `granted` takes it.
-        class_dim: Which dimension of the outputs has the classes; the last if None.
-
-    Raises:
-        ValueError: If a choice is unknown or out of range.
-        TypeError: If one is of another type.
-    """
+    """The choices of a fit; as `Laplace` takes them."""
 
     kind: CurvatureKind
     fisher: FisherType
@@ -87,14 +73,8 @@ class FitSettings:
 class BayesianParameters:
     """The Bayesian parameters, and how their curvature is measured.
 
-    Attributes:
-        names: Their names, in the model's order.
-        blocks: Their curvature blocks.
-        calls: Where parameters are measured that are not at their layers, as `curvature_blocks`
-            takes it.
-        order: Where the blocks' entries lie among the flattened parameters, as
-            `GaussianPosterior` has it.
-        block_names: Names of the posterior's blocks: one where the curvature is dense.
+    Where parameters are not measured at their layers, `calls` tells it, as `curvature_blocks` takes
+    it; `order` tells where the blocks' entries lie among the flattened parameters.
     """
 
     names: list[str]
@@ -112,18 +92,7 @@ class BayesianParameters:
         example: Inputs | None,
         calls: Mapping[str, Sequence[str]] | None = None,
     ) -> "BayesianParameters":
-        """The parameters that a user selects.
-
-        Args:
-            model: The model.
-            selection: As `Laplace` takes it.
-            settings: How blocks are made of them.
-            example: Inputs on the model's device, if the last layer is to be found by them.
-            calls: As `curvature_blocks` takes it, as far as it is known.
-
-        Raises:
-            ValueError: As `select_parameters` and `check_parameters`; if none is supported.
-        """
+        """The parameters that a user selects; the last layer may take an example to be found."""
         names = select_parameters(model, selection, example)
         check_parameters(model, names)
         calls = {} if calls is None else calls
@@ -151,11 +120,6 @@ class BayesianParameters:
 
         Of a general selection, such as `"all"`, parameters that the outputs do not depend on are
         left out, with a warning.
-
-        Raises:
-            ValueError: If the outputs depend on none of them, or not on one that was asked for by
-                name or predicate; as `resolve`.
-            NotImplementedError: As `resolve`.
         """
         found = resolve(tap, self.names, x, settings.joint, settings.sharing)
         names, calls = self.names, found.calls

@@ -118,12 +118,7 @@ class Plan:
 
 
 def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> Plan:
-    """The plan of a fit of this process alone; nothing is fitted.
-
-    Raises:
-        ValueError: As `Laplace.plan`.
-        TypeError: For an iterator.
-    """
+    """The plan of a fit of this process alone; nothing is fitted."""
     check_mode(mode, folds)
     if mode == "auto":
         raise ValueError(
@@ -186,11 +181,7 @@ def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_R
 
 
 def check_room(problem: Problem, kind: CurvatureKind) -> None:
-    """Require memory for the posterior.
-
-    Raises:
-        ValueError: Saying what would take less.
-    """
+    """Require memory for the posterior."""
     what = f"Nothing was fitted: the posterior of curvature={kind.name!r} takes"
     _require(posterior_bytes(problem, kind), available_memory(problem.device), what)
 
@@ -277,13 +268,9 @@ def _stages(
 
 
 class _Chunk(NamedTuple):
-    """A pass over the first batch.
+    """A pass over the first batch: its most bytes `beside` what it sums, its seconds.
 
-    Attributes:
-        beside: Bytes at most beside what it sums.
-        rows: Bytes of all Jacobian rows of the batch, of a dense curvature.
-        seconds: Seconds of the passes that the curvature takes; None if nothing was run.
-        few: The rows of factors that have few.
+    The `rows` are bytes of all Jacobian rows of the batch; the `few` those of factors of few rows.
     """
 
     beside: int = 0
@@ -338,10 +325,6 @@ class Tracked(TorchDispatchMode):
     """Counts bytes of the tensors that are made within, on any device.
 
     What an operation uses for itself and gives back is not seen.
-
-    Attributes:
-        live: Bytes held now.
-        peak: Most bytes held at once.
     """
 
     def __init__(self) -> None:

@@ -37,11 +37,6 @@ class GaussianPosterior:
             there one after the other.
         prior_mean: Mean of the prior, one number or one per parameter, float64; None for zero.
         temperature: T.
-
-    Raises:
-        ValueError: Naming the block, if a number is not finite, a magnitude is negative, or a
-            precision or variance is out of the range of the dtype; if N is not a whole number; if
-            the temperature is not positive and finite.
     """
 
     mean: Float[Tensor, " parameters"]
@@ -67,10 +62,6 @@ class GaussianPosterior:
 
         Magnitudes below the dtype's least normal number lose digits, which N multiplies. That must
         not show beside δ: so δ/N, too, must be a normal number.
-
-        Raises:
-            ValueError: Naming the block, if it is not positive and finite, or if a precision or
-                variance is out of the range of the dtype.
         """
         deltas = check_prior_precision(prior_precision, len(self._largest))
         deltas = deltas * len(self._largest) if len(deltas) == 1 else deltas
@@ -104,12 +95,7 @@ class GaussianPosterior:
     def changed(self, **fields: Any) -> "GaussianPosterior":
         """The same with other fields, whose blocks are not read again.
 
-        Args:
-            **fields: The prior's precision or mean, the temperature, or a curvature whose
-                magnitudes are no larger.
-
-        Raises:
-            ValueError: As `check_prior_precision`; if the temperature is not positive and finite.
+        A curvature may be among them if its magnitudes are no larger.
         """
         other = copy.copy(self)
         for name, value in fields.items():
@@ -191,11 +177,7 @@ class GaussianPosterior:
         return self.mean + steps
 
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """The log-determinant of P, float64.
-
-        Args:
-            prior_precision: δ to evaluate at, differentiable; the posterior's own if None.
-        """
+        """The log-determinant of P, float64, differentiable in δ; None for the posterior's own."""
         deltas = self._deltas() if prior_precision is None else prior_precision
         deltas = deltas.double().expand(len(self.curvature.blocks))
         terms = []
@@ -208,10 +190,7 @@ class GaussianPosterior:
         return torch.stack(terms).sum()
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """The log-density of N(μ, δ⁻¹) at θ*, with its normaliser, float64; arguments as above.
-
-        μ is the prior's mean.
-        """
+        """The log-density of N(μ, δ⁻¹) at θ*, normalised, float64; μ is the prior's mean."""
         deltas = self._deltas() if prior_precision is None else prior_precision
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
         deltas = deltas.double().expand(len(sizes))
@@ -257,12 +236,7 @@ def scaled(block: LinearOperator, factor: float) -> LinearOperator:
 
 
 def check_temperature(temperature: Any) -> float:
-    """T as a `float`.
-
-    Raises:
-        TypeError: If it is not one number.
-        ValueError: If it is not positive and finite.
-    """
+    """T as a `float`."""
     value = real(temperature, "temperature")
     if value.ndim:
         raise TypeError(f"temperature must be one number, got {temperature!r}.")
@@ -283,12 +257,7 @@ def _check_mean(mean: Float[Tensor, " parameters"]) -> None:
 
 
 def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
-    """The largest curvature of every block, whose parts must all be finite.
-
-    Raises:
-        ValueError: Naming the block, if directions or magnitudes hold NaN or Inf, or a magnitude is
-            negative.
-    """
+    """The largest curvature of every block, whose parts must all be finite."""
     largest = {}
     for name, block in curvature.blocks.items():
         largest[name] = 0.0

@@ -34,17 +34,7 @@ DEFAULT_SAMPLES = 100
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """How to predict; as `Laplace.predict` takes it.
-
-    Attributes:
-        method: The method.
-        samples: Draws; None for the closed form, or the default number.
-        generator: For the draws; torch's global one if None.
-        positions: Which positions; None for all.
-
-    Raises:
-        ValueError: For an unknown method, or samples that it cannot take.
-    """
+    """How to predict; as `Laplace.predict` takes it."""
 
     method: str = "glm"
     samples: int | None = None

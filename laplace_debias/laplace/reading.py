@@ -48,15 +48,8 @@ def output_curvatures(
     """The curvature of each example's loss in the outputs, 1 − Σ p² for a softmax; the loss.
 
     A block's trace is the mean of squared output gradients times activations. What share of it an
-    example has goes with its share of this, which takes no backward pass.
-
-    Args:
-        problem: The network; its loss is a likelihood's. Of `fisher="empirical"` it is ‖∇_f ℓ‖².
-        outputs: The network's.
-        y: Targets, on the model's device or the CPU.
-
-    Raises:
-        ValueError: If outputs or targets are not what they must be.
+    example has goes with its share of this, which takes no backward pass. Of `fisher="empirical"`
+    the curvature is ‖∇_f ℓ‖².
     """
     loss = problem.cotangents.loss
     assert isinstance(loss, NegativeLogLikelihood)
@@ -75,11 +68,7 @@ def output_curvatures(
 class _Fold:
     """A fold: factors of the examples drawn, and of all that was read.
 
-    Attributes:
-        gradients: G of the examples drawn, weighed by their inverse probabilities.
-        inputs: A of all that was read.
-        num_read: How many examples were read.
-        weighed: The sum of the weighed curvatures of those drawn.
+    G, and the sum `weighed` of curvatures, go by the inverse probabilities of those drawn.
     """
 
     gradients: Factors = field(default_factory=dict)
@@ -88,11 +77,7 @@ class _Fold:
     weighed: float = 0.0
 
     def factors(self, mean: float) -> FactorSums:
-        """Factors as of all that was read: G of the mean curvature of all folds.
-
-        Raises:
-            ValueError: If none of the examples drawn has curvature.
-        """
+        """Factors as of all that was read: G of the mean curvature of all folds."""
         if not self.weighed:
             raise ValueError(
                 "The loss of the examples at hand has no curvature in the outputs, all of which "
@@ -114,24 +99,7 @@ class Reading:
 
     Everything that is read goes forward, which gives its curvature in the outputs and A. Of it
     examples are drawn that go backward, with weights that are the inverse of the probability with
-    which each was drawn.
-
-    Args:
-        problem: The network and its blocks.
-        pairs: The data, of which inputs are set aside.
-        looks: How many examples go forward for one that is drawn.
-
-    Attributes:
-        probes: Inputs that are no part of the fit.
-        folds: What was read of each fold.
-        seen: All that was read.
-        num_drawn: How many examples went backward.
-        num_batches: How many batches of this process were read.
-        pairs: Those that are left, with their numbers.
-        curvatures: Of all that was read.
-
-    Raises:
-        ValueError: If the first batch has one example.
+    which each was drawn. The `probes` are inputs that are no part of the fit.
     """
 
     def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]], looks: int) -> None:

@@ -26,11 +26,8 @@ Finish = Callable[[CurvatureFit], Fitted]
 class Scheme(ABC):
     """A way to fit, with the data that it reads.
 
-    Attributes:
-        mode: What kind of fit it makes, as `repr` and posterior files name it.
-        fields: The fields that hold the data, in the order in which a fit reads them, and what
-            errors call them; magnitudes are measured on the last.
-        saves: Whether a fit saves its sums in the folder of `resume`.
+    The `fields` that hold the data are in the order in which a fit reads them, with what errors
+    call them; magnitudes are measured on the last.
     """
 
     mode: ClassVar[str]
@@ -47,11 +44,7 @@ class Scheme(ABC):
         return expected_of_given(self.read, num_data)
 
     def check(self, kind: CurvatureKind) -> None:  # noqa: B027 (most schemes read everything once)
-        """Refuse data that can be read only once where it is read twice.
-
-        Raises:
-            TypeError: For an iterator that is read twice.
-        """
+        """Refuse data that can be read only once where it is read twice."""
 
     @abstractmethod
     def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
@@ -134,11 +127,7 @@ class CrossFit(Scheme):
 
 
 def scheme_of(directions: Batches, magnitudes: Batches | None, folds: int | None) -> Scheme:
-    """The scheme that the arguments of `Laplace.fit_batches` say.
-
-    Raises:
-        ValueError: For folds together with magnitudes.
-    """
+    """The scheme that the arguments of `Laplace.fit_batches` say."""
     if folds is None:
         return Full(directions) if magnitudes is None else Split(directions, magnitudes)
     if magnitudes is not None:

@@ -45,14 +45,9 @@ class Table:
     """A metric at every point of a search, by every link.
 
     A metric is a sum over the terms that count (targets, positions, labels) over their number. The
-    terms of one example belong together, so errors are taken over examples.
-
-    Attributes:
-        at: The points, ascending; of links one more, infinity, without any covariance.
-        links: What logits become probabilities by; None alone where there are none.
-        sums: Each example's part of the sum, float64.
-        counts: How many terms each example has, float64.
-        factors: What σ is multiplied by at each point; None where it is not tuned.
+    terms of one example belong together, so errors are taken over examples. The points ascend; of
+    links there is one more, infinity, without any covariance. At each point σ is multiplied by its
+    factor; None where it is not tuned.
     """
 
     at: Sequence[float]
@@ -92,14 +87,7 @@ class Table:
 class Look:
     """Predicts and scores at points of the search, a pass over the data each time.
 
-    Attributes:
-        predict: From inputs `[B, ...]`, prior precisions and links to numbers of these precisions
-            with predictives there, as `predictive.predictives_by_links` gives them.
-        data: The data, which a pass goes through.
-        likelihood: What targets must fit.
-        class_dim: As `targets_classes_last` takes it.
-        metric: `"nll"` or `"brier"`.
-        with_noise: Whether the NLL of a regression is that at the best σ for each γ.
+    The NLL of a regression `with_noise` is that at the best σ for each γ.
     """
 
     predict: Callable[[Inputs, Tensor, Sequence[Link | None]], Iterable[tuple[int, Distribution]]]
@@ -110,11 +98,7 @@ class Look:
     with_noise: bool = False
 
     def __call__(self, points: Sequence[float], links: Sequence[Link | None]) -> Table | None:
-        """The metric at the points by the links, in one pass; None if there is no batch.
-
-        Raises:
-            ValueError: If no target counts, or the residuals of a regression are zero.
-        """
+        """The metric at the points by the links, in one pass; None if there is no batch."""
         grid, parts = torch.tensor(points, dtype=torch.float64), []
         at = list(points) if None in links else [*points, math.inf]
         for x, y in self.data:
@@ -193,18 +177,10 @@ def _examples_of(likelihood: Likelihood, predicted: Distribution, y: Tensor) -> 
 class Curve:
     """The metric at the points of a table, by one of its links.
 
-    Attributes:
-        table: The table.
-        link: The link's number.
-        num_points: How many points have a covariance.
-        lowest: The best point; of several that are equal the middle of the longest run.
-        best: The same, but if a temperature alone is best, at the largest prior precision, the
-            smallest point that is not worse by more than a paired standard error: as much posterior
-            as the data allow.
-        is_worse: Which points are worse than the best by more than one paired standard error.
-
-    Raises:
-        ValueError: If no value is a number.
+    The `lowest` is the best point; of several that are equal the middle of the longest run. The
+    `best` is the same, but if a temperature alone is best, at the largest prior precision, the
+    smallest point that is not worse by more than a paired standard error: as much posterior as the
+    data allow. Points that are worse than it by more than that are marked by `is_worse`.
     """
 
     table: Table
@@ -265,17 +241,7 @@ def first_look(
     The first link is the simplest. Then come the others of T = 1, the first one's formula at other
     temperatures, and the rest: each only if its best is better than what was chosen before by more
     than a standard error of the difference, paired over the examples, of which there must be 100.
-
-    Args:
-        look: What predicts and scores.
-        grid: Where to begin, ascending.
-        links: The simplest first; None alone for a likelihood that has none.
-
-    Returns:
-        The curve of the link that was chosen, and `Tuning.compared`.
-
-    Raises:
-        ValueError: As `Look`; if there is no batch, or no value is a number.
+    The rows are `Tuning.compared`.
     """
     table = look(grid.tolist(), links)
     if table is None:
@@ -315,12 +281,8 @@ def first_look(
 def refined(look: Look, curve: Curve) -> Curve | None:
     """Divide the intervals between the best point and its neighbours by 8, in a pass more.
 
-    Returns:
-        What lies between the neighbours, these included; None if the data do not tell them from the
-        best, if a temperature alone is best, or if the data can be read only once.
-
-    Raises:
-        ValueError: As `Look`; if no value is a number.
+    None if the data do not tell them from the best, if a temperature alone is best, or if the data
+    can be read only once.
     """
     best, at = curve.best, curve.table.at
     neighbours = [i for i in (best - 1, best + 1) if 0 <= i < curve.num_points]

@@ -62,21 +62,8 @@ PriorMean = float | Tensor
 class Subject:
     """The subject of an approximation: its model, how its data is read, and its prior.
 
-    Attributes:
-        model: The user's model.
-        likelihood: What its outputs mean.
-        settings: The choices of a fit.
-        selection: Which parameters are Bayesian, as `Laplace` takes it.
-        backend: Likewise.
-        read_batch: What makes pairs of batches.
-        selected: The Bayesian parameters, if the model's structure tells them. A fit holds them
-            against an example.
-        parameters: Those of the last fit, or before it those selected; None if a fit finds them.
-        prior_precision: δ, one number or one per block, float64.
-        temperature: T.
-        given_mean: The prior's mean as the user gave it.
-        link: What logits become probabilities by; None for the default.
-        prior_mean: The prior's mean for these parameters; None if it is zero.
+    If the model's structure tells the Bayesian parameters they are `selected`, and a fit holds them
+    against an example; `parameters` are those of the last fit, or before it those selected.
     """
 
     model: nn.Module
@@ -108,11 +95,6 @@ class Subject:
         """The subject of what `Laplace` takes; the prior's fields are those of `changed`.
 
         Of a fit that is known so are its `calls`, as `curvature_blocks` takes them.
-
-        Raises:
-            ValueError: For a model or parameters that cannot be used; as `changed`.
-            TypeError: As `changed`.
-            NotImplementedError: For BackPACK with a model that it would get wrong.
         """
         plain = usable(model)
         read_batch = BatchReader(model, batch)
@@ -135,14 +117,7 @@ class Subject:
         return cls(*parts, torch.ones((), dtype=torch.float64)).changed(**prior)
 
     def changed(self, **fields: Any) -> "Subject":
-        """The same with another prior, temperature, link or likelihood, or of other parameters.
-
-        Raises:
-            ValueError: For a prior precision that is not positive and finite, or a prior's mean
-                that is not finite; if their sizes are not those of the parameters; for a
-                temperature out of range, or a link that the likelihood does not have.
-            TypeError: For what is no number.
-        """
+        """The same with another prior, temperature, link or likelihood, or of other parameters."""
         given, link = (
             fields.pop("prior_precision", self.prior_precision),
             fields.pop("link", self.link),
@@ -167,11 +142,7 @@ class Subject:
 
     @property
     def known(self) -> BayesianParameters:
-        """The Bayesian parameters.
-
-        Raises:
-            RuntimeError: Before the fit that finds the last layer.
-        """
+        """The Bayesian parameters."""
         if self.parameters is None:
             raise RuntimeError(
                 f'params="last_layer" of a {type(self.model).__name__} is found by running an '
@@ -203,17 +174,7 @@ class Subject:
         what: str = "data",
         progress: str | None = None,
     ) -> tuple["Subject", Problem, Stream]:
-        """The problem that is fitted, as the first batch of some data tells.
-
-        Returns:
-            The subject with the parameters that were found, the problem, and the data, whose first
-            batch is not lost.
-
-        Raises:
-            ValueError: If there is no last layer, it is not what it was, or there is no batch; if
-                the shapes leave open where the classes are; as `BayesianParameters.verified`.
-            NotImplementedError: As `BayesianParameters.verified`.
-        """
+        """The problem that is fitted, as the first batch of some data tells, which is not lost."""
         settings = self.settings
         usable(self.model)
         # The labels' seed is drawn before the loader's order.
@@ -286,17 +247,7 @@ class Subject:
 
 
 def prior_mean_of(value: Any, size: int | None, device: torch.device) -> Tensor | None:
-    """The prior's mean, float64, one number or one per parameter; None if it is zero.
-
-    Args:
-        value: As the user gave it.
-        size: The number of Bayesian parameters; None as long as they are not known.
-        device: The model's.
-
-    Raises:
-        TypeError: If it is neither a number nor a tensor.
-        ValueError: If it is not finite, or of another shape.
-    """
+    """The prior's mean, float64, one number or one per parameter; None if it is zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(
             "prior_mean must be a number or a tensor [D] in the order of param_names, got "
@@ -317,11 +268,7 @@ def prior_mean_of(value: Any, size: int | None, device: torch.device) -> Tensor 
 
 
 def usable(model: nn.Module) -> nn.Module:
-    """The model without wrappers, found to be one that curvature is defined for.
-
-    Raises:
-        ValueError: If it holds NaN, draws random numbers, or mixes the examples of a batch.
-    """
+    """The model without wrappers, found to be one that curvature is defined for."""
     check_usable(model)
     plain = unwrapped(model)
     check_deterministic(plain)
@@ -336,16 +283,7 @@ _MANY_COLUMNS = 1_000  # of `fisher="exact"`, where a user is told of `"mc"`
 def look_at(
     network: nn.Module, likelihood: Likelihood, x: Inputs, y: Tensor, settings: FitSettings
 ) -> None:
-    """Run a few examples: where are the classes, and are the outputs logits?
-
-    Warns:
-        UserWarning: If the outputs look like probabilities, the noise of a regression is not given,
-            or the exact Fisher of a sequence has more than 1,000 columns.
-
-    Raises:
-        ValueError: If the shapes leave open where the classes are.
-        TypeError: If there are no logits among what the model returns.
-    """
+    """Run a few examples: where are the classes, and are the outputs logits?"""
     with torch.no_grad(), kept_as_it_is(network):
         outputs = call(network, take(x, slice(0, _FEW)))
     check_layout(torch.Size((len(y), *outputs.shape[1:])), y, settings.class_dim)

@@ -37,11 +37,7 @@ def on_data(
     generator: torch.Generator | None,
     progress: bool,
 ) -> tuple[Tuning, Fitted | None]:
-    """The prior precision, link and temperature with the best metric on held-out data.
-
-    Returns:
-        What was found; the fit with it if its noise was tuned, too.
-    """
+    """The best prior precision, link and temperature on held-out data; the fit if σ was tuned."""
     fitted.check_model()
     check_held_out(loader)
     stream = fitted.subject.stream(loader, generator, "tune" if progress else None)
@@ -79,10 +75,8 @@ def on_data(
 def links_to_try(default: Link | None, given: str | Link | None) -> list[Link | None]:
     """The links that are searched over, the simplest first.
 
-    Args:
-        default: What is predicted with where nothing was tuned; None where there are no links.
-        given: A link alone, or a formula at all temperatures; None for the default one and, where
-            covariances are at hand, the probit.
+    A formula alone is tried at all temperatures; without one the default and, where covariances are
+    at hand, the probit.
     """
     if default is None or isinstance(given, Link):
         return [given if isinstance(given, Link) else None]
@@ -96,11 +90,7 @@ def links_to_try(default: Link | None, given: str | Link | None) -> list[Link | 
 def by_evidence(
     fitted: Fitted, sigma: bool | None, per: str | None
 ) -> tuple[Tuning, Fitted | None]:
-    """The largest marginal likelihood.
-
-    Returns:
-        What was found; the fit with it if its noise was tuned, too.
-    """
+    """The largest marginal likelihood; the fit with it if its noise was tuned, too."""
     with_noise = sigma or (sigma is None and _is_assumed(fitted) and fitted.num_targets is not None)
     found, tuned = noise.tune_noise(fitted) if with_noise else (None, fitted)
     if per is not None:

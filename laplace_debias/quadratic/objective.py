@@ -26,12 +26,8 @@ _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": H
 class Objective:
     """A network's loss on a data set, at its parameters.
 
-    Attributes:
-        value: The loss, a number.
-        gradient: Its gradient, `[D]`.
-        matrix: Its curvature, `[D, D]`.
-        position: The parameters, `[D]`: a copy, as they may be trained on.
-        decayed: The entries that weight decay acts on, `[D]`.
+    The `position` is a copy of these, as they may be trained on; `decayed` are the entries that
+    weight decay acts on.
     """
 
     value: Float[Tensor, ""]
@@ -110,11 +106,7 @@ def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:
 
 
 def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """An optimizer's groups: the weights with weight decay, then all others without.
-
-    Returns:
-        One group or two; none is empty.
-    """
+    """An optimizer's groups, none empty: the weights with weight decay, then all others without."""
     every = list(parameters)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in every if is_decayed(p)], "weight_decay": weight_decay},

@@ -65,11 +65,7 @@ class Cut:
 
 
 def solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
-    """The solution of a small positive definite system `[k, k]`, by a Cholesky factor.
-
-    Raises:
-        ValueError: If the matrix is not positive definite.
-    """
+    """The solution of a small positive definite system `[k, k]`, by a Cholesky factor."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     if info > 0:
         smallest = float(eigvalsh(matrix, "the curvature in the subspace")[0])

@@ -10,18 +10,7 @@ from torch import Tensor
 
 
 def whole(value: Any, name: str, least: int = 1, most: int = 2**53) -> int:
-    """An argument as an `int`.
-
-    Args:
-        value: A whole number of any integer type.
-        name: The argument's name.
-        least: The smallest number allowed.
-        most: The largest; float64 holds every whole number up to the default.
-
-    Raises:
-        TypeError: If it is not of an integer type; for True and False too.
-        ValueError: If it is out of range.
-    """
+    """An argument as an `int`, of any integer type but bool; float64 holds all up to 2**53."""
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
     try:
         number = None if is_bool else operator.index(value)
@@ -41,12 +30,7 @@ def whole(value: Any, name: str, least: int = 1, most: int = 2**53) -> int:
 
 
 def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
-    """An argument of one or several real numbers as a float64 tensor.
-
-    Raises:
-        TypeError: If it is something else, such as a text, a complex number or True.
-        ValueError: If a number is too large for float64.
-    """
+    """An argument of one or several real numbers as a float64 tensor."""
     is_complex = "complex" in str(getattr(value, "dtype", ""))
     try:
         if is_complex or isinstance(value, bool):
@@ -78,16 +62,7 @@ def check_generator(generator: object) -> None:
 
 
 def check_at_least(settings: object, least: int, *names: str) -> None:
-    """Refuse settings below a bound; None passes.
-
-    Args:
-        settings: The settings.
-        least: The least number allowed.
-        names: Names of their attributes.
-
-    Raises:
-        ValueError: If one of them is smaller.
-    """
+    """Refuse settings below a bound; None passes."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < least:
@@ -95,11 +70,7 @@ def check_at_least(settings: object, least: int, *names: str) -> None:
 
 
 def check_extra(extra: str, *packages: str) -> None:
-    """Require the packages that an extra of this one installs.
-
-    Raises:
-        ImportError: If one is missing; it says how to install it.
-    """
+    """Require the packages that an extra of this one installs."""
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(

@@ -31,18 +31,8 @@ def written_atomically(
     write one path at once: the last one to finish wins.
 
     After an exception what stood at `path` still stands there, and nothing else is left. A process
-    that is killed leaves its temporary file, `.<name>.<16 hexadecimal digits>.partial`.
-
-    Args:
-        path: Where the file shall be.
-        make_folders: Whether missing folders are made.
-
-    Yields:
-        An empty file, to be written or overwritten in place.
-
-    Raises:
-        OSError: As `check_target`. If the disk is full, or the file cannot be written for another
-            reason, with a message that names `path` and says what to do.
+    that is killed leaves its temporary file, `.<name>.<16 hexadecimal digits>.partial`. The path
+    leads to an empty file, to be written or overwritten in place.
     """
     target = check_target(path, make_folders=make_folders)
     try:
@@ -70,19 +60,7 @@ def written_atomically(
 def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) -> Path:
     """Require that a file can be written to a path, before the work that goes into it.
 
-    Args:
-        path: The file, which may be there.
-        make_folders: Whether missing folders will be made.
-
-    Returns:
-        The file that the path leads to along symbolic links.
-
-    Raises:
-        IsADirectoryError: If the path is a folder.
-        NotADirectoryError: If one of its folders is a file.
-        FileNotFoundError: If its folder is missing and will not be made.
-        PermissionError: If the folder, or an existing file, must not be written.
-        OSError: If it is a device or a pipe, which a file would replace, or a link to itself.
+    Returns the file that the path leads to along symbolic links.
     """
     target = Path(os.path.realpath(path))
     if os.path.islink(target):
@@ -148,15 +126,7 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
     """Write a file in place; equal contents give equal bytes.
 
     Not by the library, which writes texts in no fixed order and needs memory for all tensors once
-    more; this needs it for one of them, on the CPU.
-
-    Args:
-        path: The file.
-        texts: Texts by name, none of them called `checksum`.
-        tensors: Tensors by name, on any device, of the dtypes above.
-
-    Raises:
-        OSError: If it cannot be written.
+    more; this needs it for one of them, on the CPU. No text may be called `checksum`.
     """
     described: dict[str, Any] = {"__metadata__": {**texts, "checksum": _BLANK}}
     # Wide entries first: so each tensor is aligned.
@@ -180,14 +150,7 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
 
 
 def read_sealed(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The texts and the tensors (on the CPU) of a file that is as it was written.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        IsADirectoryError: If it is a folder.
-        DamagedFileError: If it is not a file of this kind, or not the one that was written.
-        OSError: If it cannot be read.
-    """
+    """The texts and the tensors (on the CPU) of a file, which must be as it was written."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DamagedFileError("it is a device or a pipe")
     raw = path.read_bytes()
@@ -215,12 +178,7 @@ _MOST = 5
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Settings that differ, as `seed was 0, is 1; ...`; empty if none does.
-
-    Args:
-        before: Settings that the work was begun with, as JSON gives it back.
-        now: Settings of the new call, likewise.
-    """
+    """Settings that differ, as `seed was 0, is 1; ...`; empty if none does."""
     there, here = _leaves(before), _leaves(now)
     differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     told = [

@@ -15,17 +15,9 @@ _SAID = ("not enough memory", "can't allocate memory", "out of memory", "_STATUS
 
 
 def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:
-    """The bytes that may be used.
+    """The bytes that may be used, at least those `needed`.
 
-    Args:
-        bound: The user's bound. None for 128 MiB, and for more where one example needs it, up to
-            4 GiB.
-        needed: Bytes without which nothing can be done.
-        what: Name of the work, for the message.
-        remedy: Another remedy, for the message.
-
-    Raises:
-        ValueError: If `needed` is more than may be used.
+    A bound of None is 128 MiB, and more where one example needs it, up to 4 GiB.
     """
     if needed <= (MEMORY_BOUND if bound is None else bound):
         return MEMORY_BOUND if bound is None else bound
@@ -63,9 +55,6 @@ def available_memory(device: torch.device | None = None) -> int | None:
     Of a GPU what is free on it, with what torch's allocator holds and does not use. Of the CPU what
     Linux says is available, and no more than the process's control group (a container's limit)
     leaves; elsewhere the machine's physical memory.
-
-    Args:
-        device: The device; the CPU if None.
     """
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

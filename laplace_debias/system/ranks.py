@@ -32,11 +32,7 @@ class LostWorkerError(RuntimeError):
 
 @contextmanager
 def telling_of_lost_workers() -> Iterator[None]:
-    """Say what to do where torch says that a worker of a `DataLoader` is gone.
-
-    Raises:
-        LostWorkerError: In that case.
-    """
+    """Say what to do where torch says that a worker of a `DataLoader` is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -64,11 +60,7 @@ class RankError(RuntimeError):
 
 @dataclass
 class _Verb:
-    """A verb of all ranks together.
-
-    Attributes:
-        is_over: Whether the others have left it, so that an error need not be told.
-    """
+    """A verb of all ranks; once it `is_over` the others have left it, and need not be told."""
 
     is_over: bool = False
 
@@ -78,12 +70,7 @@ _VERB: ContextVar[_Verb | None] = ContextVar("verb", default=None)
 
 
 class Ranks:
-    """The processes that share the work: here one alone.
-
-    Attributes:
-        rank: Which one this is.
-        size: How many there are.
-    """
+    """The processes that share the work: here one alone."""
 
     rank = 0
     size = 1
@@ -91,24 +78,14 @@ class Ranks:
     def exchange(self, value: Any) -> list[Any]:
         """Collects what every rank says, in their order; an agreement that none has failed.
 
-        Args:
-            value: Anything that can be pickled.
-
-        Raises:
-            Exception: The error of the rank that has failed, with its number.
-            RankError: If that has no counterpart among Python's errors, or a rank is gone.
+        Otherwise it raises the error of the rank that has failed, with its number, or `RankError`.
         """
         return [value]
 
     def require_same(self, **marks: Any) -> None:
         """Require all ranks to have the same of something.
 
-        Args:
-            marks: By what messages call it something to compare as text; or a function that gives
-                it, which is called where there are several ranks alone.
-
-        Raises:
-            ValueError: If it differs; else as `exchange`.
+        A mark that is a function is called only where there are several ranks.
         """
 
     def from_rank(self, value: Any, rank: int) -> Any:
@@ -119,35 +96,15 @@ class Ranks:
         """Sum tensors over all ranks, in place, to the same bits; raises as `exchange`."""
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
-        """Sum tensors to one rank each; raises as `exchange`.
-
-        Args:
-            sums: The same keys in the same order on all ranks.
-            owners: The rank that each is summed to.
-
-        Returns:
-            Those that this rank owns.
-        """
+        """Sum tensors to one rank each; the keys are the same, in the same order, on all ranks."""
         return dict(sums)
 
     def share(self, parts: Parts, owners: Mapping[Key, int]) -> Shared:
-        """Gives what each owner has, on all ranks; raises as `exchange`.
-
-        Args:
-            parts: Parts of this rank.
-            owners: Which rank owns what; the same keys in the same order on all ranks.
-        """
+        """Gives what each owner has, on all ranks, where keys are the same in the same order."""
         return {key: tuple(parts[key]) for key in owners}
 
     def on_all(self, tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Tensors of all ranks, each joined along the first dimension in the order of ranks.
-
-        Args:
-            tensors: This rank's rows; None if it has none.
-
-        Returns:
-            The joined rows; None if no rank has any. Raises as `exchange`.
-        """
+        """Rows of all ranks, joined in the order of ranks; None if no rank has any."""
         return None if tensors is None else list(tensors)
 
 
@@ -264,11 +221,7 @@ def alone() -> Iterator[None]:
 
 
 def check_joined() -> None:
-    """Require a process group, or `alone()`, where a launcher has started several processes.
-
-    Raises:
-        RuntimeError: If there is neither: each would do the work of all.
-    """
+    """Require a process group, or `alone()`, where a launcher has started several processes."""
     size = os.environ.get("WORLD_SIZE", "1")
     is_joined = _IS_ALONE.get() or (dist.is_available() and dist.is_initialized())
     if "RANK" in os.environ and size not in ("0", "1") and not is_joined:
@@ -281,13 +234,9 @@ def check_joined() -> None:
 
 @contextmanager
 def together(what: str) -> Iterator[None]:
-    """All ranks do this: an error of one is raised on all. Within another one it is part of that.
+    """All ranks do this: an error of one is raised on all.
 
-    Args:
-        what: Name in error messages.
-
-    Raises:
-        RankError: If the ranks are in different calls.
+    Within another one it is part of that.
     """
     ranks = current()
     if not isinstance(ranks, Group) or _VERB.get() is not None:
@@ -322,15 +271,7 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def refuse_ranks(what: str, instead: str) -> None:
-    """Refuse what is not there for several processes.
-
-    Args:
-        what: Name in error messages.
-        instead: Advice.
-
-    Raises:
-        NotImplementedError: If several processes share the work.
-    """
+    """Refuse what is not there for several processes."""
     if current().size > 1:
         raise NotImplementedError(
             f"{what} is not there for data that several processes share ({instead}): use it on one "

@@ -52,12 +52,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
-    """A table for notebooks.
-
-    Args:
-        rows: Cells, row by row; a real number with four digits, None as nothing.
-        header: The columns' names; no header if there are none.
-    """
+    """A table for notebooks: a real number with four digits, None as nothing."""
     head = f"<thead>{_line('th', header)}</thead>" if header else ""
     return f"<table>{head}{''.join(_line('td', row) for row in rows)}</table>"
 
@@ -76,12 +71,7 @@ _WITHIN = {"laplace_debias", "torch", "contextlib", "functools", "beartype", "ja
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of a line of the user's code: the nearest one that is not within this package.
-
-    Args:
-        message: The text.
-        category: The kind of warning.
-    """
+    """Warn of a line of the user's code: the nearest one that is not within this package."""
     frame: FrameType | None = sys._getframe(1)
     # Level 1 is this function.
     level = 2

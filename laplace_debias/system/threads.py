@@ -49,9 +49,6 @@ class SharedSetting:
     A context manager that saves a value, sets another and restores the first is wrong here: when
     two threads overlap, the second one saves what the first one has set, and restores that for
     good. So the first thread to come sets, and the last one to leave restores.
-
-    Args:
-        make: Makes the context manager that sets and restores.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
@@ -85,9 +82,6 @@ class Randomness:
 
     The global generator is afterwards as if nothing had been drawn. What another thread draws from
     it meanwhile is not its own sequence. Untouched are `random` and NumPy's generators.
-
-    Args:
-        generator: Source of the seed, drawn once.
     """
 
     def __init__(self, generator: torch.Generator) -> None:

@@ -44,15 +44,8 @@ class BatchReader:
     `TARGETS` has it. The rest of such a batch are the inputs: passed by name where the model's
     forward pass takes them by name, and a single one of another name by position. A model is never
     given the targets, so it computes no loss. Where a Hugging Face model moves the labels of tokens
-    by one position, as causal language models do, so are the targets (see `shifts_labels`).
-
-    Args:
-        model: The user's model.
-        hook: A function from what the data yields to `(inputs, targets)`, both taken as they are;
-            None for the rules above.
-
-    Raises:
-        TypeError: If the hook cannot be called.
+    by one position, as causal language models do, so are the targets (see `shifts_labels`). A hook
+    makes `(inputs, targets)` of what the data yields; they are taken as they are.
     """
 
     def __init__(self, model: nn.Module, hook: BatchHook | None = None) -> None:
@@ -72,17 +65,7 @@ class BatchReader:
         return self._hook is not None
 
     def __call__(self, batch: Any, name: str = "A batch") -> tuple[Inputs, Tensor]:
-        """A batch as inputs and targets, with as many targets as inputs.
-
-        Args:
-            batch: What the source yields.
-            name: What errors call it.
-
-        Raises:
-            TypeError: If it is none of the kinds above.
-            ValueError: If the numbers of examples differ; if it is not clear which of its entries
-                are the targets, or how the model takes the others.
-        """
+        """A batch as inputs and targets, with as many targets as inputs."""
         if self._hook is not None:
             batch = self._hook(batch)
             if not _is_pair(batch):
@@ -106,9 +89,6 @@ class BatchReader:
         """The inputs of what a user predicts for: inputs, or a batch with names, targets left out.
 
         An entry that the forward pass takes under that name is an input, but for `labels`.
-
-        Raises:
-            ValueError: If it is not clear how the model takes the entries.
         """
         named = _named(x)
         if named is None:
@@ -137,11 +117,7 @@ class BatchReader:
         return self._placed(named), targets
 
     def _placed(self, named: dict[str, Any]) -> Inputs:
-        """Inputs by name; a single one that the forward pass does not know by its name as it is.
-
-        Raises:
-            ValueError: If the forward pass has no parameters of these names.
-        """
+        """Inputs by name; a single one that the forward pass does not know by its name as it is."""
         known = self._parameters()
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
         unknown = [key for key in named if key not in known]
@@ -236,18 +212,7 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
     Most causal language models do, some of that name do not (those of BART's family), nor do token
     classifiers and masked language models. So the model is asked: of one example, a single position
     is labelled, and the gradient of the model's own loss in its logits tells which of them the
-    label belongs to.
-
-    Args:
-        model: The model, or one that holds a Hugging Face model (PEFT, a module of the user's).
-        named: A batch's inputs by name, without the labels.
-        labels: Its labels, integers `[B, T]`.
-
-    Returns:
-        False for models that take no `labels`, as those that are not of Hugging Face.
-
-    Raises:
-        ValueError: If the loss reads other positions.
+    label belongs to. Labels are `[B, T]`.
     """
     asked = _takes_labels(model)
     if asked is None:
@@ -299,12 +264,7 @@ Place = Callable[[int, int], int]
 class Placed:
     """Pairs of one process, which know where their examples are among those of all.
 
-    Args:
-        pairs: Pairs `(x, y)`.
-        place: See `Place`; by default the examples are all there are.
-
-    Attributes:
-        are_folds: Whether the pairs were cut from a list, and are not the user's batches.
+    `are_folds` says that they were cut from a list, and are not the user's batches.
     """
 
     def __init__(self, pairs: Pairs, place: Place = lambda _, seen: seen) -> None:
@@ -321,20 +281,9 @@ class Stream(Placed):
     The first pair can be looked at without being lost: the next pass goes on with the iterator that
     gave it, so that a loader which shuffles is not begun twice. With a generator a pass's order and
     augmentation are a function of it; passes differ from each other, as those of a shuffling loader
-    do, and torch's global generator is as if nothing had been read.
-
-    Args:
-        source: The user's batches.
-        read: What makes pairs of them.
-        dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have.
-        generator: What the source's randomness is seeded by, here and once for all passes; None
-            leaves it to torch's global generator. A list or a tuple draws nothing.
-        device: Where inputs are moved, the model's device; None to leave them where they are.
-        of_targets: Likewise for targets.
-        progress: What a progress bar of each pass is called; None for no bar.
-        counts_any: If given, whether any of some targets counts: some of each pass must.
-        what: What errors call the batches.
-        weighs: Whether a batch may be a triple, whose third entry are the examples' weights.
+    do, and torch's global generator is as if nothing had been read. If `counts_any` is given, some
+    targets of each pass must count. If it `weighs`, a batch may be a triple, whose third entry are
+    the examples' weights.
     """
 
     def __init__(
@@ -370,11 +319,7 @@ class Stream(Placed):
         return self._first
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        """A pass.
-
-        Raises:
-            ValueError: At the end if no target counts; as `_checked`.
-        """
+        """A pass, of which at least one target must count."""
         number, counts = 0, False
         for pair in self.in_step():
             number += 1
@@ -390,11 +335,7 @@ class Stream(Placed):
             )
 
     def in_step(self) -> Iterator[tuple[Any, ...]]:
-        """A pass that says nothing at its end: processes read in step, and may end at other steps.
-
-        Raises:
-            ValueError: As `_checked`.
-        """
+        """A pass that checks nothing at its end: processes in step may end at other steps."""
         begun, self._begun = self._begun, None
         return self._checked() if begun is None else chain(self._first, begun)
 
@@ -421,11 +362,7 @@ class Stream(Placed):
         return *self.read(batch[:2], name), checked_weights(batch[2], len(batch[1]), name)
 
     def _checked(self) -> Iterator[tuple[Any, ...]]:
-        """The pairs of a pass.
-
-        Raises:
-            ValueError: If several workers of a loader read all of a stream each.
-        """
+        """The pairs of a pass; several workers that read all of a stream each are an error."""
         num_workers, begins = _workers_on_a_stream(self.source), list[Sequence[Tensor]]()
         for number, batch in enumerate(self.raw(), start=1):
             x, y, *weights = self.pair(batch, f"Batch {number}")
@@ -438,12 +375,7 @@ class Stream(Placed):
 
 
 def checked_weights(weights: Any, size: int, name: str) -> Tensor:
-    """Weights of a batch's examples, `[B]`.
-
-    Raises:
-        TypeError: If they are no floating-point tensor.
-        ValueError: If one is negative or not finite, or there are more or fewer than examples.
-    """
+    """Weights of a batch's examples, `[B]`: finite and not negative."""
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         raise TypeError(
             "A third entry of a batch is the weights of its examples, a tensor of floating-point "

@@ -25,11 +25,9 @@ _NAME = "_chosen_positions"
 class ChosenPositions:
     """The positions that are asked for, and where they can be chosen.
 
-    Attributes:
-        columns: Where they lie among the outputs' positions, `[B, p]`.
-        is_single: Whether one position was asked for, which has no dimension in the results.
-        head: Path of the `nn.Linear` whose outputs, `[B, T, C]`, are the network's as they came: it
-            needs to see these positions alone. None if there is none.
+    The `columns`, `[B, p]`, are their places among the outputs' positions. A single one has no
+    dimension in the results. The `head` is the path of the `nn.Linear` whose outputs, `[B, T, C]`,
+    are the network's as they came: it needs to see these positions alone.
     """
 
     columns: Int[Tensor, "batch p"]
@@ -47,10 +45,7 @@ class ChosenPositions:
     def network(self, model: nn.Module, before_head: bool) -> nn.Module:
         """A `shadow` of a model, with outputs `[B, p, C]` of inputs that `inputs` made.
 
-        Args:
-            model: The model, with outputs `[B, T, C]`.
-            before_head: Whether the head sees the chosen positions alone, so that nothing of size
-                T·C is made; else they are chosen from all outputs.
+        With `before_head` the head sees the chosen positions alone: nothing of size T·C is made.
         """
         twin = shadow(model)
         kept = _Kept()
@@ -67,15 +62,8 @@ class ChosenPositions:
 def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> ChosenPositions:
     """Find the positions that are asked for, by running one example.
 
-    Args:
-        model: The model, with outputs `[B, T, C]`.
-        x: Inputs, `[B, ...]`, on the model's device.
-        positions: Which. Negative ones count from the end: where the inputs hold an
-            `attention_mask` `[B, T]`, from the last position that is not padding.
-
-    Raises:
-        ValueError: If the outputs have no positions, or not these; if one is padding.
-        TypeError: If the positions are not integers.
+    Negative ones count from the end: where the inputs hold an `attention_mask` `[B, T]`, from the
+    last position that is not padding.
     """
     asked = _as_tensor(positions)
     example = take(x, slice(0, 1))
@@ -173,17 +161,9 @@ def _first(x: Inputs) -> Tensor:
 
 
 class LinearCalls:
-    """The last call of a plain linear layer in a forward pass.
+    """The last call of the linear layer `head` (None: of any) in a forward pass of a `shadow`.
 
-    Args:
-        network: A `shadow` of the model: hooks are left on it.
-        head: The layer's path; None for all of them.
-
-    Attributes:
-        path: The layer's path.
-        x: What went in, with its past.
-        z: What came out.
-        counts: How often each layer was called.
+    Hooks are left on the shadow. Of the call `x` went in, with its past, and `z` came out.
     """
 
     def __init__(self, network: nn.Module, head: str | None = None) -> None:

@@ -16,12 +16,8 @@ def fingerprint(model: nn.Module, without: Collection[str]) -> dict[str, int]:
 
     It is the sum of the entries' bits, taken for integers: exact, so that no device rounds it
     otherwise, and read once. Training, another checkpoint or new statistics of a normalisation
-    change it; exchanging entries does not.
-
-    Args:
-        model: The model. Buffers that its checkpoints do not hold, such as caches that a forward
-            pass fills, do not count.
-        without: Names of parameters to leave out.
+    change it; exchanging entries does not. Buffers that checkpoints do not hold, such as caches
+    that a forward pass fills, do not count.
     """
     return {name: sum_of_bits(value) for name, value in state_of(model, without).items()}
 
@@ -77,13 +73,7 @@ class Watch:
     def changed(
         self, model: nn.Module, without: Collection[str], sums: Mapping[str, int]
     ) -> list[str]:
-        """Names of what is not as the fingerprint has it, as far as they are found.
-
-        Args:
-            model: The model.
-            without: As `fingerprint` takes it.
-            sums: What `fingerprint` gave.
-        """
+        """Names of what is not as the fingerprint has it, as far as they are found."""
         state = state_of(model, without)
         wrong = [
             name for name in dict.fromkeys([*sums, *state]) if (name in sums) != (name in state)

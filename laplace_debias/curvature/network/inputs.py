@@ -97,12 +97,7 @@ PLAIN_ATTENTION = SharedSetting(lambda: sdpa_kernel(SDPBackend.MATH))
 
 
 def num_examples(inputs: Inputs) -> int:
-    """B, the leading dimension of every tensor among the inputs.
-
-    Raises:
-        TypeError: If there is no tensor among them, or a nested one.
-        ValueError: If they have no example, or not all the same number.
-    """
+    """B, the leading dimension of every tensor among the inputs."""
     if any(x.is_nested for x in tensors_of(inputs)):
         raise TypeError(
             "Inputs hold a nested tensor, of examples of several shapes: pad them with "
@@ -127,12 +122,7 @@ def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
 
 
 def join(parts: Sequence[Inputs]) -> Inputs:
-    """The examples of several inputs in one; what is not a tensor is that of the first.
-
-    Raises:
-        TypeError: If they are not all of one kind.
-        RuntimeError: If their tensors differ in more than the number of examples.
-    """
+    """The examples of several inputs in one; what is not a tensor is that of the first."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(list(parts))  # type: ignore[arg-type]
@@ -151,18 +141,7 @@ def join(parts: Sequence[Inputs]) -> Inputs:
 def move(
     inputs: Any, device: torch.device | None, dtypes: Collection[torch.dtype] | None
 ) -> Inputs:
-    """Inputs on a device.
-
-    Args:
-        inputs: As `Inputs`.
-        device: Where the model is; None to leave them where they are.
-        dtypes: The dtypes of the model's parameters, one of which floating-point inputs must have;
-            None for any.
-
-    Raises:
-        TypeError: If they are not tensors, or floating point of another dtype than the model's.
-        ValueError: As `num_examples`.
-    """
+    """Inputs on a device (None: where they are), floats of one of the dtypes (None: any)."""
     num_examples(inputs)
     for x in tensors_of(inputs):
         if dtypes is not None and x.is_floating_point() and x.dtype not in dtypes:
@@ -213,12 +192,6 @@ def logits_of(outputs: Any) -> Tensor:
     That is the tensor itself; `.logits` of an object; the entry `"logits"` of a mapping, or its
     only tensor; the first entry of a tuple or list, or the second where the first is a loss, a
     single number (Hugging Face with `return_dict=False`).
-
-    Args:
-        outputs: What the model returned.
-
-    Raises:
-        TypeError: If there is no such tensor, or it is complex or nested.
     """
     found = _found(outputs)
     if isinstance(found, Tensor) and (found.is_nested or found.is_complex()):

@@ -30,22 +30,10 @@ from laplace_debias.operators import ParameterLayout
 
 
 class Network:
-    """A model as a function of the selected parameters, the others held fixed.
+    """A model as a function of the selected parameters, in its order, the others held fixed.
 
-    Tied weights are one parameter under their first name, and all of their uses count.
-
-    Args:
-        model: In eval mode where it has dropout or batch normalisation.
-        params: Which parameters, as `select_parameters`.
-        data: Batches, of which one example tells the last layer.
-        batch: How batches are read, as `BatchReader` takes it.
-
-    Attributes:
-        names: The selected parameters, in the model's order.
-
-    Raises:
-        ValueError: If the model is random, holds NaN, or has no parameter that is selected.
-        TypeError: If the model or `batch` is not what it must be.
+    Tied weights are one parameter under their first name, and all of their uses count. The data are
+    for the last layer, which one example tells.
     """
 
     def __init__(
@@ -124,25 +112,14 @@ class Network:
         inputs: Inputs,
         fixed: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """The outputs `[B, ...]` as a pure function of the parameters.
-
-        Args:
-            parameters: The selected parameters.
-            inputs: What the model is called with.
-            fixed: Its other parameters and its buffers, `self.fixed` if not given.
-        """
+        """The outputs `[B, ...]` as a pure function of the parameters."""
         names = (*self.names, *self._fixed_names)
         values = (*parameters, *(self.fixed if fixed is None else fixed))
         state = {f"model.{name}": value for name, value in zip(names, values, strict=True)}
         return functional_call(self._call, state, (inputs,))
 
     def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
-        """The outputs for a batch, found to be the same twice, finite, and one row per example.
-
-        Raises:
-            TypeError: If there are no logits among what the model returns.
-            ValueError: Otherwise.
-        """
+        """The outputs for a batch, found to be the same twice, finite, and one row per example."""
         with torch.no_grad():
             outputs = self.outputs(self.parameters, inputs)
             some = take(inputs, slice(0, 2))

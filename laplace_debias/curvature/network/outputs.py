@@ -44,15 +44,7 @@ class Faults:
 
     @contextmanager
     def of_batch(self, number: int | None) -> Iterator[None]:
-        """Takes what is required within as a batch's: answers are kept, or read if on the CPU.
-
-        Args:
-            number: Which one errors name, from 1; None for none.
-
-        Raises:
-            ValueError: Or what else was required, if something within fails, and an earlier answer
-                may be why.
-        """
+        """Takes what is required within as a batch's: answers are kept, or read if on the CPU."""
         token = _CURRENT.set(self)
         self._number = number
         try:
@@ -74,11 +66,7 @@ class Faults:
         self._kept.append((is_right, error, self._number))
 
     def read(self) -> None:
-        """Read the answers. The host waits for the device.
-
-        Raises:
-            ValueError: Or what else was required: the first of the errors.
-        """
+        """Read the answers and raise the first of the errors. The host waits for the device."""
         self._read(None)
 
     def _read(self, cause: Exception | None) -> None:
@@ -95,12 +83,7 @@ class Faults:
 def require(is_right: Tensor, error: Callable[[], Exception]) -> None:
     """Require something of a batch's numbers: now, or as `Faults` has it within a pass.
 
-    Args:
-        is_right: Whether it is so, a bool, 0-d.
-        error: Makes the error. It is kept: let it refer to few numbers, not to the batch.
-
-    Raises:
-        ValueError: Or what else `error` makes.
+    The function `error` is kept: let it refer to few numbers, not to the batch.
     """
     faults = _CURRENT.get()
     if faults is not None:
@@ -128,13 +111,7 @@ def _of_batch(error: Exception, number: int | None) -> Exception:
 def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
     """Require finite outputs of shape `[B, C]` or `[B, ..., C]`.
 
-    Args:
-        outputs: What the model gave.
-        probed: If that was for one example alone: how many examples the user's batch has, so that
-            the error tells of these.
-
-    Raises:
-        ValueError: Otherwise.
+    If they are of one example alone, `probed` is the size of the user's batch, for the error.
     """
     if outputs.ndim < 2:
         came = tuple(outputs.shape)
@@ -149,11 +126,7 @@ def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
 
 
 def check_finite_outputs(outputs: Tensor) -> None:
-    """Require finite outputs; within a pass over data as `Faults` has it.
-
-    Raises:
-        ValueError: If an output is not finite.
-    """
+    """Require finite outputs; within a pass over data as `Faults` has it."""
     require(
         outputs.isfinite().all(),
         lambda: ValueError(
@@ -165,16 +138,7 @@ def check_finite_outputs(outputs: Tensor) -> None:
 
 @contextmanager
 def explaining_unbatched(model: nn.Module, x: Inputs) -> Iterator[None]:
-    """Says what is wrong where the work within fails as the inputs are one example, not a batch.
-
-    Args:
-        model: The model.
-        x: What the user gave.
-
-    Raises:
-        ValueError: In the place of what was raised, if the model takes the inputs with one more
-            dimension, and not as they are.
-    """
+    """Says what is wrong where the work within fails as the inputs are one example, not a batch."""
     try:
         yield
     except Exception as error:
@@ -202,18 +166,7 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
 
 
 def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Tensor) -> None:
-    """Require a network to give the same outputs again, whatever else is in the batch.
-
-    Args:
-        network: A `shadow` of the model.
-        x: One example.
-        outputs: What it gave, alone.
-        beside: What it gave with others beside it.
-
-    Raises:
-        ValueError: If the model draws random numbers that no module's mode tells of, or mixes the
-            examples of a batch.
-    """
+    """Require a network to give the same outputs again, whatever else is in the batch."""
     largest = float(outputs.abs().max())
 
     def differ(others: Tensor, rtol: float, atol: float) -> bool:
@@ -247,12 +200,7 @@ _ROUNDING = 1e-3
 
 
 def classes_last(network: nn.Module, class_dim: int | None) -> nn.Module:
-    """A `shadow` that gives outputs `[B, ..., C]`.
-
-    Args:
-        network: The shadow, which is changed.
-        class_dim: Which dimension of the outputs has the classes; the last if None.
-    """
+    """Change a `shadow` to give outputs `[B, ..., C]`; if `class_dim` is None it does so."""
     if class_dim not in (None, -1):
         assert class_dim is not None
         network.register_forward_hook(_ClassesLast(class_dim))
@@ -284,11 +232,6 @@ def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> T
 
     Targets with an entry for every output (regression, several labels) have the classes where the
     model's outputs have them, and so they are moved too; class indices stay as they are.
-
-    Args:
-        targets: As the user has them.
-        ndim: How many dimensions the outputs have.
-        class_dim: As `classes_last`.
     """
     if class_dim is None or targets.ndim != ndim:
         return targets
@@ -299,14 +242,6 @@ def check_layout(shape: torch.Size, targets: Tensor, class_dim: int | None) -> N
     """Ask where the classes are if the shapes fit both `[B, ..., C]` and `[B, C, ...]`.
 
     One batch whose shapes fit one of the two tells for all: the others have the same model.
-
-    Args:
-        shape: That of a batch's outputs.
-        targets: The batch's targets.
-        class_dim: As the user gave it.
-
-    Raises:
-        ValueError: If they do, and `class_dim` does not say it.
     """
     if class_dim is not None or len(shape) < 3:
         return

@@ -24,12 +24,7 @@ _NO_PART = (
 class Batch:
     """Some consecutive examples of the data, on the model's device.
 
-    Attributes:
-        index: Place of the batch in the data.
-        first: Place of its first example in the data, of all processes that share it.
-        size: B, the number of its examples.
-        inputs: What the model is called with.
-        targets: `[B, ...]`.
+    The place `first` of the first one counts the examples of all processes that share the data.
     """
 
     index: int
@@ -45,23 +40,8 @@ class Data:
     Whatever is kept of a batch (its place, the labels drawn for it, a linearised network) belongs
     to that batch for good; so a loader that shuffles or augments at random is an error, not noise.
 
-    NaN is refused; where Inf among the inputs matters, the outputs are not finite either.
-
-    Args:
-        stream: The data, which can be read repeatedly, and is not moved.
-        device: Where the model is.
-        num_data: The number of examples if known: checked.
-        ranks: The processes that share the data, of which each has its own batches.
-
-    Attributes:
-        sizes: How many examples each batch of this process has.
-        firsts: The place of each batch's first example, among those of all processes.
-        num_examples: How many examples there are, of all processes.
-
-    Raises:
-        TypeError: If it can be read only once; as `BatchReader`.
-        ValueError: As `BatchReader`; if it is empty, holds NaN, has another number of examples than
-            `num_data`, or does not begin with the same batch when it is read again.
+    NaN is refused; where Inf among the inputs matters, the outputs are not finite either. The
+    `sizes` are of this process's batches; `firsts` and `num_examples` count those of all processes.
     """
 
     def __init__(
@@ -126,12 +106,7 @@ class Data:
 
 
 def first_inputs(stream: Stream) -> Inputs:
-    """The inputs of the first batch.
-
-    Raises:
-        TypeError: As `Data`.
-        ValueError: If there is no batch.
-    """
+    """The inputs of the first batch."""
     check_repeatable(stream.source)
     for x, _ in stream.first:
         return x
@@ -139,11 +114,7 @@ def first_inputs(stream: Stream) -> Inputs:
 
 
 def check_repeatable(batches: Any) -> None:
-    """Require data that can be read again.
-
-    Raises:
-        TypeError: For an iterator, or what cannot be iterated over.
-    """
+    """Require data that can be read again."""
     if isinstance(batches, Iterator):
         raise TypeError(
             f"The data is an iterator ({type(batches).__name__}), which can be read only once, "

@@ -33,16 +33,6 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     is what they come from. Operations without parameters (views, a softmax, a temperature, pooling)
     do not count, nor do normalisations and single numbers such as a learned temperature: they
     rescale what the last layer gives.
-
-    Args:
-        model: The model.
-        example: Inputs, of which one example is run, or `_MORE` if that does not reach all layers;
-            None if there are none.
-
-    Raises:
-        ValueError: Naming the candidates, if there is not exactly one; if it or the whole model
-            is frozen, or it shares its parameters with another layer; if there is no example where
-            one is needed.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -138,11 +128,7 @@ def _cutter(cuts: dict[str, list[Tensor]], path: str) -> Any:
 
 
 def _trainable(model: nn.Module, path: str) -> list[str]:
-    """Names of the layer's trainable parameters, which are its own.
-
-    Raises:
-        ValueError: If there are none, or other layers share them.
-    """
+    """Names of the layer's trainable parameters, which are its own."""
     layer = _owner(model, path)
     title = f"{path or 'model'} ({type(layer).__name__})"
     own = {id(parameter) for parameter in layer.parameters()}
@@ -197,18 +183,8 @@ def select_parameters(
 ) -> list[str]:
     """Names of the Bayesian parameters, in the model's order.
 
-    Args:
-        model: The model.
-        selection: `"all"`; `"weights"` (no biases); `"supported"` (here as `"all"`: which layers
-            are known is not known here); `"last_layer"` (the layer that the outputs
-            come from, see `last_layer_parameters`); names; or a predicate
-            `(name, parameter) -> bool`. Frozen parameters are never Bayesian.
-        example: Inputs on the model's device, for `"last_layer"`, which is found by running one of
-            them.
-
-    Raises:
-        ValueError: For an unknown name, or if nothing is selected; as `last_layer_parameters`.
-        TypeError: If the selection is not one of these.
+    `"weights"` are all but the biases; `"supported"` is here as `"all"`, since which layers are
+    supported is not known here. Frozen parameters are never Bayesian.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -270,11 +246,7 @@ def leaving_out(names: Sequence[str]) -> str:
 
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Require real Bayesian parameters of one device, and of one dtype (`wide` of what they are).
-
-    Raises:
-        ValueError: Otherwise.
-    """
+    """Require real Bayesian parameters of one device, and of one dtype as `wide` has it."""
     unreal = [name for name in names if model.get_parameter(name).is_complex()]
     if unreal:
         raise ValueError(

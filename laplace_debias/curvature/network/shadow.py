@@ -26,15 +26,6 @@ def shadow(model: nn.Module) -> nn.Module:
 
     The copy is in eval mode, its parameters require no gradient, and modules that would work in
     place (`nn.ReLU(inplace=True)`) do not, so that a layer's output stays what the layer computed.
-
-    Args:
-        model: Any module; see `check_deterministic` for the mode it has to be in.
-
-    Returns:
-        The copy.
-
-    Raises:
-        TypeError: If the module tree cannot be copied.
     """
     memo: dict[int, object] = {}
     rests: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
@@ -97,13 +88,7 @@ def kept_as_it_is(module: nn.Module) -> Iterator[None]:
 
 
 def check_usable(model: nn.Module) -> None:
-    """Refuse what cannot be copied, hooked and differentiated at all.
-
-    Raises:
-        TypeError: For anything but a `torch.nn.Module`, and for TorchScript.
-        ValueError: If parameters or buffers lie on the device `meta`, where they have no values.
-        NotImplementedError: If the parameters are split over processes, or nested tensors.
-    """
+    """Refuse what cannot be copied, hooked and differentiated at all."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     for path, module in model.named_modules():
@@ -141,12 +126,7 @@ def check_usable(model: nn.Module) -> None:
 
 
 def check_deterministic(model: nn.Module) -> None:
-    """Refuse a model whose outputs are random or depend on the other examples of the batch.
-
-    Raises:
-        ValueError: If dropout is active, batch normalisation uses the batch's own statistics, or a
-            layer is dynamically quantised.
-    """
+    """Refuse a model whose outputs are random or depend on the other examples of the batch."""
     for path, module in model.named_modules():
         name = f"{path or 'model'} ({type(module).__name__})"
         # By its module: to import the classes takes long, and torchao is to replace them.
@@ -181,9 +161,6 @@ def check_finite(model: nn.Module) -> None:
 
     A buffer may hold them, as a mask of attention or a bound does: if they matter, the outputs are
     not finite either.
-
-    Raises:
-        ValueError: Naming the first parameter with such an entry.
     """
     # Detached: threads that use one parameter under autograd at the same time can block each other.
     wrong = [
@@ -196,11 +173,7 @@ def check_finite(model: nn.Module) -> None:
 
 
 def check_no_autocast(device: torch.device) -> None:
-    """Refuse to work under autocast, which would round factors and rotations to half precision.
-
-    Raises:
-        RuntimeError: If it is on for the device.
-    """
+    """Refuse to work under autocast, which would round factors and rotations to half precision."""
     if torch.is_autocast_enabled(device.type):
         raise RuntimeError(
             f"torch.autocast({device.type!r}) is on: curvature and predictives are computed in the "
@@ -230,10 +203,6 @@ def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
     and predictives are those of the function of these values, without the rounding of every
     activation and gradient to the 8 bits of bfloat16. It takes 4 bytes for each parameter of the
     model, Bayesian or not.
-
-    Args:
-        network: The shadow, which is changed.
-        names: Its Bayesian parameters.
     """
     if is_narrow(network, names):
         network._apply(_widen)
@@ -260,11 +229,7 @@ _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def inner(module: nn.Module) -> nn.Module | None:
-    """The module in a wrapper; None for anything else.
-
-    Raises:
-        ValueError: If the wrapper has forward hooks of its own.
-    """
+    """The module in a wrapper; None for anything else."""
     # A compiled module by its attribute: to import torch's compiler for its class takes a second.
     key = "module" if isinstance(module, _PARALLEL) else "_orig_mod"
     inside = module._modules.get(key)
@@ -283,29 +248,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
     Its parameters are the user's own tensors, under the names that they have in the plain model. A
     wrapper computes what the model in it computes, but neither hooks nor derivatives of any order
-    can be relied on through it.
-
-    Args:
-        model: The user's model.
-
-    Returns:
-        The model itself where nothing is wrapped; the model in the wrapper; or, where parts of it
-        are wrapped, a copy of the modules around these. The copy does not see the modes that are
-        set later: ask for it where it is needed, and do not keep it.
-
-    Raises:
-        ValueError: If a wrapper has forward hooks of its own.
+    can be relied on through it. Where parts are wrapped this is a copy of the modules around them,
+    which does not see the modes that are set later: ask for it where it is needed, and do not keep
+    it.
     """
     return _plain(model, {})
 
 
 def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Names of parameters as the plain model has them, such as `0.weight` for `module.0.weight`.
-
-    Args:
-        model: The user's model, wrapped or not.
-        names: Names in either form; one that the model does not have comes back as it is.
-    """
+    """Names as the plain model has them, `0.weight` for `module.0.weight`; unknown ones stay."""
     inside = _plain(model, {})
     plain = {id(p): name for name, p in inside.named_parameters()}
     known = set(plain.values())

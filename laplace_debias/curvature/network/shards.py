@@ -134,10 +134,6 @@ def place_of(ranks: Ranks, stream: Stream) -> Place:
 
     The order of all examples is that of the batches, and within the union of the processes' k-th
     batches that of their ranks. Where data tells no sizes, it is that of the ranks.
-
-    Args:
-        ranks: The processes.
-        stream: This one's data.
     """
     data = stream.source
     sampler = getattr(data, "batch_sampler", None)
@@ -150,12 +146,7 @@ def place_of(ranks: Ranks, stream: Stream) -> Place:
 
 
 def first_places(ranks: Ranks, sizes: Sequence[int]) -> list[int]:
-    """The place of the first example of each batch of this process; see `place_of`.
-
-    Args:
-        ranks: The processes.
-        sizes: How many examples each batch of this process has.
-    """
+    """The place of the first example of each batch of this process; see `place_of`."""
     of_ranks = ranks.exchange(list(sizes))
     of_batches = list(itertools.zip_longest(*of_ranks, fillvalue=0))
     starts = itertools.accumulate((sum(of_batch) for of_batch in of_batches), initial=0)
@@ -168,17 +159,7 @@ def first_places(ranks: Ranks, sizes: Sequence[int]) -> list[int]:
 def check_shared(ranks: Ranks, data: Any) -> bool:
     """Require that several processes share data, before it is read: none reads what another does.
 
-    Args:
-        ranks: The processes.
-        data: What this one is about to read.
-
-    Returns:
-        Whether `ShardedBatches` say that it is shared.
-
-    Raises:
-        ValueError: If they read the same data set from end to end, if only some of them have
-            `ShardedBatches`, or if these are of different data; if a sampler repeats examples.
-        RuntimeError: As `check_joined`.
+    Returns whether `ShardedBatches` say that it is shared.
     """
     check_joined()
     _refuse_padding(data)
@@ -221,15 +202,7 @@ def _refuse_padding(data: Any) -> None:
 
 
 def refuse_same(marks: Sequence[Any], how: str) -> None:
-    """Refuse data that two ranks have.
-
-    Args:
-        marks: Something of each rank's data that differs between different data; None for unknown.
-        how: What they have in common.
-
-    Raises:
-        ValueError: If two marks are the same.
-    """
+    """Refuse data of which two ranks have the same mark; None stands for unknown."""
     known: dict[Any, int] = {}
     for rank, mark in enumerate(marks):
         if mark is None:

@@ -31,10 +31,7 @@ Map = Callable[[Tensors, bool], Tensors]
 class Linearisation:
     """A network on a batch at its parameters: outputs, and linear maps.
 
-    Attributes:
-        outputs: The outputs, `[B, ...]`.
-        maps: The Jacobian and its adjoint; or the Hessian alone.
-        num_bytes: What is kept for the maps.
+    The maps are the Jacobian and its adjoint, or the Hessian alone.
     """
 
     outputs: Tensor
@@ -49,10 +46,6 @@ class Lineariser:
     product then runs no forward pass, no bookkeeping of automatic differentiation, and shares
     between Jacobian and adjoint what is kept. Where a network cannot be recorded, graphs of
     automatic differentiation are kept instead: larger and slower, and the same numbers.
-
-    Args:
-        network: The network.
-        loss: For the second order: the loss on top of it.
     """
 
     def __init__(self, network: Network, loss: OutputLoss | None = None) -> None:

@@ -34,16 +34,7 @@ FEW_COLUMNS = 8
 
 
 def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
-    """The factor of a loss's sum over all data, whose targets are checked.
-
-    Args:
-        loss: The loss.
-        data: The batches.
-        outputs: The network's outputs for the first of them.
-
-    Raises:
-        ValueError: If targets do not fit, or the loss counts none.
-    """
+    """The factor of a loss's sum over all data, whose targets are checked."""
     total = 0.0
     like_first: torch.Size | None = None
     for batch in data:
@@ -62,14 +53,7 @@ def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Item:
-    """One batch, linearised.
-
-    Attributes:
-        rows: Its outputs' places among those of all data, flattened.
-        linearisation: Its linear maps.
-        at_outputs: A linear map at the outputs, where the operator has one.
-        num_bytes: What keeping it takes.
-    """
+    """One batch, linearised; `rows` are its outputs' places among those of all data, flattened."""
 
     rows: slice
     linearisation: Linearisation
@@ -81,14 +65,6 @@ class Kept:
     """The programs of every batch, in order: of the first ones kept, of the others made anew.
 
     Several threads may go through it: one at a time makes an item, all use those that are kept.
-
-    Args:
-        data: The batches.
-        make: Makes an item of a batch.
-        memory_bound: Bytes that the kept items may take together.
-
-    Attributes:
-        lock: Held while an item is made.
     """
 
     def __init__(self, data: Data, make: Callable[[Batch], Item], memory_bound: int) -> None:

@@ -18,12 +18,7 @@ class UntraceableError(Exception):
 
 @dataclass(frozen=True)
 class LinearMap:
-    """One linear part of a program.
-
-    Attributes:
-        function: From the residuals it uses and its vector's tensors to its outputs.
-        residuals: Which of the program's residuals these are.
-    """
+    """One linear part of a program: `residuals` are the numbers of those that it uses."""
 
     function: Function
     residuals: tuple[int, ...]
@@ -33,10 +28,7 @@ class LinearMap:
 class Program:
     """A function of points and vectors, linear in each vector, split by what depends on which.
 
-    Attributes:
-        at: From the points' tensors to residuals: the function's values, then whatever else the
-            linear maps need.
-        maps: For every vector, the outputs that depend on it.
+    From the points `at` makes the residuals: values, then whatever else the linear maps need.
     """
 
     at: Function
@@ -49,20 +41,8 @@ def trace(
     """Record a function as a program.
 
     As `torch.func.linearize` does, but split in three, so that a program serves every batch of one
-    shape, and several linear maps (tangents forward, cotangents back) share what they keep.
-
-    Args:
-        function: Called with the points and, one sequence each, the vectors; returns values and,
-            one sequence for each vector, what is linear in it.
-        points: Example values of what the function is linearised at.
-        vectors: Example values, one sequence of tensors for every vector.
-
-    Returns:
-        The program, valid for points and vectors of the same shapes and dtypes.
-
-    Raises:
-        UntraceableError: If values decide on shapes or on the course of the function, if it is
-            random or writes to something, or if an output depends on several vectors.
+    shape, and several linear maps (tangents forward, cotangents back) share what they keep. The
+    function returns values and, one sequence for each vector, what is linear in it.
     """
     # It takes a second to import, which those who never multiply need not wait for.
     from torch.fx.experimental.proxy_tensor import make_fx
