@@ -62,7 +62,7 @@ def main() -> None:
     # Weights alone are pruned: biases are few.
     A = GGN(model, nn.CrossEntropyLoss(), batches, params="weights")
     generator = torch.Generator().manual_seed(0)
-    estimate = diagonal(A, "xdiag", num_matvecs=NUM_PRODUCTS, generator=generator)
+    estimate = diagonal(A, num_matvecs=NUM_PRODUCTS, generator=generator)
     relative = float(estimate.standard_error.norm() / estimate.value.norm())
     exact = EKFAC(model, nn.CrossEntropyLoss(), batches, params="weights")
     print(

@@ -72,7 +72,7 @@ def main() -> None:
     G = GGN(model, loss, [(x, targets)]) / (2 * len(x))
     densities = {}
     for name, A in (("Hessian", H), ("GGN", G)):
-        total = trace(A, "xtrace", num_matvecs=NUM_PRODUCTS, generator=generator)
+        total = trace(A, "hutch++", num_matvecs=NUM_PRODUCTS, generator=generator)
         values, _ = eigsh(A, k=3, tol=TOL, generator=generator)
         lowest = eigsh(A, k=1, which="smallest", tol=TOL, generator=generator).values[0]
         densities[name] = spectral_density(

@@ -18,7 +18,6 @@ from laplace_debias.linalg.results import (
 )
 from laplace_debias.linalg.solvers.conjugate_gradient import cg, debiased_cg, relative_progress
 from laplace_debias.linalg.solvers.inverse import inverse
-from laplace_debias.linalg.solvers.lsmr import lsmr
 from laplace_debias.linalg.solvers.neumann import neumann
 from laplace_debias.linalg.solvers.square_root import inverse_sqrt, sample_gaussian
 
@@ -39,7 +38,6 @@ __all__ = [
     "inverse",
     "inverse_sqrt",
     "logdet",
-    "lsmr",
     "matrix_function_trace",
     "neumann",
     "relative_progress",

@@ -47,11 +47,16 @@ class Products:
 
     def __call__(self, matrix: Float[Tensor, "columns *k"]) -> Float[Tensor, "rows *k"]:
         """The operator times a vector or a matrix."""
-        return self._multiply(self.operator, matrix)
-
-    def adjoint(self, matrix: Float[Tensor, "rows *k"]) -> Float[Tensor, "columns *k"]:
-        """The operator's adjoint times a vector or a matrix."""
-        return self._multiply(self.operator.T, matrix)
+        if matrix.ndim == 1:
+            return self(matrix[:, None])[:, 0]
+        parts = []
+        for part in matrix.split(self._chunk, dim=1):
+            product = self.operator @ part
+            self._check(product)
+            self.count += part.shape[1]
+            self._bar.update(part.shape[1])
+            parts.append(product)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def chunks(self, columns: int) -> Iterator[int]:
         """Cuts a number of columns into chunks' sizes."""
@@ -67,18 +72,6 @@ class Products:
             unit[places] = torch.eye(size, dtype=unit.dtype, device=unit.device)
             yield places, self(unit)
             start += size
-
-    def _multiply(self, operator: LinearOperator, matrix: Tensor) -> Tensor:
-        if matrix.ndim == 1:
-            return self._multiply(operator, matrix[:, None])[:, 0]
-        parts = []
-        for part in matrix.split(self._chunk, dim=1):
-            product = operator @ part
-            self._check(product)
-            self.count += part.shape[1]
-            self._bar.update(part.shape[1])
-            parts.append(product)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _check(self, product: Tensor) -> None:
         if product.isfinite().all():

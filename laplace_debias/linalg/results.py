@@ -18,7 +18,6 @@ class Status(StrEnum):
     EXACT = "exact"
     CONVERGED = "converged"
     UNVERIFIED = "unverified"
-    LEAST_SQUARES = "least_squares"
     MAX_ITER = "max_iter"
     NEGATIVE_CURVATURE = "negative_curvature"
     ZERO_CURVATURE = "zero_curvature"
@@ -26,7 +25,6 @@ class Status(StrEnum):
     BREAKDOWN = "breakdown"
     STOPPED = "stopped"
     EXHAUSTED = "exhausted"
-    ILL_CONDITIONED = "ill_conditioned"
     DIVERGED = "diverged"
 
     @property
@@ -40,7 +38,7 @@ class Status(StrEnum):
         return _REMEDIES[self]
 
 
-_SUCCESSES = (Status.EXACT, Status.CONVERGED, Status.UNVERIFIED, Status.LEAST_SQUARES)
+_SUCCESSES = (Status.EXACT, Status.CONVERGED, Status.UNVERIFIED)
 
 _REMEDIES = {
     Status.EXACT: "The result has a closed form: nothing to do.",
@@ -49,7 +47,6 @@ _REMEDIES = {
         "The residuals are below the tolerance, but the search for further eigenpairs did not come "
         "to its end: raise `max_matvecs` to be sure."
     ),
-    Status.LEAST_SQUARES: "The equations have no exact solution; `x` minimises the residual.",
     Status.MAX_ITER: (
         "The residual is not below the tolerance after `max_iter` iterations: raise `max_iter` or "
         "`tol`, pass a `preconditioner`, or add damping to the operator."
@@ -76,18 +73,12 @@ _REMEDIES = {
     Status.EXHAUSTED: (
         "Every direction has been used: for more, run the first quadratic for longer."
     ),
-    Status.ILL_CONDITIONED: (
-        "The condition number is beyond the precision of the numbers: set `damping`, or compute in "
-        "float64."
-    ),
     Status.DIVERGED: "The iteration diverges; `x` is the best iterate. Use a smaller step.",
 }
 
 
 # What each entry of a history is: a number for a vector of right-hand sides, [k] for a matrix.
 History = Sequence[Tensor]
-
-_WORST = (Status.ILL_CONDITIONED, Status.DIVERGED)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,7 +90,7 @@ class LinearSolution:
         statuses: Why each right-hand side stopped; one entry for a vector.
         residual_norms: ‖b − A x‖ of each right-hand side, a number or `[k]`; in a `Solution` with
             its history.
-        num_matvecs: Products of the operator or its adjoint with one vector, all right-hand sides
+        num_matvecs: Products of the operator with one vector, all right-hand sides
             together.
         advice: The solver's advice on a status, in place of its general remedy.
     """
@@ -117,7 +108,7 @@ class LinearSolution:
 
     @property
     def converged(self) -> bool:
-        """Whether every right-hand side is solved, or its residual minimised, to the tolerance."""
+        """Whether every right-hand side is solved to the tolerance."""
         return all(status.is_success for status in self.statuses)
 
     @property
@@ -134,11 +125,9 @@ class LinearSolution:
 
 
 def _severity(status: Status) -> int:
-    if status is Status.CONVERGED:
-        return 0
-    if status.is_success:
-        return 1
-    return 3 if status in _WORST else 2
+    if status is Status.DIVERGED:
+        return 2
+    return 0 if status.is_success else 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)

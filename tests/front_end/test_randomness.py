@@ -141,14 +141,6 @@ def applied(algorithm, *arguments, **options):
     return result
 
 
-def product(**options):
-    def result(generator):
-        inverse = linalg.inverse(matrix(), method="neumann", generator=generator, **options)
-        return inverse @ ONES
-
-    return result
-
-
 def operator(kind):
     def result(generator):
         A = kind(network(), nn.CrossEntropyLoss(), in_order(), fisher="mc", generator=generator)
@@ -184,7 +176,6 @@ CASES = {
         for method in ("lanczos", "arpack", "power")
     },
     linalg.frobenius_norm: {"": applied(linalg.frobenius_norm, num_matvecs=10)},
-    linalg.inverse: {"": product(num_terms=5)},
     linalg.logdet: {"": applied(linalg.logdet, num_probes=3, num_steps=5)},
     linalg.matrix_function_trace: {
         "": applied(linalg.matrix_function_trace, torch.exp, num_probes=3, num_steps=5)
@@ -230,8 +221,7 @@ FIRST = [
 
 def test_every_function_that_takes_a_generator_has_a_case():
     owners = (Laplace, curvature, linalg, metrics, operators, GaussianPosterior)
-    # `inverse` hands its options on to a solver.
-    assert set(CASES) == takers(*owners) | {linalg.inverse}
+    assert set(CASES) == takers(*owners)
 
 
 def global_state():

@@ -8,7 +8,6 @@ import torch
 from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, products, trace
-from laplace_debias.linalg.probes import draw
 from laplace_debias.operators import Dense, Diagonal
 
 SIZE, RUNS = 100, 150
@@ -19,8 +18,7 @@ SPECTRA = {
     "indefinite": 2 * uniform(SIZE) - 1.2,
     "flat": torch.linspace(1, 3, SIZE, dtype=torch.float64),
 }
-TRACES = ["hutchinson", "hutch++", "xtrace"]
-DIAGONALS = ["hutchinson", "xdiag"]
+TRACES = ["hutchinson", "hutch++"]
 
 
 def truth(function, A):
@@ -38,7 +36,7 @@ def repeated(function, A, runs=RUNS, **options):
 
 ESTIMATORS = [
     *(pytest.param(partial(trace, method=name), id=f"trace-{name}") for name in TRACES),
-    *(pytest.param(partial(diagonal, method=name), id=f"diagonal-{name}") for name in DIAGONALS),
+    pytest.param(partial(diagonal), id="diagonal"),
     pytest.param(frobenius_norm, id="frobenius"),
 ]
 
@@ -67,67 +65,21 @@ def test_square_of_the_frobenius_norm_is_unbiased_for_rectangular_operators():
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
-@pytest.mark.parametrize(
-    ("function", "method", "factor"),
-    [(trace, "hutch++", 10), (trace, "xtrace", 50), (diagonal, "xdiag", 50)],
-)
-def test_sketching_beats_hutchinson_on_a_decaying_spectrum(function, method, factor):
+def test_sketching_beats_hutchinson_on_a_decaying_spectrum():
     A = symmetric(SPECTRA["decaying"])
-    plain, _ = repeated(function, A, runs=50, method="hutchinson", num_matvecs=60)
-    better, _ = repeated(function, A, runs=50, method=method, num_matvecs=60)
-    assert better.square().mean().sqrt() * factor < plain.square().mean().sqrt()
+    plain, _ = repeated(trace, A, runs=50, method="hutchinson", num_matvecs=60)
+    better, _ = repeated(trace, A, runs=50, method="hutch++", num_matvecs=60)
+    assert better.square().mean().sqrt() * 10 < plain.square().mean().sqrt()
 
 
-@pytest.mark.parametrize("estimator", [ESTIMATORS[1], ESTIMATORS[2], ESTIMATORS[4]])
-def test_a_sketch_that_holds_the_whole_range_is_exact(estimator):
+def test_a_sketch_that_holds_the_whole_range_is_exact():
     values = torch.zeros(SIZE)
     values[:6] = torch.tensor([5.0, 4, 3, 2, 1, -1])
     A = symmetric(values)
     for num_matvecs in (24, 36):
-        estimate = estimator(A, num_matvecs=num_matvecs, generator=generator())
-        error = (estimate.value - truth(bare(estimator), A)).abs().max()
-        assert error < 1e-12
+        estimate = trace(A, "hutch++", num_matvecs, generator=generator())
+        assert (estimate.value - A.matrix.trace()).abs() < 1e-12
         assert estimate.standard_error.max() < 1e-12
-
-
-def trace_left_out(A, probes, i, others):
-    Q = torch.linalg.qr(A @ probes[:, others]).Q
-    rest = probes[:, i] - Q @ (Q.T @ probes[:, i])
-    # To the length that is expected of it.
-    rest = rest * ((len(A) - len(others)) ** 0.5 / rest.norm())
-    return (Q.T @ A @ Q).trace() + rest @ A @ rest
-
-
-def diagonal_left_out(A, probes, i, others):
-    Q = torch.linalg.qr(A @ probes[:, others]).Q
-    rest = A - Q @ Q.T @ A
-    return (Q @ Q.T @ A).diagonal() + probes[:, i] * (rest @ probes[:, i])
-
-
-@pytest.mark.parametrize(
-    ("function", "method", "distribution", "left_out"),
-    [
-        (trace, "xtrace", "spherical", trace_left_out),
-        (diagonal, "xdiag", "rademacher", diagonal_left_out),
-    ],
-)
-def test_leaving_out_equals_the_mean_over_probes_left_out_by_hand(
-    function, method, distribution, left_out
-):
-    A, count = Matrix(torch.randn(40, 40, dtype=torch.float64, generator=generator(7))), 5
-    estimate = function(A, method, 2 * count, generator=generator(3))
-    probes = draw(A, count, distribution, generator(3))
-
-    def one(i, *without):
-        return left_out(A.matrix, probes, i, [j for j in range(count) if j not in (i, *without)])
-
-    samples = torch.stack([one(i) for i in range(count)])
-    torch.testing.assert_close(estimate.value, samples.mean(dim=0))
-    changes = {(i, j): samples[i] - one(i, j) for i in range(count) for j in range(count) if i != j}
-    products = [change * changes[j, i] for (i, j), change in changes.items()]
-    covariance = torch.stack(products).mean(dim=0).clamp(min=0)
-    variance = samples.var(dim=0) / count + covariance
-    torch.testing.assert_close(estimate.standard_error, variance.sqrt())
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -6,17 +6,17 @@ from torch import Tensor
 
 
 def mean_of(
-    samples: Float[Tensor, "*shape count"], covariance: Tensor | float = 0.0
+    samples: Float[Tensor, "*shape count"],
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """The mean over the last dimension, its standard error, and the degrees of freedom of that.
 
-    One sample: an infinite error, 0 degrees. `covariance` is that of two samples.
+    One sample: an infinite error, 0 degrees.
     """
     count, mean = samples.shape[-1], samples.mean(dim=-1)
     degrees = torch.full_like(mean, count - 1.0)
     if count == 1:
         return mean, torch.full_like(mean, torch.inf), degrees
-    return mean, (samples.var(dim=-1) / count + covariance).sqrt(), degrees
+    return mean, (samples.var(dim=-1) / count).sqrt(), degrees
 
 
 class RunningMoments:

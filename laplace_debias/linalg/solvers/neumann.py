@@ -76,7 +76,11 @@ def neumann(
         raise ValueError(f"`tol` is {tol}; expected a positive relative residual.")
     before = 0
     if scale is None:
-        scale, before = default_scale(A, preconditioner, generator)
+        scale = 1.0
+        if preconditioner is None:
+            norm = spectral_norm(A, tol=_SCALE_TOLERANCE, generator=generator)
+            bound, before = float(norm.value + norm.standard_error), norm.num_matvecs
+            scale = 1 / bound if bound > 0 else 1.0
     start = b.norm(dim=0)
     x = torch.zeros_like(b)
     best, best_norms, residual, norms = x, start, b, start
@@ -107,22 +111,9 @@ def neumann(
         Status.DIVERGED: (
             f"The series diverges: the residual grew to {growth:.3g} times the right-hand side "
             f"with scale {scale:.3g}. Set `scale` below 2 / λ_max; for operators with negative "
-            "eigenvalues add damping or use `lsmr`."
+            "eigenvalues add damping."
         ),
     }
     if Status.DIVERGED in statuses:
         x, norms = best, best_norms
     return LinearSolution(x, statuses, norms, count, advice=advice)
-
-
-def default_scale(
-    A: LinearOperator,
-    preconditioner: Preconditioner | None,
-    generator: torch.Generator | None,
-) -> tuple[float, int]:
-    """A scale with which the series of a positive definite operator converges, and its products."""
-    if preconditioner is not None:
-        return 1.0, 0
-    norm = spectral_norm(A, tol=_SCALE_TOLERANCE, generator=generator)
-    bound = float(norm.value + norm.standard_error)
-    return (1 / bound if bound > 0 else 1.0), norm.num_matvecs
