@@ -14,7 +14,7 @@ from laplace_debias.operators import (
     EigenKronecker,
     LinearOperator,
     LowRankPlusDiagonal,
-    Permutation,
+    Permuted,
     Spectrum,
 )
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
@@ -122,10 +122,7 @@ class GaussianPosterior:
         return self._in_order(self._spectral(torch.rsqrt))
 
     def _in_order(self, blocks: BlockDiagonal) -> LinearOperator:
-        if self.order is None:
-            return blocks
-        to_blocks = Permutation(self.order, blocks.dtype)
-        return to_blocks.T @ blocks @ to_blocks
+        return blocks if self.order is None else Permuted(blocks, self.order)
 
     def _spectral(self, function: Spectrum) -> BlockDiagonal:
         deltas = dict(zip(self.curvature.blocks, self._deltas(), strict=True))

@@ -9,7 +9,6 @@ from laplace_debias.operators.structures.diagonal import Diagonal, Identity
 from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker, Spectrum
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
-from laplace_debias.operators.structures.permutation import Permutation
 from laplace_debias.operators.structures.wrappers import Permuted, SubMatrix, assume
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "LinearOperator",
     "LowRankPlusDiagonal",
     "ParameterLayout",
-    "Permutation",
     "Permuted",
     "Product",
     "Scaled",

@@ -17,7 +17,6 @@ from laplace_debias.operators.dispatch import (
     add,
     adopt,
     converted,
-    identity_like,
     multiply,
     named_range,
     scale,
@@ -40,7 +39,7 @@ class LinearOperator(ABC):
     semi-definite, and how named parameters lie in its columns. Everything else follows from these,
     or is a free function of the structure (`operators.exact`).
 
-    Sums, products, multiples, powers and sub-matrices of operators are operators. They are lazy,
+    Sums, products, multiples and sub-matrices of operators are operators. They are lazy,
     except where the structure of the parts has a closed form.
 
     Example:
@@ -49,7 +48,7 @@ class LinearOperator(ABC):
         >>> A = Diagonal(torch.tensor([1.0, 2.0])) + 0.5 * Identity(2)
         >>> A @ torch.ones(2)
         tensor([1.5000, 2.5000])
-        >>> (A**2)[0, 0]
+        >>> (A @ A)[0, 0]
         tensor(2.2500)
     """
 
@@ -194,21 +193,6 @@ class LinearOperator(ABC):
 
     def __truediv__(self, scalar: Scalar) -> "LinearOperator":
         return scale(self, 1 / as_scalar(scalar, self))
-
-    def __pow__(self, exponent: int | np.integer) -> "LinearOperator":
-        if self.shape[0] != self.shape[1]:
-            raise ValueError(f"Only square operators have powers, got shape {self.shape}.")
-        if not isinstance(exponent, int | np.integer) or exponent < 0:
-            raise ValueError(
-                f"The exponent must be an integer of at least 0, got {exponent!r}: for negative "
-                "exponents take a power of the inverse, for fractions a function of the spectrum."
-            )
-        if exponent == 0:
-            return identity_like(self)
-        power = self
-        for _ in range(int(exponent) - 1):
-            power = power @ self
-        return power
 
     def __getitem__(self, index: Any) -> Any:
         """A sub-matrix `A[rows, columns]`, a row or column as a vector, or an entry.

@@ -69,12 +69,6 @@ def submatrix(operator: Any, rows: Tensor, columns: Tensor) -> Any:
 
 
 @singledispatch
-def identity_like(operator: Any) -> Any:
-    """The identity of a square operator's size, dtype and device."""
-    raise NotImplementedError
-
-
-@singledispatch
 def shift(operator: Any, scalar: Scalar) -> Any:
     """The operator plus a multiple of the identity in its own structure, None if it has none."""
     return None

@@ -16,7 +16,6 @@ from laplace_debias.operators import (
     Identity,
     Kronecker,
     LowRankPlusDiagonal,
-    Permutation,
     Permuted,
     Scaled,
     SubMatrix,
@@ -118,17 +117,6 @@ class TestLowRankPlusNumber(OperatorConformance):
         U, m = randn(5, 2), randn(2).abs()
         operator = LowRankPlusDiagonal(U.to(device, dtype), m.to(device, dtype), 0.3)
         return operator, U @ m.diag() @ U.T + 0.3 * torch.from_numpy(np.identity(5))
-
-
-class TestPermutation(OperatorConformance):
-    symmetric = positive_semidefinite = False
-
-    def make(self, dtype, device):
-        index = torch.tensor([2, 0, 3, 1])
-        dense = torch.zeros(4, 4, dtype=torch.float64)
-        for row, column in enumerate(index.tolist()):
-            dense[row, column] = 1
-        return Permutation(index.to(device), dtype), dense
 
 
 class TestPermuted(OperatorConformance):

@@ -198,8 +198,7 @@ class OperatorConformance:
             shifted = operator + 0.1 * Identity(n)
             self.close(operator, shifted @ X, dense @ x + 0.1 * x)
             assert shifted.is_symmetric == operator.is_symmetric
-            self.close(operator, (operator**2) @ X, dense @ (dense @ x))
-            assert (operator**0).to_dense().equal(torch.eye(n).to(X))
+            self.close(operator, (operator @ operator) @ X, dense @ (dense @ x))
 
     def test_sub_matrices(self, case):
         operator, dense = case

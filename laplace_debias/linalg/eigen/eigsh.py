@@ -293,8 +293,9 @@ def eigsh(
     check_finite(A)
     closed_form = exact_eigh(A)
     if closed_form is not None:
-        chosen = best(closed_form.values, k, which)
-        values, vectors = closed_form.values[chosen], closed_form.vectors[:, chosen].to_dense()
+        values, vectors = closed_form
+        chosen = best(values, k, which)
+        values, vectors = values[chosen], vectors[:, chosen].to_dense()
         return EigenPairs(values, vectors, torch.zeros_like(values), 0, Status.EXACT, "exact")
     with Products(A, progress=progress, label=f"eigsh ({method})") as P:
         if n <= max(_SMALL, 2 * k) and max_matvecs >= n:

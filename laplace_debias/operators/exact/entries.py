@@ -12,7 +12,6 @@ from laplace_debias.operators.base import LinearOperator, check_square
 from laplace_debias.operators.exact.spectrum import (
     NoClosedFormError,
     eigenvalues,
-    known,
     or_none,
     pass_on,
     squares,
@@ -48,12 +47,18 @@ def exact_diagonal(operator: LinearOperator) -> Float[Tensor, " n"] | None:
 
 def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     """The root of the sum of all squared entries, None without a closed form."""
-    return or_none(_frobenius_norm, operator)
+    if isinstance(operator, Dense):
+        return operator.matrix.norm()
+    values = eigenvalues(operator)
+    return None if values is None else values.norm()
 
 
 def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     """The largest singular value of an operator `[m, n]`, None without a closed form."""
-    return or_none(_spectral_norm, operator)
+    if isinstance(operator, Dense):
+        return torch.linalg.matrix_norm(operator.matrix, 2)
+    values = eigenvalues(operator)
+    return None if values is None else values.abs().amax()
 
 
 @singledispatch
@@ -66,24 +71,9 @@ def _(operator: EigenKronecker) -> Tensor:
     return (operator.magnitudes * operator.multiplicities).sum()
 
 
-@_trace.register
-def _(operator: Kronecker) -> Tensor:
-    return reduce(torch.mul, map(_trace, squares(operator.factors)))
-
-
 @_trace.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any]) -> Tensor:
     return torch.stack([_trace(block) for block in operator.blocks.values()]).sum()
-
-
-@_trace.register
-def _(operator: Sum) -> Tensor:
-    return torch.stack([_trace(term) for term in operator.terms]).sum()
-
-
-@_trace.register
-def _(operator: Scaled) -> Tensor:
-    return operator.scalar * _trace(operator.operator)
 
 
 pass_on(_trace, Assumed)
@@ -151,49 +141,3 @@ def _(operator: Permuted) -> Tensor:
 
 
 pass_on(_diagonal, Assumed)
-
-
-@singledispatch
-def _frobenius_norm(operator: LinearOperator) -> Tensor:
-    return known(eigenvalues(operator)).norm()
-
-
-@_frobenius_norm.register
-def _(operator: Dense) -> Tensor:
-    return operator.matrix.norm()
-
-
-@_frobenius_norm.register
-def _(operator: Kronecker) -> Tensor:
-    return reduce(torch.mul, map(_frobenius_norm, operator.factors))
-
-
-@_frobenius_norm.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor:
-    return torch.stack([_frobenius_norm(block) for block in operator.blocks.values()]).norm()
-
-
-pass_on(_frobenius_norm, Permuted)
-
-
-@singledispatch
-def _spectral_norm(operator: LinearOperator) -> Tensor:
-    return known(eigenvalues(operator)).abs().amax()
-
-
-@_spectral_norm.register
-def _(operator: Dense) -> Tensor:
-    return torch.linalg.matrix_norm(operator.matrix, 2)
-
-
-@_spectral_norm.register
-def _(operator: Kronecker) -> Tensor:
-    return reduce(torch.mul, map(_spectral_norm, operator.factors))
-
-
-@_spectral_norm.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor:
-    return torch.stack([_spectral_norm(block) for block in operator.blocks.values()]).amax()
-
-
-pass_on(_spectral_norm, Permuted)

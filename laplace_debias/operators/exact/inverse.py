@@ -28,7 +28,6 @@ from laplace_debias.operators.structures.diagonal import Diagonal, Identity
 from laplace_debias.operators.structures.eigen_kronecker import EigenKronecker
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
-from laplace_debias.operators.structures.permutation import Permutation
 from laplace_debias.operators.structures.wrappers import Assumed, Permuted, assume
 
 
@@ -120,11 +119,6 @@ def _(operator: LowRankPlusDiagonal) -> LinearOperator:
     return LowRankPlusDiagonal(
         root * vectors, -values * reciprocal(1 + values), diagonal.reciprocal()
     )
-
-
-@_inverse.register
-def _(operator: Permutation) -> LinearOperator:
-    return operator.T
 
 
 @_inverse.register

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from functools import reduce, singledispatch
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from laplace_debias.operators.algebra import Scaled, Sum
 from laplace_debias.operators.base import LinearOperator, check_square
-from laplace_debias.operators.dispatch import identity_multiple, scale
+from laplace_debias.operators.dispatch import identity_multiple
 from laplace_debias.operators.eigh import eigh, eigvalsh
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -24,7 +24,6 @@ from laplace_debias.operators.structures.eigen_kronecker import (
 )
 from laplace_debias.operators.structures.kronecker import Kronecker
 from laplace_debias.operators.structures.low_rank import LowRankPlusDiagonal
-from laplace_debias.operators.structures.permutation import Permutation
 from laplace_debias.operators.structures.wrappers import Assumed, Permuted, assume
 
 Value = TypeVar("Value")
@@ -63,34 +62,19 @@ def pass_on(
     rule.register(wrapper, lambda operator, *rest: rule(inner(operator), *rest))
 
 
-class Eigendecomposition(NamedTuple):
-    """All eigenvalues, descending, and an orthogonal operator whose columns are the eigenvectors.
+def exact_eigh(
+    operator: LinearOperator,
+) -> tuple[Float[Tensor, " n"], LinearOperator] | None:
+    """All eigenpairs of a symmetric operator `[n, n]` in any order, None without a closed form.
 
-    `vectors[:, :k].to_dense()` are the first k as a matrix.
-    """
-
-    values: Float[Tensor, " n"]
-    vectors: LinearOperator
-
-
-def exact_eigh(operator: LinearOperator) -> Eigendecomposition | None:
-    """All eigenpairs of a symmetric operator `[n, n]`, None without a closed form.
-
-    Dense matrices and dense factors are decomposed; the vectors of a composed operator stay
-    composed.
+    The eigenvectors are the columns of an orthogonal operator. Dense matrices and dense factors are
+    decomposed; the vectors of a composed operator stay composed.
 
     Raises:
         ValueError: If the operator is not square.
     """
     check_square(operator)
-    pairs = or_none(_eigh, operator) if operator.is_symmetric else None
-    if pairs is None:
-        return None
-    values, vectors = pairs
-    order = values.argsort(descending=True, stable=True)
-    if order.equal(torch.arange(len(order), device=order.device)):
-        return Eigendecomposition(values, vectors)
-    return Eigendecomposition(values[order], vectors @ Permutation(order).T)
+    return or_none(_eigh, operator) if operator.is_symmetric else None
 
 
 def eigenvalues(operator: LinearOperator) -> Tensor | None:
@@ -200,15 +184,15 @@ def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator]:
 @_eigh.register
 def _(operator: Kronecker) -> tuple[Tensor, LinearOperator]:
     pairs = [known(exact_eigh(factor)) for factor in operator.factors]
-    values = reduce(torch.kron, [pair.values for pair in pairs])
-    return values, Kronecker(*(pair.vectors for pair in pairs))
+    values = reduce(torch.kron, [values for values, _ in pairs])
+    return values, Kronecker(*(vectors for _, vectors in pairs))
 
 
 @_eigh.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any]) -> tuple[Tensor, LinearOperator]:
     pairs = [known(exact_eigh(block)) for block in operator.blocks.values()]
-    vectors = {name: pair.vectors for name, pair in zip(operator.blocks, pairs, strict=True)}
-    return torch.cat([pair.values for pair in pairs]), BlockDiagonal(vectors)
+    vectors = {name: of_block for name, (_, of_block) in zip(operator.blocks, pairs, strict=True)}
+    return torch.cat([values for values, _ in pairs]), BlockDiagonal(vectors)
 
 
 @_eigh.register
@@ -229,7 +213,7 @@ def _(operator: Permuted) -> tuple[Tensor, LinearOperator]:
     values, vectors = _eigh(operator.operator)
     if operator.order is None:
         return values, vectors
-    return values, Permutation(operator.order, operator.dtype).T @ vectors
+    return values, vectors[operator.order.argsort(), :]
 
 
 pass_on(_eigh, Assumed, shown)
@@ -250,11 +234,6 @@ def _(operator: EigenKronecker) -> Tensor:
     return operator.eigenvalues.flatten()
 
 
-@_eigenvalues.register
-def _(operator: Kronecker) -> Tensor:
-    return reduce(torch.kron, [known(eigenvalues(factor)) for factor in operator.factors])
-
-
 @_eigenvalues.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any]) -> Tensor:
     return torch.cat([known(eigenvalues(block)) for block in operator.blocks.values()])
@@ -268,17 +247,6 @@ def _(operator: LowRankPlusDiagonal) -> Tensor:
     return torch.cat([values, values.new_zeros(len(vectors) - len(values))]) + operator.diagonal
 
 
-@_eigenvalues.register
-def _(operator: Scaled) -> Tensor:
-    return operator.scalar * known(eigenvalues(operator.operator))
-
-
-@_eigenvalues.register
-def _(operator: Sum) -> Tensor:
-    rest, shift = _split_shift(operator)
-    return known(eigenvalues(rest)) + shift
-
-
 pass_on(_eigenvalues, Assumed, shown)
 pass_on(_eigenvalues, Permuted)
 
@@ -287,12 +255,6 @@ pass_on(_eigenvalues, Permuted)
 def _function(operator: LinearOperator, function: Spectrum) -> LinearOperator:
     values, vectors = known(exact_eigh(operator))
     return assume(vectors @ Diagonal(function(values)) @ vectors.T, symmetric=True)
-
-
-@_function.register
-def _(operator: Identity, function: Spectrum) -> LinearOperator:
-    one = torch.ones(1, dtype=operator.dtype, device=operator.device)
-    return scale(operator, function(one)[0])
 
 
 @_function.register
@@ -326,11 +288,6 @@ def _(operator: LowRankPlusDiagonal, function: Spectrum) -> LinearOperator:
     everywhere = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
     rest = everywhere[-1]
     return LowRankPlusDiagonal(vectors, everywhere[:-1] - rest, rest)
-
-
-@_function.register
-def _(operator: Scaled, function: Spectrum) -> LinearOperator:
-    return known(exact_function(operator.operator, lambda x: function(operator.scalar * x)))
 
 
 @_function.register

@@ -13,7 +13,6 @@ from laplace_debias.operators.base import Composed, LinearOperator
 from laplace_debias.operators.dispatch import (
     Scalar,
     add,
-    identity_like,
     multiply,
     named_range,
     scale,
@@ -22,6 +21,7 @@ from laplace_debias.operators.dispatch import (
     unify,
 )
 from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.structures.diagonal import Identity
 from laplace_debias.operators.structures.wrappers import SubMatrix
 
 Block = TypeVar("Block", bound=LinearOperator)
@@ -120,7 +120,10 @@ def _(operator: BlockDiagonal[Any], scalar: Scalar) -> LinearOperator:
 
 @shift.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any], scalar: Scalar) -> LinearOperator | None:
-    return operator.map(lambda _, block: block + scale(identity_like(block), scalar))
+    def shifted(_: str, block: LinearOperator) -> LinearOperator:
+        return block + scale(Identity(block.shape[0], block.dtype, block.device), scalar)
+
+    return operator.map(shifted)
 
 
 @named_range.register(BlockDiagonal)

@@ -12,7 +12,6 @@ from laplace_debias.operators.dispatch import (
     Scalar,
     add,
     adopt,
-    identity_like,
     identity_multiple,
     multiply,
     scale,
@@ -143,11 +142,6 @@ class Identity(Symmetric):
 @adopt.register
 def _(operator: Identity, dtype: torch.dtype, device: torch.device) -> LinearOperator:
     return Identity(operator.n, operator._dtype or dtype, operator._device or device)
-
-
-@identity_like.register
-def _(operator: LinearOperator) -> LinearOperator:
-    return Identity(operator.shape[0], operator.dtype, operator.device)
 
 
 @identity_multiple.register

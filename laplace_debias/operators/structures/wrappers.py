@@ -150,7 +150,7 @@ def _(operator: SubMatrix, rows: Tensor, columns: Tensor) -> LinearOperator:
 class Permuted(Wrapper):
     r"""A square operator whose rows and columns lie in another order, $P^\top A P$.
 
-    With P = `Permutation(order)`. Unlike the product of the three it keeps the structure of A in
+    $(Pv)_i = v_{\text{order}_i}$. Unlike the product of the three it keeps the structure of A in
     everything that is done to it: multiples of the identity are added to A, and inverses, roots
     and other functions are those of A.
 
