@@ -1,6 +1,5 @@
 """A fit of several processes that was broken off goes on, with as many."""
 
-import kill_fits
 import pytest
 import rank_tasks as tasks
 import torch
@@ -45,10 +44,3 @@ def test_another_number_and_other_data_are_refused_by_all(processes, tmp_path):
     expected = processes.run(3, tasks.resumed, "kfac", {}, None)
     found = processes.run(3, tasks.resumed, "kfac", {}, folder)
     assert all(torch.equal(C, of) for (C, _), (of, _) in zip(found, expected, strict=True))
-
-
-@pytest.mark.slow
-def test_one_of_several_processes_is_killed(tmp_path):
-    found = kill_fits.kill_ranks(3, seed=1, folder=tmp_path)
-    assert not found.failures
-    assert found.steps.total() == 3

@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import same_numbers
 import torch
 from csv_table import read_csv
 from fuzz_posterior_files import answers
@@ -116,17 +117,6 @@ def test_equal_posteriors_give_equal_bytes(la, path, tmp_path):
         assert (tmp_path / name).read_bytes() == path.read_bytes()
 
 
-def test_a_changed_bit_is_refused(la, path):
-    raw = path.read_bytes()
-    header = 8 + int.from_bytes(raw[:8], "little")
-    for place in (*range(0, header, 5), *range(header, len(raw), 31)):
-        changed = bytearray(raw)
-        changed[place] ^= 1 << (place % 8)
-        path.write_bytes(changed)
-        with pytest.raises(ValueError, match=r"posterior\.safetensors"):
-            Laplace.load(path, la.model)
-
-
 def test_tensors_of_any_shape_survive(tmp_path):
     """A low-rank curvature may have no direction at all."""
     shapes = [(), (0,), (5, 0), (0, 5), (3,), (2, 3)]
@@ -152,13 +142,16 @@ def changed(path: Path, change) -> None:
     write_sealed(path, {**texts, "header": json.dumps(header)}, tensors)
 
 
-def test_a_file_of_format_4_is_read(la, path):
-    texts, tensors = read_sealed(path)
-    header = json.loads(texts["header"])
-    del header["calls"]
-    texts = {"format": "laplace-debias/4", "header": json.dumps(header)}
-    write_sealed(path, texts, tensors)
-    assert_alike(Laplace.load(path, la.model), la)
+def test_a_file_of_format_4_is_read():
+    """One that was written long ago: the numbers of that fit are those of the fit today."""
+    model = same_numbers.with_parameters(same_numbers.convolutional(3))
+    la = Laplace.load(Path(__file__).parents[1] / "data" / "posterior_format_4.safetensors", model)
+    batches, again = same_numbers.images(), Laplace(model, prior_precision=2.0)
+    again.fit(same_numbers.loader(batches), generator=same_numbers.generator(5))
+    assert (la.num_data, la.block_names) == (again.num_data, again.block_names)
+    x = batches[2][0]
+    torch.testing.assert_close(la.functional(x), again.functional(x), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(la.log_marginal_likelihood(), again.log_marginal_likelihood())
 
 
 def test_an_earlier_format_is_refused_with_what_to_do(la, path):

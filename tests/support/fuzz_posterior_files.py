@@ -1,15 +1,11 @@
 """Mutate saved posteriors, load them, and see whether any of them answers differently.
 
-    python tests/support/fuzz_posterior_files.py --mutations 100000 --seed 0
-
 A mutated file is what a disk, a cable or an editor makes of a file: it must be refused with a
 `ValueError`, or answer to the last bit as the original does.
 """
 
-import argparse
 import random
 import tempfile
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,21 +165,3 @@ def fuzz(
             if outcome in (DIFFERENT, CRASHED):
                 failures.append(f"{outcome}: {kind}, {subject.name}, number {number}: {told}")
     return counts, failures
-
-
-def main() -> int:
-    """Run from the command line; 1 if any mutation did what it must not."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mutations", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    counts, failures = fuzz(options.mutations, options.seed, subjects())
-    for (kind, outcome), count in sorted(counts.items()):
-        print(f"{kind:8} {outcome:16} {count:,}")
-    print(*failures[:20], sep="\n")
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,15 +1,11 @@
-"""What the package computes, written down: the numbers that a change of its design must keep.
+"""What the package computes: the numbers that a change of its design must keep.
 
-`python tests/support/same_numbers.py` computes everything below from fixed seeds and writes it to
-`tests/data/same_numbers.json`; `test_same_numbers.py` compares. For every number there is a digest
-of its bytes, which is compared on the machine that wrote it, and for what no eigenbasis of a null
-space enters a projection, which is compared everywhere.
+`same_versions.py` compares them between two versions. For every number there is a digest of its
+bytes, and for what no eigenbasis of a null space enters a projection.
 """
 
 import hashlib
 import itertools
-import json
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -45,8 +41,6 @@ from laplace_debias.linalg import (
 from laplace_debias.operators import Identity
 from laplace_debias.quadratic import Quadratic
 
-PATH = Path(__file__).parents[1] / "data" / "same_numbers.json"
-POSTERIOR = Path(__file__).parents[1] / "data" / "posterior_format_4.safetensors"
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 MODES = ("full", "mini", "debiased", "crossfit")
 LIKELIHOODS = ("classification", "regression", "binary", "multilabel")
@@ -308,18 +302,3 @@ def compute(name):
     function, arguments = records()[name]
     torch.manual_seed(0)
     return function(*arguments)
-
-
-def main():
-    PATH.parent.mkdir(exist_ok=True)
-    torch.set_num_threads(1)
-    found = {name: compute(name) for name in records()}
-    PATH.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
-    if not POSTERIOR.exists():  # It stands for files of earlier versions: it is not written anew.
-        la = Laplace(with_parameters(convolutional(3)), prior_precision=2.0)
-        la.fit(loader(images()), generator=generator(5)).save(POSTERIOR)
-    print(f"{sum(map(len, found.values()))} numbers of {len(found)} cases: {PATH}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
