@@ -1,5 +1,6 @@
 """Parameters of any kind: their curvature is that of dense Jacobians, by plain autograd."""
 
+import oracle
 import pytest
 import torch
 import unusual_parameters
@@ -8,17 +9,6 @@ from laplace_debias import Laplace
 from laplace_debias.curvature import KFAC
 
 NETWORKS = list(unusual_parameters.NETWORKS)
-
-
-def jacobian(model, x, names):
-    """`[B, C, D]`, one example and one output after the other."""
-    parameters = [model.get_parameter(name) for name in names]
-    rows = []
-    for index in range(len(x)):
-        outputs = model(x[index : index + 1])[0]
-        found = [torch.autograd.grad(f, parameters, retain_graph=True) for f in outputs]
-        rows.append(torch.stack([torch.cat([g.flatten() for g in of]) for of in found]))
-    return torch.stack(rows).detach()
 
 
 def ggn(model, x, J):
@@ -45,7 +35,7 @@ def test_curvature_and_functional_covariance_are_the_dense_ones(name, curvature)
     la = Laplace(model, curvature=curvature, prior_precision=0.7).fit(batches)
     names = la.param_names
     assert names == [n for n, _ in model.named_parameters()]
-    J = jacobian(model, x, names)
+    J = oracle.flat_jacobian(model, x, names)
     exact = ggn(model, x, J)
     found = (la.posterior.precision.to_dense() - 0.7 * torch.eye(len(exact)).double()) / len(x)
     if curvature == "full":
@@ -125,7 +115,9 @@ def test_windows_are_followed_whatever_their_number():
     batches = [(torch.randn(b, t, 3).double(), torch.randint(3, (b,))) for b, t in ((3, 4), (5, 8))]
     la = Laplace(model, curvature="full").fit(batches)
     assert {b.name for b in la._known.blocks if b.calls} == {"gamma"}
-    exact = sum(len(x) * ggn(model, x, jacobian(model, x, la.param_names)) for x, _ in batches)
+    exact = sum(
+        len(x) * ggn(model, x, oracle.flat_jacobian(model, x, la.param_names)) for x, _ in batches
+    )
     torch.testing.assert_close(la.posterior.precision.to_dense() - torch.eye(len(exact)), exact)
 
 

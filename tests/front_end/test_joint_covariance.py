@@ -7,23 +7,14 @@ import oracle
 import pytest
 import torch
 from cases import one_axis_at_a_time
+from networks_of_tokens import Words
+from oracle import close
 from torch import nn
 
 from laplace_debias import Laplace
 
 CURVATURES = ["kfac", "ekfac", "diag", "lowrank", "full"]
 DELTA = 0.7
-
-
-class Words(nn.Module):
-    """A table that is looked up, positions, and a linear layer that gives the outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.mix, self.head = nn.Embedding(6, 3), nn.Linear(3, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens):
-        return self.head(self.mix(self.table(tokens)).tanh().mean(1))
 
 
 def words():
@@ -58,20 +49,9 @@ def fitted(name="mlp", curvature="kfac", **options):
     return la, x
 
 
-def jacobian(la, x):
-    """[B, M, D]."""
-    flat = nn.Sequential(la.model, nn.Flatten(1))
-    return oracle.flat_jacobian(flat, x, [f"0.{name}" for name in la.param_names])
-
-
 def dense(la, x):
-    J, P = jacobian(la, x), la.posterior.precision.to_dense()
+    J, P = oracle.flat_jacobian(la.model, x, la.param_names), la.posterior.precision.to_dense()
     return torch.einsum("nid,de,mje->nimj", J, torch.linalg.inv(P), J)
-
-
-def close(actual, expected, tolerance=1e-9):
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize(("name", "curvature"), one_axis_at_a_time(MODELS, CURVATURES))

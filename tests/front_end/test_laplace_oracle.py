@@ -79,14 +79,9 @@ def operator_blocks(la):
 def test_curvature_equals_the_dense_construction(name, mode, curvature):
     case = Case(name, curvature=curvature)
     case.fit(mode)
-    for actual, expected in zip(
-        operator_blocks(case.la), _dense(case.dense_blocks(mode, curvature)), strict=True
-    ):
+    dense = case.dense_blocks(mode, curvature)
+    for actual, expected in zip(operator_blocks(case.la), dense, strict=True):
         close(actual, expected)
-
-
-def _dense(blocks):
-    return [block[0] if isinstance(block, tuple) else block for block in blocks]
 
 
 @pytest.mark.parametrize("name", oracle.SMALL_MODELS)
@@ -143,6 +138,27 @@ def test_posterior_products_and_sample_root_are_dense_ones(name):
     for draw, z in zip(draws - case.la.mean, noise, strict=True):
         mahalanobis = draw @ torch.linalg.inv(dense) @ draw
         close(mahalanobis, z @ z)
+
+
+def test_a_linear_regression_is_exact():
+    """Evidence and predictive covariance are those of the Gaussian process, in closed form."""
+    model, g = torch.nn.Linear(3, 2).double(), torch.Generator().manual_seed(0)
+    x, new = (torch.randn(n, 3, generator=g, dtype=torch.float64) for n in (6, 4))
+    y, sigma = torch.randn(6, 2, generator=g, dtype=torch.float64), torch.tensor([0.3, 1.5])
+    J, of_new = (
+        oracle.flat_jacobian(model, some, ["weight", "bias"]).flatten(0, 1) for some in (x, new)
+    )
+    noise = sigma.double().square().repeat(6)
+    precision = J.T @ (J / noise[:, None]) + DELTA * torch.eye(8).double()
+    mode = torch.linalg.solve(precision, J.T @ (y.flatten() / noise))
+    torch.nn.utils.vector_to_parameters(mode, model.parameters())
+    la = Laplace(model, "regression", "full", sigma=sigma, prior_precision=DELTA).fit([(x, y)])
+    kernel = J @ J.T / DELTA + noise.diag()
+    marginal = torch.distributions.MultivariateNormal(torch.zeros(12).double(), kernel)
+    close(la.log_marginal_likelihood(), marginal.log_prob(y.flatten()))
+    between = of_new @ J.T / DELTA
+    expected = of_new @ of_new.T / DELTA - between @ torch.linalg.solve(kernel, between.T)
+    close(la.functional(new, joint=True)[1].reshape(8, 8), expected)
 
 
 @pytest.mark.parametrize("points", [1, 2, 9])

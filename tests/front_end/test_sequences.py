@@ -44,20 +44,6 @@ def data():
     return x, y
 
 
-def jacobian(model, x, names):
-    """`[B, T·C, D]`."""
-    return oracle.flat_jacobian(Flat(model), x, [f"model.{name}" for name in names])
-
-
-class Flat(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x).flatten(1)
-
-
 def loss_hessians(model, x, y):
     """Of every example's summed cross-entropy in its flattened logits, `[B, T·C, T·C]`."""
 
@@ -71,7 +57,7 @@ def loss_hessians(model, x, y):
 def test_the_loss_of_an_example_is_the_sum_over_its_counted_positions(decoder, data):
     x, y = data
     la = Laplace(decoder, curvature="diag").fit_batches([data])
-    J = jacobian(decoder, x, la.param_names)
+    J = oracle.flat_jacobian(decoder, x, la.param_names)
     ggn = torch.einsum("bid,bij,bje->de", J, loss_hessians(decoder, x, y), J) / BATCH
     actual = la.posterior.precision.to_dense()  # The model's order: a table's entries are permuted.
     expected = BATCH * ggn.diagonal() + 1.0
@@ -112,7 +98,7 @@ def test_the_empirical_fisher_squares_the_gradient_of_whole_examples(decoder, da
 def test_functional_covariance_covers_all_positions(decoder, data, curvature):
     x, _ = data
     la = Laplace(decoder, curvature=curvature, prior_precision=0.4).fit_batches([data])
-    J = jacobian(decoder, x, la.param_names)
+    J = oracle.flat_jacobian(decoder, x, la.param_names)
     expected = J @ torch.linalg.inv(la.posterior.precision.to_dense()) @ J.mT
     mean, covariance = la.functional(x)
     torch.testing.assert_close(mean, decoder(x).detach())

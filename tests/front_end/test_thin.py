@@ -1,10 +1,13 @@
 """Posteriors of thin directions, against the dense matrices that they stand for."""
 
+from functools import partial
+
 import oracle
 import pytest
 import torch
 from cases import one_axis_at_a_time
 from language import GPT
+from networks_of_tokens import Words
 from torch import nn
 
 from laplace_debias import Laplace
@@ -15,17 +18,7 @@ from laplace_debias.operators.exact import exact_trace
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 DELTA, NUM_DATA = 0.7, 30
-
-
-class Words(nn.Module):
-    """A table that is looked up, positions, and a linear layer that gives the outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.mix, self.head = nn.Embedding(6, 3), nn.Linear(3, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens):
-        return self.head(self.mix(self.table(tokens)).tanh().mean(1))
+close = partial(oracle.close, tolerance=1e-10)
 
 
 def words():
@@ -107,17 +100,6 @@ def thin(name, kept, **options):
     return with_blocks(la, lambda block: thin_block(block, KEPT[kept])), x
 
 
-def jacobian(la, x):
-    """[B, M, D]."""
-    flat = nn.Sequential(la.model, nn.Flatten(1))
-    return oracle.flat_jacobian(flat, x, [f"0.{name}" for name in la.param_names])
-
-
-def close(actual, expected, tolerance=1e-10):
-    assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
-
-
 EACH = pytest.mark.parametrize(
     ("name", "kept", "options"),
     one_axis_at_a_time(
@@ -137,7 +119,7 @@ EACH = pytest.mark.parametrize(
 def test_functional_covariances_are_those_of_the_dense_matrix(monkeypatch, name, kept, options):
     la, x = thin(name, kept, **options)
     covariance = torch.linalg.inv(la.posterior.precision.to_dense())
-    J = jacobian(la, x)
+    J = oracle.flat_jacobian(la.model, x, la.param_names)
     expected = J @ covariance @ J.mT
     _, actual = la.functional(x)
     close(actual, expected)
@@ -249,7 +231,7 @@ def test_small_remainders_are_not_lost_beside_large_precisions(power, diagonal):
     la.prior_precision = delta
     along, off = torch.randn(6, 3, 3).double(), 1e-6 * torch.randn(6, 3, 5).double()
     x = along @ kept.T + off @ others.T
-    J = jacobian(la, x).unflatten(2, (4, 8))
+    J = oracle.flat_jacobian(la.model, x, la.param_names).unflatten(2, (4, 8))
     on, rest = (J @ kept).flatten(2), (J @ others).flatten(2)
     # The remainder is not computed by a difference here either, but of what x was made of.
     W = model[2].weight.unflatten(1, (3, 4))

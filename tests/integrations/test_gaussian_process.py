@@ -1,5 +1,6 @@
 """A posterior as a Gaussian process, and as BoTorch's model where that is installed."""
 
+import oracle
 import pytest
 import torch
 from torch import nn
@@ -17,16 +18,7 @@ def fitted(num_outputs=2, sigma=0.3):
 
 def dense(la, points):
     """J P⁻¹ Jᵀ with rows point by point, output by output."""
-    names = la.param_names
-
-    def outputs(theta):
-        parts = theta.split([la.model.get_parameter(n).numel() for n in names])
-        values = {
-            n: p.view_as(la.model.get_parameter(n)) for n, p in zip(names, parts, strict=True)
-        }
-        return torch.func.functional_call(la.model, values, (points,)).flatten()
-
-    J = torch.autograd.functional.jacobian(outputs, la.mean)
+    J = oracle.flat_jacobian(la.model, points, la.param_names).flatten(0, 1)
     return J @ torch.linalg.inv(la.posterior.precision.to_dense()) @ J.T
 
 

@@ -44,3 +44,14 @@ class Attention(nn.Module):
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         z, _ = self.attention(x, other, other, attn_mask=mask)
         return self.head(z).mean(1)
+
+
+class Words(nn.Module):
+    """A table that is looked up, positions, and a linear layer that gives the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(6, 3), nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.head(self.mix(self.table(tokens)).tanh().mean(1))

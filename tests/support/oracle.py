@@ -16,9 +16,15 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev
+from torch.func import functional_call
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
+    """Asserts equality up to a share of the largest entry."""
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 # ------------------------------------------------------------------------------- likelihoods
@@ -99,31 +105,20 @@ def loss_hessian_root(likelihood: str, outputs: Tensor, sigma=None) -> Tensor:
 # ------------------------------------------------------- Jacobians, exact curvature matrices
 
 
-def per_example_jacobians(model: nn.Module, x: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Jacobians of the outputs in the named parameters, one example after the other.
-
-    Args:
-        model: maps `[B, ...]` to `[B, C]`.
-        x: inputs `[B, ...]`.
-        names: parameters, as `model.named_parameters()` calls them.
-
-    Returns:
-        For each name `[B, C, *param.shape]`.
-    """
-    parameters = dict(model.named_parameters())
-    chosen = {name: parameters[name].detach() for name in names}
-    rows = {name: [] for name in names}
-    for n in range(len(x)):
-        jacobian = jacrev(lambda p, n=n: functional_call(model, p, (x[n : n + 1],))[0])(chosen)
-        for name in names:
-            rows[name].append(jacobian[name].detach())
-    return {name: torch.stack(rows[name]) for name in names}
-
-
 def flat_jacobian(model: nn.Module, x: Tensor, names: Sequence[str]) -> Tensor:
-    """The Jacobians side by side, every parameter flattened row-major: `[B, C, D]`."""
-    jacobians = per_example_jacobians(model, x, names)
-    return torch.cat([jacobians[name].flatten(start_dim=2) for name in names], dim=2)
+    """Jacobians in the named parameters, one example and one output after the other: `[B, C, D]`.
+
+    Parameters are flattened row-major; outputs of further dimensions too.
+    """
+    at = {name: model.get_parameter(name).detach().clone().requires_grad_() for name in names}
+    rows = []
+    for n in range(len(x)):
+        for f in functional_call(model, at, (x[n : n + 1],)).flatten():
+            of_one = torch.autograd.grad(
+                f, list(at.values()), retain_graph=True, materialize_grads=True
+            )
+            rows.append(torch.cat([g.flatten() for g in of_one]))
+    return torch.stack(rows).view(len(x), -1, len(rows[0]))
 
 
 def flat_parameters(model: nn.Module, names: Sequence[str]) -> Tensor:
@@ -149,15 +144,6 @@ def ggn(model: nn.Module, x: Tensor, likelihood: str, names: Sequence[str], sigm
 def ggn_block(model: nn.Module, x: Tensor, likelihood: str, name: str, sigma=None) -> Tensor:
     """Exact dense GGN of the mean loss in one parameter, flattened row-major: `[D, D]`."""
     return ggn(model, x, likelihood, [name], sigma)
-
-
-def gradient(
-    model: nn.Module, x: Tensor, y: Tensor, likelihood: str, names: Sequence[str], sigma=None
-) -> Tensor:
-    """Gradient of the mean loss in the named parameters: `[D]`."""
-    loss = nll(likelihood, model(x), y, sigma).mean()
-    gradients = torch.autograd.grad(loss, [model.get_parameter(name) for name in names])
-    return torch.cat([g.flatten() for g in gradients])
 
 
 # ----------------------------------------------------------------------- Kronecker factors
@@ -462,12 +448,6 @@ def log_marginal_likelihood(
 
 
 # ------------------------------------------------------------------------------ small models
-
-
-def weighted_layers(model: nn.Module) -> list[str]:
-    """Paths of the linear and convolution layers, in order."""
-    kinds = (nn.Linear, *CONVOLUTIONS)
-    return [path for path, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def make(seed: int, build: Callable[[], nn.Module], input_shape, likelihood: str, sigma=None):
