@@ -173,7 +173,7 @@ def test_streamed_directions_are_nearly_the_best():
     for U, V in ((whole.U_G, few.U_G), (whole.U_A, few.U_A)):
         # Cosines of the angles between the two spaces.
         assert torch.linalg.svdvals(U[:, :4].T @ V).min() > 0.99
-    close(few.magnitudes[:4, :4], whole.magnitudes[:4, :4], 0.01)
+    close(few.magnitudes[:4, :4], whole.magnitudes[:4, :4], tolerance=0.01)
 
 
 def test_a_share_keeps_the_fewest_directions_that_hold_it():
@@ -222,7 +222,7 @@ def test_a_file_knows_the_rank(rank, tmp_path):
     for one, two in zip(la.functional(data[0][0]), loaded.functional(data[0][0]), strict=True):
         assert torch.equal(one, two)
     again = loaded.fit(data)
-    close(again.posterior.curvature.to_dense(), la.posterior.curvature.to_dense(), 0)
+    close(again.posterior.curvature.to_dense(), la.posterior.curvature.to_dense(), tolerance=0)
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])

@@ -240,7 +240,7 @@ def test_small_remainders_are_not_lost_beside_large_precisions(power, diagonal):
     expected = on @ on.mT / (1e6 + delta) + of_rest @ of_rest.mT / delta
     actual = la.functional(x, diagonal)[1]
     # A difference of squares would be off by some 1e-3.
-    close(actual, expected.diagonal(dim1=1, dim2=2) if diagonal else expected, 1e-7)
+    close(actual, expected.diagonal(dim1=1, dim2=2) if diagonal else expected, tolerance=1e-7)
 
 
 def test_positions_of_a_language_model_go_through_its_head():
@@ -295,7 +295,7 @@ def test_single_precision_gives_the_same_to_rounding():
     posterior = other.posterior.changed(curvature=narrow, num_data=posterior.num_data)
     other._adopt(other._state.with_posterior(posterior))
     found = other.functional(x.float())[1].double()
-    close(found, expected, 1e-4)
+    close(found, expected, tolerance=1e-4)
 
 
 def wide(likelihood="classification", num_examples=100, **options):
