@@ -324,9 +324,10 @@ class Laplace(Approximation):
     ) -> Tuning:
         """Find the prior precision, link and temperature that are best on held-out data; set them.
 
-        The first pass is over a wide grid, 1e-4 to 1e8, by all links and temperatures. Another link
-        than the default, or a temperature other than 1, is taken only from 100 examples on, and if
-        it is better by more than a standard error of the difference, paired over the examples.
+        The first pass is over a wide grid, 1e-4 to 1e8, by all links and temperatures. The best of
+        all is taken, but of fewer than 100 examples, or if it is as good, the default link at
+        temperature 1; beside another temperature the smallest prior precision that is as good. As
+        good is what is worse by at most a quarter of the paired standard error.
         Where the best one's neighbours are worse by more than a standard error, a second pass
         divides the intervals to them by 8.
 

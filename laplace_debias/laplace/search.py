@@ -28,16 +28,16 @@ from laplace_debias.system.ranks import current
 
 DEFAULT_GRID = torch.logspace(-4, 8, 31, dtype=torch.float64)
 """Where a search begins without a grid."""
-FEW = 100
+_FEW = 100
 """Of fewer examples the simplest link is taken."""
+_ALIKE, _NOTHING = 0.25, 1e-3
+"""What is worse than the best by at most the one part of the paired standard error, or the other of
+the best one's own, is as good: of two that are nearly the same the paired error is nearly zero."""
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
 """Temperatures that are tried, from 1/2 to 4."""
 
 # A refined grid's points between two neighbours of the first one, less one.
 _FINER = 8
-# Another link must be better by this share of the metric's standard error, too: of two that are
-# nearly the same the paired error is nearly zero.
-_SEEN = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +77,11 @@ class Table:
         """The difference of the metric at two places, and its paired standard error."""
         difference = self.values[one] - self.values[other]
         return float(difference), float(self.errors(self.sums[one] - self.sums[other]))
+
+    def is_as_good(self, one: tuple[int, int], best: tuple[int, int]) -> bool:
+        """Whether a place is worse than the best one by next to nothing; what is NaN is not."""
+        difference, error = self.minus(one, best)
+        return difference <= max(_ALIKE * error, _NOTHING * float(self.errors(self.sums[best])))
 
     def prior_precision(self, point: int) -> float:
         """δ at a point."""
@@ -178,9 +183,9 @@ class Curve:
     """The metric at the points of a table, by one of its links.
 
     The `lowest` is the best point; of several that are equal the middle of the longest run. The
-    `best` is the same, but if a temperature alone is best, at the largest prior precision, the
-    smallest point that is not worse by more than a paired standard error: as much posterior as the
-    data allow. Points that are worse than it by more than that are marked by `is_worse`.
+    `best` is the same, but beside a temperature, which can do a posterior's work, the smallest
+    point that is as good: as much posterior as the data allow. Points that are worse than it by
+    more than a paired standard error are marked by `is_worse`.
     """
 
     table: Table
@@ -204,12 +209,11 @@ class Curve:
                 runs.append([])
         longest = max(runs, key=len)
         lowest = best = longest[len(longest) // 2]
-        by, last = table.links[link], num_points - 1
-        if by is not None and by.temperature != 1 and best == last:
-            to_last = _is_worse(table, link, num_points, last)
-            while best > 0 and not to_last[best - 1]:
+        by = table.links[link]
+        if by is not None and by.temperature != 1:
+            while best > 0 and table.is_as_good((best - 1, link), (lowest, link)):
                 best -= 1
-        # Of a temperature alone the best value is that of a larger prior precision.
+        # Beside a temperature the lowest value can be that of a larger prior precision.
         is_worse = _is_worse(table, link, num_points, best) & ~(values < values[best])
         return cls(table, link, num_points, lowest, best, is_worse)
 
@@ -236,12 +240,11 @@ def _is_worse(table: Table, link: int, num_points: int, other: int) -> Bool[Tens
 def first_look(
     look: Look, grid: Float[Tensor, " grid"], links: Sequence[Link | None]
 ) -> tuple[Curve, list[Row]]:
-    """Look at a grid by every link, and choose a link by the one-standard-error rule.
+    """Look at a grid by every link, and choose one.
 
     The first link is the simplest. Then come the others of T = 1, the first one's formula at other
-    temperatures, and the rest: each only if its best is better than what was chosen before by more
-    than a standard error of the difference, paired over the examples, of which there must be 100.
-    The rows are `Tuning.compared`.
+    temperatures, and the rest: the first of these whose best is as good as the best of all is
+    taken, and of fewer than 100 examples the simplest. The rows are `Tuning.compared`.
     """
     table = look(grid.tolist(), links)
     if table is None:
@@ -249,14 +252,12 @@ def first_look(
     points, without = range(len(grid)), range(len(grid), len(grid) + 1)
     by = [(number, link) for number, link in enumerate(links) if link is not None]
     names = list(dict.fromkeys(link.name for _, link in by))
-    chosen = table.least(points, [0])
-    for tier in (1, 2, 3):
-        some = [n for n, one in by if (one.name != names[0]) + 2 * (one.temperature != 1) == tier]
-        if some and len(table.counts) >= FEW:
-            one = table.least(points, some)
-            difference, error = table.minus(one, chosen)
-            if -difference > max(error, _SEEN * float(table.errors(table.sums[chosen]))):
-                chosen = one
+    chosen = best = table.least(points, range(len(links)))
+    for tier in range(4):
+        some = [n for n, one in by if (one.name != names[0]) + 2 * (one.temperature != 1) <= tier]
+        chosen = table.least(points, some or [0])
+        if len(table.counts) < _FEW or table.is_as_good(chosen, best):
+            break
     curve = Curve.of(table, chosen[1], len(grid))
     if len(by) < 2:
         return curve, []
@@ -281,8 +282,8 @@ def first_look(
 def refined(look: Look, curve: Curve) -> Curve | None:
     """Divide the intervals between the best point and its neighbours by 8, in a pass more.
 
-    None if the data do not tell them from the best, if a temperature alone is best, or if the data
-    can be read only once.
+    None if the data do not tell them from the best, if a smaller point is as good beside a
+    temperature, or if the data can be read only once.
     """
     best, at = curve.best, curve.table.at
     neighbours = [i for i in (best - 1, best + 1) if 0 <= i < curve.num_points]
