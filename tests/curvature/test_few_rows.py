@@ -41,6 +41,12 @@ def batches(*sizes):
     ]
 
 
+def keep_rows(monkeypatch, from_size=2, thin_from=2):
+    """Keep rows of factors of so many columns, and make their directions thin."""
+    monkeypatch.setattr(factors, "_WIDE", from_size)
+    monkeypatch.setattr(directions, "_THIN_FROM", thin_from)
+
+
 def fit(curvature, mode, sharing="expand", **options):
     sharing = {} if sharing == "expand" else {"sharing": sharing}
     la = Laplace(network(), curvature=curvature, **sharing, **options)
@@ -68,14 +74,16 @@ def thin(la):
         ("ekfac", "crossfit", "expand"),
     ],
 )
-def test_curvature_is_that_of_the_matrices(monkeypatch, curvature, mode, sharing):
+@pytest.mark.parametrize("thin_from", [2, 256])
+def test_curvature_is_that_of_the_matrices(monkeypatch, curvature, mode, sharing, thin_from):
     """Whole factors are held against the dense oracle elsewhere, null spaces included."""
+    keep_rows(monkeypatch, 10**6)
     whole = fit(curvature, mode, sharing)
-    assert not thin(whole)
-    monkeypatch.setattr(factors, "_WIDE", 2)
+    keep_rows(monkeypatch, thin_from=thin_from)
     few = fit(curvature, mode, sharing)
-    assert {"conv.weight", "hidden.weight"} <= set(thin(few)) or mode == "full"
-    assert thin(few)
+    if thin_from == 2:
+        assert {"conv.weight", "hidden.weight"} <= set(thin(few)) or mode == "full"
+    assert bool(thin(few)) == (thin_from == 2)
     for actual, expected in zip(dense(few), dense(whole), strict=True):
         scale = float(expected.abs().max())
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12 * scale)
@@ -90,7 +98,7 @@ def test_a_loaded_posterior_has_the_bits_of_the_one_in_memory(
     monkeypatch, tmp_path, curvature, mode
 ):
     """The order in memory decides in which order matrix products add."""
-    monkeypatch.setattr(factors, "_WIDE", 2)
+    keep_rows(monkeypatch)
     la = fit(curvature, mode)
     assert thin(la)
     la.save(tmp_path / "posterior")
@@ -107,7 +115,7 @@ def test_a_loaded_posterior_has_the_bits_of_the_one_in_memory(
 
 
 def test_debiased_magnitudes_are_those_of_the_oracle(monkeypatch):
-    monkeypatch.setattr(factors, "_WIDE", 2)
+    keep_rows(monkeypatch)
     one, two = batches(3, 2)
     la = Laplace(network()).fit_batches([one], [two], num_data=50)
     for layer in ("conv", "hidden"):
@@ -121,7 +129,7 @@ def test_debiased_magnitudes_are_those_of_the_oracle(monkeypatch):
 
 @pytest.mark.parametrize("num_batches", [1, 2, 20])
 def test_rows_become_a_matrix_once_they_are_many(monkeypatch, num_batches):
-    monkeypatch.setattr(factors, "_WIDE", 2)
+    keep_rows(monkeypatch)
     data = batches(*[2] * num_batches)
     la = Laplace(network()).fit_batches(data)
     assert ("hidden.weight" in thin(la)) == (num_batches <= 2)
@@ -133,7 +141,8 @@ def test_rows_become_a_matrix_once_they_are_many(monkeypatch, num_batches):
 
 
 @pytest.mark.parametrize("scale", [1e-100, 1.0, 1e100])
-def test_eigenpairs_of_rows_are_those_of_the_matrix(scale):
+def test_eigenpairs_of_rows_are_those_of_the_matrix(monkeypatch, scale):
+    keep_rows(monkeypatch)
     rows = torch.randn(6, 40).double() * torch.logspace(0, -5, 6).double()[:, None] * scale
     rows[5] = rows[:2].sum(0)
     values, U = directions.eigh(Rows(rows))
@@ -147,7 +156,7 @@ def test_eigenpairs_of_rows_are_those_of_the_matrix(scale):
 
 
 def test_layers_that_nothing_went_into_have_a_block_of_zeros(monkeypatch):
-    monkeypatch.setattr(factors, "_WIDE", 2)
+    keep_rows(monkeypatch)
     model = network()
     with torch.no_grad():
         model.conv.weight.zero_()

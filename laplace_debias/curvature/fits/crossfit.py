@@ -33,6 +33,7 @@ from laplace_debias.curvature.fits.directions import (
     pooled,
     resolution,
 )
+from laplace_debias.curvature.fits.factors import moments
 from laplace_debias.curvature.fits.kfac import assemble, exact_sums, fit_diagonal
 from laplace_debias.curvature.fits.over_ranks import owners_by_cost, shared_bases
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
@@ -218,22 +219,23 @@ OfFolds = Tensor | list[Rows]
 
 
 def _make_alike(of_folds: list[FactorSums]) -> None:
-    """Multiply the rows of a factor that is a matrix in another fold, or has many in all."""
+    """Multiply rows of a factor that is a matrix in another fold, or of groups, or has many."""
     for block in of_folds[0]:
         sides = []
         for of_side in zip(*(sums[block] for sums in of_folds), strict=True):
             factors = list(of_side)
             rows = [factor for factor in factors if isinstance(factor, Rows)]
             if len(rows) < len(factors) or _are_many(rows):
-                factors = [f.rows.mT @ f.rows if isinstance(f, Rows) else f for f in factors]
+                factors = [moments(f.rows) if isinstance(f, Rows) else f for f in factors]
             sides.append(factors)
         for sums, G, A in zip(of_folds, *sides, strict=True):
             sums[block] = (G, A)
 
 
 def _are_many(rows: Sequence[Rows]) -> bool:
+    *groups, d = rows[0].rows.shape[1:]
     num_rows = sum(len(of_fold.rows) for of_fold in rows)
-    return rows[0].most is None and 2 * num_rows > rows[0].rows.shape[1]
+    return rows[0].most is None and (bool(groups) or 2 * num_rows > d)
 
 
 def _stacked(of_folds: list[FactorSums], block: Block) -> tuple[OfFolds, OfFolds]:

@@ -1,6 +1,7 @@
 """Directions: the eigenbases of Kronecker factors, and which of their vectors data determine."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,18 +20,20 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_
 # the angle between two such is off by rounding over their distance.
 _RESOLUTION = 1e-7
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
+# From so many columns on, rows have thin directions. Those of fewer are cheaper whole.
+_THIN_FROM = 256
 
 
 @dataclass(frozen=True)
 class Rows:
     """A factor of few examples, or of few directions, of which no matrix `[d, d]` is made.
 
-    It is `rowsᵀ rows`, of rows `[n, d]` with n at most half of d, and an unknown rest of known
-    trace in other directions. Of more rows than `most` a sum keeps the leading directions, half as
+    It is `rowsᵀ rows`, of rows `[n, *groups, d]` with n at most half of d, and an unknown rest of
+    known trace in other directions. Of more rows than `most` a sum keeps the leading directions, half as
     many.
     """
 
-    rows: Float[Tensor, "n d"]
+    rows: Float[Tensor, "n *groups d"]
     rest: Float[Tensor, ""] | float = 0.0
     most: int | None = None
 
@@ -65,6 +68,8 @@ class Rows:
 
 # A matrix `[*groups, d, d]`, the diagonal of one, `[d]`, or rows.
 Factor = Tensor | Rows
+# Eigenvalues and eigenvectors; None for the coordinate axes.
+Eigenpairs = tuple[Float[Tensor, "*groups values"], Float[Tensor, "*groups d r"] | None]
 
 
 @dataclass(frozen=True)
@@ -120,32 +125,51 @@ def eigenbasis(G: Factor, A: Factor, block: str) -> Eigenbasis:
     return Eigenbasis(U_G, U_A, along_G, along_A)
 
 
-def eigh(
-    factor: Factor, what: str = "the factor"
-) -> tuple[Float[Tensor, "*groups values"], Float[Tensor, "*groups d r"] | None]:
-    """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
+def eigh(factor: Factor, what: str = "the factor") -> Eigenpairs:
+    """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None."""
+    return eigh_of_each([factor], what)[0]
 
-    Of rows the eigenvectors are thin, those that span them: in double precision, a decomposition of
-    their `[n, n]` coordinates loses no digit. One eigenvalue more is the mean of all others.
+
+def eigh_of_each(factors: Sequence[Factor], what: str) -> list[Eigenpairs]:
+    """As `eigh`, of factors of one kind and shape, all at once.
+
+    Of rows the eigenvectors are those that span them, and others of their null space behind: in
+    double precision, a decomposition of `[n, n]` coordinates loses no digit. Of wide rows they are
+    thin: the others are left out, and one eigenvalue more is the mean of all theirs.
 
     An eigenvector's sign is LAPACK's choice, and a sample depends on it. Here every eigenvector has
     a positive product with one fixed vector, so that other machines draw the same samples.
     """
-    if isinstance(factor, Rows):
-        factor = factor.compressed()
-        Q, R = torch.linalg.qr(factor.rows.mT)
-        values, inner = decomposition.eigh(R @ R.mT, what)
-        rank = max(1, numerical_rank(values.flip(-1)))
-        # Eigenvectors lie one after the other in memory, as torch has them.
-        U = (Q @ inner).flip(-1)[:, :rank].mT.contiguous().mT
-        values = F.pad(values.flip(-1)[:rank], (0, 1))
-        values[-1] = factor.rest / (len(U) - rank)
-        return values, _signed(U)
-    if factor.ndim == 1:
-        return factor, None
-    values, vectors = decomposition.eigh(factor, what)
+    rows = [factor.compressed() for factor in factors if isinstance(factor, Rows)]
+    if rows:
+        return _of_rows(rows, what)
+    matrices = [factor for factor in factors if isinstance(factor, Tensor)]
+    if matrices[0].ndim == 1:
+        return [(matrix, None) for matrix in matrices]
+    values, vectors = decomposition.eigh(torch.stack(matrices), what)
     # Below zero there is nothing but rounding.
-    return values.flip(-1).clamp_min(0), _signed(vectors.flip(-1))
+    return list(zip(values.flip(-1).clamp_min(0), _signed(vectors.flip(-1)), strict=True))
+
+
+def _of_rows(factors: Sequence[Rows], what: str) -> list[Eigenpairs]:
+    columns = torch.stack([factor.rows.movedim(0, -1) for factor in factors])
+    *_, d, n = columns.shape
+    is_whole = factors[0].most is None and (d < _THIN_FROM or columns.ndim > 3)
+    Q, R = torch.linalg.qr(columns, mode="complete" if is_whole else "reduced")
+    R = R[..., :n, :]
+    values, inner = decomposition.eigh(R @ R.mT, what)
+    values, along = values.flip(-1).clamp_min(0), (Q[..., :n] @ inner).flip(-1)
+    if is_whole:
+        # Eigenvectors lie one after the other in memory, as torch has them.
+        U = torch.cat([along.mT, Q[..., n:].mT], -2).mT
+        return list(zip(F.pad(values, (0, d - n)), _signed(U), strict=True))
+    pairs: list[Eigenpairs] = []
+    for factor, of_factor, U in zip(factors, values, along, strict=True):
+        rank = max(1, numerical_rank(of_factor))
+        kept = F.pad(of_factor[:rank], (0, 1))
+        kept[-1] = factor.rest / (d - rank)
+        pairs.append((kept, _signed(U[:, :rank].mT.contiguous().mT)))
+    return pairs
 
 
 def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:

@@ -46,8 +46,8 @@ from laplace_debias.curvature.layers.uses import (
 )
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS
 
-# From so many columns on, a factor is not written for every few rows.
-_WIDE = 256
+# From so many columns on, a factor is not written for every few rows, nor decomposed whole.
+_WIDE = 16
 # Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
 _SYMMETRIC_FROM = 256
 
@@ -64,11 +64,14 @@ def measured_gradients(
     With `as_rows` it is rows, however many.
     """
     d_out = block.shape[0]
-    is_matrix = bool(block.groups) or block.has_diagonal_G or d_out < _WIDE
-    if not as_rows and not is_matrix and not isinstance(uses, CallUses):
-        is_summed = block.is_exact or _is_reduced(block)
-        of_uses = [g.shape[:2].numel() if is_summed else g.numel() // d_out for _, g in uses]
-        as_rows = (of_uses[0] if is_summed else sum(of_uses)) < d_out
+    if not (as_rows or block.has_diagonal_G or d_out < _WIDE):
+        if isinstance(uses, CallUses):
+            num_rows = uses.num_columns * uses.num_examples
+        elif block.is_exact or _is_reduced(block):
+            num_rows = uses[0][1].shape[:2].numel()
+        else:
+            num_rows = sum(g.numel() for _, g in uses) // (block.num_groups * d_out)
+        as_rows = num_rows < d_out
     if as_rows:
         return Rows(torch.cat(list(gradient_rows(layer, block, uses, masks))))
     return gradient_factor(layer, block, uses, masks)
@@ -145,7 +148,7 @@ def measured_inputs(
         yield from map(Rows, input_rows(layer, block, inputs, masks))
         return
     d_in = block.shape[1]
-    if not (block.groups or block.has_diagonal_A or d_in < _WIDE):
+    if not (block.has_diagonal_A or d_in < _WIDE):
         if block.sharing == "reduce":
             num_rows = sum(len(part[0]) for part in inputs)
         else:

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Eigenbasis, Factor, Rows, eigenbasis
+from laplace_debias.curvature.fits.directions import (
+    Eigenbasis,
+    Eigenpairs,
+    Factor,
+    Rows,
+    eigh_of_each,
+)
 from laplace_debias.curvature.fits.factors import (
     input_factor,
     measured_gradients,
@@ -32,6 +38,8 @@ Sums = dict[Block, Tensor]
 # G and A of every block; a diagonal factor is a vector, one of few examples is their rows.
 FactorSums = dict[Block, tuple[Factor, Factor]]
 RowsOf = dict[Block, list[Tensor]]
+# Small factors of so many numbers in all are decomposed together.
+_TOGETHER = 2**20
 
 
 class SideSums:
@@ -100,15 +108,10 @@ class SideSums:
                 few.append(block)
         joined: list[Tensor] | None = []
         if few:
-            none = [
-                torch.zeros(0, limit[b], dtype=problem.dtype, device=problem.device) for b in few
-            ]
-            joined = problem.ranks.on_all(
-                [
-                    torch.cat([zero, *self.rows.pop(b, [])])
-                    for b, zero in zip(few, none, strict=True)
-                ]
-            )
+            of = {"dtype": problem.dtype, "device": problem.device}
+            none = [torch.zeros(0, *b.groups, limit[b], **of) for b in few]
+            own_rows = (torch.cat([zero, *self.rows.pop(b, [])]) for b, zero in zip(few, none))
+            joined = problem.ranks.on_all(list(own_rows))
         for block in list(self.rows):
             self._multiply(block)
         assert joined is not None
@@ -193,14 +196,29 @@ def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
 
 
 def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block, Eigenbasis]:
-    """Eigenbases of the blocks' mean factors; `sums` is emptied block by block on the way.
+    """Eigenbases of the blocks' mean factors; `sums` is emptied, factor by factor, on the way.
 
-    The sums are those of this process's blocks, over examples of this weight.
+    The sums are those of this process's blocks, over examples of this weight. Factors of one shape
+    are decomposed together where they are small: the calls take longer than the work.
     """
-    bases: dict[Block, Eigenbasis] = {}
-    for block in list(sums):
-        G, A = sums.pop(block)
-        bases[block] = eigenbasis(G / weight, A / weight, block.name)
+    factors = {(block, side): sums[block][side] for block in sums for side in (0, 1)}
+    sums.clear()
+    alike: dict[Any, list[tuple[Block, int]]] = {}
+    for place, factor in factors.items():
+        kind = (None, factor) if isinstance(factor, Tensor) else (factor.most, factor.rows)
+        alike.setdefault((type(factor), kind[0], kind[1].shape), []).append(place)
+    pairs: dict[tuple[Block, int], Eigenpairs] = {}
+    for (*_, shape), places in alike.items():
+        step = max(1, _TOGETHER // max(1, shape.numel()))
+        for start in range(0, len(places), step):
+            some = places[start : start + step]
+            names = ", ".join(f"factor {'GA'[side]} of {block.name}" for block, side in some)
+            found = eigh_of_each([factors.pop(place) / weight for place in some], names)
+            pairs.update(zip(some, found, strict=True))
+    bases = {}
+    for block in [block for block, side in pairs if side == 0]:
+        (along_G, U_G), (along_A, U_A) = pairs.pop((block, 0)), pairs.pop((block, 1))
+        bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
     return shared_bases(problem, bases) if problem.ranks.size > 1 else bases
 
 
