@@ -2,6 +2,7 @@
 
 import oracle
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -275,6 +276,8 @@ NORMALISED = {
     "batch_1d_positions": (nn.BatchNorm1d(4), (4, 5)),
     "batch_2d": (nn.BatchNorm2d(4), (4, 3, 2)),
     "batch_3d": (nn.BatchNorm3d(4), (4, 3, 2, 2)),
+    "batch_2d_with_activation": (timm.layers.BatchNormAct2d(4), (4, 3, 2)),
+    "group_with_activation": (timm.layers.GroupNormAct(4, 2), (4, 3, 2)),
 }
 
 
@@ -294,6 +297,7 @@ def test_scales_and_biases_of_normalisations_have_exact_blocks(name):
             exact = oracle.ggn_block(model, x, "classification", block)
             torch.testing.assert_close(la.posterior.curvature.blocks[block].to_dense(), exact)
     assert la.block_names[0] == "0.weight"
+    assert not any(block.calls for block in la._known.blocks)
     J = oracle.flat_jacobian(model, x, la.param_names)
     covariance = la.posterior.covariance.to_dense()
     torch.testing.assert_close(la.functional(x)[1], oracle.functional_covariance(J, covariance))

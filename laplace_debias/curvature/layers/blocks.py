@@ -213,24 +213,24 @@ def parameter_order(
     Entries come one block after the other, each `[*groups, d_out, d_in]` row-major. None if the two
     orders are the same.
     """
-    shapes, starts, size = {}, {}, 0
-    for name in names:
-        shapes[name], starts[name] = model.get_parameter(name).shape, size
-        size += shapes[name].numel()
-    # Of a large model these are more bytes than its parameters: one block at a time is beside them.
-    order = torch.arange(size)
-    place, is_same = 0, True
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    chosen = [parameters[name] for name in names]
+    everything = torch.arange(sum(parameter.numel() for parameter in chosen))
+    parts = everything.split([parameter.numel() for parameter in chosen])
+    positions = {n: p.view(of.shape) for n, p, of in zip(names, parts, chosen, strict=True)}
+    # Of a large model these are more bytes than its parameters: most blocks' are views of them.
+    order, place = None, 0
     for block in blocks:
-        positions = {}
-        for name in block.parameters:
-            entries = torch.arange(starts[name], starts[name] + shapes[name].numel())
-            positions[name] = entries.view(shapes[name])
         entries = entries_of(model, block, positions).flatten()
-        of_block = order[place : place + len(entries)]
-        is_same = is_same and torch.equal(entries, of_block)
-        of_block.copy_(entries)
-        place += len(entries)
-    return None if is_same and place == len(order) else order[:place]
+        of_block = slice(place, place + len(entries))
+        if order is None and entries.data_ptr() != everything[of_block].data_ptr():
+            order = everything.clone()
+        if order is not None:
+            order[of_block] = entries
+        place = of_block.stop
+    if order is None:
+        return None if place == len(everything) else everything[:place]
+    return order[:place]
 
 
 def _blocks_of(

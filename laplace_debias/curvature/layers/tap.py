@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.calls import Call, CallUses
@@ -17,6 +18,7 @@ from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
+    NORMS,
     TRANSPOSED,
     expose_projections,
     lay_out_gradients,
@@ -125,7 +127,12 @@ class Tap:
                 # Before any hook of the user's that may replace the output: what they do to it is
                 # part of the forward pass, not of the layer.
                 record = partial(self._record, site.paths[0])
-                handles.append(layer.register_forward_hook(record, prepend=True, with_kwargs=True))
+                inside = next(layer.children(), None) if isinstance(layer, NORMS) else None
+                if inside is None:
+                    hook = layer.register_forward_hook(record, prepend=True, with_kwargs=True)
+                    handles.append(hook)
+                else:
+                    handles += _hook_within(layer, inside, record)
         try:
             with kept_as_it_is(self.network):
                 yield
@@ -344,6 +351,23 @@ class Tap:
                 if gradient is not None:
                     of_target.append(gradient.unsqueeze(0))
         return gradients
+
+
+def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[RemovableHandle]:
+    """Record what a normalisation gives to a layer inside of it, such as its activation."""
+    began: list[tuple[Any, ...]] = []
+
+    def begin(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        began[:] = [(layer, inputs, named)]
+
+    def end(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        # The layer inside may be one of others, too.
+        return record(*began.pop(), *inputs) if began and len(inputs) == 1 else None
+
+    return [
+        layer.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+        inside.register_forward_pre_hook(end, prepend=True),
+    ]
 
 
 def _together(gradients: list[Tensor]) -> Float[Tensor, "columns batch *outputs"]:
