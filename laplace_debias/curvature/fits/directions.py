@@ -29,8 +29,8 @@ class Rows:
     """A factor of few examples, or of few directions, of which no matrix `[d, d]` is made.
 
     It is `rowsᵀ rows`, of rows `[n, *groups, d]` with n at most half of d, and an unknown rest of
-    known trace in other directions. Of more rows than `most` a sum keeps the leading directions, half as
-    many.
+    known trace in other directions. Of more rows than `most` a sum keeps the leading directions,
+    half as many.
     """
 
     rows: Float[Tensor, "n *groups d"]

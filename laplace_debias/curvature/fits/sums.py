@@ -108,10 +108,11 @@ class SideSums:
                 few.append(block)
         joined: list[Tensor] | None = []
         if few:
-            of = {"dtype": problem.dtype, "device": problem.device}
-            none = [torch.zeros(0, *b.groups, limit[b], **of) for b in few]
-            own_rows = (torch.cat([zero, *self.rows.pop(b, [])]) for b, zero in zip(few, none))
-            joined = problem.ranks.on_all(list(own_rows))
+            none = (torch.zeros(0, *b.groups, limit[b], device=problem.device) for b in few)
+            own_rows = zip(few, none, strict=True)
+            joined = problem.ranks.on_all(
+                [torch.cat([zero.to(problem.dtype), *self.rows.pop(b, [])]) for b, zero in own_rows]
+            )
         for block in list(self.rows):
             self._multiply(block)
         assert joined is not None
