@@ -9,8 +9,9 @@ import pytest
 import torch
 from cases import others_slow
 from conformance import NetworkConformance
+from networks import dense_ggn, dense_jacobian, output_hessian
 from torch import nn
-from torch.func import functional_call, hessian, jacrev
+from torch.func import jacrev
 
 from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher
 from laplace_debias.linalg import trace
@@ -92,26 +93,6 @@ def split(x, y, *sizes):
     return list(zip(x.split(sizes), y.split(sizes), strict=True))
 
 
-def output_jacobian(model, x):
-    """[N · outputs, D], by `torch.func`."""
-    names = [name for name, _ in model.named_parameters()]
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    parts = jacrev(lambda p: functional_call(model, p, (x,)).flatten())(parameters)
-    return torch.cat([parts[name].flatten(1) for name in names], dim=1)
-
-
-def loss_hessian(model, loss, x, y):
-    """Of torch's loss of all data as one batch, in all outputs, [N · outputs, N · outputs]."""
-    outputs = model(x).detach()
-    matrix = hessian(lambda f: loss(f.view_as(outputs), y))(outputs.flatten())
-    return matrix.detach()
-
-
-def dense_ggn(model, loss, x, y):
-    J = output_jacobian(model, x)
-    return J.T @ loss_hessian(model, loss, x, y) @ J
-
-
 def dense_empirical(model, loss, x, y):
     """Gradients of the summed loss, an example a row, over what the mean divides by."""
     summed = copy.copy(loss)
@@ -119,7 +100,7 @@ def dense_empirical(model, loss, x, y):
     outputs = model(x).detach().requires_grad_()
     mean, total = loss(outputs, y), summed(outputs, y)
     g = torch.autograd.grad(total, outputs)[0].flatten(1)
-    J = output_jacobian(model, x).unflatten(0, (len(x), -1))
+    J = dense_jacobian(model, x).flatten(1, -2)
     rows = torch.einsum("no,nod->nd", g, J)
     return rows.T @ rows * (mean / total).detach()
 
@@ -160,7 +141,7 @@ def mlp_factors(model, loss, x, y):
     zeros = (torch.zeros(N, 5, dtype=F64), torch.zeros(N, C, dtype=F64))
     with torch.no_grad():
         activations = [x, torch.tanh(first(x))]
-    H = loss_hessian(model, loss, x, y)
+    H = output_hessian(model, loss, x, y)
     factors = []
     for layer, a in enumerate(activations):
         J = jacrev(

@@ -1,12 +1,13 @@
 """A likelihood is a loss: operators of it have the units of the posterior's curvature."""
 
+import hand_likelihoods as hand
 import pytest
 import torch
 from torch import nn
 from torch.autograd.functional import hessian
 from torch.func import functional_call
 
-from laplace_debias import Bernoulli, Categorical, Gaussian, Laplace, MultiLabel, Quadratic
+from laplace_debias import Laplace, Quadratic
 from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher, Hessian
 
 N, POSITIONS = 7, 2
@@ -24,29 +25,23 @@ def network(num_outputs):
     return model.eval()
 
 
-def data(likelihood, shape):
-    g = generator(1)
-    x = torch.randn(*shape, 4, generator=g, dtype=torch.float64)
-    if isinstance(likelihood, Categorical):
-        y = torch.randint(3, shape, generator=g)
-        y[0] = -100
-    elif isinstance(likelihood, Gaussian):
-        y = torch.randn(*shape, 3, generator=g, dtype=torch.float64)
-    else:
-        size = 1 if isinstance(likelihood, Bernoulli) else 3
-        y = torch.randint(2, (*shape, size), generator=g).double()
-    return x, y
+# Of each likelihood the plain case and the one with most arguments.
+MOST = (
+    *("class weights and smoothing", "soft, weights, smoothing", "binary", "several labels"),
+    *("label weights", "heteroscedastic"),
+)
+CASES = hand.STANDARD | {name: hand.CASES[name] for name in MOST}
 
 
-CASES = {
-    "classification": (Categorical(), 3),
-    "regression": (Gaussian(0.5), 3),
-    "regression, one sigma an output": (Gaussian([0.5, 1.0, 2.0]), 3),
-    "binary": (Bernoulli(), 1),
-    "multilabel": (MultiLabel(), 3),
-}
+def case(name, shape):
+    """The likelihood, a network, inputs of a shape, and targets."""
+    likelihood, num_outputs, targets, _ = CASES[name]
+    x = torch.randn(*shape, 4, generator=generator(1), dtype=torch.float64)
+    return likelihood, network(num_outputs), x, targets(*shape, generator=generator(2))
+
+
 SHAPES = {"one position": (N,), "positions": (N, POSITIONS)}
-cases = pytest.mark.parametrize(("likelihood", "num_outputs"), CASES.values(), ids=CASES)
+cases = pytest.mark.parametrize("name", CASES)
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
@@ -70,8 +65,8 @@ def mean_nll(model, likelihood, x, y):
 
 @cases
 @shapes
-def test_the_hessian_is_that_of_the_mean_negative_log_likelihood(likelihood, num_outputs, shape):
-    model, (x, y) = network(num_outputs), data(likelihood, shape)
+def test_the_hessian_is_that_of_the_mean_negative_log_likelihood(name, shape):
+    likelihood, model, x, y = case(name, shape)
     value, theta = mean_nll(model, likelihood, x, y)
     operator = Hessian(model, likelihood, [(x[:4], y[:4]), (x[4:], y[4:])])
     torch.testing.assert_close(operator.to_dense(), hessian(value, theta), rtol=1e-9, atol=1e-9)
@@ -79,8 +74,8 @@ def test_the_hessian_is_that_of_the_mean_negative_log_likelihood(likelihood, num
 
 @cases
 @shapes
-def test_ggn_and_ekfac_are_the_curvature_of_the_posterior(likelihood, num_outputs, shape):
-    model, (x, y) = network(num_outputs), data(likelihood, shape)
+def test_ggn_and_ekfac_are_the_curvature_of_the_posterior(name, shape):
+    likelihood, model, x, y = case(name, shape)
     batches = [(x, y)]
     la = Laplace(model, likelihood, curvature="full", prior_precision=3.0).fit_batches(batches)
     G = GGN(model, likelihood, batches).to_dense()
@@ -95,8 +90,8 @@ def test_ggn_and_ekfac_are_the_curvature_of_the_posterior(likelihood, num_output
 
 
 @cases
-def test_the_empirical_fisher_is_that_of_the_gradients(likelihood, num_outputs):
-    model, (x, y) = network(num_outputs), data(likelihood, (N,))
+def test_the_empirical_fisher_is_that_of_the_gradients(name):
+    likelihood, model, x, y = case(name, (N,))
     operator = EmpiricalFisher(model, likelihood, [(x, y)])
     expected = 0
     for n in range(N):
@@ -107,20 +102,19 @@ def test_the_empirical_fisher_is_that_of_the_gradients(likelihood, num_outputs):
 
 
 def test_a_quadratic_of_a_likelihood_has_its_value():
-    likelihood = Gaussian(0.5)
-    model, (x, y) = network(3), data(likelihood, (N,))
+    likelihood, model, x, y = case("regression", (N,))
     value, theta = mean_nll(model, likelihood, x, y)
     quadratic = Quadratic.from_data(model, likelihood, [(x, y)])
     torch.testing.assert_close(quadratic.value, value(theta))
 
 
 def test_its_sum_is_refused_with_what_to_do():
-    likelihood = Categorical()
+    likelihood, model, x, y = case("classification", (N,))
     with pytest.raises(ValueError, match=r"mean over examples.*multiply the operator by N"):
-        GGN(network(3), likelihood, [data(likelihood, (N,))], reduction="sum")
+        GGN(model, likelihood, [(x, y)], reduction="sum")
 
 
 def test_targets_that_do_not_fit_are_refused_before_any_work():
-    x, _ = data(Categorical(), (N,))
+    likelihood, model, x, _ = case("classification", (N,))
     with pytest.raises(ValueError, match="must lie in 0"):
-        GGN(network(3), Categorical(), [(x, torch.full((N,), 3))])
+        GGN(model, likelihood, [(x, torch.full((N,), 3))])

@@ -108,56 +108,9 @@ def test_every_curvature_is_that_of_drawn_and_of_given_labels(curvature, fisher)
 # -------------------------------------------------------------- one network for each label
 
 
-class SideBySide(nn.Module):
-    def __init__(self, networks):
-        super().__init__()
-        self.networks = nn.ModuleList(networks)
-
-    def forward(self, x):
-        return torch.cat([network(x) for network in self.networks], dim=1)
-
-
 def single(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double().eval()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("curvature", "fisher"), one_axis_at_a_time(["kfac", "ekfac", "diag"], ["exact", "empirical"])
-)
-def test_labels_of_networks_of_their_own_are_binary_problems(curvature, fisher):
-    """Where no parameter serves two labels, the posterior is that of each label alone."""
-    (x, y), singles = examples(12), [single(seed) for seed in range(NUM_LABELS)]
-    options = {"curvature": curvature, "fisher": fisher, "prior_precision": DELTA}
-    joint = Laplace(SideBySide(singles), "multilabel", **options)
-    alone = [Laplace(model, "binary", **options) for model in singles]
-    for la, labels in ((joint, y), *zip(alone, y.T, strict=True)):
-        la.fit([(x[:6], labels[:6]), (x[6:], labels[6:])], mode="debiased", num_data=99)
-    covariance = joint.functional(x)[1]
-    variances = torch.cat([la.functional(x)[1][:, 0] for la in alone], dim=1)
-    close(covariance, torch.diag_embed(variances))
-    for method in ("glm", "map"):
-        close(
-            joint.predict(x, method).mean,
-            torch.stack([la.predict(x, method).probs for la in alone], 1),
-        )
-    reports = [la.evaluate([(x, labels)]) for la, labels in zip(alone, y.T, strict=True)]
-    report = joint.evaluate([(x, y)])
-    for name, combine in (
-        ("nll", sum),
-        ("accuracy", mean_of),
-        ("brier", mean_of),
-        ("mean_entropy", sum),
-    ):
-        expected = combine([single[name] for single in reports])
-        assert report[name] == pytest.approx(expected, rel=1e-6)
-    total = sum(la.log_marginal_likelihood() for la in alone)
-    close(joint.log_marginal_likelihood(), total)
-
-
-def mean_of(values):
-    return sum(values) / len(values)
 
 
 def test_one_label_is_the_binary_likelihood():

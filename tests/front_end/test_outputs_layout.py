@@ -3,11 +3,12 @@
 import itertools
 import warnings
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call, hessian, jacrev
+from torch.autograd.functional import hessian
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Gaussian, Laplace
@@ -91,20 +92,10 @@ def test_nobody_is_asked_where_one_reading_fits():
 
 def dense_ggn(model, x, loss):
     """Σ_n Jᵀ ∇² ℓ_n J from torch's own channel-first loss, one example at a time, `[D, D]`."""
-    names = [name for name, _ in model.named_parameters()]
-    at = {name: p.detach() for name, p in model.named_parameters()}
-    total = 0
-    for n in range(len(x)):
-
-        def outputs(values, n=n):
-            return functional_call(model, values, (x[n : n + 1],))[0].flatten()
-
-        jacobian = jacrev(outputs)(at)
-        J = torch.cat([jacobian[name].flatten(1) for name in names], 1)
-        f = model(x[n : n + 1]).detach()
-        H = hessian(lambda flat, n=n, f=f: loss(flat.view_as(f), n))(f.flatten())
-        total = total + J.T @ H @ J
-    return total
+    f = model(x).detach()
+    H = [hessian(lambda o, n=n: loss(o, n), f[n : n + 1]) for n in range(len(x))]
+    J = oracle.flat_jacobian(model, x, [name for name, _ in model.named_parameters()])
+    return torch.einsum("nid,nij,nje->de", J, torch.stack(H).view(len(x), J.shape[1], -1), J)
 
 
 @pytest.mark.parametrize("curvature", ["full", "diag"])
@@ -129,9 +120,8 @@ def test_predictions_have_the_classes_last():
     la = Laplace(model, curvature="full", class_dim=1, prior_precision=DELTA)
     la.fit_batches([(x, y)])
     f = model(x).detach().transpose(1, 2)
-    at = {name: p.detach() for name, p in model.named_parameters()}
-    jacobian = jacrev(lambda v: functional_call(model, v, (x,)).transpose(1, 2).flatten(1))(at)
-    J = torch.cat([j.flatten(2) for j in jacobian.values()], 2)
+    names = [f"model.{name}" for name, _ in model.named_parameters()]
+    J = oracle.flat_jacobian(Moved(model), x, names)
     covariance = J @ torch.linalg.inv(posterior(la)) @ J.mT
     same(la.functional(x)[0], f)
     same(la.functional(x)[1], covariance)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from laplace_debias import Bernoulli, Categorical, HeteroscedasticGaussian, MultiLabel
+from laplace_debias import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, MultiLabel
 
 W3, P3 = (0.5, 2.0, 1.25), (3.0, 0.4, 1.0)
 IGNORED = -100
@@ -45,6 +45,17 @@ def normal(f, y):
     return total
 
 
+def gaussian(*sigma):
+    def of_one(f, y):
+        total = 0.0
+        for c in range(len(f)):
+            s = sigma[c % len(sigma)]
+            total = total + ((y[c] - f[c]) / s) ** 2 / 2 + 0.5 * math.log(2 * math.pi * s**2)
+        return total
+
+    return of_one
+
+
 def soft(*shape, generator):
     y = torch.rand(*shape, 3, generator=generator, dtype=torch.float64)
     return y / y.sum(-1, keepdim=True)
@@ -73,6 +84,12 @@ def reals(size):
 
 
 # Likelihood, number of outputs, targets of a shape, the loss of one example.
+STANDARD = {
+    "classification": (Categorical(), 3, indices, cross_entropy),
+    "one logit": (Bernoulli(), 1, zero_one(1), binary),
+    "regression": (Gaussian(0.7), 3, reals(3), gaussian(0.7)),
+    "one sigma an output": (Gaussian([0.3, 1.0, 2.0]), 3, reals(3), gaussian(0.3, 1.0, 2.0)),
+}
 CASES = {
     "class weights": (
         Categorical(class_weights=W3), 3, indices, lambda f, y: cross_entropy(f, y, W3),

@@ -153,11 +153,15 @@ def dense_jacobian(model, x, names=None):
     return jacobian(function_of(model, names, x), flatten(model, names))
 
 
+def output_hessian(model, loss, x, y):
+    """Of the loss of all data as one batch, in all outputs, [N · outputs, N · outputs]."""
+    outputs = model(x).detach()
+    return hessian(lambda o: loss(o, y), outputs).reshape(outputs.numel(), outputs.numel())
+
+
 def dense_ggn(model, loss, x, y, names=None):
     J = dense_jacobian(model, x, names).flatten(0, -2)
-    outputs = model(x).detach()
-    H = hessian(lambda o: loss(o, y), outputs).reshape(len(J), len(J))
-    return J.T @ H @ J
+    return J.T @ output_hessian(model, loss, x, y) @ J
 
 
 def close(operator, dense):
