@@ -13,6 +13,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from laplace_debias.metrics.checks import check_classification
+from laplace_debias.system.checks import whole
 
 Probs = Float[Tensor, "n *classes"]
 Labels = Integer[Tensor, " n"]
@@ -63,7 +64,7 @@ def _of_equal_bins(
     # torchmetrics takes seconds to import: only what uses it waits for it.
     from torchmetrics.functional.classification import multiclass_calibration_error
 
-    check_num_bins(num_bins)
+    whole(num_bins, "num_bins")
     probs, labels = check_classification(probs, labels)
     error = multiclass_calibration_error(
         probs, labels, probs.shape[1], n_bins=num_bins, norm=norm, validate_args=False
@@ -82,7 +83,7 @@ def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Te
         Nixon, Dusenberry, Zhang, Jerfel, Tran. Measuring calibration in deep learning. CVPR
         workshops, 2019.
     """
-    check_num_bins(num_bins)
+    whole(num_bins, "num_bins")
     confidences, right = confidence_and_right(probs, labels)
     _, index, counts = confidences.unique(return_inverse=True, return_counts=True)
     # Whole numbers are exact: a quotient of two of them has torch's default dtype.
@@ -103,7 +104,7 @@ def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Ten
         obtaining well-calibrated multi-class probabilities with Dirichlet calibration. NeurIPS,
         2019, equation 3.
     """
-    check_num_bins(num_bins)
+    whole(num_bins, "num_bins")
     probs, labels = check_classification(probs, labels)
     probs = probs.double()
     first = num_bins * torch.arange(probs.shape[1], device=probs.device)
@@ -135,8 +136,7 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
         Błasiok, Nakkiran. Smooth ECE: principled reliability diagrams via kernel smoothing. ICLR,
         2024, definitions 3 and 4.
     """
-    if num_points < 2:
-        raise ValueError(f"`num_points` is {num_points}; expected at least 2, for example 2048.")
+    whole(num_points, "num_points", least=2)
     confidences, right = confidence_and_right(probs, labels)
     position = confidences * num_points
     lower = position.long().clamp(0, num_points - 1)
@@ -199,7 +199,7 @@ def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> Relia
     Reference:
         Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML, 2017.
     """
-    check_num_bins(num_bins)
+    whole(num_bins, "num_bins")
     probs, labels = check_classification(probs, labels)
     confidences, predictions = probs.max(dim=1)
     edges = torch.linspace(0, 1, num_bins + 1, dtype=probs.dtype, device=probs.device)
@@ -230,9 +230,3 @@ def _equal_bins(values: Float[Tensor, "*n"], num_bins: int) -> Integer[Tensor, "
     """Indices of equal intervals `[lower, upper)` of [0, 1]; 1 belongs to the last one."""
     edges = torch.linspace(0, 1, num_bins + 1, dtype=values.dtype, device=values.device)
     return torch.bucketize(values, edges, right=True).sub(1).clamp(0, num_bins - 1)
-
-
-def check_num_bins(num_bins: int) -> None:
-    """Raise ValueError if there is not at least one bin."""
-    if num_bins < 1:
-        raise ValueError(f"`num_bins` is {num_bins}; expected at least 1, for example 15.")

@@ -1,7 +1,6 @@
 """A number with its confidence interval, and intervals in closed form."""
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -37,22 +36,6 @@ class Interval(float):
     def is_known(self) -> bool:
         """Whether the interval has ends."""
         return not (math.isnan(self.low) or math.isnan(self.high))
-
-    def __float__(self) -> float:
-        return float.__add__(self, 0.0)
-
-    def __reduce__(self) -> tuple[type["Interval"], tuple[float, float, float]]:
-        return type(self), (self.value, self.low, self.high)
-
-    def __eq__(self, other: Any) -> bool:
-        if isinstance(other, Interval) and float.__eq__(self, other):
-            return repr((self.low, self.high)) == repr((other.low, other.high))
-        return float.__eq__(self, other)
-
-    def __ne__(self, other: Any) -> bool:
-        return not self == other
-
-    __hash__ = float.__hash__
 
     def __repr__(self) -> str:
         return f"Interval({self.value!r}, {self.low!r}, {self.high!r})"

@@ -14,6 +14,7 @@ from torch.special import ndtr, ndtri
 
 from laplace_debias.metrics.checks import check_level, check_real
 from laplace_debias.metrics.classification import Reduction, reduced
+from laplace_debias.system.checks import whole
 
 Real = Float[Tensor, "n *outputs"]
 
@@ -152,8 +153,7 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
         Kuleshov, Fenner, Ermon. Accurate uncertainties for deep learning using calibrated
         regression. ICML, 2018, section 3.5; absolute values instead of squares.
     """
-    if num_levels < 1:
-        raise ValueError(f"`num_levels` is {num_levels}; expected at least 1, for example 99.")
+    whole(num_levels, "num_levels")
     check_real({"pit": pit})
     if pit.min() < 0 or pit.max() > 1:
         raise ValueError(

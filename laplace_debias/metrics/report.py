@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Report(dict[str, Interval]):
     """Metrics by name, each a float with the ends of its confidence interval.
 
-    It keeps what each example contributes, for `compare`. Copied into a plain `dict`, written as
-    JSON or pickled it is the numbers alone.
+    It keeps what each example contributes, for `compare`. Copied into a plain `dict` or written as
+    JSON it is the numbers alone.
 
     Attributes:
         level: Coverage aimed at.
@@ -37,9 +37,6 @@ class Report(dict[str, Interval]):
         self.level = level
         self._statistics = dict(statistics or {})
         self._targets = targets
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (dict(self), self.level)
 
     def to_frame(self) -> "DataFrame":
         """A pandas table with a row for each metric and the columns `value`, `low`, `high`.
@@ -132,11 +129,6 @@ def compare(a: Report, b: Report) -> Report:
         if not isinstance(report, Report):
             raise TypeError(
                 f"`{name}` is a {type(report).__name__}; expected what `evaluate` returns."
-            )
-        if report and not report._statistics:
-            raise ValueError(
-                f"`{name}` has its numbers alone, not what each example contributed, as after "
-                "pickling. Pass what `evaluate` returned."
             )
     if a.level != b.level:
         raise ValueError(f"`a` has level {a.level} and `b` {b.level}; expected the same.")

@@ -144,9 +144,9 @@ def test_empty_input_and_bad_labels_are_refused(metric):
 
 @pytest.mark.parametrize("metric", [metrics.ece_equal_mass, metrics.mce, metrics.classwise_ece])
 def test_fewer_than_one_bin_is_refused(metric):
-    with pytest.raises(ValueError, match="`num_bins` is 0"):
+    with pytest.raises(ValueError, match="num_bins must be at least 1"):
         metric(torch.full((2, 2), 0.5), torch.tensor([0, 1]), 0)
-    with pytest.raises(ValueError, match="`num_points` is 1"):
+    with pytest.raises(ValueError, match="num_points must be at least 2"):
         metrics.smooth_ece(torch.full((2, 2), 0.5), torch.tensor([0, 1]), 1)
 
 

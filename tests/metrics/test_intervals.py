@@ -58,11 +58,8 @@ def test_an_interval_is_its_value():
     assert torch.tensor([interval]).item() == 0.25
 
 
-def test_intervals_are_the_same_if_their_ends_are():
+def test_copies_of_an_interval_keep_its_ends():
     interval = metrics.Interval(0.5, 0.0, 1.0)
-    assert interval == metrics.Interval(0.5, 0.0, 1.0)
-    assert interval != metrics.Interval(0.5, 0.0, 0.9)
-    assert metrics.Interval(0.5) == metrics.Interval(0.5)
     for copied in (pickle.loads(pickle.dumps(interval)), copy.deepcopy(interval)):
         assert copied == interval
         assert repr(copied) == "Interval(0.5, 0.0, 1.0)"

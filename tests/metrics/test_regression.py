@@ -124,7 +124,7 @@ GOOD = torch.ones(3)
         (lambda: metrics.gaussian_interval(GOOD, GOOD, 95), "`level` is 95"),
         (lambda: metrics.interval_coverage(GOOD, 0 * GOOD, GOOD), "`high` below `low`"),
         (lambda: metrics.quantile_calibration_error(2 * GOOD), "`pit` lies in"),
-        (lambda: metrics.quantile_calibration_error(GOOD, 0), "`num_levels` is 0"),
+        (lambda: metrics.quantile_calibration_error(GOOD, 0), "num_levels must be at least 1"),
         (lambda: metrics.gaussian_nll(GOOD, GOOD, GOOD, reduction="sum"), "`reduction` is 'sum'"),
     ],
 )

@@ -26,7 +26,8 @@ def test_it_is_a_dict_of_floats():
     assert json.loads(json.dumps(report)) == {name: value.value for name, value in report.items()}
     assert report["nll"] == pytest.approx(metrics.nll(probs, labels).item())
     copied = pickle.loads(pickle.dumps(report))
-    assert copied == report
+    assert copied.rows() == report.rows()
+    assert metrics.compare(report, copied)["nll"].value == 0
     assert copied.level == report.level
 
 
@@ -105,8 +106,6 @@ def test_what_cannot_be_paired_is_refused():
         metrics.compare(
             metrics.evaluate(a, labels, {"x": OOD}), metrics.evaluate(b, labels, {"x": OOD[:9]})
         )
-    with pytest.raises(ValueError, match="after pickling"):
-        metrics.compare(report, pickle.loads(pickle.dumps(report)))
     with pytest.raises(TypeError, match="`b` is a dict"):
         metrics.compare(report, dict(report))
     with pytest.raises(ValueError, match="labelled"):
