@@ -55,8 +55,6 @@ def chosen_examples(
         "most_uncertain": (ranking, _uncertainty(tables[ranking], task)),
         "most_confidently_wrong": (network, _wrong(tables[network], task)),
     }
-    if others:
-        rankings["most_changed"] = (ranking, _change(tables[ranking], tables[network], task))
     return {
         name: {
             "method": method,
@@ -100,15 +98,6 @@ def _wrong(table: Mapping[str, Tensor], task: str) -> Tensor:
         return confidence.where(chosen != labels, -torch.inf).amax(1)
     top = probs.max(1)
     return top.values.where(top.indices != labels, -torch.inf)
-
-
-def _change(table: Mapping[str, Tensor], network: Mapping[str, Tensor], task: str) -> Tensor:
-    at = torch.searchsorted(network["index"].contiguous(), table["index"].contiguous())
-    if task == "regression":
-        spread = _rows(table["standard_deviation"]), _rows(network["standard_deviation"])[at]
-        return (spread[0] - spread[1]).abs().amax(1)
-    distance = (table["probs"] - network["probs"][at]).abs()
-    return distance.amax(1) if task == "multilabel" else 0.5 * distance.sum(1)
 
 
 def _described(tables: Mapping[str, Mapping[str, Tensor]], index: int, task: str) -> dict[str, Any]:

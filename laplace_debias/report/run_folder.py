@@ -57,12 +57,11 @@ class Run:
     test: DataSet
     rows: pd.DataFrame
     differences: pd.DataFrame
-    recommended: Mapping[str, Any] | None = None
 
     @property
     def is_regression(self) -> bool:
         """Whether the targets are numbers."""
-        return self.meta["task"] in ("regression", "heteroscedastic")
+        return self.meta["task"] == "regression"
 
     @property
     def shifts(self) -> list[DataSet]:
@@ -122,9 +121,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     metrics = read_json(measured)
     with _telling_of(measured):
         tables = [_table(metrics[name]) for name in ("rows", "differences")]
-    return Run(
-        folder, meta, methods, sets, tests[0], tables[0], tables[1], metrics.get("recommended")
-    )
+    return Run(folder, meta, methods, sets, tests[0], *tables)
 
 
 def predictions_path(folder: Path, method: str, data: str) -> Path:

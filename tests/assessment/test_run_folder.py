@@ -39,7 +39,7 @@ def test_every_file_of_the_contract_is_there(run_of_images):
     for key in ("last-layer", "laplace"):
         expected |= {f"posteriors/{key}.safetensors", f"sweeps/{key}.json"}
     examples = read(run_of_images, "examples.json")
-    groups = ("most_uncertain", "most_confidently_wrong", "most_changed")
+    groups = ("most_uncertain", "most_confidently_wrong")
     expected |= {f"examples/{e['index']}.png" for group in groups for e in examples[group]}
     assert found == expected
 
@@ -213,7 +213,6 @@ def test_the_examples_are_the_extremes(run_of_images, images):
     assert examples["chosen_by"] == {
         "most_uncertain": "last-layer",
         "most_confidently_wrong": "network",
-        "most_changed": "last-layer",
     }
     by_entropy = last.sort_values("entropy", ascending=False)["index"].tolist()
     assert [e["index"] for e in examples["most_uncertain"]] == by_entropy[:12]
@@ -222,9 +221,7 @@ def test_the_examples_are_the_extremes(run_of_images, images):
     wrong = [(float(row.max()), i) for i, row in enumerate(p) if row.argmax() != labels[i]]
     expected = [i for _, i in sorted(wrong, reverse=True)[:12]]
     assert [e["index"] for e in examples["most_confidently_wrong"]] == expected
-    distance = 0.5 * (probs_of(last) - p).abs().sum(1)
-    first = examples["most_changed"][0]
-    assert first["index"] == int(distance.argmax())
+    first = examples["most_uncertain"][0]
     assert first["label"] == int(labels[first["index"]])
     (top_class, top), *rest = first["probs"]["network"]
     assert top_class == int(p[first["index"]].argmax())

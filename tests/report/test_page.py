@@ -71,9 +71,9 @@ def test_every_picture_is_a_file_and_in_the_page(folder, page):
     first, *others = re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', page)
     assert sorted(others) == sorted(names)
     assert first == "first-reliability-test-network"
-    for kind in ("reliability", "risk-coverage", "roc", "uncertainty", "severity"):
+    for kind in ("reliability", "risk-coverage", "uncertainty", "severity"):
         assert any(name.startswith(kind) for name in names), kind
-    assert {"sweep-laplace", "sweep-last-layer", "time", "memory"} <= names
+    assert {"sweep-laplace", "sweep-last-layer"} <= names
     for path in (folder / "pictures").iterdir():
         ElementTree.parse(path)  # a file that programs can read
 
@@ -109,7 +109,7 @@ def test_ids_are_unique_and_what_refers_to_them_finds_them(page):
     inner |= set(re.findall(r"url\(#([^)]+)\)", page))
     inner |= set(re.findall(r'aria-(?:describedby|labelledby)="([^"]+)"', page))
     assert inner <= set(seen.ids)
-    assert any(name.startswith("roc-digits-") for name in inner)
+    assert any(name.startswith("severity-nll-") for name in inner)
 
 
 def test_nothing_is_asked_for_from_outside(page):
@@ -143,7 +143,7 @@ def test_names_of_methods_are_text_in_pictures_too(tmp_path):
     for path in (folder / "pictures").iterdir():
         ElementTree.parse(path)
     # Dollars are not read as mathematics.
-    assert "$x_1$" in (folder / "pictures" / "time.svg").read_text()
+    assert "$x_1$" in (folder / "pictures" / "uncertainty-digits.svg").read_text()
 
 
 def test_colours_are_those_of_the_theme(page):
@@ -204,11 +204,11 @@ def test_a_small_run_has_no_empty_frames(tmp_path):
     assert not re.search(r"<tbody>\s*</tbody>", text)
 
 
-def test_a_regression_has_quantiles_intervals_and_residuals(tmp_path):
+def test_a_regression_has_intervals_and_residuals(tmp_path):
     folder = make_run(tmp_path / "run", "regression", n=200, shifts=False, pictures=False)
     text = written(folder)
     names = {path.stem for path in (folder / "pictures").iterdir()}
-    assert {"coverage", "residuals", "quantiles-network", "sweep-laplace"} <= names
+    assert {"coverage", "residuals", "sweep-laplace"} <= names
     assert not any(name.startswith(("reliability", "risk")) for name in names)
     assert " ± " in text
 
@@ -319,4 +319,4 @@ def test_the_page_of_a_run_that_was_computed(tmp_path, task):
     assert 'id="examples"' in text
     assert ('id="calibration"' in text) == (task != "multilabel")
     names = set(re.findall(r'id="picture-([\w.-]+)"', text))
-    assert {"time", "memory", "sweep-last-layer", "sweep-laplace"} <= names
+    assert {"sweep-last-layer", "sweep-laplace"} <= names

@@ -2,9 +2,7 @@
 
 import math
 import re
-from dataclasses import replace
 
-import a_run
 import numpy as np
 import pandas as pd
 import pytest
@@ -17,7 +15,6 @@ from laplace_debias.report.page.table import (
     difference_tables,
     full_tables,
     main_table,
-    recommended_table,
 )
 from laplace_debias.report.run_folder import read_run
 
@@ -35,34 +32,6 @@ def run(folder):
 @pytest.fixture(scope="module")
 def numbers_run(tmp_path_factory):
     return read_run(make_run(tmp_path_factory.mktemp("numbers") / "run", "regression", n=400))
-
-
-def test_the_recommended_score_stands_beside_the_networks_entropy(tmp_path, run):
-    """With the paired difference; the figures are those of the measured run."""
-    assert recommended_table(run) is None
-    folder = a_run.make_run(tmp_path / "run", num_test=60, num_ood=40, severities=())
-    measured = read_run(folder)
-    chosen = {"method": "laplace", "score": "variance"}
-    table = recommended_table(replace(measured, recommended=chosen))
-    assert [column.where for column in table.columns] == ["shuffled", "static"]
-    assert [method.label for method, _ in table.rows] == [
-        "Network: entropy",
-        "Laplace, all parameters: variance, recommended",
-        "Difference, paired",
-    ]
-    for frame, number_of, (_, cells) in zip(
-        (measured.rows, measured.rows, measured.differences), range(3), table.rows, strict=True
-    ):
-        key = ("network", "entropy") if number_of == 0 else ("laplace", "variance")
-        for name, cell in zip(("shuffled", "static"), cells, strict=True):
-            row = frame[(frame["set"] == name) & (frame["metric"] == "auroc")]
-            row = row[(row["method"] == key[0]) & (row["score"] == key[1])]
-            assert numbers_in(cell.value.replace("−", "-").replace("+", "")) == pytest.approx(
-                [row["value"].item()], abs=0.006
-            )
-            assert bool(cell.verdict) == (number_of == 2)
-    same = {"method": "network", "score": "entropy"}
-    assert len(recommended_table(replace(measured, recommended=same)).rows) == 1
 
 
 @pytest.fixture
@@ -121,17 +90,6 @@ def test_risk_coverage_is_the_error_rate_of_those_kept(folder, run, drawn):
         assert min(near) - 0.06 <= risk <= max(near) + 0.06
 
 
-def test_roc_counts_what_is_found_and_false_alarms(folder, run, drawn):
-    picture = ood.roc(run, looks_of(run), "digits")
-    familiar = predictions(folder, "temperature")["entropy"].to_numpy()
-    strange = predictions(folder, "temperature", "digits")["entropy"].to_numpy()
-    told = [numbers_in(p.text) for p in picture.points if p.method == "temperature"]
-    assert len(told) == 19
-    for found, alarms in told:
-        threshold = np.quantile(familiar, 1 - alarms / 100)
-        assert found == pytest.approx(100 * np.mean(strange >= threshold), abs=1.5)
-
-
 def test_histograms_of_uncertainty_add_up(run, drawn):
     picture = ood.score_histograms(run, looks_of(run), "digits")
     shares = [numbers_in(point.text)[0] for point in picture.points]
@@ -148,16 +106,6 @@ def test_severity_has_a_point_for_each_severity_with_its_interval(run, drawn):
     assert len(told) == 6
     for found, row in zip(told, rows.itertuples(), strict=True):
         assert found == pytest.approx([row.value, row.low, row.high], rel=0.02)
-
-
-def test_quantiles_count_the_targets_below(numbers_run, drawn):
-    picture = calibration.quantiles(numbers_run, looks_of(numbers_run)["laplace"])
-    table = predictions(numbers_run.folder, "laplace")
-    standard_normal = {5: -1.6448536, 50: 0.0, 90: 1.2815516}
-    told = dict(numbers_in(point.text) for point in picture.points)
-    for level, z in standard_normal.items():
-        below = table["target"] <= table["mean"] + z * table["standard_deviation"]
-        assert told[level] == pytest.approx(100 * below.mean(), abs=0.051)
 
 
 def test_coverage_counts_the_targets_within(numbers_run, drawn):

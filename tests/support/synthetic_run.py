@@ -273,7 +273,7 @@ def _sweep(best):
 
 
 def _examples(task, tables, methods, pictures):
-    groups = ("most_uncertain", "most_confidently_wrong", "most_changed")
+    groups = ("most_uncertain", "most_confidently_wrong")
     found = {}
     for start, group in enumerate(groups):
         entries = []

@@ -1,4 +1,4 @@
-"""Whether predicted distributions are right: class probabilities, quantiles, intervals."""
+"""Whether predicted distributions are right: class probabilities, intervals, residuals."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-from scipy.stats import binom, binomtest, norm
+from scipy.stats import binomtest, norm
 
 from laplace_debias.metrics import reliability_curve, risk_coverage_curve
 from laplace_debias.report.names import number, significant
@@ -20,7 +20,6 @@ from laplace_debias.report.page.panel import (
     percent_axes,
 )
 from laplace_debias.report.run_folder import Run
-from laplace_debias.report.style import INK
 
 _BINS = 15
 _LEVELS = np.linspace(0.05, 0.95, 19)
@@ -140,30 +139,6 @@ def _risk_curve(probs: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.n
 
 def _percent(share: float) -> str:
     return f"{number(100 * share, 1)} %"
-
-
-def quantiles(run: Run, look: Look) -> Picture | None:
-    """Share of targets below each predicted quantile, with the 95 % range of a calibrated one."""
-    found = _residuals(run, look.key)
-    if found is None:
-        return None
-    below = norm.cdf(found[0] / found[1])
-    observed = (below[:, None] <= _LEVELS).mean(0)
-    low, high = np.array(binom.interval(0.95, len(below), _LEVELS)) / len(below)
-    panel = Panel(f"quantiles-{look.key}")
-    ax = panel.axes[0]
-    ax.fill_between(_LEVELS, low, high, color=INK, alpha=0.13, linewidth=0)
-    draw_diagonal(ax)
-    ax.plot(_LEVELS, observed, color=look.colour, marker=look.marker, markersize=4, lw=1.4)
-    _percent_axes(ax, "Quantile that was predicted", "Targets below it")
-    texts = [
-        f"quantile {100 * q:.0f} %\n{100 * o:.1f} % of the targets below it"
-        for q, o in zip(_LEVELS, observed, strict=True)
-    ]
-    panel.note(ax, look.key, _LEVELS, observed, texts)
-    note = f"mean gap {_percent(np.abs(observed - _LEVELS).mean())}"
-    alt = f"Calibration of the quantiles of {look.label}: {note}."
-    return panel.finish(look.label, alt, method=look.key, note=note)
 
 
 def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:

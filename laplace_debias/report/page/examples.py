@@ -25,7 +25,6 @@ _GROUPS = {
         "Mistakes that “{method}” is surest of. Look for wrong labels first, then for what these "
         "have in common.",
     ),
-    "most_changed": ("Most changed", "Where “{method}” and “{network}” differ most."),
 }
 
 
@@ -39,7 +38,7 @@ def example_groups(run: Run) -> list[dict[str, Any]]:
         by = chosen.get("chosen_by", {}).get(key, run.methods[-1].key)
         shown = {method: labels[method] for method in (network.key, by)}
         if examples := [_example(run, entry, shown) for entry in chosen.get(key, ())]:
-            text = reads.format(method=labels[by], network=network.label)
+            text = reads.format(method=labels[by])
             groups.append({"title": title, "reads": text, "examples": examples})
     return groups
 

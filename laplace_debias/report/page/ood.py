@@ -1,20 +1,16 @@
-"""Pictures of familiar against strange examples: how uncertain each are, and ROC curves."""
+"""Pictures of familiar against strange examples: how uncertain each are."""
 
 from typing import Any
 
 import numpy as np
-from sklearn.metrics import roc_curve
 
 from laplace_debias.report.names import number, significant
-from laplace_debias.report.page.panel import Look, Panel, Picture, draw_diagonal, percent_axes
-from laplace_debias.report.page.table import of_metric
+from laplace_debias.report.page.panel import Look, Panel, Picture
 from laplace_debias.report.run_folder import Run
 from laplace_debias.report.style import INK
 
 _BINS = 40
 _ROW = 1.42
-_RATES = np.linspace(0, 1, 151)
-_FALSE_ALARMS = np.linspace(0.05, 0.95, 19)
 _NAMES = {
     "epistemic": "Predicted standard deviation without the noise",
     "entropy": "Entropy of the predictive (nats)",
@@ -67,36 +63,6 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
     ax.spines["left"].set_visible(False)
     alt = f"Histograms of uncertainty, test and {data}; medians: {'; '.join(medians)}."
     return panel.finish("Uncertainty", alt)
-
-
-def roc(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
-    """ROC curves of all methods: out-of-distribution examples detected against false alarms."""
-    panel = Panel(f"roc-{data}")
-    ax = panel.axes[0]
-    draw_diagonal(ax)
-    areas = []
-    area = of_metric(run.rows, data, "auroc")["value"]
-    for key, look in methods.items():
-        familiar, strange = (_scores(run, key, name) for name in (run.test.name, data))
-        if familiar is None or strange is None:
-            continue
-        is_strange = np.repeat([0, 1], [len(familiar), len(strange)])
-        false, true, _ = roc_curve(is_strange, np.concatenate([familiar, strange]))
-        panel.of(key, *ax.plot(_RATES, np.interp(_RATES, false, true), lw=1.6, **look.line))
-        detected = np.interp(_FALSE_ALARMS, false, true)
-        texts = [
-            f"{look.label}\nfinds {100 * t:.0f} % at {100 * f:.0f} % false alarms"
-            for f, t in zip(_FALSE_ALARMS, detected, strict=True)
-        ]
-        panel.note(ax, key, _FALSE_ALARMS, detected, texts)
-        areas.append(look.label + (f" {number(area[key], 3)}" if key in area else ""))
-    if not areas:
-        return None
-    ax.set(xlim=(0, 1), ylim=(0, 1.005), xlabel="False alarms among test examples")
-    ax.set_ylabel(f"Found of {data}" if len(data) < 25 else "Found")
-    percent_axes(ax.xaxis, ax.yaxis)
-    alt = f"ROC curves of {data} against the test set; area below: {', '.join(areas)}."
-    return panel.finish("ROC", alt)
 
 
 def _score(run: Run) -> str:

@@ -1,15 +1,13 @@
 """The page's pictures from top to bottom: sections with what they mean."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from laplace_debias.metrics import METRICS
-from laplace_debias.report.names import decimals, duration, known_first, number, size
+from laplace_debias.report.names import decimals, known_first, number
 from laplace_debias.report.page import calibration, ood, posterior
 from laplace_debias.report.page.panel import Look, Panel, Picture
-from laplace_debias.report.run_folder import Method, Run
-from laplace_debias.report.style import INK
+from laplace_debias.report.run_folder import Run
 
 _BY_SEVERITY = ("accuracy", "nll", "overconfidence", "brier", "rmse", "scaled_error", "crps")
 _MOST_METRICS = 4
@@ -37,7 +35,7 @@ class Section:
 def sections(run: Run, looks: dict[str, Look]) -> list[Section]:
     """The sections for which the run has something to show."""
     judged = _regression(run, looks) if run.is_regression else _classification(run, looks)
-    parts = [_ood(run, looks), _severity(run, looks), _tuning(run, looks), _costs(run, looks)]
+    parts = [_ood(run, looks), _severity(run, looks), _tuning(run, looks)]
     return [part for part in [*judged, *parts] if part.groups]
 
 
@@ -86,14 +84,6 @@ def _regression(run: Run, looks: dict[str, Look]) -> list[Section]:
     return [
         _section(
             "calibration",
-            "Are the predicted distributions right?",
-            "Of all targets, 10 % should lie below the predicted 10 % quantile, and so on.",
-            "On the dashed line, quantiles are right; the grey band is where a calibrated "
-            "method lies in 95 % of test sets. An S-shape: too wide or too narrow.",
-            [calibration.quantiles(run, look) for look in looks.values()],
-        ),
-        _section(
-            "intervals",
             "Do the intervals contain as many targets as they should?",
             "",
             "Coverage: above the dashed line, intervals contain more targets than "
@@ -110,30 +100,17 @@ def _ood(run: Run, looks: dict[str, Look]) -> Section:
         _group(
             f"{data.kind.capitalize()}: {data.name}" if data.kind else data.name,
             "Uncertainty of the test set (line) and of this set (filled), heights as square "
-            "roots: the less they overlap, the better. ROC: how many strange examples are "
-            "found at how many false alarms; up and to the left is better.",
-            [ood.score_histograms(run, looks, data.name), ood.roc(run, looks, data.name)],
+            "roots: the less they overlap, the better.",
+            [ood.score_histograms(run, looks, data.name)],
         )
         for data in run.ood
     ]
-    groups += [
-        _group(
-            f"Not out-of-distribution: the test set at severity {data.severity}",
-            "The same test examples, corrupted (filled): still of the known classes, so that "
-            "nothing is to be detected. Uncertainty should grow as accuracy falls.",
-            [ood.score_histograms(run, looks, data.name)],
-        )
-        for data in run.shifts[-1:]
-    ]
-    title = (
-        "Does it notice what it does not know?" if run.ood else "Does doubt grow with the shift?"
-    )
     lead = (
         "Near sets look like the training data but are of other classes; far sets do not look like "
         "it."
     )
     shown = tuple(group for group in groups if group.pictures)
-    return Section("ood", title, lead if run.ood else "", shown)
+    return Section("ood", "Does it notice what it does not know?", lead, shown)
 
 
 def _severity(run: Run, looks: dict[str, Look]) -> Section:
@@ -158,27 +135,6 @@ def _tuning(run: Run, looks: dict[str, Look]) -> Section:
         "The line marks the tuned value, the grey range all values within one standard "
         "error of the best: a wide range means that the choice hardly matters.",
         [posterior.sweep(run, look) for look in looks.values()],
-    )
-
-
-def _costs(run: Run, looks: dict[str, Look]) -> Section:
-    seconds = [(m, sum(m.seconds.values())) for m in run.methods if m.seconds]
-    stages = [
-        "\n".join([m.label, *(f"{stage} {duration(value)}" for stage, value in m.seconds.items())])
-        for m, _ in seconds
-    ]
-    kept = [(m, float(m.num_bytes)) for m in run.methods if m.num_bytes is not None]
-    memory = [f"{m.label}\n{size(value)}" for m, value in kept]
-    return _section(
-        "cost",
-        "What does it cost?",
-        "",
-        "Shorter is cheaper. Time is that of this run: fitting, tuning and all "
-        "predictions. Memory is what a method keeps besides the network.",
-        [
-            _bars("Time", seconds, stages, duration, looks),
-            _bars("Memory", kept, memory, size, looks),
-        ],
     )
 
 
@@ -234,30 +190,3 @@ def _interval(value: float, low: float, high: float) -> str:
     if not high >= low:
         return number(value, places)
     return f"{number(value, places)} ({number(low, places)} … {number(high, places)})"
-
-
-def _bars(
-    title: str,
-    rows: list[tuple[Method, float]],
-    texts: list[str],
-    tell: Callable[[float], str],
-    looks: dict[str, Look],
-) -> Picture | None:
-    """A bar for each method, its value above the end."""
-    most = max((value for _, value in rows), default=0)
-    if most <= 0:
-        return None
-    panel = Panel(title.lower(), 0.15 + 0.45 * len(rows))
-    ax = panel.axes[0]
-    written: Any = {"va": "bottom", "fontsize": 9, "color": INK}
-    for place, (method, value) in enumerate(rows):
-        bar = ax.barh(place, value, height=0.3, color=looks[method.key].colour)
-        label = ax.text(0, place - 0.21, method.label, **written)
-        figure = ax.text(most, place - 0.21, tell(value), ha="right", **written)
-        panel.of(method.key, *bar, label, figure)
-        panel.note(ax, method.key, [value], [place], [texts[place]])
-    ax.set(xlim=(0, most), ylim=(len(rows) - 0.7, -0.8), xticks=[], yticks=[])
-    ax.spines[["left", "bottom"]].set_visible(False)
-    ax.grid(visible=False)
-    told = "; ".join(f"{method.label} {tell(value)}" for method, value in rows)
-    return panel.finish(title, f"{title} by method: {told}.")

@@ -66,34 +66,6 @@ def difference_tables(run: Run) -> list[Table]:
     return [table for table in tables if table.columns]
 
 
-def recommended_table(run: Run) -> Table | None:
-    """AUROC of the network's entropy, of the recommended score, and the paired difference by set.
-
-    None without a recommendation; one row where it is the network's entropy.
-    """
-    if run.recommended is None or not run.ood:
-        return None
-    network, score = run.methods[0], run.recommended["score"]
-    method = next(m for m in run.methods if m.key == run.recommended["method"])
-    lines = [(replace(network, label=f"{network.label}: entropy"), "entropy", run.rows)]
-    if (method.key, score) != (network.key, "entropy"):
-        label = f"{method.label}: {SCORES[score]}, recommended"
-        lines.append((replace(method, label=label), score, run.rows))
-        lines.append((replace(method, label="Difference, paired"), score, run.differences))
-    rows = []
-    for one, by, frame in lines:
-        cells = []
-        for data in run.ood:
-            found = of_metric(frame, data.name, "auroc", by)
-            found = found[found.index == one.key]
-            is_difference = frame is run.differences
-            against = found if is_difference else found.iloc[:0]
-            cells += _cells(found, against, [one], METRICS["auroc"], is_difference)
-        rows.append((one, tuple(cells)))
-    columns = tuple(Column(METRICS["auroc"], _ARROWS["higher"], data.name) for data in run.ood)
-    return Table(columns, tuple(rows), network.label)
-
-
 def _main_columns(run: Run) -> list[tuple[str, str]]:
     """Pairs of a set and a metric."""
     test = run.test.name

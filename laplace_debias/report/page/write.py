@@ -8,16 +8,11 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from laplace_debias.report.names import duration
+from laplace_debias.report.names import duration, size
 from laplace_debias.report.page.examples import example_groups
 from laplace_debias.report.page.panel import Look, Picture, drawing, looks
 from laplace_debias.report.page.sections import Section, first_picture, sections
-from laplace_debias.report.page.table import (
-    difference_tables,
-    full_tables,
-    main_table,
-    recommended_table,
-)
+from laplace_debias.report.page.table import difference_tables, full_tables, main_table
 from laplace_debias.report.run_folder import Run, read_run
 from laplace_debias.report.style import GRID, INK, OKABE_ITO
 from laplace_debias.system.files import written_atomically
@@ -99,7 +94,7 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"inline": _inline, "tidy": _tidy}
+    environment.filters |= {"inline": _inline, "tidy": _tidy, "duration": duration, "size": size}
     config = run.folder / "config.yaml"
     main, differences = main_table(run), difference_tables(run)
     intervals = [
@@ -116,7 +111,6 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
         notes=run.meta.get("notes") or (),
         main=main,
         differences=differences,
-        recommended=recommended_table(run),
         num_intervals=sum(map(bool, intervals)),
         full=[(data, full_tables(run, data.name)) for data in run.sets],
         looks=by_key,
