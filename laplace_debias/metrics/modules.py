@@ -53,10 +53,10 @@ class _OverBatches(Metric):
     _of: Callable[..., Tensor]
     _check: Callable[..., object]
     _num_inputs: int
-    _defaults: Mapping[str, Any]
+    _own: Mapping[str, Any]
 
     def __init__(self, **options: Any) -> None:
-        self._options = {name: options.pop(name, self._defaults[name]) for name in self._defaults}
+        self._options = {name: options.pop(name, self._own[name]) for name in self._own}
         for name, value in self._options.items():
             check_level(value) if name == "level" else whole(value, name)
         super().__init__(**options)
@@ -100,7 +100,7 @@ def _class_of(
             "_of": staticmethod(function),
             "_check": staticmethod(check),
             "_num_inputs": 3 if check is regression.check_gaussian else 2,
-            "_defaults": MappingProxyType(defaults),
+            "_own": MappingProxyType(defaults),
             "higher_is_better": {"higher": True, "lower": False}.get(definition.better or ""),
         },
     )
@@ -139,10 +139,13 @@ FPR95 = _of_scores("fpr95", "FPR95", ood.fpr95)
 GaussianNLL = _of_gaussians("nll", "GaussianNLL", regression.gaussian_nll)
 CRPS = _of_gaussians("crps", "CRPS", regression.crps)
 IntervalCoverage = _of_gaussians(
-    "coverage", "IntervalCoverage", lambda *given, level: covered(*given, level).mean(), level=0.95
+    "coverage",
+    "IntervalCoverage",
+    lambda m, sd, y, level: covered(m, sd, y, level).mean(),
+    level=0.95,
 )
 IntervalWidth = _of_gaussians(
-    "width", "IntervalWidth", lambda *given, level: widths(*given, level).mean(), level=0.95
+    "width", "IntervalWidth", lambda m, sd, y, level: widths(m, sd, y, level).mean(), level=0.95
 )
 QuantileCalibrationError = _of_gaussians(
     "quantile_calibration_error",
