@@ -47,7 +47,7 @@ def test_activations_and_factor_equal_torch_unfold(case):
     (block,) = curvature_blocks(layer, ["weight"])
     assert block.num_groups == layer.groups
     found = activations(layer, block, x)
-    factor = input_factor(layer, block, [[x[:1]], [x[1:]]])
+    factor = input_factor(layer, block, [x[:1], x[1:]])
     for group in range(layer.groups):
         at = (group,) if layer.groups > 1 else ()
         expected = unfolded(layer, x, group)
@@ -77,7 +77,7 @@ def test_wide_rows_use_their_symmetry_exactly():
     layer = nn.Linear(700, 2, dtype=torch.float64)
     x = torch.randn(40, 700, dtype=torch.float64)
     (block,) = curvature_blocks(layer, ["weight"])
-    torch.testing.assert_close(input_factor(layer, block, [[x]]), x.T @ x)
+    torch.testing.assert_close(input_factor(layer, block, [x]), x.T @ x)
 
 
 def test_padding_modes_are_followed():
@@ -98,6 +98,6 @@ def test_small_and_large_products_give_the_same_factor(monkeypatch, groups, join
     for large in (0, 2**60):
         monkeypatch.setattr(factors, "LARGE", large)
         block = curvature_blocks(layer, names, joint)[0]
-        found.append(input_factor(layer, block, [[x]]))
+        found.append(input_factor(layer, block, [x]))
         assert len(found[-1]) == (groups if groups > 1 else 72 + joint)
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)

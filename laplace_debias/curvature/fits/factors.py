@@ -51,9 +51,6 @@ _WIDE = 16
 # Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
 _SYMMETRIC_FROM = 256
 
-# A layer's inputs: for every part of the data, use by use, each [B, ...].
-Inputs = Sequence[Sequence[Tensor]]
-
 
 def measured_gradients(
     layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None, as_rows: bool = False
@@ -136,25 +133,23 @@ def _is_reduced(block: Block) -> bool:
 def measured_inputs(
     layer: nn.Module,
     block: Block,
-    inputs: Inputs,
-    masks: Sequence[Masks | None],
+    inputs: Sequence[Tensor],
+    masks: Masks | None = None,
     as_rows: bool = False,
 ) -> Iterator[Factor]:
     """A of one block on one batch: rows if they are at most half as many as A's and A is wide.
 
     With `as_rows` it is rows, however many, which then come in several parts.
     """
+    d_in = block.shape[1]
     if as_rows:
         yield from map(Rows, input_rows(layer, block, inputs, masks))
         return
-    d_in = block.shape[1]
     if not (block.has_diagonal_A or d_in < _WIDE):
-        if block.sharing == "reduce":
-            num_rows = sum(len(part[0]) for part in inputs)
-        else:
-            of_uses = [(len(x), activations(layer, block, x[:1])) for part in inputs for x in part]
-            num_rows = sum(count * of_one.shape[1] for count, of_one in of_uses)
-        if 2 * num_rows <= d_in:
+        positions = 1
+        if block.sharing != "reduce":
+            positions = sum(activations(layer, block, x[:1]).shape[1] for x in inputs)
+        if 2 * positions * len(inputs[0]) <= d_in:
             yield Rows(torch.cat(list(input_rows(layer, block, inputs, masks))))
             return
     yield input_factor(layer, block, inputs, masks)
@@ -184,50 +179,43 @@ def _gram(columns: Float[Tensor, "n *groups d positions"]) -> Float[Tensor, "*gr
 
 
 def input_factor(
-    layer: Any, block: Block, inputs: Inputs, masks: Sequence[Masks | None] | None = None
+    layer: Any, block: Block, inputs: Sequence[Tensor], masks: Masks | None = None
 ) -> Float[Tensor, "*groups d_in d_in"] | Float[Tensor, " d_in"]:
     """A of one weight block on one batch, summed over its examples; a diagonal one as a vector.
 
-    `inputs` has for every part of the batch those of all uses, each `[B, ...]`, and `masks` the
-    positions that take part, `[B, T]`.
+    `inputs` are those of all uses, each `[B, ...]`, and `masks` the positions that take part.
     """
-    masks = [None] * len(inputs) if masks is None else masks
     if block.role == "table":
+        masks = _counted(layer, block, inputs, masks)
         counts = layer.weight.new_zeros(block.shape[1], dtype=torch.long)
-        for part, counted in zip(inputs, masks, strict=True):
-            counted = _counted(layer, block, part, counted)
-            for index, x in enumerate(part):
-                ids = tokens(x).flatten().long()
-                ones = counts.new_ones(len(ids)) if counted is None else counted[index].flatten()
-                counts.index_add_(0, ids, ones.long())
+        for index, x in enumerate(inputs):
+            ids = tokens(x).flatten().long()
+            ones = counts.new_ones(len(ids)) if masks is None else masks[index].flatten()
+            counts.index_add_(0, ids, ones.long())
         return counts.to(layer.weight.dtype)
     of_A = [block.shape[1]] * (1 if block.has_diagonal_A else 2)
     A = layer.weight.new_zeros(*block.groups, *of_A)
-    for part, counted in zip(inputs, masks, strict=True):
-        if counted is None and block.sharing == "expand" and _is_fast(layer, block, part):
-            for x in part:
-                _add_patches(A, layer, block, x)
-            continue
-        for rows in input_rows(layer, block, [part], [counted]):
-            A = _add_moments(A, rows)
-    return A
+    if masks is None and block.sharing == "expand" and _is_fast(layer, block, inputs):
+        for x in inputs:
+            _add_patches(A, layer, block, x)
+        return A
+    return reduce(_add_moments, input_rows(layer, block, inputs, masks), A)
 
 
 def input_rows(
-    layer: nn.Module, block: Block, inputs: Inputs, masks: Sequence[Masks | None]
+    layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Iterator[Float[Tensor, "n *groups d_in"]]:
     """Rows with `rowsᵀ rows = A`, part by part; arguments as `input_factor`."""
-    for part, counted in zip(inputs, masks, strict=True):
-        if block.sharing == "reduce":
-            yield _mean_activations(layer, block, part, counted)
-            continue
-        for index, x in enumerate(part):
-            for some in slices(layer, block, x):
-                rows = activations(layer, block, x[some])
-                if counted is None:
-                    yield rows.flatten(0, 1)
-                else:
-                    yield chosen(rows[None], counted[index][some])[0]
+    if block.sharing == "reduce":
+        yield _mean_activations(layer, block, inputs, masks)
+        return
+    for index, x in enumerate(inputs):
+        for some in slices(layer, block, x):
+            rows = activations(layer, block, x[some])
+            if masks is None:
+                yield rows.flatten(0, 1)
+            else:
+                yield chosen(rows[None], masks[index][some])[0]
 
 
 def _is_fast(layer: nn.Module, block: Block, uses: Sequence[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from laplace_debias.curvature.fits.factors import measured_inputs
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import SideSums
 from laplace_debias.curvature.layers.positions import PositionFinder
@@ -34,5 +35,7 @@ class ForwardPasses:
         for block in self._blocks:
             of_layer = [use.x for use in uses if use.layer == block.layer]
             layer = tap.network.get_submodule(block.layer)
-            inputs.add_inputs(layer, block, [of_layer], [masks.get(block.layer)])
+            is_streamed = block.is_streamed(1)
+            for A in measured_inputs(layer, block, of_layer, masks.get(block.layer), is_streamed):
+                inputs.add(block, A)
         return outputs

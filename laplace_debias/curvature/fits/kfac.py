@@ -53,28 +53,30 @@ def curvature_along(
     along_G: Sums = {}
     along_A: Sums = {}
 
-    def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Factor:
-        return measured_gradients(layer, block, uses, masks, is_thin(bases[block].U_G))
-
-    def project(sums: Sums, block: Block, factor: Factor, U: Tensor | None) -> None:
-        factor = factor.to(problem.factor_dtype)
-        add_to(sums, block, directional_curvature(factor, U))
-
-    def project_gradients(block: Block, G: Factor) -> None:
-        project(along_G, block, G, bases[block].U_G)
-
-    def project_inputs(
+    def measure(
         layer: nn.Module,
         block: Block,
-        inputs: Sequence[Sequence[Tensor]],
-        masks: Sequence[Masks | None],
-    ) -> None:
-        U = bases[block].U_A
-        for A in measured_inputs(layer, block, inputs, masks, is_thin(U)):
-            project(along_A, block, A, U)
+        uses: Uses,
+        masks: Masks | None,
+        xs: Sequence[Tensor] | None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        U_G, U_A = bases[block].U_G, bases[block].U_A
+        G = along(measured_gradients(layer, block, uses, masks, is_thin(U_G)), U_G)
+        if xs is None:
+            return G, []
+        of_inputs = measured_inputs(layer, block, xs, masks, is_thin(U_A))
+        return G, [along(A, U_A) for A in of_inputs]
+
+    def along(factor: Factor, U: Tensor | None) -> Tensor:
+        return directional_curvature(factor.to(problem.factor_dtype), U)
+
+    def add(block: Block, measured: tuple[Tensor, list[Tensor]]) -> None:
+        add_to(along_G, block, measured[0])
+        for A in measured[1]:
+            add_to(along_A, block, A)
 
     sums = {"G": along_G, "A": along_A}
-    sweep = Sweep(problem, measure, project_gradients, project_inputs, sums=sums, additive=True)
+    sweep = Sweep(problem, measure, add, sums=sums, additive=True, with_inputs=True)
     seen = sweep.over(batches, first)
     check_finite_sums({block: [G] for block, G in along_G.items()})
     check_finite_sums({block: [A] for block, A in along_A.items()})

@@ -15,12 +15,7 @@ from laplace_debias.curvature.fits.directions import (
     Rows,
     eigh_of_each,
 )
-from laplace_debias.curvature.fits.factors import (
-    input_factor,
-    measured_gradients,
-    measured_inputs,
-    moments,
-)
+from laplace_debias.curvature.fits.factors import measured_gradients, measured_inputs, moments
 from laplace_debias.curvature.fits.over_ranks import (
     owners_by_cost,
     shape_of_A,
@@ -75,20 +70,6 @@ class SideSums:
         if sum(map(len, kept)) >= (d // 2 + 1 if self.side else d):
             self._multiply(block)
 
-    def add_inputs(
-        self,
-        layer: nn.Module,
-        block: Block,
-        inputs: Sequence[Sequence[Tensor]],
-        masks: Sequence[Masks | None],
-    ) -> None:
-        """Add A of a layer's inputs; arguments as `input_factor` takes them."""
-        if block in self.sums:
-            self.add(block, input_factor(layer, block, inputs, masks))
-            return
-        for A in measured_inputs(layer, block, inputs, masks, block.is_streamed(1)):
-            self.add(block, A)
-
     def few(self) -> dict[Block, Rows]:
         """Factors of all processes' rows where these are so few that no matrix is made of them.
 
@@ -135,13 +116,23 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     """
     gradients, inputs = SideSums(problem, 0), SideSums(problem, 1)
 
-    def measure(layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None) -> Factor:
-        return measured_gradients(layer, block, uses, masks, block.is_streamed(0))
+    def measure(
+        layer: nn.Module, block: Block, uses: Uses, masks: Masks | None, xs: Sequence[Tensor] | None
+    ) -> tuple[Factor, list[Factor]]:
+        G = measured_gradients(layer, block, uses, masks, block.is_streamed(0))
+        if xs is None:
+            return G, []
+        return G, list(measured_inputs(layer, block, xs, masks, block.is_streamed(1)))
+
+    def add(block: Block, measured: tuple[Factor, list[Factor]]) -> None:
+        gradients.add(block, measured[0])
+        for A in measured[1]:
+            inputs.add(block, A)
 
     sums: dict[str, Any] = {"G": gradients.sums, "A": inputs.sums}
     sums |= {"rows": gradients.rows, "input rows": inputs.rows}
     sums |= {"rests": gradients.rests, "input rests": inputs.rests}
-    sweep = Sweep(problem, measure, gradients.add, inputs.add_inputs, sums=sums, additive=True)
+    sweep = Sweep(problem, measure, add, sums=sums, additive=True, with_inputs=True)
     seen = sweep.over(batches, first)
     owned_G, owned_A = owned_factors(problem, gradients, inputs)
     # What an exact block is multiplied with, once an example.

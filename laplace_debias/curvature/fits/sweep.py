@@ -1,19 +1,16 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.checkpoint import Progress, Sums
 from laplace_debias.curvature.fits.problem import Problem, Seen
 from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.positions import PositionFinder
-from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import Faults, check_outputs
@@ -95,83 +92,11 @@ def _refused(length: int, error: BaseException) -> RuntimeError:
     )
 
 
-# From a layer, its block, its inputs (a part of the batch, a use), and which positions take part.
-ConsumeInputs = Callable[
-    [nn.Module, Block, Sequence[Sequence[Tensor]], Sequence[Masks | None]], None
-]
-MOST_KEPT = 2**30
-"""Bytes of layers' inputs that are kept until A is computed from them."""
-
-
-class KeptInputs:
-    """Inputs of the layers of weight blocks, kept until the end of a batch."""
-
-    def __init__(self, network: nn.Module, blocks: Sequence[Block], consume: ConsumeInputs) -> None:
-        self._network = network
-        self._blocks = [block for block in blocks if not block.is_exact]
-        self._consume = consume
-        self._parts: dict[Block, list[tuple[list[Tensor], Masks | None]]] = {}
-        self._of_chunk: list[Block] = []
-        self.num_bytes = 0
-
-    def and_measure(
-        self, measure: Measure, masks: Mapping[str, Masks], roots: Tensor | None = None
-    ) -> Measure:
-        """`measure`, which keeps the inputs of a chunk's blocks on the way.
-
-        Inputs are multiplied by `roots`, those of the examples' weights.
-        """
-        # Further cotangents of the same examples come with the same inputs.
-        fresh = set(self._blocks)
-        self._of_chunk.clear()
-
-        def keep_and_measure(layer: nn.Module, block: Block, uses: Uses) -> Any:
-            mask = masks.get(block.layer)
-            if block in fresh and not isinstance(uses, CallUses):
-                fresh.discard(block)
-                inputs = [x if roots is None else by_example(x, roots, 0) for x, _ in uses]
-                self._parts.setdefault(block, []).append((inputs, mask))
-                self._of_chunk.append(block)
-                self.num_bytes += sum(x.nbytes for x in inputs)
-            return (
-                measure(layer, block, uses) if mask is None else measure(layer, block, uses, mask)
-            )
-
-        return keep_and_measure
-
-    def forget_chunk(self) -> None:
-        """Let go of what was kept of the last chunk, which is run again."""
-        for block in self._of_chunk:
-            inputs, _ = self._parts[block].pop()
-            self.num_bytes -= sum(x.nbytes for x in inputs)
-            if not self._parts[block]:
-                del self._parts[block]
-        self._of_chunk.clear()
-
-    def hand_over(self) -> None:
-        """Hand over what is kept, one block after the other, and forget it."""
-        while self._parts:
-            block, parts = self._parts.popitem()
-            self._consume(self._network.get_submodule(block.layer), block, *_joined(parts))
-        self.num_bytes = 0
-
-
 def by_example(values: Tensor, factors: Tensor, dim: int) -> Tensor:
     """Values times a factor for each example, which are along a dimension."""
     shape = [1] * values.ndim
     shape[dim] = -1
     return values * factors.to(values).view(shape)
-
-
-def _joined(
-    parts: list[tuple[list[Tensor], Masks | None]],
-) -> tuple[list[list[Tensor]], list[Masks | None]]:
-    """The parts of a batch in one, where they are alike."""
-    inputs, masks = [part for part, _ in parts], [mask for _, mask in parts]
-    is_masked = any(mask is not None for mask in masks)
-    if is_masked or len({tuple(x.shape[1:] for x in part) for part in inputs}) > 1:
-        return inputs, masks
-    return [[torch.cat(uses) for uses in zip(*inputs, strict=True)]], [None]
 
 
 # A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
@@ -189,11 +114,10 @@ class Sweep:
         problem: The network and its blocks, the processes, and where passes are saved.
         measure: What to compute of a block on a chunk of a batch.
         add: Takes what was measured of a block.
-        add_inputs: If given, takes at the end of every batch (of a very large one also within) the
-            layer of one weight block after the other, what went into it, chunk by chunk, and which
-            positions take part. Then `measure` is told them too, where not all do.
-        sums: Where `add` and `add_inputs` keep all that they remember from batch to batch; None for
-            a pass of which nothing is saved.
+        with_inputs: Whether `measure` is told two things more: which positions take part, where not
+            all do, and, of a weight block once for every example, what went into its layer.
+        sums: Where `add` keeps all that it remembers from batch to batch; None for a pass of which
+            nothing is saved.
         additive: Whether measuring one cotangent after the other costs no more than all at once.
         extra_bytes: What is made for every cotangent of an example besides its output gradients.
         joins_blocks: Whether `add` adds nothing before it was given all blocks.
@@ -204,8 +128,8 @@ class Sweep:
         problem: Problem,
         measure: Measure,
         add: Consume,
-        add_inputs: ConsumeInputs | None = None,
         *,
+        with_inputs: bool = False,
         sums: Sums | None = None,
         additive: bool = False,
         extra_bytes: int = 0,
@@ -215,7 +139,7 @@ class Sweep:
         self.sums, self.checkpoint = ({}, None) if sums is None else (sums, problem.checkpoint)
         self.additive, self.extra_bytes = additive, extra_bytes
         self.together = problem.blocks if joins_blocks else None
-        self.kept = add_inputs and KeptInputs(problem.network, problem.blocks, add_inputs)
+        self.with_inputs = with_inputs
         self.progress = Progress()
         self.positions: PositionFinder | None = None
 
@@ -285,29 +209,20 @@ class Sweep:
                 "Examples have weights, which neither joint=True nor an embedding's table takes: "
                 'leave out joint, or name other parameters (params="last_layer").'
             )
-        progress, kept = self.progress, self.kept
+        progress = self.progress
 
         def run(part: slice, adding: Adding) -> None:
             of_part = None if weights is None else weights[part]
-            try:
-                nll, num_outputs = self._chunk(
-                    take(x, part), y[part], place + part.start, adding, of_part
-                )
-            except BaseException:
-                if kept is not None:
-                    kept.forget_chunk()
-                raise
+            nll, num_outputs = self._chunk(
+                take(x, part), y[part], place + part.start, adding, of_part
+            )
             progress.nll = progress.nll + nll
             progress.num_outputs += num_outputs
-            if kept is not None and kept.num_bytes > MOST_KEPT:
-                kept.hand_over()
 
         everything = slice(0, len(y))
         self.examples = run_by_halves(everything, self.examples, run, self.add, self.together)
         progress.num_examples += len(y)
         progress.weight += weight_of((x, y) if weights is None else (x, y, weights))
-        if kept is not None:
-            kept.hand_over()
 
     def _chunk(
         self, x: Inputs, y: Tensor, key: int, adding: Adding, weights: Tensor | None
@@ -324,10 +239,20 @@ class Sweep:
             return cotangents if roots is None else by_example(cotangents, roots, 1)
 
         moved, measure = move(x, self.problem.device, None), self.measure
-        if self.kept is not None:
+        if self.with_inputs:
             assert self.positions is not None
             # It asks about what still lies on the CPU there.
-            measure = self.kept.and_measure(measure, self.positions.find(x, y), roots)
+            masks = self.positions.find(x, y)
+            # Further cotangents of the same examples come with the same inputs.
+            fresh = {block for block in self.problem.blocks if not block.is_exact}
+
+            def measure(layer: nn.Module, block: Block, uses: Any) -> Any:
+                xs = None
+                if block in fresh:
+                    fresh.discard(block)
+                    xs = [of if roots is None else by_example(of, roots, 0) for of, _ in uses]
+                return self.measure(layer, block, uses, masks.get(block.layer), xs)
+
         self.problem.stream(moved, columns, measure, adding, self.columns)
         return told[0]
 
