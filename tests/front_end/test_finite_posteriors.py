@@ -77,8 +77,8 @@ def test_a_network_without_curvature_has_the_prior_for_a_posterior(curvature, mo
     assert_is_the_prior(Laplace.load(tmp_path / "posterior", la.model), x, len(x))
 
 
-def test_a_network_without_curvature_by_lanczos(monkeypatch):
-    batches = two_batches()
+def test_compressed_rows_of_a_network_without_curvature(monkeypatch):
+    batches = 20 * two_batches()
     x = torch.cat([x for x, _ in batches])
     monkeypatch.setattr(whole, "KEPT_ROWS", 0)
     la = Laplace(saturated(), curvature="lowrank", rank=3, prior_precision=DELTA)

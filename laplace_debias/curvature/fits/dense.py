@@ -20,14 +20,12 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Pairs
-from laplace_debias.linalg import eigsh
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
     LinearOperator,
     LowRankPlusDiagonal,
 )
-from laplace_debias.operators.base import Symmetric
 
 Rows = Float[Tensor, "rows parameters"]
 
@@ -75,9 +73,7 @@ DENSE_BLOCK = "parameters"
 # Of several processes the first one decomposes it.
 _ON_FIRST = {DENSE_BLOCK: 0}
 KEPT_ROWS = 2**30
-"""Bytes of Jacobian rows that are kept to find eigenvectors; more are computed for each product."""
-# What their number is kept under, beside them.
-_NUM_BYTES = "number of bytes"
+"""Bytes of Jacobian rows that are kept to find eigenvectors; more are compressed."""
 
 
 def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -106,33 +102,25 @@ def fit_low_rank(
     """The leading eigenvectors of the curvature, and the curvature along them.
 
     In all other directions the posterior is the prior. Jacobian rows of up to 1 GiB are kept, and
-    the eigenvectors are exact; with more data than that they come from Lanczos iterations, for
-    which every product reads the data again: of these passes nothing is saved to go on with. There
-    are no more directions than Jacobian rows.
+    the eigenvectors are exact; more are compressed to their `4 rank` leading directions on the way.
+    There are no more directions than Jacobian rows.
     """
     kept: list[Rows] = []
-    # A tensor, so that it is saved with the rows.
-    sums: dict[str, Any] = {DENSE_BLOCK: kept, _NUM_BYTES: torch.zeros((), dtype=torch.float64)}
+    size = sum(block.size for block in problem.blocks)
+    most = max(8 * rank, KEPT_ROWS // (size * problem.factor_dtype.itemsize * problem.ranks.size))
 
     def keep(rows: Rows) -> None:
-        sums[_NUM_BYTES] += rows.numel() * rows.element_size()
-        if sums[_NUM_BYTES] <= KEPT_ROWS:
-            kept.append(rows)
-        else:
-            kept.clear()
+        kept.append(rows)
+        if sum(map(len, kept)) > most:
+            values, U = _leading(torch.cat(kept), 4 * rank, problem.dtype)
+            kept[:] = [(U * values.sqrt()).T]
 
-    seen = sweep_rows(problem, directions, keep, sums=sums)
-    size = sum(block.size for block in problem.blocks)
-    if sum(problem.ranks.exchange(float(sums[_NUM_BYTES]))) <= KEPT_ROWS:
-        along, U = _on_first(
-            problem,
-            [_joined(problem, kept, size)],
-            lambda rows: _leading(rows[0], rank, problem.dtype),
-        )
-    else:
-        kept.clear()
-        operator = _RowGram(problem, directions, size)
-        along, U = eigsh(operator, k=min(rank, size), generator=_same_on_all(problem))
+    seen = sweep_rows(problem, directions, keep, sums={DENSE_BLOCK: kept})
+    along, U = _on_first(
+        problem,
+        [_joined(problem, kept, size)],
+        lambda rows: _leading(rows[0], rank, problem.dtype),
+    )
     along = along / seen.weight
     if magnitudes is not None:
         on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
@@ -209,14 +197,6 @@ def _joined(problem: Problem, rows: list[Tensor], size: int) -> Rows:
     return torch.zeros(0, size, dtype=problem.factor_dtype, device=problem.device)
 
 
-def _same_on_all(problem: Problem) -> torch.Generator | None:
-    """A generator of the same numbers on all processes; of one process torch's global one."""
-    if problem.ranks.size == 1:
-        return None
-    seed = problem.ranks.exchange(int(torch.randint(2**62, ())))[0]
-    return torch.Generator(problem.device).manual_seed(seed)
-
-
 def _eigenpairs(C: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
     values, vectors = eigh(C, "the curvature")
     assert vectors is not None
@@ -253,7 +233,7 @@ def _leading(
     assert vectors is not None
     # Rows that are all zero, as a saturated network has them, give no direction: the posterior is
     # the prior.
-    k = min(rank, int((values > values[0] * resolution(precision)).sum()))
+    k = min(rank, int((values > values[:1] * resolution(precision)).sum()))
     if rows.shape[0] > rows.shape[1]:
         return values[:k], vectors[:, :k]
     U, _ = torch.linalg.qr(rows.T @ (vectors[:, :k] / values[:k].sqrt()))
@@ -270,32 +250,3 @@ def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
             "sigma, or use factor_dtype=torch.float64."
         )
     return products
-
-
-class _RowGram(Symmetric):
-    """`Σ rowᵀ row` over data, whose rows are computed anew for every product."""
-
-    def __init__(self, problem: Problem, batches: Pairs, size: int) -> None:
-        self._problem = problem
-        self._batches = batches
-        self._size = size
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self._size, self._size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._problem.factor_dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._problem.device
-
-    is_positive_semidefinite = True
-
-    def _matmat(self, matrix: Tensor) -> Tensor:
-        product = torch.zeros_like(matrix)
-        sweep_rows(self._problem, self._batches, lambda rows: product.addmm_(rows.T, rows @ matrix))
-        self._problem.ranks.sum([product])
-        return product

@@ -55,7 +55,7 @@ class CurvatureKind:
     @property
     def reads_twice(self) -> bool:
         """Whether a fit reads data twice that gives both directions and magnitudes."""
-        return self.name in ("ekfac", "lowrank")
+        return self.name == "ekfac"
 
     @property
     def num_directions(self) -> int | None:
