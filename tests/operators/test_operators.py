@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import scipy.linalg
-import scipy.sparse
 import torch
 from conformance import OperatorConformance
 from matrices import THIN, Opaque, randn, rotation
@@ -24,206 +23,146 @@ from laplace_debias.operators import (
 )
 
 
-def as_numpy(*tensors):
-    return [tensor.numpy() for tensor in tensors]
+def eye(n):
+    return torch.from_numpy(np.identity(n))
 
 
-class TestIdentity(OperatorConformance):
-    symmetric = positive_semidefinite = True
-
-    def make(self, dtype, device):
-        return Identity(5, dtype, device), torch.from_numpy(np.identity(5))
-
-
-class TestDiagonal(OperatorConformance):
-    symmetric, positive_semidefinite = True, False
-
-    def make(self, dtype, device):
-        values = randn(6)
-        return Diagonal(values.to(device, dtype)), torch.from_numpy(np.diag(values.numpy()))
+def kronecker(like):
+    A, B, C = randn(2, 3), randn(3, 2), randn(2, 2)
+    operator = Kronecker(A.to(like), B.to(like), Dense(C.to(like)))
+    return operator, torch.from_numpy(np.kron(np.kron(A.numpy(), B.numpy()), C.numpy()))
 
 
-class TestDense(OperatorConformance):
-    symmetric = positive_semidefinite = False
-
-    def make(self, dtype, device):
-        matrix = randn(4, 6)
-        return Dense(matrix.to(device, dtype)), matrix
-
-
-class TestKronecker(OperatorConformance):
-    symmetric = positive_semidefinite = False
-
-    def make(self, dtype, device):
-        A, B, C = randn(2, 3), randn(3, 2), randn(2, 2)
-        operator = Kronecker(*(M.to(device, dtype) for M in (A, B)), Dense(C.to(device, dtype)))
-        a, b, c = as_numpy(A, B, C)
-        return operator, torch.from_numpy(np.kron(np.kron(a, b), c))
+def kronecker_of_grams(like):
+    X = randn(2, 3)
+    factor = Dense(X.to(like))
+    dense = np.kron((X.T @ X).numpy(), np.identity(2))
+    return Kronecker(factor.T @ factor, Identity(2)), torch.from_numpy(dense)
 
 
-class TestKroneckerOfGrams(OperatorConformance):
-    symmetric = positive_semidefinite = True
-
-    def make(self, dtype, device):
-        X = randn(2, 3)
-        factor = Dense(X.to(device, dtype))
-        operator = Kronecker(factor.T @ factor, Identity(2))
-        return operator, torch.from_numpy(np.kron((X.T @ X).numpy(), np.identity(2)))
+def block_diagonal(like):
+    A, d, B = randn(2, 2), randn(3), randn(1, 1)
+    blocks = {"a": Dense(A.to(like)), "b": Diagonal(d.to(like)), "c": Opaque(B.to(like))}
+    dense = scipy.linalg.block_diag(A.numpy(), np.diag(d.numpy()), B.numpy())
+    return BlockDiagonal(blocks), torch.from_numpy(dense)
 
 
-@pytest.mark.parametrize("name", THIN, scope="class")
-class TestEigenKronecker(OperatorConformance):
-    symmetric = positive_semidefinite = True
-
-    @pytest.fixture
-    def case(self, dtype, device, name):
-        self.name = name
-        return self.make(dtype, device)
-
-    def make(self, dtype, device):
-        operator, dense = THIN[self.name]()
-        return operator.to(device, dtype), dense
+def low_rank(like):
+    U, m, d = randn(6, 2), randn(2), randn(6)
+    operator = LowRankPlusDiagonal(U.to(like), m.to(like), d.to(like))
+    return operator, U @ m.diag() @ U.T + d.diag()
 
 
-class TestBlockDiagonal(OperatorConformance):
-    symmetric = positive_semidefinite = False
-
-    def make(self, dtype, device):
-        A, d, B = randn(2, 2), randn(3), randn(1, 1)
-        blocks = {
-            "a": Dense(A.to(device, dtype)),
-            "b": Diagonal(d.to(device, dtype)),
-            "c": Opaque(B.to(device, dtype)),
-        }
-        dense = scipy.linalg.block_diag(A.numpy(), np.diag(d.numpy()), B.numpy())
-        return BlockDiagonal(blocks), torch.from_numpy(dense)
+def low_rank_and_number(like):
+    U, m = randn(5, 2), randn(2).abs()
+    operator = LowRankPlusDiagonal(U.to(like), m.to(like), 0.3)
+    return operator, U @ m.diag() @ U.T + 0.3 * eye(5)
 
 
-class TestLowRankPlusDiagonal(OperatorConformance):
-    symmetric, positive_semidefinite = True, False
-
-    def make(self, dtype, device):
-        parts = randn(6, 2), randn(2), randn(6)
-        U, m, d = as_numpy(*parts)
-        operator = LowRankPlusDiagonal(*(part.to(device, dtype) for part in parts))
-        return operator, torch.from_numpy(U @ np.diag(m) @ U.T + np.diag(d))
-
-
-class TestLowRankPlusNumber(OperatorConformance):
-    symmetric = positive_semidefinite = True
-
-    def make(self, dtype, device):
-        U, m = randn(5, 2), randn(2).abs()
-        operator = LowRankPlusDiagonal(U.to(device, dtype), m.to(device, dtype), 0.3)
-        return operator, U @ m.diag() @ U.T + 0.3 * torch.from_numpy(np.identity(5))
+def permuted(like):
+    U, m, order = rotation(4), randn(4, 1).abs(), torch.tensor([2, 0, 3, 1])
+    A, dense = U @ m.flatten().diag() @ U.T, torch.zeros(4, 4, dtype=torch.float64)
+    for i, row in enumerate(order.tolist()):
+        for j, column in enumerate(order.tolist()):
+            dense[row, column] = A[i, j]
+    inner = EigenKronecker(U.to(like), None, m.to(like))
+    return Permuted(inner, order.to(like.device)), dense
 
 
-class TestPermuted(OperatorConformance):
-    symmetric = positive_semidefinite = True
-
-    def make(self, dtype, device):
-        U, m, order = rotation(4), randn(4, 1).abs(), torch.tensor([2, 0, 3, 1])
-        inner = EigenKronecker(U.to(device, dtype), None, m.to(device, dtype))
-        A = U @ m.flatten().diag() @ U.T
-        dense = torch.zeros(4, 4, dtype=torch.float64)
-        for i, row in enumerate(order.tolist()):
-            for j, column in enumerate(order.tolist()):
-                dense[row, column] = A[i, j]
-        return Permuted(inner, order.to(device)), dense
+def sum_of_several(like):
+    A, d = randn(5, 5), randn(5)
+    operator = Opaque(A.to(like)) + Diagonal(d.to(like)) - Identity(5)
+    assert isinstance(operator, Sum)
+    assert len(operator.terms) == 2
+    return operator, A + torch.from_numpy(np.diag(d.numpy() - 1))
 
 
-class TestPermutedOther(OperatorConformance):
-    """Without symmetry, and in the same order."""
-
-    symmetric = positive_semidefinite = False
-
-    def make(self, dtype, device):
-        matrix = randn(4, 4)
-        return Permuted(Dense(matrix.to(device, dtype))), matrix
+def sum_of_semidefinite(like):
+    X = randn(3, 5)
+    J = Opaque(X.to(like))
+    return J.T @ J + 2 * Identity(5), X.T @ X + 2 * eye(5)
 
 
-class TestOpaque(OperatorConformance):
-    symmetric = positive_semidefinite = False
-
-    def make(self, dtype, device):
-        matrix = randn(4, 5)
-        return Opaque(matrix.to(device, dtype)), matrix
+def scaled(like):
+    operator = torch.tensor(-0.5) * Opaque(randn(3, 5).to(like)) * 3
+    assert isinstance(operator, Scaled)
+    return operator, -1.5 * randn(3, 5)
 
 
-class TestSum(OperatorConformance):
-    symmetric = positive_semidefinite = False
-
-    def make(self, dtype, device):
-        A, d = randn(5, 5), randn(5)
-        operator = Opaque(A.to(device, dtype)) + Diagonal(d.to(device, dtype)) - Identity(5)
-        assert isinstance(operator, Sum)
-        assert len(operator.terms) == 2
-        return operator, A + torch.from_numpy(np.diag(d.numpy() - 1))
+def product(like):
+    A, B, C = randn(3, 5), randn(5, 2), randn(2, 4)
+    operator = Opaque(A.to(like)) @ Dense(B.to(like)) @ (2 * Opaque(C.to(like)))
+    return operator, 2 * torch.linalg.multi_dot([A, B, C])
 
 
-class TestSumOfSemidefinite(OperatorConformance):
-    symmetric = positive_semidefinite = True
-
-    def make(self, dtype, device):
-        X = randn(3, 5)
-        J = Opaque(X.to(device, dtype))
-        operator = J.T @ J + 2 * Identity(5)
-        return operator, X.T @ X + torch.from_numpy(2 * np.identity(5))
+def sandwich(like):
+    A, d = randn(3, 5), torch.tensor([1.0, -2, 3], dtype=torch.float64)
+    J = Opaque(A.to(like))
+    return J.T @ Diagonal(d.to(like)) @ J, A.T @ d.diag() @ A
 
 
-class TestScaled(OperatorConformance):
-    symmetric = positive_semidefinite = False
-
-    def make(self, dtype, device):
-        A = randn(3, 5)
-        operator = torch.tensor(-0.5) * Opaque(A.to(device, dtype)) * 3
-        assert isinstance(operator, Scaled)
-        return operator, -1.5 * A
+def sub_matrix(like):
+    A = randn(6, 7)
+    operator = Opaque(A.to(like))[[4, 0, 0, 5], 1:6][:, ::2]
+    assert isinstance(operator, SubMatrix)
+    assert isinstance(operator.operator, Opaque)
+    return operator, A[[4, 0, 0, 5]][:, [1, 3, 5]]
 
 
-class TestProduct(OperatorConformance):
-    symmetric = positive_semidefinite = False
-
-    def make(self, dtype, device):
-        A, B, C = randn(3, 5), randn(5, 2), randn(2, 4)
-        operator = Opaque(A.to(device, dtype)) @ Dense(B.to(device, dtype))
-        operator = operator @ (2 * Opaque(C.to(device, dtype)))
-        return operator, 2 * torch.linalg.multi_dot([A, B, C])
+def principal_sub_matrix(like):
+    X = randn(4, 6)
+    J = Opaque(X.to(like))
+    return (J.T @ J)[1:5, 1:5], (X.T @ X)[1:5, 1:5]
 
 
-class TestSandwich(OperatorConformance):
-    symmetric, positive_semidefinite = True, False
-
-    def make(self, dtype, device):
-        A, d = randn(3, 5), torch.tensor([1.0, -2, 3], dtype=torch.float64)
-        J = Opaque(A.to(device, dtype))
-        return J.T @ Diagonal(d.to(device, dtype)) @ J, A.T @ d.diag() @ A
+def assumed(like):
+    G = randn(4, 6).T @ randn(4, 6)
+    return assume(Opaque(G.to(like)), positive_semidefinite=True), G
 
 
-class TestSubMatrix(OperatorConformance):
-    symmetric = positive_semidefinite = False
+def thin(name):
+    def build(like):
+        operator, dense = THIN[name]()
+        return operator.to(like.device, like.dtype), dense
 
-    def make(self, dtype, device):
-        A = randn(6, 7)
-        operator = Opaque(A.to(device, dtype))[[4, 0, 0, 5], 1:6][:, ::2]
-        assert isinstance(operator, SubMatrix)
-        assert isinstance(operator.operator, Opaque)
-        return operator, A[[4, 0, 0, 5]][:, [1, 3, 5]]
+    return build
 
 
-class TestPrincipalSubMatrix(OperatorConformance):
-    symmetric = positive_semidefinite = True
+# What it must claim of itself: that it is symmetric, that it is positive semidefinite.
+CLAIMS = {
+    (False, False): {
+        "dense": lambda like: (Dense(randn(4, 6).to(like)), randn(4, 6)),
+        "kronecker": kronecker,
+        "block-diagonal": block_diagonal,
+        # In the same order.
+        "permuted other": lambda like: (Permuted(Dense(randn(4, 4).to(like))), randn(4, 4)),
+        "opaque": lambda like: (Opaque(randn(4, 5).to(like)), randn(4, 5)),
+        "sum": sum_of_several,
+        "scaled": scaled,
+        "product": product,
+        "sub-matrix": sub_matrix,
+    },
+    (True, False): {
+        "diagonal": lambda like: (Diagonal(randn(6).to(like)), torch.diag(randn(6))),
+        "low rank": low_rank,
+        "sandwich": sandwich,
+    },
+    (True, True): {
+        "identity": lambda like: (Identity(5, like.dtype, like.device), eye(5)),
+        "kronecker of grams": kronecker_of_grams,
+        "low rank and a number": low_rank_and_number,
+        "permuted": permuted,
+        "sum of semidefinite": sum_of_semidefinite,
+        "principal sub-matrix": principal_sub_matrix,
+        "assumed": assumed,
+        **{f"thin {name}": thin(name) for name in THIN},
+    },
+}
+CASES = {name: (claims, build) for claims, of in CLAIMS.items() for name, build in of.items()}
 
-    def make(self, dtype, device):
-        X = randn(4, 6)
-        J = Opaque(X.to(device, dtype))
-        return (J.T @ J)[1:5, 1:5], (X.T @ X)[1:5, 1:5]
 
-
-class TestAssumed(OperatorConformance):
-    symmetric = positive_semidefinite = True
-
-    def make(self, dtype, device):
-        X = randn(4, 6)
-        G = X.T @ X
-        return assume(Opaque(G.to(device, dtype)), positive_semidefinite=True), G
+class TestOperators(OperatorConformance):
+    @pytest.fixture(params=CASES)
+    def case(self, request, dtype, device):
+        (self.symmetric, self.positive_semidefinite), build = CASES[request.param]
+        return build(torch.ones((), dtype=dtype, device=device))
