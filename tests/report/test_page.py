@@ -11,7 +11,8 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic_run import CLASSES, make_run, write_picture
+from a_run import shortened
+from PIL import Image
 
 from laplace_debias.report.page import write_page
 
@@ -53,8 +54,8 @@ def change(path, **changes):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = make_run(tmp_path_factory.mktemp("page") / "run", n=200)
+def folder(run_of_images, tmp_path_factory):
+    folder = shortened(run_of_images, tmp_path_factory.mktemp("page") / "run")
     write_page(folder)
     return folder
 
@@ -70,7 +71,7 @@ def test_every_picture_is_a_file_and_in_the_page(folder, page):
     # The first one is a picture from below once more.
     first, *others = re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', page)
     assert sorted(others) == sorted(names)
-    assert first == "first-reliability-test-network"
+    assert first.removeprefix("first-") in others
     for kind in ("reliability", "risk-coverage", "uncertainty", "severity"):
         assert any(name.startswith(kind) for name in names), kind
     assert {"sweep-laplace", "sweep-last-layer"} <= names
@@ -87,8 +88,8 @@ def test_the_first_screen_is_verdict_picture_and_table(page):
     assert page.index("intervals over the test") > page.index("<table")
 
 
-def test_a_tables_columns_are_shown_by_name_and_unit(tmp_path):
-    folder = make_run(tmp_path / "run", n=60, task="regression", pictures=False, shifts=False)
+def test_a_tables_columns_are_shown_by_name_and_unit(run_of_rows, tmp_path):
+    folder = shortened(run_of_rows, tmp_path / "run")
     meta = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(meta | {"target": "price <EUR>"}))
     examples = json.loads((folder / "examples.json").read_text())
@@ -123,14 +124,14 @@ def test_nothing_is_asked_for_from_outside(page):
 
 
 def test_names_of_others_are_text(page):
-    assert CLASSES[-1] not in page
-    assert "&lt;script&gt;alert(&#39;truck&#39;)&lt;/script&gt;" in page
+    assert a_run.CLASSES[-1] not in page
+    assert "&lt;script&gt;alert(&#39;elk&#39;)&lt;/script&gt;" in page
     # The page's own scripts: the data of each picture, and one with code.
     assert page.count("<script>") == 1
 
 
-def test_names_of_methods_are_text_in_pictures_too(tmp_path):
-    folder = make_run(tmp_path / "run", n=60, shifts=False, posterior=False)
+def test_names_of_methods_are_text_in_pictures_too(run_of_images, tmp_path):
+    folder = shortened(run_of_images, tmp_path / "run", shifts=False, posterior=False)
     meta = json.loads((folder / "run.json").read_text())
     label = "</script><b onclick='x'>$x_1$ & </svg>"
     meta["methods"][0]["label"] = meta["title"] = label
@@ -143,7 +144,7 @@ def test_names_of_methods_are_text_in_pictures_too(tmp_path):
     for path in (folder / "pictures").iterdir():
         ElementTree.parse(path)
     # Dollars are not read as mathematics.
-    assert "$x_1$" in (folder / "pictures" / "uncertainty-digits.svg").read_text()
+    assert "$x_1$" in (folder / "pictures" / "uncertainty-static.svg").read_text()
 
 
 def test_colours_are_those_of_the_theme(page):
@@ -181,19 +182,26 @@ def test_the_same_folder_gives_the_same_page_and_matplotlib_is_left_as_it_was(fo
 
 
 @pytest.mark.slow
-def test_large_pictures_are_made_smaller(tmp_path):
-    folder = make_run(tmp_path / "run", n=60, shifts=False, ood=False, posterior=False)
+def test_large_pictures_are_made_smaller(run_of_images, tmp_path):
+    folder = shortened(run_of_images, tmp_path / "run", shifts=False, ood=False, posterior=False)
     rng = np.random.default_rng(0)
-    for index in range(36):
-        write_picture(folder / "examples" / f"{index}.png", rng, size=300)
+    for path in (folder / "examples").iterdir():
+        Image.fromarray(rng.integers(256, size=(300, 300, 3), dtype=np.uint8)).save(path)
     large = sum(path.stat().st_size for path in (folder / "examples").iterdir())
     assert large > 5 * MEGABYTE  # else this shows nothing
     assert len(written(folder)) < 5 * MEGABYTE
 
 
-def test_a_small_run_has_no_empty_frames(tmp_path):
+def test_a_small_run_has_no_empty_frames(run_of_images, tmp_path):
     text = written(
-        make_run(tmp_path / "run", n=60, shifts=False, ood=False, posterior=False, pictures=False)
+        shortened(
+            run_of_images,
+            tmp_path / "run",
+            shifts=False,
+            ood=False,
+            posterior=False,
+            pictures=False,
+        )
     )
     for key in ("ood", "shift", "tuning"):
         assert f'id="{key}"' not in text
@@ -204,8 +212,8 @@ def test_a_small_run_has_no_empty_frames(tmp_path):
     assert not re.search(r"<tbody>\s*</tbody>", text)
 
 
-def test_a_regression_has_intervals_and_residuals(tmp_path):
-    folder = make_run(tmp_path / "run", "regression", n=200, shifts=False, pictures=False)
+def test_a_regression_has_intervals_and_residuals(run_of_rows, tmp_path):
+    folder = shortened(run_of_rows, tmp_path / "run")
     text = written(folder)
     names = {path.stem for path in (folder / "pictures").iterdir()}
     assert {"coverage", "residuals", "sweep-laplace"} <= names
@@ -213,16 +221,16 @@ def test_a_regression_has_intervals_and_residuals(tmp_path):
     assert " ± " in text
 
 
-def test_a_method_that_predicts_some_examples_says_so(tmp_path):
-    folder = make_run(tmp_path / "run", n=1000, shifts=False, ood=False, posterior=False)
+def test_a_method_that_predicts_some_examples_says_so(run_of_images, tmp_path):
+    folder = shortened(run_of_images, tmp_path / "run", shifts=False, ood=False, posterior=False)
     path = folder / "predictions" / "temperature" / "test.parquet"
     pd.read_parquet(path).iloc[::4].to_parquet(path)
     text = written(folder)
-    assert text.count("250 of 1,000") == 1
+    assert text.count("50 of 200") == 1
 
 
-def test_what_is_not_there_is_left_out(tmp_path):
-    folder = make_run(tmp_path / "run", n=60, shifts=False)
+def test_what_is_not_there_is_left_out(run_of_images, tmp_path):
+    folder = shortened(run_of_images, tmp_path / "run", shifts=False)
     for path in (folder / "predictions" / "laplace").iterdir():
         path.unlink()
     for name in ("examples.json", "config.yaml", "sweeps/laplace.json"):
@@ -271,11 +279,15 @@ def test_what_is_not_there_is_left_out(tmp_path):
             "test.parquet is damaged",
         ),
         (lambda f: (f / "sweeps/laplace.json").write_text("{"), ValueError, "json is damaged"),
-        (lambda f: (f / "examples/0.png").write_bytes(b"no"), ValueError, "0.png is no picture"),
+        (
+            lambda f: min((f / "examples").iterdir()).write_bytes(b"no"),
+            ValueError,
+            ".png is no picture",
+        ),
     ],
 )
-def test_damaged_folders_are_refused_with_what_to_do(tmp_path, spoil, error, told):
-    folder = make_run(tmp_path / "run", n=40, shifts=False, ood=False)
+def test_damaged_folders_are_refused_with_what_to_do(run_of_images, tmp_path, spoil, error, told):
+    folder = shortened(run_of_images, tmp_path / "run", shifts=False, ood=False)
     spoil(folder)
     with pytest.raises(error, match=re.escape(told)) as caught:
         write_page(folder)
@@ -293,8 +305,10 @@ def test_damaged_folders_are_refused_with_what_to_do(tmp_path, spoil, error, tol
         ("run.json", {"num_parameters": "many"}, "ValueError"),
     ],
 )
-def test_files_that_were_edited_are_refused_in_a_sentence(tmp_path, name, changes, told):
-    folder = make_run(tmp_path / "run", n=40, shifts=False, ood=False)
+def test_files_that_were_edited_are_refused_in_a_sentence(
+    run_of_images, tmp_path, name, changes, told
+):
+    folder = shortened(run_of_images, tmp_path / "run", shifts=False, ood=False)
     change(folder / name, **changes)
     sentence = f"{folder} do not fit together ({told}: "
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
@@ -309,8 +323,8 @@ def test_a_folder_that_is_missing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["classification", "regression", "binary", "multilabel"])
-def test_the_page_of_a_run_that_was_computed(tmp_path, task):
+@pytest.mark.parametrize("task", ["binary", "multilabel"])
+def test_the_page_of_labels_that_apply_or_not(tmp_path, task):
     folder = a_run.make_run(tmp_path / "run", task)
     text = written(folder)
     sentence = json.loads((folder / "run.json").read_text())["conclusion"][0]

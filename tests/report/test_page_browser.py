@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from synthetic_run import make_run
+from a_run import shortened
 
 from laplace_debias.report.page import write_page
 
@@ -19,18 +19,18 @@ pytestmark = pytest.mark.skipif(
 )
 KINDS = {
     "full": {},
-    "regression": {"task": "regression", "pictures": False},
+    "regression": {},
     "bare": {"shifts": False, "ood": False, "posterior": False, "pictures": False},
 }
 
 
 @pytest.fixture(scope="module")
-def addresses(tmp_path_factory):
-    base = tmp_path_factory.mktemp("pages")
-    return {
-        kind: write_page(make_run(base / kind, n=150, **options)).as_uri()
-        for kind, options in KINDS.items()
-    }
+def addresses(run_of_images, run_of_rows, tmp_path_factory):
+    base, found = tmp_path_factory.mktemp("pages"), {}
+    for kind, options in KINDS.items():
+        run = run_of_rows if kind == "regression" else run_of_images
+        found[kind] = write_page(shortened(run, base / kind, **options)).as_uri()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -138,11 +138,11 @@ def test_a_method_can_be_hidden_in_every_picture_and_shown_again(opened):
     several = [name for name in before["laplace"] if name.startswith(("picture-r", "picture-s"))]
     assert sum(before["laplace"][name] > 0 for name in several) >= 7
     assert before["laplace"]["picture-severity-nll"] > 0
-    page.get_by_role("checkbox", name="Laplace, all layers").uncheck()
+    page.get_by_role("checkbox", name="Laplace, all parameters").uncheck()
     assert set(shown_of(page, "laplace").values()) == {0}
     assert shown_of(page, "network") == before["network"]
     assert not page.locator("#picture-sweep-laplace").is_visible()
-    page.get_by_role("checkbox", name="Laplace, all layers").check()
+    page.get_by_role("checkbox", name="Laplace, all parameters").check()
     assert shown_of(page, "laplace") == before["laplace"]
 
 
@@ -177,18 +177,18 @@ def test_values_at_the_pointer_and_by_keys(opened):
     svg.focus()
     page.keyboard.press("ArrowRight")
     first = tip.text_content()
-    assert first.startswith("Network as it is, severity 0\nNLL")
+    assert first.startswith("Network, severity 0\nNLL")
     page.keyboard.press("ArrowRight")
-    assert tip.text_content().startswith("Network as it is, severity 1\nNLL")
+    assert tip.text_content().startswith("Network, severity 1\nNLL")
     page.keyboard.press("Escape")
     assert tip.text_content() == ""
     box = figure.locator("[data-method=network] use").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     assert "severity 0" in tip.text_content()
-    page.get_by_role("checkbox", name="Network as it is").uncheck()
+    page.get_by_role("checkbox", name="Network").uncheck()
     svg.focus()
     page.keyboard.press("ArrowRight")
-    assert "Network as it is" not in tip.text_content()
+    assert "Network" not in tip.text_content()
 
 
 def test_it_prints(opened, tmp_path):

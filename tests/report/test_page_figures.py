@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic_run import make_run, write_json
+from a_run import shortened, write_json
 
 from laplace_debias.report.names import decimals, duration, number, significant, size
 from laplace_debias.report.page import calibration, ood, sections
@@ -20,18 +20,13 @@ from laplace_debias.report.run_folder import read_run
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("classes") / "run", n=300)
+def run(run_of_images):
+    return read_run(run_of_images)
 
 
 @pytest.fixture(scope="module")
-def run(folder):
-    return read_run(folder)
-
-
-@pytest.fixture(scope="module")
-def numbers_run(tmp_path_factory):
-    return read_run(make_run(tmp_path_factory.mktemp("numbers") / "run", "regression", n=400))
+def numbers_run(run_of_rows):
+    return read_run(run_of_rows)
 
 
 @pytest.fixture
@@ -61,9 +56,9 @@ def wilson(hits, count, z=1.959963984540054):
     return 100 * (middle - half), 100 * (middle + half)
 
 
-def test_reliability_tells_each_bin_and_its_wilson_interval(folder, run, drawn):
+def test_reliability_tells_each_bin_and_its_wilson_interval(run_of_images, run, drawn):
     picture = calibration.reliability(run, looks_of(run)["laplace"], "test")
-    table = predictions(folder, "laplace")
+    table = predictions(run_of_images, "laplace")
     bins = {}
     for probs, label in zip(table["probs"], table["label"], strict=True):
         index = min(int(max(probs) * 15), 14)
@@ -77,9 +72,9 @@ def test_reliability_tells_each_bin_and_its_wilson_interval(folder, run, drawn):
         assert found == pytest.approx([*expected, *wilson(hits, len(examples))], abs=0.0501)
 
 
-def test_risk_coverage_is_the_error_rate_of_those_kept(folder, run, drawn):
+def test_risk_coverage_is_the_error_rate_of_those_kept(run_of_images, run, drawn):
     picture = calibration.risk_coverage(run, looks_of(run), "test", "Test set")
-    table = predictions(folder, "last-layer")
+    table = predictions(run_of_images, "last-layer")
     order = sorted(range(len(table)), key=lambda i: -max(table["probs"][i]))
     wrong = [np.argmax(table["probs"][i]) != table["label"][i] for i in order]
     told = [numbers_in(p.text) for p in picture.points if p.method == "last-layer"]
@@ -91,7 +86,7 @@ def test_risk_coverage_is_the_error_rate_of_those_kept(folder, run, drawn):
 
 
 def test_histograms_of_uncertainty_add_up(run, drawn):
-    picture = ood.score_histograms(run, looks_of(run), "digits")
+    picture = ood.score_histograms(run, looks_of(run), "static")
     shares = [numbers_in(point.text)[0] for point in picture.points]
     assert all(0 < share <= 100 for share in shares)
     assert {point.method for point in picture.points} == {m.key for m in run.methods}
@@ -101,7 +96,7 @@ def test_histograms_of_uncertainty_add_up(run, drawn):
 def test_severity_has_a_point_for_each_severity_with_its_interval(run, drawn):
     picture = sections.severity(run, looks_of(run), "nll")
     rows = run.rows[(run.rows["method"] == "laplace") & (run.rows["metric"] == "nll")]
-    rows = rows[~rows["set"].isin(["digits", "shuffled-patches"])]
+    rows = rows[~rows["set"].isin(["static", "shuffled"])]
     told = [numbers_in(p.text)[-3:] for p in picture.points if p.method == "laplace"]
     assert len(told) == 6
     for found, row in zip(told, rows.itertuples(), strict=True):
@@ -134,8 +129,8 @@ def cells(table, label, where=""):
     return {method.key: row[at] for method, row in table.rows}
 
 
-def table_of(tmp_path, rows, differences):
-    folder = make_run(tmp_path / "run", n=50, shifts=False, ood=False)
+def table_of(run_of_images, folder, rows, differences):
+    shortened(run_of_images, folder, shifts=False, ood=False)
     keys = ("method", "set", "metric", "value", "low", "high")
     write_json(
         folder / "metrics.json",
@@ -149,9 +144,10 @@ def table_of(tmp_path, rows, differences):
     return read_run(folder)
 
 
-def test_the_table_marks_what_is_beyond_chance(tmp_path):
+def test_the_table_marks_what_is_beyond_chance(run_of_images, tmp_path):
     run = table_of(
-        tmp_path,
+        run_of_images,
+        tmp_path / "run",
         [
             ("network", "test", "accuracy", 0.9, 0.88, 0.92),
             ("temperature", "test", "accuracy", 0.9, 0.88, 0.92),
@@ -176,9 +172,9 @@ def test_the_table_marks_what_is_beyond_chance(tmp_path):
     assert [c.verdict for c in nll.values()] == ["", "better", "", "worse"]
     assert nll["temperature"].interval == "0.230 … 0.270"
     assert nll["laplace"].interval == ""
-    assert table.reference == "Network as it is"
+    assert table.reference == "Network"
     first, second = difference_tables(run)
-    assert (first.reference, second.reference) == ("Network as it is", "Temperature scaling")
+    assert (first.reference, second.reference) == ("Network", "Temperature scaling")
     assert cells(first, "NLL")["laplace"].value == "+0.010"
     assert cells(second, "NLL")["network"].verdict == "worse"
     assert cells(second, "NLL")["laplace"].verdict == ""  # its interval is not known
@@ -186,16 +182,15 @@ def test_the_table_marks_what_is_beyond_chance(tmp_path):
 
 def test_scores_of_ood_sets_are_kept_apart(run):
     table = main_table(run)
-    areas = cells(table, "AUROC", "digits")
-    row = run.rows[(run.rows["metric"] == "auroc") & (run.rows["set"] == "digits")]
+    areas = cells(table, "AUROC", "static")
+    row = run.rows[(run.rows["metric"] == "auroc") & (run.rows["set"] == "static")]
     entropies = row[row["score"] == "entropy"].set_index("method")["value"]
     assert float(areas["laplace"].value) == pytest.approx(entropies["laplace"], abs=0.001)
-    by_score = full_tables(run, "digits")
-    assert [t.columns[0].where for t in by_score] == [
-        "digits, entropy",
-        "digits, largest probability",
-    ]
-    assert [cell.value for _, (cell, *_) in by_score[1].rows] == ["0.500"] * 4
+    tables = {table.columns[0].where: table for table in full_tables(run, "static")}
+    for label, score in (("entropy", "entropy"), ("largest probability", "max_probability")):
+        of_score = row[row["score"] == score].set_index("method")["value"]
+        for method, (cell, *_) in tables[f"static, {label}"].rows:
+            assert float(cell.value) == pytest.approx(of_score[method.key], abs=0.0006)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Small networks with data of their own, and run folders of them, made in seconds."""
 
+import json
 import math
+import shutil
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from laplace_debias.assessment.methods import (
 from laplace_debias.sources.loaded import Loaded, OodData
 
 SIDE = 8
-CLASSES = ("ant", "bee", "cat <b>", "dog & co", "elk")
+CLASSES = ("ant", "bee", "cat <b>", "dog & co", "<script>alert('elk')</script>")
 ALL_PARAMETERS = Method(
     key="laplace",
     label="Laplace, all parameters",
@@ -171,5 +173,39 @@ def make_run(folder, task="classification", **options):
     else:
         loaded = loaded_yes_no(task, **options)
     title = f"A small {task}"
-    assess(loaded, folder, methods_for(loaded), title=title)
+    assess(loaded, folder, methods_for(loaded), title=title, config="seed: 0\n")
     return folder
+
+
+def shortened(run, folder, *, shifts=True, ood=True, posterior=True, pictures=True):
+    """A copy of a run folder, without what is not asked for."""
+    shutil.copytree(run, folder)
+    left_out = [role for role, is_kept in (("shift", shifts), ("ood", ood)) if not is_kept]
+    meta = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    meta["sets"] = [data for data in meta["sets"] if data["role"] not in left_out]
+    if not posterior:
+        meta["methods"] = [method for method in meta["methods"] if not method["is_laplace"]]
+        shutil.rmtree(folder / "sweeps")
+    names = [data["name"] for data in meta["sets"]]
+    keys = [method["key"] for method in meta["methods"]]
+    measured = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    for part in ("rows", "differences"):
+        measured[part] = [
+            row
+            for row in measured[part]
+            if row["set"] in names and {row["method"], row.get("reference", keys[0])} <= set(keys)
+        ]
+    examples = json.loads((folder / "examples.json").read_text(encoding="utf-8"))
+    if not posterior:
+        examples["chosen_by"] = dict.fromkeys(examples["chosen_by"], keys[0])
+    if not pictures:
+        shutil.rmtree(folder / "examples", ignore_errors=True)
+        for entry in examples["most_uncertain"]:
+            entry["inputs"] = [0.5, -1.25, 3.0]
+    for name, content in (("run", meta), ("metrics", measured), ("examples", examples)):
+        write_json(folder / f"{name}.json", content)
+    return folder
+
+
+def write_json(path, content):
+    path.write_text(json.dumps(content), encoding="utf-8")
