@@ -28,12 +28,12 @@ from laplace_debias.curvature.fits.directions import (
     eigenbasis,
     eigh,
     left_by,
+    moments,
     numerical_rank,
     outer,
     pooled,
     resolution,
 )
-from laplace_debias.curvature.fits.factors import moments
 from laplace_debias.curvature.fits.kfac import assemble, exact_sums, fit_diagonal
 from laplace_debias.curvature.fits.over_ranks import owners_by_cost, shared_bases
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
@@ -132,7 +132,6 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
     of_folds = [sums for sums, _ in passes]
     seen = reduce(operator.add, (seen for _, seen in passes))
     del passes
-    _make_alike(of_folds)
     if curvature == "ekfac":
         # Of several processes each has the factors of the blocks that it owns.
         totals = {block: _total(of_folds, block) for block in of_folds[0]}
@@ -160,13 +159,13 @@ def _of_factors(
     num_examples = sum(sizes)
     for block in [block for block in problem.blocks if block in of_folds[0]]:
         # A block's factors are freed once it is done with.
-        G, A = _stacked(of_folds, block)
-        basis = eigenbasis(_sum(G) / num_examples, _sum(A) / num_examples, block.name)
+        sum_G, sum_A = _total(of_folds, block)
+        basis = eigenbasis(sum_G / num_examples, sum_A / num_examples, block.name)
+        del sum_G, sum_A
+        G, A = zip(*(sums.pop(block) for sums in of_folds), strict=True)
         of_G, of_A = _eigenpairs(basis)
         along_G = crossfit_magnitudes(G, sizes, of_G, problem.dtype)
-        del G
         along_A = crossfit_magnitudes(A, sizes, of_A, problem.dtype)
-        del A
         bases[block] = basis
         table[block] = basis.pooled(outer(along_G, along_A), problem.dtype)
     return bases, table
@@ -182,12 +181,11 @@ def crossfit_with_replicates(
     eigenvalue to the mean of that over the replicates: so no factor is decomposed for them. `sizes`
     are those of all processes; `of_folds` has the blocks that this process owns, and is kept.
     """
-    of_folds = [dict(sums) for sums in of_folds]
-    _make_alike(of_folds)
     parts: dict[Block, list[Tensor | None]] = {}
     for block in [block for block in problem.blocks if block in of_folds[0]]:
-        G, A = _stacked(of_folds, block)
-        basis = eigenbasis(_sum(G) / sum(sizes), _sum(A) / sum(sizes), block.name)
+        sum_G, sum_A = _total(of_folds, block)
+        basis = eigenbasis(sum_G / sum(sizes), sum_A / sum(sizes), block.name)
+        G, A = zip(*(sums[block] for sums in of_folds), strict=True)
         sides = []
         for factors, known in zip((G, A), _eigenpairs(basis), strict=True):
             others: list[FactorEigenpairs] = []
@@ -214,57 +212,8 @@ def crossfit_with_replicates(
     return [BlockDiagonal(blocks) for blocks in found]
 
 
-# Factors of all folds, `[K, ...]`, or the rows of each.
-OfFolds = Tensor | list[Rows]
-
-
-def _make_alike(of_folds: list[FactorSums]) -> None:
-    """Multiply rows of a factor that is a matrix in another fold, or of groups, or has many."""
-    for block in of_folds[0]:
-        sides = []
-        for of_side in zip(*(sums[block] for sums in of_folds), strict=True):
-            factors = list(of_side)
-            rows = [factor for factor in factors if isinstance(factor, Rows)]
-            if len(rows) < len(factors) or _are_many(rows):
-                factors = [moments(f.rows) if isinstance(f, Rows) else f for f in factors]
-            sides.append(factors)
-        for sums, G, A in zip(of_folds, *sides, strict=True):
-            sums[block] = (G, A)
-
-
-def _are_many(rows: Sequence[Rows]) -> bool:
-    *groups, d = rows[0].rows.shape[1:]
-    num_rows = sum(len(of_fold.rows) for of_fold in rows)
-    return rows[0].most is None and (bool(groups) or 2 * num_rows > d)
-
-
-def _stacked(of_folds: list[FactorSums], block: Block) -> tuple[OfFolds, OfFolds]:
-    """A block's factors of all folds, which the folds give up."""
-    all_G, all_A = (list(of) for of in zip(*(f.pop(block) for f in of_folds), strict=True))
-    G = _together(all_G)
-    all_G.clear()
-    return G, _together(all_A)
-
-
-def _together(factors: list[Factor]) -> OfFolds:
-    rows = [factor for factor in factors if isinstance(factor, Rows)]
-    return rows or torch.stack([factor for factor in factors if isinstance(factor, Tensor)])
-
-
-def _sum(factors: OfFolds) -> Factor:
-    return factors.sum(0) if isinstance(factors, Tensor) else reduce(operator.add, factors)
-
-
-def _others(factors: OfFolds, fold: int) -> Factor:
-    """The sum of all folds' factors but one."""
-    if isinstance(factors, Tensor):
-        # It is made anew for each fold: beside what is decomposed it need not be kept.
-        return factors.sum(0) - factors[fold]
-    return reduce(operator.add, factors[:fold] + factors[fold + 1 :])
-
-
 def crossfit_magnitudes(
-    factors: OfFolds,
+    factors: Sequence[Factor],
     sizes: Sequence[float],
     known: FactorEigenpairs | None = None,
     precision: torch.dtype | None = None,
@@ -285,18 +234,22 @@ def crossfit_magnitudes(
     no curvature.
     """
     num_examples = sum(sizes)
-    if isinstance(factors, Tensor) and factors.ndim == 2:
+
+    def others(fold: int) -> Factor:
+        """The mean factor of the other folds; made anew for each fold, it need not be kept."""
+        of_others = reduce(operator.add, (*factors[:fold], *factors[fold + 1 :]))
+        return of_others / (num_examples - sizes[fold])
+
+    values, U = eigh(reduce(operator.add, factors) / num_examples) if known is None else known
+    if U is None:
         if others_too is not None:
-            sums = zip(factors.sum(0) - factors, sizes, strict=True)
-            others_too += [(total / (num_examples - size), None) for total, size in sums]
-        return factors.sum(0) / num_examples
-    values, U = eigh(_sum(factors) / num_examples) if known is None else known
-    assert U is not None
+            others_too += [eigh(others(fold)) for fold in range(len(sizes))]
+        return values
     precision = values.dtype if precision is None else precision
     within = _Within(values, U, precision)
     magnitudes = torch.zeros_like(values)
-    for fold, (factor, size) in enumerate(zip(factors, sizes, strict=True)):
-        of_others, basis = within.eigenpairs(_others(factors, fold) / (num_examples - size))
+    for fold, factor in enumerate(factors):
+        of_others, basis = within.eigenpairs(others(fold))
         own = directional_curvature(within.projected(factor), basis)
         measured = within.with_rest(own, factor)
         if others_too is not None:
@@ -332,9 +285,7 @@ class _Within:
     def projected(self, factor: Factor) -> Float[Tensor, "*groups r r"]:
         """A factor in coordinates of the space."""
         if isinstance(factor, Rows):
-            assert self.basis is not None
-            along = factor.rows @ self.basis
-            return along.mT @ along
+            return moments(factor.rows if self.basis is None else factor.rows @ self.basis)
         return factor if self.basis is None else self.basis.T @ factor @ self.basis
 
     def eigenpairs(
@@ -350,7 +301,7 @@ class _Within:
     ) -> Float[Tensor, "*groups d"]:
         """A factor's curvature along a basis of the space, and behind it that of the rest."""
         rest = 0.0
-        if isinstance(factor, Rows):
+        if isinstance(factor, Rows) and self._left > 1:
             rest = float((factor.trace - along.sum()).clamp_min(0)) / self._left
         return F.pad(along, (0, self._num_values - along.shape[-1]), value=rest)
 
@@ -407,6 +358,6 @@ def _eigenpairs(basis: Eigenbasis) -> tuple[FactorEigenpairs, FactorEigenpairs]:
     return (basis.along_G, basis.U_G), (basis.along_A, basis.U_A)
 
 
-def _total(of_folds: list[FactorSums], block: Block) -> tuple[Factor, Factor]:
+def _total(of_folds: Sequence[FactorSums], block: Block) -> tuple[Factor, Factor]:
     G, A = zip(*(sums[block] for sums in of_folds), strict=True)
     return reduce(operator.add, G), reduce(operator.add, A)

@@ -37,9 +37,16 @@ class Rows:
     rest: Float[Tensor, ""] | float = 0.0
     most: int | None = None
 
-    def __add__(self, other: "Rows") -> "Rows":
+    def __add__(self, other: "Factor") -> "Factor":
+        """The sum of two factors; a matrix if one is, or if the rows are many."""
+        if isinstance(other, Tensor):
+            return moments(self.rows) + other
         rows = torch.cat([self.rows, other.rows])
-        return Rows(rows, self.rest + other.rest, self.most).compressed()
+        total = Rows(rows, self.rest + other.rest, self.most).compressed()
+        is_few = self.most is not None or 2 * len(rows) <= rows.shape[-1]
+        return total if is_few else moments(rows)
+
+    __radd__ = __add__
 
     def __mul__(self, number: float) -> "Rows":
         return Rows(self.rows * number**0.5, self.rest * number, self.most)
@@ -64,6 +71,12 @@ class Rows:
     def trace(self) -> Float[Tensor, ""]:
         """The trace of the factor."""
         return self.rows.square().sum() + self.rest
+
+
+def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
+    """`rowsᵀ rows`."""
+    of_groups = rows.movedim(0, -2)
+    return of_groups.mT @ of_groups
 
 
 # A matrix `[*groups, d, d]`, the diagonal of one, `[d]`, or rows.

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Factor, Rows
+from laplace_debias.curvature.fits.directions import Factor, Rows, moments
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.patches import LARGE, has_displacements, patch_moments
@@ -268,12 +268,6 @@ def _mean_activations(
 def _squares(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
     """The diagonal of `rowsᵀ rows`."""
     return rows.square().sum(0)
-
-
-def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
-    """`rowsᵀ rows`."""
-    of_groups = rows.movedim(0, -2)
-    return of_groups.mT @ of_groups
 
 
 def _add_moments(

@@ -1,8 +1,6 @@
 """Sums over data, block by block: factors, and the eigenbases that are made of them."""
 
-import operator
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -14,8 +12,9 @@ from laplace_debias.curvature.fits.directions import (
     Factor,
     Rows,
     eigh_of_each,
+    moments,
 )
-from laplace_debias.curvature.fits.factors import measured_gradients, measured_inputs, moments
+from laplace_debias.curvature.fits.factors import measured_gradients, measured_inputs
 from laplace_debias.curvature.fits.over_ranks import (
     owners_by_cost,
     shape_of_A,
@@ -63,7 +62,8 @@ class SideSums:
             rows = factor.rows.to(self.problem.factor_dtype)
             check_finite_sums({block: [rows]})
             total = Rows(kept[0] if kept else rows[:0], self.rests.get(block, 0.0), block.most_rows)
-            total = reduce(operator.add, map(Rows, rows.split(2 * (block.rank or 1))), total)
+            for part in rows.split(2 * (block.rank or 1)):
+                total = Rows(torch.cat([total.rows, part]), total.rest, total.most).compressed()
             kept[:], self.rests[block] = [total.rows], torch.as_tensor(total.rest).to(rows)
             return
         kept.append(factor.rows)
@@ -75,32 +75,30 @@ class SideSums:
 
         What is left are matrices.
         """
-        problem, limit = self.problem, {b: b.shape[self.side] for b in self.problem.blocks}
-        own = {
-            block.name: None if block in self.sums else sum(map(len, self.rows.get(block, [])))
-            for block in problem.blocks
-        }
-        of_ranks = problem.ranks.exchange((own, {b.name: float(r) for b, r in self.rests.items()}))
-        few = []
+        problem, side = self.problem, self.side
+        own: dict[str, tuple[int | None, float]] = {}
         for block in problem.blocks:
-            counts = [of_rank[block.name] for of_rank, _ in of_ranks]
-            is_few = None not in counts and 0 < 2 * sum(counts) <= limit[block]
-            if is_few or block.is_streamed(self.side):
-                few.append(block)
-        joined: list[Tensor] | None = []
-        if few:
-            none = (torch.zeros(0, *b.groups, limit[b], device=problem.device) for b in few)
-            own_rows = zip(few, none, strict=True)
-            joined = problem.ranks.on_all(
-                [torch.cat([zero.to(problem.dtype), *self.rows.pop(b, [])]) for b, zero in own_rows]
-            )
+            num_rows = None if block in self.sums else sum(map(len, self.rows.get(block, [])))
+            own[block.name] = num_rows, float(self.rests.get(block, 0.0))
+        of_ranks, few = problem.ranks.exchange(own), dict[Block, float]()
+        for block in problem.blocks:
+            counts, rests = zip(*(of_rank[block.name] for of_rank in of_ranks), strict=True)
+            is_few = None not in counts and 0 < 2 * sum(counts) <= block.shape[side]
+            if is_few or block.is_streamed(side):
+                few[block] = sum(rests)
+        joined = []
+        for block in few:
+            none = torch.zeros(0, *block.groups, block.shape[side], device=problem.device)
+            joined.append(torch.cat([none.to(problem.dtype), *self.rows.pop(block, [])]))
         for block in list(self.rows):
             self._multiply(block)
-        assert joined is not None
+        if not few:
+            return {}
+        of_all = problem.ranks.on_all(joined)
+        assert of_all is not None
         factors = {}
-        for block, rows in zip(few, joined, strict=True):
-            rest = sum(of_rank.get(block.name, 0.0) for _, of_rank in of_ranks)
-            most = block.most_rows if block.is_streamed(self.side) else None
+        for (block, rest), rows in zip(few.items(), of_all, strict=True):
+            most = block.most_rows if block.is_streamed(side) else None
             factors[block] = Rows(rows.to(problem.factor_dtype), rest, most)
         return factors
 
