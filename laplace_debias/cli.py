@@ -248,14 +248,10 @@ def _unused_options(options: Any, given: Collection[str]) -> list[str]:
 
 def _how_to_go_on(options: Any) -> str:
     """Advice after Ctrl-C."""
-    if getattr(options, "goes_on", False):
+    if getattr(options, "goes_on", False) or getattr(options, "resume", None):
         return "give the same command again, and it goes on from what was saved"
-    if not hasattr(options, "resume"):
-        return "nothing was saved; give the same command again"
-    if options.resume is None:
-        return "nothing was saved; give the same command again, with --resume FOLDER"
-    resume = "" if options.resume else " with --resume"
-    return f"give the same command again{resume}, and it goes on from what was saved"
+    more = ", with --resume FOLDER" if hasattr(options, "resume") else ""
+    return f"nothing was saved; give the same command again{more}"
 
 
 def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:

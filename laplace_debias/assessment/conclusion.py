@@ -298,9 +298,8 @@ class _Verdict:
         if row is None:
             return ""
         whose = self._whose(row["score"], row["method"])
-        kind = f" ({part['kind']})" if part.get("kind") else ""
         told = (
-            f"“{of}”{kind} is {'not ' if row['low'] <= 0.5 else ''}separated from test "
+            f"“{of}” is {'not ' if row['low'] <= 0.5 else ''}separated from test "
             f"{self._run['input_name']}s by {whose}, AUROC {_ends(row)}"
         )
         chosen = self._recommended

@@ -37,7 +37,6 @@ class DataSet:
     role: str
     batches: Batches
     severity: int | None = None
-    kind: str | None = None
 
 
 def sets_of(loaded: Loaded) -> list[DataSet]:
@@ -46,13 +45,13 @@ def sets_of(loaded: Loaded) -> list[DataSet]:
     for severity, batches in sorted(loaded.shifts.items()):
         sets.append(DataSet(f"shift-{severity}", "shift", batches, severity=severity))
     taken = {part.name for part in sets}
-    for name, data in loaded.ood.items():
+    for name, batches in loaded.ood.items():
         if name in taken or not _NAME.fullmatch(name):
             raise ValueError(
                 f"the OOD set {name!r} cannot be a file's name: rename it with letters, digits, "
                 "'.', '_' and '-', and not test or shift-1 …"
             )
-        sets.append(DataSet(name, "ood", data.batches, kind=data.kind))
+        sets.append(DataSet(name, "ood", batches))
     return sets
 
 

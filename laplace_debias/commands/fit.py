@@ -72,10 +72,6 @@ class Settings(SourceSettings):
         unused = not_for("fit", "validation_examples", "test_examples")
         if self.plan:
             unused |= dict.fromkeys(("resume", "overwrite"), "`plan` fits nothing")
-        if self.curvature in ("diag", "lowrank", "full"):
-            unused["sharing"] = f"curvature={self.curvature} has no Kronecker factors"
-        if self.curvature in ("lowrank", "full"):
-            unused["joint"] = f"curvature={self.curvature} is one block of all parameters"
         return unused
 
 

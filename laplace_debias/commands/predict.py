@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,6 @@ from laplace_debias.commands.network import (
     print_notes,
 )
 from laplace_debias.curvature.network.batches import Batches, BatchReader
-from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import Laplace
 from laplace_debias.report.tables import not_a_formula
 from laplace_debias.sources import Loaded, SourceSettings, load
@@ -156,9 +155,9 @@ def _columns(
     # Draws follow the order of all batches, so the first process makes them all.
     is_first = current().rank == 0
     with alone() if draws else contextlib.nullcontext():
-        own = _Own(batches, loaded) if is_first or not draws else ()
+        own = dealt(batches, BatchReader(loaded.model)) if is_first or not draws else ()
         bar = tqdm(own, "predicting", unit="batch", leave=False, disable=not settings.progress)
-        for number, x, y in bar:
+        for number, _, x, y in bar:
             parts.append((number, {name: v.detach().cpu() for name, v in predicted(x).items()}, y))
     # In the order of the batches, which were dealt to the processes.
     of_all = sorted(itertools.chain(*current().exchange(parts)), key=lambda part: part[0])
@@ -173,21 +172,6 @@ def _columns(
     if settings.inputs is not None:
         return columns
     return {**_target_columns(torch.cat(targets), loaded), **columns}
-
-
-class _Own:
-    """The batches that this process predicts, with their numbers: all of them, or every n-th."""
-
-    def __init__(self, batches: Batches, loaded: Loaded) -> None:
-        self._batches, self._read = batches, BatchReader(loaded.model)
-
-    def __iter__(self) -> Iterator[tuple[int, Inputs, Tensor]]:
-        for number, _, x, y in dealt(self._batches, self._read):
-            yield number, x, y
-
-    def __len__(self) -> int:
-        size, rank = current().size, current().rank
-        return len(range(rank, len(self._batches), size))  # type: ignore[arg-type]
 
 
 def _of_batch(found: Distribution, loaded: Loaded) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,23 +95,12 @@ class Settings(SourceSettings):
 
 @dataclass(frozen=True, eq=False)
 class SpectrumResult:
-    """Eigenpairs, trace and density that were measured."""
+    """Eigenpairs, the whole trace and the density of the rest."""
 
     eigenpairs: EigenPairs
-    rest: Estimate
+    trace: Estimate
     density: SpectralDensity
-    num_parameters: int
     seconds: float
-
-    @property
-    def trace(self) -> Estimate:
-        """The whole trace: the eigenvalues, exactly, and the estimate of what they leave."""
-        return Estimate(
-            self.eigenpairs.values.sum() + self.rest.value,
-            self.rest.standard_error,
-            self.eigenpairs.num_matvecs + self.rest.num_matvecs,
-            degrees_of_freedom=self.rest.degrees_of_freedom,
-        )
 
 
 def run(settings: Settings, console: Printer | None = None) -> SpectrumResult:
@@ -145,7 +134,7 @@ def as_json(settings: Settings, result: SpectrumResult) -> dict[str, Any]:
     return {
         "output": str(settings.output),
         "matrix": settings.matrix,
-        "num_parameters": result.num_parameters,
+        "num_parameters": len(result.eigenpairs.vectors),
         "eigenvalues": plain(result.eigenpairs.values),
         "trace": plain(float(result.trace.value)),
         "trace_standard_error": plain(float(result.trace.standard_error)),
@@ -195,7 +184,7 @@ def measure(A: LinearOperator, settings: Settings) -> SpectrumResult:
             progress=settings.progress,
         )
     rest = A - LowRankPlusDiagonal(pairs.vectors, pairs.values, 0.0)
-    rest_trace = trace(
+    of_rest = trace(
         rest,
         num_matvecs=settings.trace_matvecs,
         generator=generator,
@@ -211,8 +200,12 @@ def measure(A: LinearOperator, settings: Settings) -> SpectrumResult:
         generator=generator,
         progress=settings.progress,
     )
-    seconds = time.perf_counter() - began
-    return SpectrumResult(pairs, rest_trace, density, A.shape[0], seconds)
+    whole = replace(
+        of_rest,
+        value=pairs.values.sum() + of_rest.value,
+        num_matvecs=pairs.num_matvecs + of_rest.num_matvecs,
+    )
+    return SpectrumResult(pairs, whole, density, time.perf_counter() - began)
 
 
 def draw(result: SpectrumResult, matrix: str) -> Figure:
@@ -263,42 +256,22 @@ def _print(result: SpectrumResult, console: Printer) -> None:
     share = float(pairs.values.sum() / total.value)
     console.print(
         f"Trace: {float(total.value):.5g} ± {float(total.standard_error):.2g} (standard error); "
-        f"the leading {len(values)} are {share:.1%} of it; {result.rest.num_matvecs} products for "
-        "the rest"
-    )
-    console.print(
-        f"Density of the rest: {result.density.num_matvecs} products; "
-        f"{result.density.null_fraction:.2%} of its eigenvalues are within "
-        f"±{result.density.floor:.1g}"
+        f"the leading {len(values)} are {share:.1%} of it; of the other eigenvalues "
+        f"{result.density.null_fraction:.2%} are within ±{result.density.floor:.1g}"
     )
     console.print(f"Time: {result.seconds:.0f} s")
 
 
 def _write(result: SpectrumResult, output: Path) -> None:
-    pairs, total, density = result.eigenpairs, result.trace, result.density
-    rows = zip(pairs.values.tolist(), pairs.residuals.tolist(), strict=True)
-    write_csv(
-        [
-            {"rank": rank, "eigenvalue": value, "residual": residual}
-            for rank, (value, residual) in enumerate(rows, 1)
-        ],
-        output / "eigenvalues.csv",
-    )
-    write_csv(
-        [
-            {
-                "trace": float(total.value),
-                "standard_error": float(total.standard_error),
-                "num_matvecs": total.num_matvecs,
-                "num_parameters": result.num_parameters,
-            }
-        ],
-        output / "trace.csv",
-    )
-    columns: dict[str, Tensor] = {
-        "eigenvalue": density.grid,
-        "density": density.density,
-        "standard_error": density.standard_error,
+    pairs, density = result.eigenpairs, result.density
+    columns = {
+        "eigenvalues": {"eigenvalue": pairs.values, "residual": pairs.residuals},
+        "density": {
+            "eigenvalue": density.grid,
+            "density": density.density,
+            "standard_error": density.standard_error,
+        },
     }
-    listed = zip(*(column.tolist() for column in columns.values()), strict=True)
-    write_csv([dict(zip(columns, row, strict=True)) for row in listed], output / "density.csv")
+    for name, parts in columns.items():
+        rows = zip(*(part.tolist() for part in parts.values()), strict=True)
+        write_csv([dict(zip(parts, row, strict=True)) for row in rows], output / f"{name}.csv")

@@ -37,12 +37,11 @@ class Method:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Examples whose role is `test`, `shift` (with a severity) or `ood` (kind `near` or `far`)."""
+    """Examples whose role is `test`, `shift` (with a severity) or `ood`."""
 
     name: str
     role: str
     severity: int | None
-    kind: str | None
     num_examples: int | None
 
 
@@ -71,9 +70,8 @@ class Run:
 
     @property
     def ood(self) -> list[DataSet]:
-        """The out-of-distribution sets, near ones first."""
-        strange = [data for data in self.sets if data.role == "ood"]
-        return sorted(strange, key=lambda data: data.kind != "near")
+        """The out-of-distribution sets."""
+        return [data for data in self.sets if data.role == "ood"]
 
     def column(self, method: str, data: str, name: str) -> np.ndarray | None:
         """One column of predictions, `[n]` or `[n, width]`; None if missing, null or not finite."""
@@ -185,7 +183,7 @@ def _method(entry: Mapping[str, Any]) -> Method:
 
 
 def _data_set(entry: Mapping[str, Any]) -> DataSet:
-    more = (entry.get(name) for name in ("severity", "kind", "num_examples"))
+    more = (entry.get(name) for name in ("severity", "num_examples"))
     return DataSet(_checked_key(entry["name"]), entry["role"], *more)
 
 

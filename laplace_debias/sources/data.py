@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -12,9 +11,8 @@ from torch.utils.data import DataLoader
 from laplace_debias.sources.arrays import archive_parts
 from laplace_debias.sources.image_files import ImageFiles, images_below, view_of
 from laplace_debias.sources.imports import called, imported, is_import_path
-from laplace_debias.sources.loaded import OodData
 from laplace_debias.sources.parts import Parts, parted
-from laplace_debias.sources.settings import SourceSettings, ood_name
+from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.sources.tables import table_files, table_parts
 
 _KINDS = (
@@ -93,18 +91,12 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
         train=found["train"],
         validation=found.get("validation"),
         test=found["test"],
-        ood={name: _ood(name, part) for name, part in (found.get("ood") or {}).items()},
+        ood=found.get("ood") or {},
         num_outputs=None if classes is None else len(classes),
         classes=None if classes is None else tuple(map(str, classes)),
         # Inputs are as they were normalised; by what, only the user knows.
         pixels=settings.pixels,
     )
-
-
-def _ood(name: str, part: Any) -> OodData:
-    if isinstance(part, OodData):
-        return part
-    return OodData(part, ood_name(name)[1])
 
 
 _PARTS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}

@@ -14,20 +14,6 @@ Task = Literal["classification", "regression", "binary", "multilabel"]
 """The meaning of a network's outputs, as `Laplace` takes it for `likelihood`."""
 
 
-@dataclass(frozen=True)
-class OodData:
-    """Examples of another kind than the network was trained on.
-
-    Attributes:
-        batches: Batches `(x, y)`; the labels are ignored.
-        kind: `near` where they look like the training data (other classes of such images), `far`
-            where they do not (noise, digits, other textures).
-    """
-
-    batches: Batches
-    kind: Literal["near", "far"] = "far"
-
-
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """A trained network and its data.
@@ -64,7 +50,7 @@ class Loaded:
     num_train: int
     validation: Batches | None
     test: Batches
-    ood: Mapping[str, OodData] = field(default_factory=dict)
+    ood: Mapping[str, Batches] = field(default_factory=dict)
     shifts: Mapping[int, Batches] = field(default_factory=dict)
     others: tuple[nn.Module, ...] = ()
     classes: tuple[str, ...] | None = None

@@ -11,11 +11,11 @@ from laplace_debias.sources.changed import Changed, Corruption, ShuffledPatches,
 from laplace_debias.sources.data import find_data
 from laplace_debias.sources.further import Further, Reader
 from laplace_debias.sources.imports import described
-from laplace_debias.sources.loaded import Loaded, OodData, Task
+from laplace_debias.sources.loaded import Loaded, Task
 from laplace_debias.sources.networks import build
 from laplace_debias.sources.parts import Parts, batches_of
 from laplace_debias.sources.pixels import Pixels
-from laplace_debias.sources.settings import SourceSettings, ood_name
+from laplace_debias.sources.settings import SourceSettings
 
 
 def load(settings: SourceSettings) -> Loaded:
@@ -92,22 +92,20 @@ def load(settings: SourceSettings) -> Loaded:
     )
 
 
-def _ood(settings: SourceSettings, reader: Reader) -> Mapping[str, tuple[OodData, tuple[str, ...]]]:
+def _ood(settings: SourceSettings, reader: Reader) -> Mapping[str, tuple[Batches, tuple[str, ...]]]:
     """Out-of-distribution sets by name, each with notes."""
-    found: dict[str, tuple[OodData, tuple[str, ...]]] = {}
     parts = reader.parts
-    for name, own in parts.ood.items():
-        batches, _ = batches_of(own.batches, settings, "ood_examples")
-        found[ood_name(name)[0]] = OodData(batches, own.kind), ()
-    for given, source in settings.ood.items():
-        name, kind = ood_name(given)
+    found: dict[str, tuple[Batches, tuple[str, ...]]] = {
+        name: (batches_of(own, settings, "ood_examples")[0], ()) for name, own in parts.ood.items()
+    }
+    for name, source in settings.ood.items():
         if name in found:
             raise ValueError(f"ood {name} is given twice; give the sets different names")
         if source == "builtin:patches":
             _images(reader, f"ood {name}")
             limit = "test_examples" if settings.ood_examples is None else "ood_examples"
             batches, _ = batches_of(parts.test, settings, limit)
-            found[name] = OodData(Changed(batches, ShuffledPatches(settings.seed)), kind), ()
+            found[name] = Changed(batches, ShuffledPatches(settings.seed)), ()
             continue
         if source == "builtin:digits":
             pixels = _images(reader, f"ood {name}")
@@ -115,7 +113,7 @@ def _ood(settings: SourceSettings, reader: Reader) -> Mapping[str, tuple[OodData
         else:
             further = reader.read(source, f"ood {name}")
         batches, _ = batches_of(further.part, settings, "ood_examples")
-        found[name] = OodData(batches, kind), further.notes
+        found[name] = batches, further.notes
     return found
 
 

@@ -1,6 +1,6 @@
 """Data in parts, and the batches that are made of it."""
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.sources.image_files import View
-from laplace_debias.sources.loaded import OodData, Task
+from laplace_debias.sources.loaded import Task
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
 
@@ -77,7 +77,7 @@ class Parts:
     train: Part
     validation: Part | None
     test: Part
-    ood: dict[str, OodData] = field(default_factory=dict)
+    ood: Mapping[str, Part] = field(default_factory=dict)
     task: Task | None = None
     num_outputs: int | None = None
     classes: tuple[str, ...] | None = None

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from laplace_debias.sources.loaded import Task
 from laplace_debias.sources.pixels import Pixels
@@ -51,8 +51,7 @@ class SourceSettings:
         held_out: Share of the examples, 0 … 0.5, held out for validation, and the same again for
             the test, where the data has no parts. The seed chooses them.
         ood: Out-of-distribution data by name: `--ood NAME=PATH` as often as wanted, a path as
-            `data` takes it, or `builtin:digits` or `builtin:patches`. `near:NAME` marks data that
-            looks like the training data; `far:` is the default.
+            `data` takes it, or `builtin:digits` or `builtin:patches`.
         corruptions: Severities, 1 … 5, of corrupted test images that are evaluated too.
         image_size: Height and width to which images are resized and cropped, in pixels; not resized
             by default. A timm network has its own.
@@ -123,7 +122,11 @@ class SourceSettings:
         if not set(self.corruptions) <= {1, 2, 3, 4, 5}:
             raise ValueError(f"corruptions is {self.corruptions}; expected severities in 1 … 5")
         for name, source in self.ood.items():
-            ood_name(name)
+            if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name):
+                raise ValueError(
+                    f"ood {name!r}: expected a name of letters, digits, '-' and '_', for example "
+                    "digits"
+                )
             builtin, _, rest = source.partition(":")
             if builtin == "builtin" and rest not in BUILT_IN_OOD:
                 raise ValueError(
@@ -166,20 +169,6 @@ class SourceSettings:
         they are refused.
         """
         return {}
-
-
-def ood_name(name: str) -> tuple[str, Literal["near", "far"]]:
-    """Name and kind of an out-of-distribution set from `NAME`, `near:NAME` or `far:NAME`."""
-    kind, colon, plain = name.partition(":")
-    if not colon:
-        kind, plain = "far", name
-    if kind not in ("near", "far"):
-        raise ValueError(f"ood {name}: the kind is {kind!r}; expected near:{plain} or far:{plain}")
-    if not re.fullmatch(r"[A-Za-z0-9][\w-]*", plain):
-        raise ValueError(
-            f"ood {name!r}: expected a name of letters, digits, '-' and '_', for example digits"
-        )
-    return plain, "near" if kind == "near" else "far"
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -12,7 +12,6 @@ import torch
 from laplace_debias import Laplace
 from laplace_debias.assessment import Method, PosteriorChoice, assess
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
-from laplace_debias.sources.loaded import OodData
 
 
 def joined(batches):
@@ -164,7 +163,7 @@ def test_fits_see_the_first_examples(mode, asked, seen, tmp_path):
 
 def test_names_of_ood_sets_must_name_files(tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
-    data = OodData(loaded.test)
+    data = loaded.test
     for name in ("test", "../x", ""):
         with pytest.raises(ValueError, match="cannot be a file's name"):
             assess(replace(loaded, ood={name: data}), tmp_path / "run", (NETWORK,))
@@ -174,4 +173,4 @@ def test_names_of_ood_sets_must_name_files(tmp_path):
 def test_an_empty_set_is_refused(tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
     with pytest.raises(ValueError, match="holds no example"):
-        assess(replace(loaded, ood={"none": OodData([])}), tmp_path / "run", (NETWORK,))
+        assess(replace(loaded, ood={"none": []}), tmp_path / "run", (NETWORK,))

@@ -13,7 +13,7 @@ def folder(tmp_path):
     methods = [{"key": key, "label": key.title()} for key in ("network", "laplace")]
     sets = [
         {"name": "test", "role": "test", "num_examples": 50},
-        {"name": "digits", "role": "ood", "kind": "far", "num_examples": 20},
+        {"name": "digits", "role": "ood", "num_examples": 20},
     ]
     run = {"format": 1, "task": "classification", "input_name": "image", "methods": methods}
     run |= {"sets": sets, "conclusion": ["It helps."], "notes": []}

@@ -44,7 +44,7 @@ def test_a_whole_session_on_images(here, capsys):
     bring.weights(here / "net.pt", trained, "module.", "state_dict")
     (here / "all.yaml").write_text(
         "model: nets:build\nmodel_args: {width: 5}\ncheckpoint: net.pt\ndata: images\n"
-        "mean: [0.5, 0.4, 0.3]\nstd: [0.2, 0.3, 0.4]\nood: {near:loose: loose}\n"
+        "mean: [0.5, 0.4, 0.3]\nstd: [0.2, 0.3, 0.4]\nood: {loose: loose}\n"
         "device: cpu\nprogress: false\n"
     )
     common = ["--config=all.yaml"]
@@ -65,7 +65,7 @@ def test_a_whole_session_on_images(here, capsys):
     la.tune(list(found.validation), grid=[0.1, 1.0, 10.0])
     table = pandas.read_csv("loose.csv")
     assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in found.notes
-    x = torch.cat([x for x, _ in found.ood["loose"].batches])
+    x = torch.cat([x for x, _ in found.ood["loose"]])
     predictive = la.predict(x)
     columns = table[[f"probability_{name}" for name in bring.CLASSES]].to_numpy()
     np.testing.assert_allclose(columns, predictive.probs.numpy(), atol=1e-5)

@@ -25,10 +25,9 @@ REFUSED = {
     "fit": [
         *("--ood=x=nowhere", "--ood_examples=3", "--corruptions=[1]", "--test_examples=3"),
         *("--validation_examples=3", "--plan --overwrite"),
-        *("--curvature=diag --sharing=reduce", "--curvature=full --joint"),
     ],
     "tune": [
-        *("--corruptions=[1]", "--train_examples=3", "--ood.far:x=builtin:digits"),
+        *("--corruptions=[1]", "--train_examples=3", "--ood.x=builtin:digits"),
         "--method=marglik --test_examples=3",
     ],
     "predict": ["--corruptions=[1]", "--train_examples=3", "--inputs=d.npz --test_examples=3"],

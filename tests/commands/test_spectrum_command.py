@@ -68,8 +68,8 @@ def test_the_spectrum_is_that_of_training_images(checkpoint, tmp_path, kind):
     torch.testing.assert_close(A @ V, V * values, rtol=0, atol=2e-3 * float(values[0]))
     rows = read_csv(tmp_path / "eigenvalues.csv")
     assert [row["eigenvalue"] for row in rows] == pytest.approx(values.tolist())
-    (row,) = read_csv(tmp_path / "trace.csv")
-    assert row["trace"] == pytest.approx(float(result.trace.value))
+    exact = float(A.to_dense().trace())
+    assert float(result.trace.value) == pytest.approx(exact, abs=5 * result.trace.standard_error)
     assert len(read_csv(tmp_path / "density.csv")) == len(result.density.grid)
     with Image.open(tmp_path / "spectrum.png") as picture:
         assert len(np.unique(np.asarray(picture.convert("L")))) > 10

@@ -48,7 +48,7 @@ def test_corruptions_are_those_of_the_pixels(images):
 
 def test_patches_change_places_and_nothing_else(images):
     found = loaded(data=images, ood={"patches": "builtin:patches"})
-    clean, moved = as_pixels(found, found.test), as_pixels(found, found.ood["patches"].batches)
+    clean, moved = as_pixels(found, found.test), as_pixels(found, found.ood["patches"])
     assert not torch.equal(clean, moved)
     places = set()
     for before, after in zip(clean, moved, strict=True):
@@ -65,7 +65,7 @@ def test_patches_change_places_and_nothing_else(images):
 
 def test_digits_are_drawn_at_the_size_of_the_images(images):
     found = loaded(data=images, ood={"d": "builtin:digits"}, ood_examples=50)
-    pictures = as_pixels(found, found.ood["d"].batches)
+    pictures = as_pixels(found, found.ood["d"])
     assert pictures.shape == (50, 16, 20, 3)
     assert torch.equal(pictures[..., 0], pictures[..., 2])
     from sklearn.datasets import load_digits
@@ -76,15 +76,13 @@ def test_digits_are_drawn_at_the_size_of_the_images(images):
     # Drawing at twice the size and averaging blurs a little; other digits are far away.
     typical = torch.cdist(known[:50].flatten(1), known[50:100].flatten(1)).mean()
     assert float(nearest.mean()) < 0.5 * float(typical)
-    assert found.ood["d"].kind == "far"
 
 
 def test_folders_of_other_sizes_are_resized_and_it_is_said(images):
     folder = bring.loose_images(images / "loose")
-    found = loaded(data=images, ood={"near:loose": str(folder)})
-    assert found.ood["loose"].kind == "near"
+    found = loaded(data=images, ood={"loose": str(folder)})
     assert "ood loose: images of 9 × 12 pixels are resized to 16 × 20." in found.notes
-    pictures = as_pixels(found, found.ood["loose"].batches)
+    pictures = as_pixels(found, found.ood["loose"])
     from PIL import ImageOps
 
     with Image.open(folder / "2.png") as image:
@@ -100,8 +98,8 @@ def test_archives_of_bytes_and_of_floats(images):
     np.savez(images / "floats.npz", x_test=floats)
     names = ("same", "floats")
     found = loaded(data=images, ood={name: str(images / f"{name}.npz") for name in names})
-    assert np.array_equal(as_pixels(found, found.ood["same"].batches).numpy(), same)
-    np.testing.assert_allclose(every(found.ood["floats"].batches)[0], floats, rtol=1e-6, atol=1e-6)
+    assert np.array_equal(as_pixels(found, found.ood["same"]).numpy(), same)
+    np.testing.assert_allclose(every(found.ood["floats"])[0], floats, rtol=1e-6, atol=1e-6)
 
 
 def test_limits_are_at_most(images):
@@ -111,7 +109,7 @@ def test_limits_are_at_most(images):
         ood={"loose": str(folder), "d": "builtin:digits", "p": "builtin:patches"},
         ood_examples=6,
     )
-    sizes = {name: len(every(ood.batches)[0]) for name, ood in found.ood.items()}
+    sizes = {name: len(every(ood)[0]) for name, ood in found.ood.items()}
     assert sizes == {"loose": 5, "d": 6, "p": 6}
 
 
@@ -125,9 +123,8 @@ def test_limits_are_at_most(images):
         ({"x": "images/t.csv"}, "is a table, but the network was not trained on one"),
         ({"x": "images/empty"}, "has no images"),
         ({"x": "builtin:digit"}, "there is no builtin:digit; expected builtin:digits or"),
-        ({"nera:x": "images"}, "the kind is 'nera'; expected near:x or far:x"),
+        ({"near:x": "images"}, "expected a name of letters, digits"),
         ({"a/b": "images"}, "expected a name of letters"),
-        ({"near:x": "images", "x": "images"}, "ood x is given twice"),
     ],
 )
 def test_sets_that_cannot_be_used(images, ood, message):

@@ -100,7 +100,7 @@ def test_out_of_distribution_rows_need_no_target(here):
         model_args={"inputs": 3, "outputs": 1},
         ood={"old": "o.csv"},
     )
-    x, _ = every(found.ood["old"].batches)
+    x, _ = every(found.ood["old"])
     rows, _ = every(found.train)
     everything = torch.cat([rows, every(found.validation)[0], every(found.test)[0]])
     assert x.shape == (7, 3)

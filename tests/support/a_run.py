@@ -13,7 +13,7 @@ from laplace_debias.assessment.methods import (
     NETWORK,
     TEMPERATURE,
 )
-from laplace_debias.sources.loaded import Loaded, OodData
+from laplace_debias.sources.loaded import Loaded
 
 SIDE = 8
 CLASSES = ("ant", "bee", "cat <b>", "dog & co", "<script>alert('elk')</script>")
@@ -76,10 +76,8 @@ def loaded_images(
         trained(model, nn.functional.cross_entropy, x, y, steps=25)
     shuffled = x_test.flatten(2)[:, :, torch.randperm(SIDE**2, generator=generator)]
     ood = {
-        "shuffled": OodData(
-            batches_of(shuffled.view_as(x_test)[:num_ood], y_test[:num_ood]), "near"
-        ),
-        "static": OodData(batches_of(5 * noise[:num_ood], y_test[:num_ood]), "far"),
+        "shuffled": batches_of(shuffled.view_as(x_test)[:num_ood], y_test[:num_ood]),
+        "static": batches_of(5 * noise[:num_ood], y_test[:num_ood]),
     }
     return Loaded(
         model=model,
@@ -117,7 +115,7 @@ def loaded_rows(num_test=120, num_ood=40, has_validation=True, num_outputs=1, se
         num_train=len(x),
         validation=batches_of(*draw(150)) if has_validation else None,
         test=batches_of(*draw(num_test)),
-        ood={"far-away": OodData(batches_of(*draw(num_ood, 4.0)))} if num_ood else {},
+        ood={"far-away": batches_of(*draw(num_ood, 4.0))} if num_ood else {},
         input_name="row",
     )
 
@@ -146,7 +144,7 @@ def loaded_yes_no(task="binary", num_test=120, seed=0):
         num_train=len(x),
         validation=batches_of(*draw(150)),
         test=batches_of(*draw(num_test)),
-        ood={"large": OodData(batches_of(6 * x[:40], y[:40]))},
+        ood={"large": batches_of(6 * x[:40], y[:40])},
         input_name="row",
     )
 

@@ -62,7 +62,7 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
     ax.set_ylim(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02)
     ax.spines["left"].set_visible(False)
     alt = f"Histograms of uncertainty, test and {data}; medians: {'; '.join(medians)}."
-    return panel.finish("Uncertainty", alt)
+    return panel.finish(data, alt)
 
 
 def _score(run: Run) -> str:

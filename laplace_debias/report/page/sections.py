@@ -14,29 +14,24 @@ _MOST_METRICS = 4
 
 
 @dataclass(frozen=True)
-class Group:
-    """Pictures that are read in the same way, which `reads` describes in a line."""
-
-    title: str
-    reads: str
-    pictures: tuple[Picture, ...]
-
-
-@dataclass(frozen=True)
 class Section:
-    """A part of the page: the title asks a question, the lead says why it matters."""
+    """A part of the page: the title asks a question, the lead says why it matters.
+
+    `reads` says how the pictures are read.
+    """
 
     key: str
     title: str
     lead: str
-    groups: tuple[Group, ...]
+    reads: str
+    pictures: tuple[Picture, ...]
 
 
 def sections(run: Run, looks: dict[str, Look]) -> list[Section]:
     """The sections for which the run has something to show."""
     judged = _regression(run, looks) if run.is_regression else _classification(run, looks)
     parts = [_ood(run, looks), _severity(run, looks), _tuning(run, looks)]
-    return [part for part in [*judged, *parts] if part.groups]
+    return [part for part in [*judged, *parts] if part.pictures]
 
 
 _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "reliability-test-")
@@ -44,7 +39,7 @@ _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "relia
 
 def first_picture(shown: Sequence[Section]) -> Picture | None:
     """The picture that shows the verdict: confidence by severity, or on the test set."""
-    pictures = [p for part in shown for group in part.groups for p in group.pictures]
+    pictures = [picture for part in shown for picture in part.pictures]
     for name in _FIRST:
         for picture in pictures:
             if picture.name.startswith(name):
@@ -96,21 +91,14 @@ def _regression(run: Run, looks: dict[str, Look]) -> list[Section]:
 
 
 def _ood(run: Run, looks: dict[str, Look]) -> Section:
-    groups = [
-        _group(
-            f"{data.kind.capitalize()}: {data.name}" if data.kind else data.name,
-            "Uncertainty of the test set (line) and of this set (filled), heights as square "
-            "roots: the less they overlap, the better.",
-            [ood.score_histograms(run, looks, data.name)],
-        )
-        for data in run.ood
-    ]
-    lead = (
-        "Near sets look like the training data but are of other classes; far sets do not look like "
-        "it."
+    return _section(
+        "ood",
+        "Does it notice what it does not know?",
+        "",
+        "Uncertainty of the test set (line) and of another set (filled), heights as square roots: "
+        "the less they overlap, the better.",
+        [ood.score_histograms(run, looks, data.name) for data in run.ood],
     )
-    shown = tuple(group for group in groups if group.pictures)
-    return Section("ood", "Does it notice what it does not know?", lead, shown)
 
 
 def _severity(run: Run, looks: dict[str, Look]) -> Section:
@@ -141,13 +129,9 @@ def _tuning(run: Run, looks: dict[str, Look]) -> Section:
 def _section(
     key: str, title: str, lead: str, reads: str, pictures: Iterable[Picture | None]
 ) -> Section:
-    """A section of one group without a title."""
-    group = _group("", reads, pictures)
-    return Section(key, title, lead, (group,) if group.pictures else ())
-
-
-def _group(title: str, reads: str, pictures: Iterable[Picture | None]) -> Group:
-    return Group(title, reads, tuple(picture for picture in pictures if picture is not None))
+    """A section, without the pictures that there are none of."""
+    drawn = tuple(picture for picture in pictures if picture is not None)
+    return Section(key, title, lead, reads, drawn)
 
 
 def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:

@@ -77,7 +77,7 @@ def write_page(folder: str | os.PathLike[str]) -> Path:
                 f"The files in {run.folder} do not fit together ({type(error).__name__}: {error}): "
                 "undo what was edited, or run the report again with another --output."
             ) from error
-    for picture in (p for part in shown for group in part.groups for p in group.pictures):
+    for picture in (picture for part in shown for picture in part.pictures):
         with written_atomically(run.folder / "pictures" / f"{picture.name}.svg") as temporary:
             temporary.write_text(picture.svg, encoding="utf-8")
     path = run.folder / "report.html"
