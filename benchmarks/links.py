@@ -250,7 +250,7 @@ def cache(folder: Path, kind: str, checkpoint: Path, examples: int) -> None:
     la.fit(train, "crossfit" if kind == "all" else "full", num_data=loaded.num_train)
     assert loaded.validation is not None
     sets = {"val": loaded.validation, "test": loaded.test, "severity5": loaded.shifts[5]}
-    sets |= {name: data for name, data in loaded.ood.items()}
+    sets |= loaded.ood
     chosen = {}
     for name, batches in sets.items():
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
