@@ -9,9 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Where a test asks for two, those that wait sleep: by default they spin on the cores of the others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import faulty_eigh
 import pytest
-import torch
 from jaxtyping import config as jaxtyping_config
 from processes import Processes
 
@@ -21,6 +19,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 FAULT = os.environ.get("LAPLACE_DEBIAS_FAULTY_EIGH")
 if FAULT:
+    import faulty_eigh  # with torch, which the process that only hands out tests does not need
+
     faulty_eigh.install(FAULT)
 
 # What the package imports. A module that is first imported from an instrumented one is compiled
@@ -52,6 +52,7 @@ def pytest_sessionstart(session):
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
     import conformance  # not above: the package must not be imported before it is instrumented
+    import torch
 
     for item in items:
         in_float32 = "callspec" in vars(item) and item.callspec.params.get("dtype") == torch.float32
@@ -83,6 +84,10 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
+# No test outlives a loss of power: files are written without waiting for the disk.
+os.fsync = lambda descriptor: None
+
+
 @contextmanager
 def annotations_unchecked():
     before = jaxtyping_config.jaxtyping_disable
@@ -107,6 +112,8 @@ def _checked_in_the_first_case(request):
 
 @pytest.fixture(autouse=True)
 def _seeded():
+    import torch
+
     torch.manual_seed(0)
 
 

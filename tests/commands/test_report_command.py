@@ -84,14 +84,13 @@ def test_several_checkpoints_give_an_ensemble_and_a_mixture(place, capsys):
     weights = torch.load(place / "weights.pt", weights_only=True)
     torch.save({name: 0.8 * value for name, value in weights.items()}, place / "second.pt")
     more = ["--checkpoint", "second.pt", "--checkpoint=weights.pt"]
-    assert main(["report", *SOURCE, *more, FAST, "--output=run", "--json"]) == 0
+    methods = "--methods=[last-layer]"
+    assert main(["report", *SOURCE, *more, methods, "--output=run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [method["key"] for method in found["methods"]][-2:] == ["ensemble", "mixture"]
     config = yaml.safe_load((place / "run" / "config.yaml").read_text())
     assert config["checkpoint"] == "weights.pt"
     assert config["more_checkpoints"] == ["second.pt", "weights.pt"]
-    assert main(["report", "--config=run/config.yaml", "--output=other", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == found["rows"]
     torch.save({"0.weight": torch.zeros(1)}, place / "bad.pt")
     assert main(["report", *SOURCE, "--checkpoint=bad.pt", "--output=bad"]) == 2
     assert "bad.pt" in capsys.readouterr().err

@@ -188,8 +188,7 @@ def with_a_wrong_batch(case):
 
 
 @pytest.mark.filterwarnings("ignore:The noise of the regression")
-@pytest.mark.parametrize("case", WRONG)
-@pytest.mark.parametrize("curvature", ["kfac", "full"])
+@pytest.mark.parametrize(("case", "curvature"), one_axis_at_a_time(WRONG, ["kfac", "full"]))
 def test_a_wrong_batch_is_named_and_the_last_posterior_stays(case, curvature):
     name, data, _, message = with_a_wrong_batch(case)
     right = data_of(name, 2)

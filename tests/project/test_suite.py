@@ -1,6 +1,7 @@
 """What the other tests rely on."""
 
 import ast
+import functools
 import itertools
 import json
 import subprocess
@@ -59,13 +60,20 @@ def test_every_name_is_defined():
     assert found == []
 
 
+@functools.cache
+def trees():
+    """The syntax trees of the package, by path."""
+    files = (Path(__file__).parents[2] / "laplace_debias").rglob("*.py")
+    return {path: ast.parse(path.read_text("utf-8")) for path in files}
+
+
 def test_docstrings_begin_with_a_verb_or_the_thing():
     vague = ("What ", "Those ", "They ", "It ", "These ", "That ")
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = [
         f"{path.name}: {text.splitlines()[0]}"
-        for path in (Path(__file__).parents[2] / "laplace_debias").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, kinds) and (text := ast.get_docstring(node) or "").startswith(vague)
     ]
     assert found == []
@@ -77,9 +85,8 @@ MOST_STATEMENTS, MOST_FILES = 15_800, 214
 
 def test_the_package_does_not_grow():
     """Statements without imports and docstrings."""
-    files = list((Path(__file__).parents[2] / "laplace_debias").rglob("*.py"))
     left_out = (ast.Import, ast.ImportFrom)
-    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text("utf-8"))))
+    nodes = (node for tree in trees().values() for node in ast.walk(tree))
     statements = sum(
         isinstance(node, ast.stmt)
         and not isinstance(node, left_out)
@@ -87,4 +94,4 @@ def test_the_package_does_not_grow():
         for node in nodes
     )
     assert statements <= MOST_STATEMENTS
-    assert len(files) <= MOST_FILES
+    assert len(trees()) <= MOST_FILES
