@@ -324,18 +324,18 @@ class Laplace(Approximation):
     ) -> Tuning:
         """Find the prior precision, link and temperature that are best on held-out data; set them.
 
-        The first pass is over a wide grid, 1e-4 to 1e8, by all links and temperatures. The best of
-        all is taken, but of fewer than 100 examples, or if it is as good, the default link at
-        temperature 1; beside another temperature the smallest prior precision that is as good. As
-        good is what is worse by at most a quarter of the paired standard error.
-        Where the best one's neighbours are worse by more than a standard error, a second pass
-        divides the intervals to them by 8.
+        One pass is over a wide grid, four values a power of ten from 1e-4 to 1e8, by all links and
+        temperatures. The best of all is taken, but of fewer than 100 examples, or if it is as good,
+        the default link at temperature 1; beside another temperature the smallest prior precision
+        that is as good. As good is what is worse by at most a quarter of the paired standard error.
+        In blocks of 16,384 parameters or more those of nearly the same curvature share a weight,
+        which is within 5 % for each (variances are within some 1e-4).
 
         Args:
-            loader: Held-out batches `(x, y)`. One pass serves a whole grid.
+            loader: Held-out batches `(x, y)`.
             metric: `"nll"` or `"brier"` of the `"glm"` predictive; of several labels the NLL is
                 summed over those of an example, the Brier score is over all.
-            grid: The only prior precisions to try; None for the default, which is refined.
+            grid: The only prior precisions to try; None for the default.
             method: `"marglik"` is an older name of `tune_evidence(sigma=, per=)`.
             progress: Show a progress bar over the loader.
             generator: Seeds the loader's order and augmentation; torch's global one if None.

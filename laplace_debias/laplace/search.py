@@ -1,7 +1,7 @@
-"""A search over held-out data: a wide grid in one pass, and a finer one around the best.
+"""A search over held-out data: a wide grid in one pass.
 
 Searched over is δ, or γ = δ k² where σ = k σ₀ is tuned with it. Links and temperatures cost nothing
-beside the covariances, and are all looked at in the first pass.
+beside the covariances, and are all looked at in the same pass.
 """
 
 import math
@@ -24,9 +24,8 @@ from laplace_debias.laplace.evaluation import joined, score
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.tuning import Row, Tuning
 from laplace_debias.metrics.checks import check_classification
-from laplace_debias.system.ranks import current
 
-DEFAULT_GRID = torch.logspace(-4, 8, 31, dtype=torch.float64)
+DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
 """Where a search begins without a grid."""
 _FEW = 100
 """Of fewer examples the simplest link is taken."""
@@ -35,9 +34,6 @@ _ALIKE, _NOTHING = 0.25, 1e-3
 the best one's own, is as good: of two that are nearly the same the paired error is nearly zero."""
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
 """Temperatures that are tried, from 1/2 to 4."""
-
-# A refined grid's points between two neighbours of the first one, less one.
-_FINER = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +86,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Look:
-    """Predicts and scores at points of the search, a pass over the data each time.
+    """Predicts and scores at points of the search, in one pass over the data.
 
     The NLL of a regression `with_noise` is that at the best σ for each γ.
     """
@@ -102,8 +98,8 @@ class Look:
     metric: str
     with_noise: bool = False
 
-    def __call__(self, points: Sequence[float], links: Sequence[Link | None]) -> Table | None:
-        """The metric at the points by the links, in one pass; None if there is no batch."""
+    def __call__(self, points: Sequence[float], links: Sequence[Link | None]) -> Table:
+        """The metric at the points by the links."""
         grid, parts = torch.tensor(points, dtype=torch.float64), []
         at = list(points) if None in links else [*points, math.inf]
         for x, y in self.data:
@@ -121,8 +117,6 @@ class Look:
                 sums = terms.new_zeros(size[1], terms.shape[1]).index_add_(0, of_terms, terms)
                 rows[number].append(sums[counts > 0])
             parts.append([counts[counts > 0], *(torch.cat(row, 1) for row in rows)])
-        if not any(current().exchange(bool(parts))):
-            return None
         counts, *columns = joined(parts, "tune on")
         sums = torch.stack([of_point.T for of_point in columns])
         if not self.with_noise:
@@ -182,16 +176,15 @@ def _examples_of(likelihood: Likelihood, predicted: Distribution, y: Tensor) -> 
 class Curve:
     """The metric at the points of a table, by one of its links.
 
-    The `lowest` is the best point; of several that are equal the middle of the longest run. The
-    `best` is the same, but beside a temperature, which can do a posterior's work, the smallest
-    point that is as good: as much posterior as the data allow. Points that are worse than it by
-    more than a paired standard error are marked by `is_worse`.
+    The `best` is the lowest point, of several that are equal the middle of the longest run; but
+    beside a temperature, which can do a posterior's work, the smallest point that is as good: as
+    much posterior as the data allow. Points that are worse than it by more than a paired standard
+    error are marked by `is_worse`.
     """
 
     table: Table
     link: int
     num_points: int
-    lowest: int
     best: int
     is_worse: Bool[Tensor, " points"]
 
@@ -215,7 +208,7 @@ class Curve:
                 best -= 1
         # Beside a temperature the lowest value can be that of a larger prior precision.
         is_worse = _is_worse(table, link, num_points, best) & ~(values < values[best])
-        return cls(table, link, num_points, lowest, best, is_worse)
+        return cls(table, link, num_points, best, is_worse)
 
     @property
     def flat(self) -> tuple[int, int] | None:
@@ -247,8 +240,6 @@ def first_look(
     taken, and of fewer than 100 examples the simplest. The rows are `Tuning.compared`.
     """
     table = look(grid.tolist(), links)
-    if table is None:
-        raise ValueError("The loader holds no batch: nothing to tune on.")
     points, without = range(len(grid)), range(len(grid), len(grid) + 1)
     by = [(number, link) for number, link in enumerate(links) if link is not None]
     names = list(dict.fromkeys(link.name for _, link in by))
@@ -279,58 +270,34 @@ def first_look(
     return curve, compared
 
 
-def refined(look: Look, curve: Curve) -> Curve | None:
-    """Divide the intervals between the best point and its neighbours by 8, in a pass more.
-
-    None if the data do not tell them from the best, if a smaller point is as good beside a
-    temperature, or if the data can be read only once.
-    """
-    best, at = curve.best, curve.table.at
-    neighbours = [i for i in (best - 1, best + 1) if 0 <= i < curve.num_points]
-    if best != curve.lowest or not curve.is_worse[neighbours].any():
-        return None
-    points = [at[best]]
-    for i in neighbours:
-        points += [at[best] * (at[i] / at[best]) ** (k / _FINER) for k in range(1, _FINER + 1)]
-    table = look(sorted(points), [curve.table.links[curve.link]])
-    return None if table is None else Curve.of(table, 0, len(points))
-
-
-def tuning_of(
-    curve: Curve, finer: Curve | None, compared: list[Row], metric: str, likelihood: Likelihood
-) -> Tuning:
+def tuning_of(curve: Curve, compared: list[Row], metric: str, likelihood: Likelihood) -> Tuning:
     """The findings of a search, in terms of prior precisions and of the noise."""
-    last, rows = finer or curve, list[Row]()
-    ends = last.table.at[0], last.table.at[last.num_points - 1]
-    for one in [curve] if finer is None else [curve, finer]:
-        table, link = one.table, one.link
-        errors = table.errors(table.sums[:, link]).tolist()
-        for point in range(one.num_points):
-            if one is curve and finer and ends[0] <= table.at[point] <= ends[1]:
-                continue
-            row: Row = {"prior_precision": table.prior_precision(point)}
-            row[metric] = float(table.values[point, link])
-            if table.factors is not None:
-                row["sigma_factor"] = float(table.factors[point])
-            if len(table.counts) > 1:
-                row["standard_error"] = errors[point]
-            rows.append(row)
-    table, sigma, flat = last.table, None, None
+    table, link, rows = curve.table, curve.link, list[Row]()
+    errors = table.errors(table.sums[:, link]).tolist()
+    for point in range(curve.num_points):
+        row: Row = {"prior_precision": table.prior_precision(point)}
+        row[metric] = float(table.values[point, link])
+        if table.factors is not None:
+            row["sigma_factor"] = float(table.factors[point])
+        if len(table.counts) > 1:
+            row["standard_error"] = errors[point]
+        rows.append(row)
+    sigma, flat = None, None
     if table.factors is not None:
         assert isinstance(likelihood, Gaussian)
-        sigma = (likelihood.sigma * float(table.factors[last.best])).tolist()
-    if (within := last.flat) is not None:
-        deltas = [table.prior_precision(point) for point in range(within[0], within[1] + 1)]
+        sigma = (likelihood.sigma * float(table.factors[curve.best])).tolist()
+    if (within := curve.flat) is not None:
+        deltas = [rows[point]["prior_precision"] for point in range(within[0], within[1] + 1)]
         flat = min(deltas), max(deltas)
     return Tuning(
-        table.prior_precision(last.best),
+        rows[curve.best]["prior_precision"],
         metric,
-        float(table.values[last.best, last.link]),
+        rows[curve.best][metric],
         sorted(rows, key=lambda row: row["prior_precision"]),
         sigma,
         flat,
         _at_the_end(curve),
-        table.links[last.link],
+        table.links[link],
         compared,
     )
 

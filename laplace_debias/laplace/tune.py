@@ -1,6 +1,6 @@
 """Ways to tune: on held-out data, or by the marginal likelihood; with the noise or without."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,6 @@ from laplace_debias.laplace.search import (
     TEMPERATURES,
     Look,
     first_look,
-    refined,
     tuning_of,
 )
 from laplace_debias.laplace.tuning import Tuning
@@ -63,13 +62,11 @@ def on_data(
     predict = partial(predictive.predictives_by_links, fitted)
     look = Look(predict, stream, likelihood, class_dim, metric, with_noise)
     curve, compared = first_look(look, points, by)
-    finer = None if grid is not None or isinstance(loader, Iterator) else refined(look, curve)
-    result = tuning_of(curve, finer, compared, metric, likelihood)
-    factors, best = (finer or curve).table.factors, (finer or curve).best
+    result, factors = tuning_of(curve, compared, metric, likelihood), curve.table.factors
     if factors is None:
         return _noting_assumed(result, fitted, sigma), None
     assert isinstance(result.prior_precision, float)
-    return result, noise.rescaled(fitted, float(factors[best]), result.prior_precision)
+    return result, noise.rescaled(fitted, float(factors[curve.best]), result.prior_precision)
 
 
 def links_to_try(default: Link | None, given: str | Link | None) -> list[Link | None]:

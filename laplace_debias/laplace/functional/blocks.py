@@ -1,6 +1,7 @@
 """Functional covariance of a posterior that is block-diagonal."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +17,9 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, fra
 
 # From so many prior precisions on, products of pairs of outputs are formed once for all of them.
 _PAIRS_FROM = 3
+# Of a wide block columns of nearly the same curvature go in runs of `_RUN`: their weights differ by
+# a factor of 1 + `_ALIKE` at most. They are sorted within parts that stay in the cache.
+_RUN, _ALIKE, _SORTED = 64, 0.05, 2**14
 # Numbers that a slice of weighed products holds.
 _SLICE = 2**19
 # Thin directions of so many outputs at most are completed: one rotation for two.
@@ -47,6 +51,7 @@ class BlockMoments:
         self._diagonal = diagonal
         self._jacobians = jacobians
         self._operators: dict[str, EigenKronecker] = {}
+        self._runs: dict[int, Runs] = {}
 
     def add_last_layer(
         self,
@@ -108,12 +113,21 @@ class BlockMoments:
         """Take one block's inputs and output gradients."""
         operator, curvature = self._operator(index)
         deltas = self.prior_precisions[:, index]
-        weigh = weighted_squares if self._diagonal else weighted_gram
         for part, J, columns in self._jacobians(
             layer, self.blocks[index], uses, operator.U_G, operator.U_A
         ):
-            seen = curvature if columns is None else curvature[..., columns]
-            self._into[:, part] += weigh(J.flatten(2), seen.flatten(), deltas)
+            seen = (curvature if columns is None else curvature[..., columns]).flatten()
+            rows, into = J.flatten(2), self._into[:, part]
+            if self._diagonal:
+                into += weighted_squares(rows, seen, deltas)
+            elif len(deltas) <= _PAIRS_FROM or columns is not None or len(seen) < _SORTED:
+                into += weighted_gram(rows, seen, deltas)
+            else:
+                if index not in self._runs:
+                    self._runs[index] = Runs.of(seen, deltas)
+                runs = self._runs[index]
+                into += runs.gram(rows)
+                into += weighted_gram(rows[..., runs.others], seen[runs.others], deltas)
 
     def _operator(self, index: int) -> tuple[EigenKronecker, Tensor]:
         """A block's curvature, and N·Λ of every coordinate of it, `[*groups, d_out, d_in]`."""
@@ -190,3 +204,52 @@ def weighted_gram(
     total[:, :, upper[0], upper[1]] = by_pair
     total[:, :, upper[1], upper[0]] = by_pair
     return total
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Columns in runs of nearly the same curvature, of which one weight does for every δ.
+
+    Attributes:
+        columns: Those of each run.
+        weights: 1/(c + δ) for the mean curvature c of a run, `[runs, P]`.
+        others: Columns that are in no run.
+    """
+
+    columns: Int[Tensor, "runs n"]
+    weights: Float[Tensor, "runs grid"]
+    others: Int[Tensor, " others"]
+
+    @classmethod
+    def of(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "Runs":
+        """Runs in each part of a block, and in what these leave of all parts."""
+        found, left = [], torch.arange(len(curvature), device=curvature.device)
+        least = deltas.min()
+        for size in (_SORTED, len(left)):
+            others = []
+            for part in left.split(size):
+                ordered = part[curvature[part].argsort()]
+                rest, runs = ordered.tensor_split([len(part) % _RUN])
+                runs = runs.view(-1, _RUN)
+                ends = curvature[runs[:, [0, -1]]] + least
+                is_alike = ends[:, 1] <= (1 + _ALIKE) * ends[:, 0]
+                found.append(runs[is_alike])
+                others += [rest, runs[~is_alike].flatten()]
+            left = torch.cat(others)
+        columns = torch.cat(found)
+        weights = (curvature[columns].mean(1, keepdim=True) + deltas).reciprocal()
+        return cls(columns, weights, left)
+
+    def gram(
+        self, rows: Float[Tensor, "batch outputs d"]
+    ) -> Float[Tensor, "grid batch outputs outputs"]:
+        """As `weighted_gram` of the columns in runs."""
+        num_outputs = rows.shape[1]
+        total = rows.new_zeros(self.weights.shape[1], len(rows), num_outputs**2)
+        step = _SORTED // _RUN
+        for some, weights in zip(self.columns.split(step), self.weights.split(step), strict=True):
+            index = some.flatten().expand(num_outputs, -1)
+            for example, of_example in enumerate(rows):
+                part = of_example.gather(1, index).unflatten(1, some.shape).transpose(0, 1)
+                total[:, example] += weights.T @ (part @ part.mT).flatten(1)
+        return total.unflatten(2, (num_outputs, num_outputs))
