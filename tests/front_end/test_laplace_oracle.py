@@ -7,10 +7,12 @@ import oracle
 import pytest
 import torch
 from cases import one_axis_at_a_time
+from torch import nn
 from torch.func import functional_call
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.layers.backends import why_not_backpack
+from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
 
 NUM_DATA = 40
@@ -363,3 +365,30 @@ def test_crossfit_needs_enough_examples():
         case.la.fit_batches([(case.x, case.y)], folds=7)
     with pytest.raises(ValueError, match="no magnitudes"):
         case.la.fit_batches([case.first], [case.second], folds=2)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_covariances_of_a_grid_of_wide_blocks_are_the_dense_ones(curvature):
+    """Columns that share a weight: within 5 % by construction, and hardly off."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(130, 150), nn.Tanh(), nn.Linear(150, 3)).double().eval()
+    x, y = torch.randn(600, 130).double(), torch.randint(3, (600,))
+    la = Laplace(model, curvature=curvature, params="weights").fit([(x, y)])
+    grid = torch.logspace(-4, 8, 13, dtype=torch.float64)
+    _, found = moments(la._fitted, x[:4], grid)
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    for example in range(4):
+        outputs, expected = model(x[example]), torch.zeros(len(grid), 3, 3).double()
+        for block, weight in zip(la.posterior.curvature.blocks.values(), weights, strict=True):
+            J = torch.stack([torch.autograd.grad(f, weight, retain_graph=True)[0] for f in outputs])
+            along = (block.U_G.T @ J @ block.U_A).flatten(1)
+            for point, delta in enumerate(grid):
+                variances = 1 / (600 * block.magnitudes.flatten() + delta)
+                expected[point] += (along * variances) @ along.T
+        errors = (found[:, example] - expected).flatten(1).norm(dim=1)
+        assert (errors < 2e-4 * expected.flatten(1).norm(dim=1)).all()
+    # What was chosen scores as it does by itself.
+    held_out = torch.randn(300, 130).double()
+    data = [(held_out, torch.multinomial(model(held_out).softmax(1), 1)[:, 0])]
+    tuned = la.tune(data)
+    assert la.evaluate(data)["nll"] == pytest.approx(tuned.value, rel=1e-5)

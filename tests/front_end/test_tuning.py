@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
-from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.search import (
     DEFAULT_GRID,
     TEMPERATURES,
@@ -265,33 +264,6 @@ def test_it_reads_well():
     )
     assert "Differences from it on these data: network +" in found.message
     assert float(found) == found.prior_precision
-
-
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
-def test_covariances_of_a_grid_of_wide_blocks_are_the_dense_ones(curvature):
-    """Columns that share a weight: within 5 % by construction, and hardly off."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(130, 150), nn.Tanh(), nn.Linear(150, 3)).double().eval()
-    x, y = torch.randn(600, 130).double(), torch.randint(3, (600,))
-    la = Laplace(model, curvature=curvature, params="weights").fit([(x, y)])
-    grid = torch.logspace(-4, 8, 13, dtype=torch.float64)
-    _, found = moments(la._fitted, x[:4], grid)
-    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
-    for example in range(4):
-        outputs, expected = model(x[example]), torch.zeros(len(grid), 3, 3).double()
-        for block, weight in zip(la.posterior.curvature.blocks.values(), weights, strict=True):
-            J = torch.stack([torch.autograd.grad(f, weight, retain_graph=True)[0] for f in outputs])
-            along = (block.U_G.T @ J @ block.U_A).flatten(1)
-            for point, delta in enumerate(grid):
-                variances = 1 / (600 * block.magnitudes.flatten() + delta)
-                expected[point] += (along * variances) @ along.T
-        errors = (found[:, example] - expected).flatten(1).norm(dim=1)
-        assert (errors < 2e-4 * expected.flatten(1).norm(dim=1)).all()
-    # What was chosen scores as it does by itself.
-    held_out = torch.randn(300, 130).double()
-    data = [(held_out, torch.multinomial(model(held_out).softmax(1), 1)[:, 0])]
-    tuned = la.tune(data)
-    assert la.evaluate(data)["nll"] == pytest.approx(tuned.value, rel=1e-5)
 
 
 # ------------------------------------------------------------- the link and its temperature
