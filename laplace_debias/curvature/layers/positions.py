@@ -192,61 +192,39 @@ class _Pass:
             takes_part(layer, torch.zeros_like(z) if g is None else g)
             for (layer, _, z), g in zip(calls, gradients, strict=True)
         ]
-        candidates = _Candidates(x, counted, calls, here, lengths)
+        # By the number of positions: where some layer has a gradient, and where tokens are padding.
+        influence: dict[int, Tensor] = {}
+        padding: dict[int, Tensor] = {}
+        for (layer, ids, _), mask in zip(calls, here, strict=True):
+            influence[mask.shape[1]] = influence.get(mask.shape[1], torch.zeros_like(mask)) | mask
+            if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
+                of_tokens = ids.eq(layer.padding_idx).flatten(1)
+                length = of_tokens.shape[1]
+                padding[length] = padding.get(length, torch.zeros_like(of_tokens)) | of_tokens
+        ignored = None if counted is None else ~counted.flatten(1)
+        zero_rows = _zero_rows(tensors_of(x))
+
+        def candidates(layer: nn.Module, mask: Tensor) -> Tensor:
+            """Positions that take no part in a use of a layer if their gradient vanishes there."""
+            length, found = mask.shape[1], torch.zeros_like(mask)
+            if ignored is not None:
+                found |= ignored if ignored.shape[1] == length else ignored.all(1, keepdim=True)
+            if length in padding:
+                found |= padding[length]
+            # A convolution of images may have as many positions as a sequence has by accident.
+            is_sequence = isinstance(layer, _SEQUENCES) and length in lengths
+            if isinstance(layer, nn.modules.conv._ConvNd) and not is_sequence:
+                return found
+            if zero_rows is None:
+                found |= ~influence[length]
+            elif zero_rows.shape[1] == length:
+                found |= zero_rows & ~influence[length]
+            return found
+
         found: dict[str, list[Tensor]] = {}
         for use, (layer, *_), mask, g in zip(asked, calls, here, gradients, strict=False):
             if g is not None:
-                found.setdefault(use.layer, []).append(mask | ~candidates.of(layer, mask))
-        return found
-
-
-class _Candidates:
-    """Positions that take no part in a layer if their gradient vanishes there."""
-
-    def __init__(
-        self,
-        x: Inputs,
-        counted: Tensor | None,
-        calls: Sequence[tuple[nn.Module, Tensor, Tensor]],
-        here: Sequence[Tensor],
-        lengths: set[int],
-    ) -> None:
-        # By the number of positions.
-        self._influence: dict[int, Tensor] = {}
-        for mask in here:
-            length = mask.shape[1]
-            seen = self._influence.get(length)
-            self._influence[length] = mask if seen is None else seen | mask
-        self._ignored = None if counted is None else ~counted.flatten(1)
-        self._tokens: dict[int, Tensor] = {}
-        for layer, ids, _ in calls:
-            if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
-                padding = ids.eq(layer.padding_idx).flatten(1)
-                length = padding.shape[1]
-                seen = self._tokens.get(length)
-                self._tokens[length] = padding if seen is None else seen | padding
-        self._zero_rows = _zero_rows(tensors_of(x))
-        # A convolution of images may have as many positions as a sequence has by accident.
-        self._lengths = lengths
-
-    def of(self, layer: nn.Module, mask: Bool[Tensor, "batch positions"]) -> Tensor:
-        """The candidates in a use of a layer, `[B, T]`; `mask` says which ones have a gradient."""
-        length = mask.shape[1]
-        found = torch.zeros_like(mask)
-        if self._ignored is not None:
-            found |= self._ignored.all(1, keepdim=True)
-            if self._ignored.shape[1] == length:
-                found |= self._ignored
-        if length in self._tokens:
-            found |= self._tokens[length]
-        if isinstance(layer, nn.modules.conv._ConvNd) and (
-            not isinstance(layer, _SEQUENCES) or length not in self._lengths
-        ):
-            return found
-        if self._zero_rows is None:
-            found |= ~self._influence[length]
-        elif self._zero_rows.shape[1] == length:
-            found |= self._zero_rows & ~self._influence[length]
+                found.setdefault(use.layer, []).append(mask | ~candidates(layer, mask))
         return found
 
 

@@ -47,15 +47,31 @@ class ChosenPositions:
 
         With `before_head` the head sees the chosen positions alone: nothing of size T·C is made.
         """
-        twin = shadow(model)
-        kept = _Kept()
-        twin.register_forward_pre_hook(_TakeOut(kept), prepend=True, with_kwargs=True)
+        twin, kept = shadow(model), list[Tensor]()
+
+        def take_out(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            rest = dict(named)
+            if _NAME in rest:
+                kept[:] = [rest.pop(_NAME)]
+            elif len(args) == 1 and isinstance(args[0], Mapping):
+                args = (dict(args[0]),)
+                kept[:] = [args[0].pop(_NAME)]
+            else:
+                *args, columns = args  # type: ignore[assignment]
+                kept[:] = [columns]
+            return tuple(args), rest
+
+        def choose(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if args:
+                return (_at(args[0], *kept), *args[1:]), named
+            return args, {**named, "input": _at(named["input"], *kept)}
+
+        twin.register_forward_pre_hook(take_out, prepend=True, with_kwargs=True)
         if before_head:
             assert self.head is not None
-            head = twin.get_submodule(self.head)
-            head.register_forward_pre_hook(_ChooseInputs(kept), with_kwargs=True)
+            twin.get_submodule(self.head).register_forward_pre_hook(choose, with_kwargs=True)
         else:
-            twin.register_forward_hook(_ChooseOutputs(kept))
+            twin.register_forward_hook(lambda _, __, outputs: _at(logits_of(outputs), *kept))
         return twin
 
 
@@ -213,50 +229,3 @@ def _takes_fewer(
 def _at(values: Tensor, columns: Int[Tensor, "batch p"]) -> Tensor:
     """Values `[B, T, d]` at positions, `[B, p, d]`."""
     return values.gather(1, columns.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
-
-
-class _Kept:
-    """The positions of the forward pass that runs."""
-
-    columns: Tensor
-
-
-@dataclass
-class _TakeOut:
-    """A forward pre-hook that takes the positions out of the inputs."""
-
-    kept: _Kept
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if _NAME in named:
-            rest = dict(named)
-            self.kept.columns = rest.pop(_NAME)
-            return args, rest
-        if len(args) == 1 and isinstance(args[0], Mapping):
-            rest = dict(args[0])
-            self.kept.columns = rest.pop(_NAME)
-            return (rest,), named
-        self.kept.columns = args[-1]
-        return args[:-1], named
-
-
-@dataclass
-class _ChooseInputs:
-    """A forward pre-hook that lets a layer see the chosen positions alone."""
-
-    kept: _Kept
-
-    def __call__(self, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if args:
-            return (_at(args[0], self.kept.columns), *args[1:]), named
-        return args, {**named, "input": _at(named["input"], self.kept.columns)}
-
-
-@dataclass
-class _ChooseOutputs:
-    """A forward hook that chooses from the outputs."""
-
-    kept: _Kept
-
-    def __call__(self, _: nn.Module, __: Any, outputs: Any) -> Tensor:
-        return _at(logits_of(outputs), self.kept.columns)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -134,12 +134,8 @@ class Lineariser:
         kind = (_kind_of(inputs), tuple((x.shape, x.dtype) for x in labels))
         try:
             if kind not in self._programs:
-                with (
-                    # Recording is torch's business of one thread, too.
-                    FORWARD_MODE,
-                    _differentiable_kernels(self._network),
-                    _WITHOUT_FUTURE_WARNINGS,
-                ):
+                # Recording is torch's business of one thread, too.
+                with FORWARD_MODE, _differentiable_kernels(self._network), _QUIET:
                     self._programs[kind] = trace(function, points, vectors())
         # Whatever recording raises (control flow that looks at values, operations without a forward
         # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
@@ -168,47 +164,38 @@ def _kind_of(inputs: Inputs) -> object:
 
 
 @contextmanager
-def _differentiable_kernels(network: Network) -> Iterator[None]:
-    """Keep attention and recurrent layers to kernels with all derivatives of second order."""
-    with ExitStack() as stack:
-        stack.enter_context(LAYER_BY_LAYER)
-        stack.enter_context(PLAIN_ATTENTION)
-        if network.is_recurrent:
-            stack.enter_context(_PLAIN_RECURRENCE)
+def _quiet() -> Iterator[None]:
+    """Without warnings of torch's parts about each other, and about a flag of graphics cards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", message="TF32 acceleration")
         yield
 
 
 @contextmanager
 def _plain_recurrence() -> Iterator[None]:
     with ExitStack() as stack:
-        with _without_tf32_warnings():
+        # The switches set the flag along with the one that is meant.
+        with _quiet():
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         try:
             yield
         finally:
-            with _without_tf32_warnings():
+            with _quiet():
                 stack.close()
 
 
-@contextmanager
-def _without_tf32_warnings() -> Iterator[None]:
-    """The switches set a flag of graphics cards along with the one that is meant."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="TF32 acceleration")
-        yield
-
-
-@contextmanager
-def _without_future_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # Of torch's parts about each other.
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
-
-
 _PLAIN_RECURRENCE = SharedSetting(_plain_recurrence)
-_WITHOUT_FUTURE_WARNINGS = SharedSetting(_without_future_warnings)
+_QUIET = SharedSetting(_quiet)
+
+
+@contextmanager
+def _differentiable_kernels(network: Network) -> Iterator[None]:
+    """Keep attention and recurrent layers to kernels with all derivatives of second order."""
+    recurrence = _PLAIN_RECURRENCE if network.is_recurrent else nullcontext()
+    with LAYER_BY_LAYER, PLAIN_ATTENTION, recurrence:
+        yield
 
 
 def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linearisation:
