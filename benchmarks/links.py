@@ -119,7 +119,7 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
 
 def methods_of(validation: Moments) -> dict[str, tuple[float, Link]]:
     """δ (∞ for none) and link of every method, tuned on validation examples."""
-    T = fit_temperature(validation.mean, validation.labels, "classification").value
+    T = fit_temperature(validation.mean, validation.labels, "classification")
     # In the range of `tune`: validation examples that are all right want T = 0.
     T = min(max(T, TEMPERATURES[0]), TEMPERATURES[-1])
     found = {

@@ -58,7 +58,7 @@ def of_networks(problem: Problem) -> Iterator[Method]:
         if problem.is_regression:
             scales = [noise(one, problem.validation) for one in some]
         else:
-            found = [fit_temperature(outputs(one, x), y, "classification").value for one in some]
+            found = [fit_temperature(outputs(one, x), y, "classification") for one in some]
             scales = [max(value, _LEAST_TEMPERATURE) for value in found]
         name = "ensemble, tempered" if number > 1 else "temperature"
         yield Method([name], mean_of(some, scales), time.perf_counter() - start)

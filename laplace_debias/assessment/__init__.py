@@ -2,10 +2,9 @@
 
 from laplace_debias.assessment.assessing import assess
 from laplace_debias.assessment.methods import Method, PosteriorChoice, default_methods
-from laplace_debias.assessment.temperature import FittedTemperature, fit_temperature
+from laplace_debias.assessment.temperature import fit_temperature
 
 __all__ = [
-    "FittedTemperature",
     "Method",
     "PosteriorChoice",
     "assess",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import alone, current
-from laplace_debias.system.shown import Printer
 
 
 def assess(
@@ -30,7 +29,7 @@ def assess(
     seed: int = 0,
     seconds: Mapping[str, float] | None = None,
     overwrite: bool = False,
-    console: Printer | None = None,
+    told: Callable[[str], object] | None = None,
 ) -> Path:
     """Compare methods on a network's data and write what was found into a run folder.
 
@@ -52,7 +51,7 @@ def assess(
         seed: Of everything that is drawn.
         seconds: Seconds of earlier stages by name, for `seconds` of `run.json`.
         overwrite: Whether an earlier run in the folder is removed first.
-        console: Where it prints what it does; nowhere if None.
+        told: Called with a line on what it does next, such as `print`.
 
     Raises:
         FileExistsError: If the folder holds other files, or a run of other settings.
@@ -77,7 +76,7 @@ def assess(
     # Of several processes the first one looks at the folder, and writes to it.
     earlier = open_folder(folder, identity, overwrite) if ranks.rank == 0 else None
     earlier = ranks.from_rank(earlier, 0) or {}
-    run = Run(loaded, folder, methods, sets, seed, console)
+    run = Run(loaded, folder, methods, sets, seed, told)
     # `run.json` comes first and goes last: a folder with it is known for a run's.
     run.begin(earlier, identity, title, seconds or {})
     if config is not None:

@@ -67,7 +67,7 @@ class Method:
         posterior: The posterior that it predicts with, or a file of `Laplace.save`, which is
             neither fitted nor tuned; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
-            network's logits. That of a posterior is tuned with it.
+            network's logits; of the network alone.
         examples: How many examples of each set it predicts, chosen at random, the same ones for
             every method of that many. If None all; of a posterior over more than the last layer as
             many as take about ten minutes. The validation set is limited likewise.
@@ -75,7 +75,7 @@ class Method:
             their predictives are averaged.
 
     Raises:
-        ValueError: For a key that is no file name, or a temperature of a posterior.
+        ValueError: For a key that is no file name.
     """
 
     key: str
@@ -91,11 +91,6 @@ class Method:
             raise ValueError(
                 f"a method's key names files: {self.key!r} should be lower-case letters, digits, "
                 "'.', '_' and '-'"
-            )
-        if self.has_temperature and (self.posterior is not None or self.of_all):
-            raise ValueError(
-                f"{self.key}: a temperature is the network's alone, and that of a posterior is "
-                "tuned with it: leave out has_temperature"
             )
 
 
@@ -200,15 +195,6 @@ def method_of(
 
 def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:
     """Refuse methods that cannot be compared, before any work."""
-    if not methods or methods[0].posterior is not None or methods[0].has_temperature:
-        raise ValueError(
-            "the first method must be the network as it is, which the others are compared with: "
-            "begin with NETWORK"
-        )
-    keys = [method.key for method in methods]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ValueError(f"two methods are called {', '.join(twice)}: give each a key of its own")
     scaled = [method.key for method in methods if method.has_temperature]
     if scaled and task == "regression":
         raise ValueError(

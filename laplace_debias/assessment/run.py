@@ -3,7 +3,7 @@
 import platform
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,7 +21,6 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.report.run_folder import FORMAT, predictions_path
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import current
-from laplace_debias.system.shown import Printer
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-pytorch", "timm")
@@ -64,7 +63,7 @@ class Run:
     methods: Sequence[Method]
     sets: Sequence[DataSet]
     seed: int
-    console: Printer | None
+    say_line: Callable[[str], object] | None
     said: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -143,8 +142,8 @@ class Run:
 
     def say(self, what: str) -> None:
         """Print a line for the person who waits."""
-        if self.console is not None:
-            self.console.print(what)
+        if self.say_line is not None:
+            self.say_line(what)
 
     def note(self, what: str) -> None:
         """Add a line to the notes of the page, once."""

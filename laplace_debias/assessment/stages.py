@@ -29,7 +29,7 @@ from laplace_debias.assessment.predictions import (
 )
 from laplace_debias.assessment.run import DataSet, Run
 from laplace_debias.assessment.run_folder import write_json, write_table
-from laplace_debias.assessment.temperature import fit_temperature
+from laplace_debias.assessment.temperature import BOUNDS, fit_temperature
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import num_examples, take
 from laplace_debias.laplace import Laplace
@@ -201,11 +201,11 @@ def _find_temperature(run: Run, method: Method) -> None:
     assert run.loaded.validation is not None
     found, _ = predict_set(run.loaded, run.loaded.validation, None, None, None)
     best = fit_temperature(found["log_probs"], found["targets"], run.loaded.task)
-    entry["temperature"] = best.value
+    entry["temperature"] = best
     _took(run, method, "tune", start)
-    if best.is_at_limit:
+    if best in BOUNDS:
         run.note(
-            f"The temperature of {method.label} is {best.value:g}, the end of the search range: "
+            f"The temperature of {method.label} is {best:g}, the end of the search range: "
             "its validation examples are too few or too easy, or the network is no better than "
             "chance."
         )

@@ -1,33 +1,21 @@
 """Temperature scaling: one number that all logits are divided by."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
 BOUNDS = (1e-3, 1e3)
-"""Temperatures between which the best is looked for."""
+"""Temperatures between which the best is looked for.
 
-
-@dataclass(frozen=True)
-class FittedTemperature:
-    """The temperature with the least negative log-likelihood.
-
-    Attributes:
-        value: T.
-        is_at_limit: Whether T is an end of `BOUNDS`: examples that the network has all right want
-            T → 0, a network that is no better than chance T → ∞.
-    """
-
-    value: float
-    is_at_limit: bool = False
+Examples that the network has all right want T → 0, a network that is no better than chance T → ∞.
+"""
 
 
 def fit_temperature(
     logits: Float[Tensor, "n outputs"], labels: Shaped[Tensor, "n *outputs"], kind: str
-) -> FittedTemperature:
+) -> float:
     r"""The T that minimises the mean negative log-likelihood of logits divided by it.
 
     In β = 1/T the negative log-likelihood is convex, with the derivative
@@ -67,12 +55,10 @@ def fit_temperature(
     low, high = map(math.log, BOUNDS)
     # β falls as T grows, so the slope in β is positive at small T and negative at large T.
     if slope(low) <= 0:
-        at, is_at_limit = low, True
-    elif slope(high) >= 0:
-        at, is_at_limit = high, True
-    else:
-        at, is_at_limit = brentq(slope, low, high, xtol=1e-12, rtol=1e-14), False
-    return FittedTemperature(math.exp(at), is_at_limit)
+        return BOUNDS[0]
+    if slope(high) >= 0:
+        return BOUNDS[1]
+    return math.exp(brentq(slope, low, high, xtol=1e-12, rtol=1e-14))
 
 
 def tempered(

@@ -1,6 +1,6 @@
 """The commands, one file each, with `Settings` and a function `run` that takes them.
 
-`run(settings, console)` prints on the console, or on the standard output if it is None.
+`run(settings)` prints what it does and finds.
 `as_json(settings, result)` gives the object that `--json` prints instead.
 """
 

@@ -10,7 +10,6 @@ from laplace_debias.commands.network import plain
 from laplace_debias.report.run_folder import read_json, read_meta
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import SourceSettings
-from laplace_debias.system.shown import Printer
 
 _PLACES = {
     *("output", "from_run", "overwrite", "title", "json", "progress"),
@@ -56,7 +55,7 @@ def found_in(folder: Path) -> dict[str, Any]:
     return {**told, **read_json(folder / "metrics.json")}
 
 
-def tell(folder: Path, console: Printer) -> None:
+def tell(folder: Path) -> None:
     """Print the table of a run and what it shows."""
     run, found = read_meta(folder), read_json(folder / "metrics.json")
     test = next(part for part in run["sets"] if part["role"] == "test")
@@ -67,7 +66,7 @@ def tell(folder: Path, console: Printer) -> None:
         title += " on the page or in a wider terminal"
     print_table(rows, title)
     for sentence in [*run["conclusion"], *run["notes"]]:
-        console.print(sentence)
+        print(sentence)
 
 
 def _width(rows: Sequence[Mapping[str, str]]) -> int:

@@ -12,7 +12,6 @@ from laplace_debias.commands.network import check_posterior
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.ranks import current
-from laplace_debias.system.shown import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class Settings(SourceSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 2, "examples")
-        names = [path.stem for path in self.posterior]
+        names = [path.stem.lower() for path in self.posterior]
         if len(set(names)) < len(names):
             raise ValueError(
                 f"posterior has two files of one name, {', '.join(names)}: rename one of them"
@@ -46,9 +45,8 @@ class Settings(SourceSettings):
         return {} if self.posterior else {"examples": "there is no --posterior"}
 
 
-def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
+def run(settings: Settings) -> dict[str, Any]:
     """Compare, and print the table and what it shows; nothing is written."""
-    console = console or Lines()
     for path in settings.posterior:
         check_posterior(path)
     loaded = load(settings)
@@ -73,10 +71,10 @@ def run(settings: Settings, console: Printer | None = None) -> dict[str, Any]:
             methods,
             settings=identity_of(settings),
             seed=settings.seed,
-            console=console,
+            told=print,
         )
         if current().rank == 0:
-            tell(found, console)
+            tell(found)
         result = found_in(found)
         # The folder goes with the first process.
         current().exchange(None)

@@ -17,7 +17,6 @@ from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.laplace import Laplace, Plan
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.shares import share
-from laplace_debias.system.shown import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +74,8 @@ class Settings(SourceSettings):
         return unused
 
 
-def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
+def run(settings: Settings) -> Laplace | Plan:
     """Fit a posterior to the training examples and save it; with `plan` make the plan alone."""
-    console = console or Lines()
     output = settings.output
     if not settings.plan:
         check_output(output, settings.overwrite)
@@ -86,7 +84,7 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     loaded = load(settings.without_comparison())
     if settings.sigma is not None and loaded.task != "regression":
         raise ValueError(f"sigma is the noise of a regression; the task is {loaded.task}")
-    print_notes(loaded, console)
+    print_notes(loaded)
     la = Laplace(
         loaded.model,
         likelihood=loaded.task,
@@ -101,7 +99,7 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
     train = share(loaded.train, loaded.model)
     if settings.plan:
         plan = la.plan(train, settings.mode, folds=settings.folds)
-        console.print(str(plan), soft_wrap=True)
+        print(str(plan))
         plan.check()
         return plan
     la.fit(
@@ -111,14 +109,14 @@ def run(settings: Settings, console: Printer | None = None) -> Laplace | Plan:
         resume=settings.resume,
     )
     save(la, output)
-    console.print(
+    print(
         f"{settings.curvature}, {settings.mode}: {len(la.mean):,} parameters in "
         f"{len(la.block_names)} blocks, N = {la.num_data:,}, prior precision "
         f"{settings.prior_precision:g}"
     )
     if settings.mode == "auto":
-        console.print(str(la.fit_report), soft_wrap=True)
-    console.print(f"Posterior: {output}", soft_wrap=True)
+        print(str(la.fit_report))
+    print(f"Posterior: {output}")
     return la
 
 

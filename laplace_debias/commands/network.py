@@ -12,7 +12,6 @@ from laplace_debias.sources import Loaded
 from laplace_debias.sources.settings import OF_COMPARISONS
 from laplace_debias.system.files import check_target
 from laplace_debias.system.ranks import current
-from laplace_debias.system.shown import Printer
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -44,10 +43,10 @@ def save(la: Laplace, output: Path) -> None:
     la.save(output)
 
 
-def print_notes(loaded: Loaded, console: Printer) -> None:
+def print_notes(loaded: Loaded) -> None:
     """Print what a reader should know of a network and its data, a line each."""
     for note in loaded.notes:
-        console.print(note, soft_wrap=True)
+        print(note)
 
 
 def plain(value: Any) -> Any:

@@ -28,7 +28,6 @@ from laplace_debias.sources.shares import dealt
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.files import written_atomically
 from laplace_debias.system.ranks import alone, current
-from laplace_debias.system.shown import Lines, Printer
 
 _SUFFIXES = (".parquet", ".csv")
 _LEVEL = 1.959963984540054
@@ -72,7 +71,7 @@ class Settings(SourceSettings):
         return not_for("predict", "train_examples", "validation_examples", *of_test)
 
 
-def run(settings: Settings, console: Printer | None = None) -> Any:
+def run(settings: Settings) -> Any:
     """Predict and write the table, which is returned as a pandas data frame.
 
     Its columns are `name` (of images in a folder, their path) or `row` (their number, from 0); the
@@ -85,12 +84,11 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
     """
     import pandas
 
-    console = console or Lines()
     check_output(settings.output, settings.overwrite)
     check_posterior(settings.posterior)
     loaded = load(settings.without_comparison())
-    print_notes(loaded, console)
-    batches, names = _inputs(settings, loaded, console)
+    print_notes(loaded)
+    batches, names = _inputs(settings, loaded)
     la = Laplace.load(settings.posterior, loaded.model)
     generator = torch.Generator(la.mean.device).manual_seed(settings.seed)
 
@@ -118,7 +116,7 @@ def run(settings: Settings, console: Printer | None = None) -> Any:
             table.map(not_a_formula).to_csv(temporary, index=False)
         else:
             table.to_parquet(temporary, index=False)
-    console.print(f"{len(table):,} predictions: {settings.output}", soft_wrap=True)
+    print(f"{len(table):,} predictions: {settings.output}")
     return table
 
 
@@ -131,15 +129,13 @@ def as_json(settings: Settings, table: Any) -> dict[str, Any]:
     }
 
 
-def _inputs(
-    settings: Settings, loaded: Loaded, console: Printer
-) -> tuple[Batches, tuple[str, ...] | None]:
+def _inputs(settings: Settings, loaded: Loaded) -> tuple[Batches, tuple[str, ...] | None]:
     """The inputs, and each one's name."""
     if settings.inputs is None or loaded.read is None:
         return loaded.test, None
     further = loaded.read(settings.inputs, "inputs")
     for note in further.notes:
-        console.print(note, soft_wrap=True)
+        print(note)
     return batches_of(further.part, settings)[0], further.names
 
 

@@ -15,7 +15,6 @@ from laplace_debias.sources.weights import with_weights
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.files import check_target
 from laplace_debias.system.ranks import current
-from laplace_debias.system.shown import Lines, Printer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +70,19 @@ class Settings(SourceSettings):
         return {"examples": "no posterior over more than the last layer is compared"}
 
 
-def run(settings: Settings, console: Printer | None = None) -> Path:
+def run(settings: Settings) -> Path:
     """Compare methods, write the run folder and its page, print table and conclusion."""
-    console = console or Lines()
     if settings.from_run is not None:
         folder = read_run(settings.from_run).folder
         check_target(folder / "report.html")
     else:
-        folder = _assessed(settings, console)
+        folder = _assessed(settings)
     page = folder / "report.html"
     if current().rank > 0:
         return page
     write_page(folder)
-    tell(folder, console)
-    console.print(f"Page: {page}", soft_wrap=True)
+    tell(folder)
+    print(f"Page: {page}")
     return page
 
 
@@ -93,7 +91,7 @@ def as_json(settings: Settings, page: Path) -> dict[str, Any]:
     return {"page": str(page), **found_in(page.parent)}
 
 
-def _assessed(settings: Settings, console: Printer) -> Path:
+def _assessed(settings: Settings) -> Path:
     check_target(settings.output / "run.json", make_folders=True)
     start = time.perf_counter()
     loaded = load(settings)
@@ -118,5 +116,5 @@ def _assessed(settings: Settings, console: Printer) -> Path:
         seed=settings.seed,
         seconds={"load": seconds},
         overwrite=settings.overwrite,
-        console=console,
+        told=print,
     )

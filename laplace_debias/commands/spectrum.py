@@ -30,7 +30,6 @@ from laplace_debias.sources.shares import share
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.files import check_target
 from laplace_debias.system.ranks import current
-from laplace_debias.system.shown import Lines, Printer
 
 _LOSSES: dict[Task, tuple[str, nn.Module]] = {
     "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),
@@ -103,29 +102,28 @@ class SpectrumResult:
     seconds: float
 
 
-def run(settings: Settings, console: Printer | None = None) -> SpectrumResult:
+def run(settings: Settings) -> SpectrumResult:
     """Load, multiply, print what was found and write tables and the picture."""
-    console = console or Lines()
     ranks = current()
     check_target(settings.output / "eigenvalues.csv", make_folders=True)
     loaded = load(settings.without_comparison())
-    print_notes(loaded, console)
+    print_notes(loaded)
     batches = _batches(loaded, settings)
     name, loss = _LOSSES[loaded.task]
     model, kind = loaded.model, GGN if settings.matrix == "ggn" else Hessian
-    console.print(
+    print(
         f"{kind.__name__} of the {name} of {settings.examples:,} training {loaded.input_name}s, "
         f"{sum(p.numel() for p in model.parameters()):,} parameters"
     )
     batches = list(share(batches, model))
     result = measure(kind(model, loss, batches, memory_bound=settings.memory_bound), settings)
-    _print(result, console)
+    _print(result)
     if ranks.rank > 0:
         return result
     _write(result, settings.output)
     picture = settings.output / "spectrum.png"
     save(draw(result, kind.__name__), picture)
-    console.print(f"Picture: {picture}", soft_wrap=True)
+    print(f"Picture: {picture}")
     return result
 
 
@@ -244,22 +242,22 @@ def draw(result: SpectrumResult, matrix: str) -> Figure:
     return figure
 
 
-def _print(result: SpectrumResult, console: Printer) -> None:
+def _print(result: SpectrumResult) -> None:
     pairs, total = result.eigenpairs, result.trace
     values = pairs.values.tolist()
     shown = ", ".join(f"{value:.4g}" for value in values[:12])
-    console.print(f"Leading {len(values)} eigenvalues: {shown}, … {values[-1]:.4g}")
-    console.print(
+    print(f"Leading {len(values)} eigenvalues: {shown}, … {values[-1]:.4g}")
+    print(
         f"  greatest residual {float(pairs.residuals.max()):.2g}, {pairs.num_matvecs} products: "
         f"{pairs.message}"
     )
     share = float(pairs.values.sum() / total.value)
-    console.print(
+    print(
         f"Trace: {float(total.value):.5g} ± {float(total.standard_error):.2g} (standard error); "
         f"the leading {len(values)} are {share:.1%} of it; of the other eigenvalues "
         f"{result.density.null_fraction:.2%} are within ±{result.density.floor:.1g}"
     )
-    console.print(f"Time: {result.seconds:.0f} s")
+    print(f"Time: {result.seconds:.0f} s")
 
 
 def _write(result: SpectrumResult, output: Path) -> None:

@@ -4,8 +4,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
-
 from laplace_debias.commands.network import (
     check_output,
     check_posterior,
@@ -70,23 +68,22 @@ class Settings(SourceSettings):
         return unused
 
 
-def run(settings: Settings, console: Console | None = None) -> Tuning:
+def run(settings: Settings) -> Tuning:
     """Tune a saved posterior's prior precision and save it again."""
-    console = console or Console(highlight=False, markup=False)
     output = settings.output or settings.posterior
     # Without an output the posterior is meant to go back into its own file.
     check_output(output, settings.overwrite or settings.output is None)
     check_posterior(settings.posterior)
     loaded = load(settings.without_comparison())
-    print_notes(loaded, console)
+    print_notes(loaded)
     la = Laplace.load(settings.posterior, loaded.model)
     if settings.method == "marglik":
         found = la.tune_evidence(sigma=settings.sigma, per=settings.per)
     else:
-        found = _tune_on_grid(la, loaded, settings, console)
+        found = _tune_on_grid(la, loaded, settings)
     save(la, output)
-    console.print(found.message, soft_wrap=True)
-    console.print(f"Posterior: {output}", soft_wrap=True)
+    print(found.message)
+    print(f"Posterior: {output}")
     return found
 
 
@@ -106,7 +103,7 @@ def as_json(settings: Settings, found: Tuning) -> dict[str, Any]:
     }
 
 
-def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Console) -> Tuning:
+def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings) -> Tuning:
     """Tune on validation examples and print the table."""
     if loaded.validation is None:
         raise ValueError(
@@ -118,5 +115,5 @@ def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings, console: Cons
         progress=settings.progress,
         sigma=settings.sigma,
     )
-    print_table(found.table, "Validation data", console=console)
+    print_table(found.table, "Validation data")
     return found

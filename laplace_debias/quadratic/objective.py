@@ -2,11 +2,10 @@
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -22,21 +21,6 @@ from laplace_debias.system.ranks import Ranks, current, together
 _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}
 
 
-@dataclass(frozen=True)
-class Objective:
-    """A network's loss on a data set, at its parameters.
-
-    The `position` is a copy of these, as they may be trained on; `decayed` are the entries that
-    weight decay acts on.
-    """
-
-    value: Float[Tensor, ""]
-    gradient: Float[Tensor, " dim"]
-    matrix: GGN | Hessian
-    position: Float[Tensor, " dim"]
-    decayed: Bool[Tensor, " dim"]
-
-
 @together("a quadratic")
 def objective(
     model: nn.Module,
@@ -48,8 +32,11 @@ def objective(
     reduction: str | None,
     progress: bool,
     batch: BatchHook | None,
-) -> Objective:
-    """The loss, its gradient and its curvature; arguments as `Quadratic.from_data` takes them."""
+) -> tuple[Tensor, Tensor, GGN | Hessian, Tensor, Tensor]:
+    """The loss, its gradient and its curvature; arguments as `Quadratic.from_data` takes them.
+
+    Then a copy of the parameters, which may be trained on, and the entries that β acts on.
+    """
     if curvature not in _CURVATURES:
         nearest = difflib.get_close_matches(str(curvature), _CURVATURES, n=1, cutoff=0)[0]
         raise ValueError(
@@ -63,7 +50,7 @@ def objective(
     batches = Data(network.stream(data), network.device, num_data, ranks)
     value, gradient = _loss_and_gradient(network, loss, batches, reduction, progress, ranks)
     position = network.join([p.clone() for p in network.parameters], batched=False)
-    return Objective(value, gradient, matrix, position, decay_mask(network.parameters))
+    return value, gradient, matrix, position, decay_mask(network.parameters)
 
 
 def _loss_and_gradient(

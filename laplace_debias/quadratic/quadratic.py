@@ -163,11 +163,13 @@ class Quadratic:
         """
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
-        at = objective(model, loss, data, curvature, params, num_data, reduction, progress, batch)
-        quadratic = cls(at.value, at.gradient, at.matrix, at.position)
+        value, gradient, matrix, position, decayed = objective(
+            model, loss, data, curvature, params, num_data, reduction, progress, batch
+        )
+        quadratic = cls(value, gradient, matrix, position)
         if weight_decay == 0:
             return quadratic
-        return quadratic.regularized(weight_decay, None if decay_biases else at.decayed)
+        return quadratic.regularized(weight_decay, None if decay_biases else decayed)
 
     def regularized(
         self, weight_decay: float, on: Bool[Tensor, " dim"] | None = None

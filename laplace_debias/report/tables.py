@@ -9,20 +9,17 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from laplace_debias.system.files import written_atomically
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 Row = Mapping[str, object]
 
 
-def print_table(rows: Sequence[Row], title: str, console: "Console | None" = None) -> None:
+def print_table(rows: Sequence[Row], title: str) -> None:
     """Prints a table to the terminal.
 
     Real numbers have three decimals; those that would vanish, or have more than six digits before
@@ -42,7 +39,7 @@ def print_table(rows: Sequence[Row], title: str, console: "Console | None" = Non
         table.add_column(Text(column), justify="right" if _is_numeric(rows, column) else "left")
     for row in rows:
         table.add_row(*(Text(_formatted(_plain(row.get(name), name))) for name in columns))
-    (console or Console()).print(table)
+    Console().print(table)
 
 
 def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from html import escape
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 
@@ -84,19 +84,3 @@ def _is_within(frame: FrameType) -> bool:
     module = str(frame.f_globals.get("__name__", ""))
     # Functions that beartype makes have names of no file.
     return module.partition(".")[0] in _WITHIN or frame.f_code.co_filename.startswith("<@beartype")
-
-
-@runtime_checkable
-class Printer(Protocol):
-    """A place that commands print lines on: rich's console, or `Lines`."""
-
-    def print(self, *objects: object, soft_wrap: bool | None = None) -> None:
-        """Print objects as a line; `soft_wrap` leaves it to the terminal to break it."""
-
-
-class Lines:
-    """The standard output; the terminal breaks the lines."""
-
-    def print(self, *objects: object, soft_wrap: bool | None = None) -> None:
-        """As `Printer.print`."""
-        sys.stdout.write(f"{' '.join(map(str, objects))}\n")

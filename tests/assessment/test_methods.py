@@ -1,12 +1,9 @@
 """Which methods can be compared, and how they are chosen."""
 
-from dataclasses import replace
-
 import pytest
 
 from laplace_debias.assessment import Method, PosteriorChoice, default_methods
 from laplace_debias.assessment.methods import (
-    LAST_LAYER,
     NETWORK,
     TEMPERATURE,
     check_methods,
@@ -28,9 +25,6 @@ def test_the_default_has_a_temperature_where_one_can_be_fitted():
 @pytest.mark.parametrize(
     ("methods", "task", "has_validation", "told"),
     [
-        ([], "classification", True, "network as it is"),
-        ([TEMPERATURE, NETWORK], "classification", True, "begin with NETWORK"),
-        ([NETWORK, LAST_LAYER, LAST_LAYER], "classification", True, "two methods are called last-"),
         ([NETWORK, TEMPERATURE], "regression", True, "leave out temperature"),
         ([NETWORK, TEMPERATURE], "binary", False, "there are none; give some"),
     ],
@@ -69,8 +63,3 @@ def test_methods_can_be_named_and_keep_their_order():
         chosen_methods(("magic",), {}, None, "classification", True)
     with pytest.raises(ValueError, match="built-in method"):
         chosen_methods(None, {"laplace": PosteriorChoice()}, None, "classification", True)
-
-
-def test_a_posterior_has_no_temperature_beside_the_tuned_one():
-    with pytest.raises(ValueError, match="a temperature is the network's alone"):
-        replace(LAST_LAYER, has_temperature=True)

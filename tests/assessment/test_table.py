@@ -5,7 +5,6 @@ import json
 import pytest
 
 from laplace_debias.commands.compared import tell
-from laplace_debias.system.shown import Lines
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(("columns", "has_intervals"), [(80, False), (160, True)])
 def test_every_word_and_value_is_whole(folder, columns, has_intervals, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    tell(folder, Lines())
+    tell(folder)
     told = capsys.readouterr().out
     assert "…" not in told
     assert all(len(line) <= columns for line in told.splitlines())

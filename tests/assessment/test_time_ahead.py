@@ -13,19 +13,9 @@ from laplace_debias.report.names import duration
 from laplace_debias.report.run_folder import read_json
 
 
-class Console:
-    """Keeps what is printed."""
-
-    def __init__(self):
-        self.lines = []
-
-    def print(self, *objects, soft_wrap=None):
-        self.lines.append(" ".join(map(str, objects)))
-
-
 def test_a_run_tells_the_number_of_predictions_that_it_makes(tmp_path, monkeypatch):
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=(1,))
-    made, console = [], Console()
+    made, lines = [], []
     monkeypatch.setattr(stages, "seconds_an_example", lambda *_: 1e6)
     functional = predictions.of_laplace
 
@@ -34,13 +24,13 @@ def test_a_run_tells_the_number_of_predictions_that_it_makes(tmp_path, monkeypat
         return functional(la, x, *rest)
 
     monkeypatch.setattr(predictions, "of_laplace", counted)
-    assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS), console=console)
-    (line,) = (line for line in console.lines if "will take about" in line)
+    assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS), told=lines.append)
+    (line,) = (line for line in lines if "will take about" in line)
     # A search takes as long as three predictions of the 60 that are chosen.
     assert f"({sum(made) + 180} predictions)" in line
     # It comes before the first prediction of a set by the posterior.
-    first = next(n for n, one in enumerate(console.lines) if one.startswith("Predicting"))
-    assert console.lines.index(line) < first
+    first = next(n for n, one in enumerate(lines) if one.startswith("Predicting"))
+    assert lines.index(line) < first
 
 
 def test_the_time_of_an_example_is_that_of_a_batch(monkeypatch):

@@ -1,6 +1,5 @@
 """The spectrum of a network's curvature, in one command."""
 
-import io
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 from csv_table import read_csv
 from PIL import Image
-from rich.console import Console
 from safetensors.torch import save_file
 from torch import nn
 
@@ -56,12 +54,11 @@ def training_images():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [GGN, pytest.param(Hessian, marks=pytest.mark.slow)])
-def test_the_spectrum_is_that_of_training_images(checkpoint, tmp_path, kind):
+def test_the_spectrum_is_that_of_training_images(checkpoint, tmp_path, kind, capsys):
     settings = spectrum.Settings(
         **SMALL, matrix=kind.__name__.lower(), checkpoint=checkpoint, output=tmp_path
     )
-    screen = io.StringIO()
-    result = spectrum.run(settings, Console(file=screen, width=200))
+    result = spectrum.run(settings)
     images, labels = training_images()
     A = kind(network(checkpoint), nn.CrossEntropyLoss(), [(images, labels)])
     V, values = result.eigenpairs.vectors, result.eigenpairs.values
@@ -73,7 +70,7 @@ def test_the_spectrum_is_that_of_training_images(checkpoint, tmp_path, kind):
     assert len(read_csv(tmp_path / "density.csv")) == len(result.density.grid)
     with Image.open(tmp_path / "spectrum.png") as picture:
         assert len(np.unique(np.asarray(picture.convert("L")))) > 10
-    printed = screen.getvalue()
+    printed = capsys.readouterr().out
     assert f"{kind.__name__} of the mean cross-entropy of 30 training images" in printed
     assert "Leading 4 eigenvalues" in printed
 
