@@ -1,7 +1,5 @@
 """Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -13,21 +11,19 @@ from laplace_debias.curvature.fits.directions import (
     ekfac_magnitudes,
     outer,
 )
-from laplace_debias.curvature.fits.factors import measured_gradients, measured_inputs
-from laplace_debias.curvature.fits.over_ranks import (
-    to_all,
-)
+from laplace_debias.curvature.fits.over_ranks import to_all
 from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.sums import (
     Sums,
     add_to,
     check_finite_sums,
     eigenbases,
+    factor_pass,
     factor_sums,
 )
 from laplace_debias.curvature.fits.sweep import Sweep
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.uses import Masks, Uses
+from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
@@ -50,40 +46,22 @@ def curvature_along(
     problem: Problem, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
 ) -> tuple[Sums, Seen]:
     """The factors' own curvature along every direction on other data (Eq. 9), and what was seen."""
-    along_G: Sums = {}
-    along_A: Sums = {}
+    sides: tuple[Sums, Sums] = {}, {}
+    directions = {block: (basis.U_G, basis.U_A) for block, basis in bases.items()}
 
-    def measure(
-        layer: nn.Module,
-        block: Block,
-        uses: Uses,
-        masks: Masks | None,
-        xs: Sequence[Tensor] | None,
-    ) -> tuple[Tensor, list[Tensor]]:
-        U_G, U_A = bases[block].U_G, bases[block].U_A
-        G = along(measured_gradients(layer, block, uses, masks, is_thin(U_G)), U_G)
-        if xs is None:
-            return G, []
-        of_inputs = measured_inputs(layer, block, xs, masks, is_thin(U_A))
-        return G, [along(A, U_A) for A in of_inputs]
+    def add(block: Block, side: int, factor: Factor) -> None:
+        projected = directional_curvature(factor.to(problem.factor_dtype), directions[block][side])
+        add_to(sides[side], block, projected)
 
-    def along(factor: Factor, U: Tensor | None) -> Tensor:
-        return directional_curvature(factor.to(problem.factor_dtype), U)
+    def as_rows(block: Block, side: int) -> bool:
+        return is_thin(directions[block][side])
 
-    def add(block: Block, measured: tuple[Tensor, list[Tensor]]) -> None:
-        add_to(along_G, block, measured[0])
-        for A in measured[1]:
-            add_to(along_A, block, A)
-
-    sums = {"G": along_G, "A": along_A}
-    sweep = Sweep(problem, measure, add, sums=sums, additive=True, with_inputs=True)
-    seen = sweep.over(batches, first)
-    check_finite_sums({block: [G] for block, G in along_G.items()})
-    check_finite_sums({block: [A] for block, A in along_A.items()})
-    along_G = to_all(problem, along_G, lambda block: tuple(bases[block].along_G.shape))
+    seen = factor_pass(problem, batches, first, add, as_rows, dict(zip("GA", sides, strict=True)))
+    check_finite_sums({block: [side[block] for side in sides if block in side] for block in bases})
+    along_G = to_all(problem, sides[0], lambda block: tuple(bases[block].along_G.shape))
     along_A = to_all(
         problem,
-        along_A,
+        sides[1],
         lambda block: None if block.is_exact else tuple(bases[block].along_A.shape),
     )
     table = {}

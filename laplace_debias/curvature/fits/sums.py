@@ -1,6 +1,6 @@
 """Sums over data, block by block: factors, and the eigenbases that are made of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,31 +107,50 @@ class SideSums:
         add_to(self.sums, block, moments(rows).to(self.problem.factor_dtype))
 
 
+def factor_pass(
+    problem: Problem,
+    batches: Pairs,
+    first: int,
+    add: Callable[[Block, int, Factor], None],
+    as_rows: Callable[[Block, int], bool],
+    sums: dict[str, Any],
+) -> Seen:
+    """A pass that hands over each chunk's G (side 0) and A (side 1) of every block.
+
+    `as_rows` says which are wanted as rows, however many; the rest is as `Sweep` takes it.
+    """
+
+    def measure(
+        layer: nn.Module, block: Block, uses: Uses, masks: Masks | None, xs: Sequence[Tensor] | None
+    ) -> tuple[Factor, Iterable[Factor]]:
+        G = measured_gradients(layer, block, uses, masks, as_rows(block, 0))
+        # One after the other: rows may come in many parts.
+        return G, () if xs is None else measured_inputs(layer, block, xs, masks, as_rows(block, 1))
+
+    def add_both(block: Block, measured: tuple[Factor, Iterable[Factor]]) -> None:
+        G, parts_of_A = measured
+        add(block, 0, G)
+        for A in parts_of_A:
+            add(block, 1, A)
+
+    sweep = Sweep(problem, measure, add_both, sums=sums, additive=True, with_inputs=True)
+    return sweep.over(batches, first)
+
+
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
     """Factors of every block, summed over the examples of all batches; `first` as in `Sweep.over`.
 
     On several processes they are those of all, and each block's are at its owner alone.
     """
-    gradients, inputs = SideSums(problem, 0), SideSums(problem, 1)
+    gradients, inputs = sides = SideSums(problem, 0), SideSums(problem, 1)
 
-    def measure(
-        layer: nn.Module, block: Block, uses: Uses, masks: Masks | None, xs: Sequence[Tensor] | None
-    ) -> tuple[Factor, list[Factor]]:
-        G = measured_gradients(layer, block, uses, masks, block.is_streamed(0))
-        if xs is None:
-            return G, []
-        return G, list(measured_inputs(layer, block, xs, masks, block.is_streamed(1)))
-
-    def add(block: Block, measured: tuple[Factor, list[Factor]]) -> None:
-        gradients.add(block, measured[0])
-        for A in measured[1]:
-            inputs.add(block, A)
+    def add(block: Block, side: int, factor: Factor) -> None:
+        sides[side].add(block, factor)
 
     sums: dict[str, Any] = {"G": gradients.sums, "A": inputs.sums}
     sums |= {"rows": gradients.rows, "input rows": inputs.rows}
     sums |= {"rests": gradients.rests, "input rests": inputs.rests}
-    sweep = Sweep(problem, measure, add, sums=sums, additive=True, with_inputs=True)
-    seen = sweep.over(batches, first)
+    seen = factor_pass(problem, batches, first, add, Block.is_streamed, sums)
     owned_G, owned_A = owned_factors(problem, gradients, inputs)
     # What an exact block is multiplied with, once an example.
     return {
