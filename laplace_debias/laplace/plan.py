@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from laplace_debias.curvature.fits.dense import KEPT_ROWS, sweep_rows
 from laplace_debias.curvature.fits.directions import Rows, ekfac_magnitudes
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.over_ranks import shape_of_A, shape_of_G
+from laplace_debias.curvature.fits.over_ranks import factor_shape
 from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import factor_sums
 from laplace_debias.curvature.fits.sweep import Sweep
@@ -203,7 +203,7 @@ def _of_block(
     if kind.name == "diag":
         return BlockBytes(block.name, 0, wide * block.size, narrow * block.size), 0
     factors, directions, largest, table = 0, 0, 0, block.num_groups
-    counts, shapes = rows.get(block, (None, None)), (shape_of_G(block), shape_of_A(block))
+    counts, shapes = rows.get(block, (None, None)), (factor_shape(block, 0), factor_shape(block, 1))
     axes, kept_table = (block.has_diagonal_G, block.has_diagonal_A or block.is_exact), table
     for side, (d, is_axes, shape) in enumerate(zip(block.shape, axes, shapes, strict=True)):
         count = block.most_rows if block.is_streamed(side) else counts[side]
@@ -302,7 +302,10 @@ def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) ->
             lambda: factor_sums(problem, [batch]), problem.device
         )
         for block, of_block in sums.items():
-            few[block] = [len(f.rows) if isinstance(f, Rows) else None for f in of_block]
+            few[block] = [
+                len(f.rows) if isinstance(f, Rows) and f.has_thin_directions else None
+                for f in of_block
+            ]
             beside -= sum((f.rows if isinstance(f, Rows) else f).nbytes for f in of_block)
     if kind.name != "kfac":
         of_pass, more, _ = _measured(of_exact, problem.device)

@@ -68,6 +68,11 @@ class Rows:
         return replace(self, rows=self.rows.to(dtype))
 
     @property
+    def has_thin_directions(self) -> bool:
+        """Whether its directions are those that the rows span alone."""
+        return self.most is not None or (self.rows.ndim == 2 and self.rows.shape[1] >= _THIN_FROM)
+
+    @property
     def trace(self) -> Float[Tensor, ""]:
         """The trace of the factor."""
         return self.rows.square().sum() + self.rest
@@ -167,7 +172,7 @@ def eigh_of_each(factors: Sequence[Factor], what: str) -> list[Eigenpairs]:
 def _of_rows(factors: Sequence[Rows], what: str) -> list[Eigenpairs]:
     columns = torch.stack([factor.rows.movedim(0, -1) for factor in factors])
     *_, d, n = columns.shape
-    is_whole = factors[0].most is None and (d < _THIN_FROM or columns.ndim > 3)
+    is_whole = not factors[0].has_thin_directions
     Q, R = torch.linalg.qr(columns, mode="complete" if is_whole else "reduced")
     R = R[..., :n, :]
     values, inner = decomposition.eigh(R @ R.mT, what)

@@ -13,18 +13,13 @@ from laplace_debias.curvature.layers.blocks import Block
 Shape = Callable[[Block], tuple[int, ...] | None]
 
 
-def shape_of_G(block: Block) -> tuple[int, ...]:  # noqa: N802
-    """The shape of the factor G."""
-    d = block.shape[0]
-    return (d,) if block.has_diagonal_G else (*block.groups, d, d)
-
-
-def shape_of_A(block: Block) -> tuple[int, ...] | None:  # noqa: N802
-    """The shape of the factor A; an exact block has none."""
-    d = block.shape[1]
-    if block.is_exact:
+def factor_shape(block: Block, side: int) -> tuple[int, ...] | None:
+    """The shape of the factor G (side 0) or A (side 1); an exact block has no A."""
+    if side and block.is_exact:
         return None
-    return (d,) if block.has_diagonal_A else (*block.groups, d, d)
+    d = block.shape[side]
+    is_diagonal = block.has_diagonal_A if side else block.has_diagonal_G
+    return (d,) if is_diagonal else (*block.groups, d, d)
 
 
 def owners_by_cost(blocks: Sequence[Block], num_ranks: int) -> dict[Block, int]:
@@ -35,12 +30,11 @@ def owners_by_cost(blocks: Sequence[Block], num_ranks: int) -> dict[Block, int]:
     Reference:
         Graham (1969), "Bounds on multiprocessing timing anomalies".
     """
-    costs = {}
+    costs = dict.fromkeys(blocks, 0)
     for block in blocks:
-        d_out, d_in = block.shape
-        of_G = 0 if block.has_diagonal_G else d_out**3
-        of_A = 0 if block.has_diagonal_A or block.is_exact else d_in**3
-        costs[block] = block.num_groups * (of_G + of_A)
+        for shape in (factor_shape(block, 0), factor_shape(block, 1)):
+            if shape is not None and len(shape) > 1:
+                costs[block] += block.num_groups * shape[-1] ** 3
     loads = [0] * num_ranks
     owners = {}
     for block in sorted(costs, key=lambda block: -costs[block]):

@@ -16,9 +16,8 @@ from laplace_debias.curvature.fits.directions import (
 )
 from laplace_debias.curvature.fits.factors import measured_gradients, measured_inputs
 from laplace_debias.curvature.fits.over_ranks import (
+    factor_shape,
     owners_by_cost,
-    shape_of_A,
-    shape_of_G,
     shared_bases,
     to_owners,
 )
@@ -170,8 +169,7 @@ def owned_factors(problem: Problem, *sides: SideSums) -> list[dict[Block, Factor
     check_finite_sums({block: parts for block, parts in found.items() if parts})
     owners, owned = owners_by_cost(problem.blocks, problem.ranks.size), []
     for of_side, of_few in zip(sides, few, strict=True):
-        shape = shape_of_A if of_side.side else shape_of_G
-        of_sums = {b: shape(b) for b in problem.blocks if b not in of_few}
+        of_sums = {b: factor_shape(b, of_side.side) for b in problem.blocks if b not in of_few}
         factors: dict[Block, Factor] = {**of_few, **to_owners(problem, of_side.sums, of_sums.get)}
         mine = [block for block, owner in owners.items() if owner == problem.ranks.rank]
         owned.append({block: factors[block] for block in mine if block in factors})
