@@ -210,6 +210,7 @@ def assert_same(one, several):
 
 def test_a_spectrum(here, processes):
     options = ["--examples=20", "--eigenpairs=3", "--max_matvecs=60", "--tolerance=1e-9"]
+    options += ["--trace_matvecs=4", "--density_probes=2", "--density_steps=6"]
     command = ["spectrum", *SOURCE, "--data=nets:rows", *options]
     assert main([*command, "--output=one"]) == 0
     assert_once(together(processes, 3, here, *command, "--output=three"))

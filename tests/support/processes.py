@@ -42,7 +42,8 @@ class Processes:
     def start(self, num_ranks, task, *args, has_group=True):
         # A server that has imported all this already forks them: each alone takes seconds.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "laplace_debias.laplace.laplace"])
+        commands = [f"laplace_debias.commands.{name}" for name in ("report", "spectrum", "predict")]
+        context.set_forkserver_preload(["torch.distributed", "jsonargparse", *commands])
         while len(self._workers) < num_ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs,), daemon=True)
