@@ -89,7 +89,7 @@ def find_directions(quadratic: Quadratic, settings: BiasSettings) -> Directions:
         # An eigenvector has no sign of its own.
         vectors = torch.where(vectors.T @ g > 0, -vectors, vectors)
         return Directions(vectors, vectors.new_zeros(number, number))
-    solution = cg(A, -g, tol=1e-12, max_iter=number, keep="directions")
+    solution = cg(A, -g, tol=1e-12, max_iter=number, keep_directions=True)
     assert solution.directions is not None
     count = solution.directions.shape[1]
     # Step i is part of every later position.

@@ -149,7 +149,6 @@ class Solution(LinearSolution):
             `[n]` or `[n, k]`, zero for right-hand sides that met none; None if none did.
         negative_curvature: The curvature along it, a number or `[k]`; NaN where there is none.
         directions: d_t as columns, `[n, T]` or `[n, T, k]`, if they were kept.
-        trajectory: x_t as columns, `[n, T + 1]` or `[n, T + 1, k]`, if it was kept.
     """
 
     residual_norms: Float[Tensor, "iterates *k"]
@@ -161,7 +160,6 @@ class Solution(LinearSolution):
     negative_direction: Float[Tensor, "n *k"] | None = None
     negative_curvature: Float[Tensor, "*k"] | None = None
     directions: Float[Tensor, "n steps *k"] | None = None
-    trajectory: Float[Tensor, "n iterates *k"] | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -74,8 +74,11 @@ def test_condition_1e6_is_as_good_as_scipy_in_as_many_products(spread):
 
 def test_directions_are_normalised_conjugate_and_give_the_slopes_and_curvatures():
     M, b, x0 = with_eigenvalues(logspace(-1, 1, 12)), randn(12), randn(12, seed=1)
-    s = cg(Counted(M), b, max_iter=8, x0=x0, keep=("directions", "trajectory"))
-    D, X = s.directions, s.trajectory
+    xs = []
+    s = cg(
+        Counted(M), b, max_iter=8, x0=x0, keep_directions=True, callback=lambda i: xs.append(i.x)
+    )
+    D, X = s.directions, torch.stack(xs, dim=1)
     assert D.shape == (12, 8)
     assert X.shape == (12, 9)
     G = D.T @ M @ D
@@ -97,12 +100,12 @@ def test_columns_equal_vectors_and_stop_costing_once_converged():
     easy = torch.linalg.eigh(M).eigenvectors[:, 3]
     b = torch.stack([randn(30), easy, torch.zeros(30).double(), randn(30, seed=1)], dim=1)
     A = Counted(M)
-    block = cg(A, b, tol=1e-9, keep="directions")
+    block = cg(A, b, tol=1e-9, keep_directions=True)
     assert block.statuses == (Status.CONVERGED,) * 4
     assert block.num_iterations[1:3].tolist() == [1, 0]
     assert block.num_matvecs == A.columns == int(block.num_iterations.sum())
     for j in range(4):
-        alone = cg(Counted(M), b[:, j], tol=1e-9, keep="directions")
+        alone = cg(Counted(M), b[:, j], tol=1e-9, keep_directions=True)
         assert_close(block.x[:, j], alone.x, rtol=1e-6, atol=1e-6)
         t = int(alone.num_iterations)
         assert_close(block.directions[:, :5, j][:, :t], alone.directions[:, :5])
@@ -244,7 +247,7 @@ def test_martens_rule_stops_at_the_first_iteration_that_meets_it():
     assert stopped.num_iterations == expected > 4
 
 
-def test_streamed_iterates_are_those_of_the_trajectory():
+def test_iterates_have_the_directions_that_are_kept():
     M, b = with_eigenvalues(logspace(-1, 0, 10)), randn(10)
     xs, directions = [], []
 
@@ -255,10 +258,10 @@ def test_streamed_iterates_are_those_of_the_trajectory():
         assert len(iterate.values) == iterate.iteration + 1 == len(iterate.values[:])
         assert all(value.ndim == 0 for value in iterate.slopes)
 
-    solution = cg(Counted(M), b, keep=["trajectory", "directions"], callback=callback)
-    assert torch.equal(torch.stack(xs, dim=1), solution.trajectory)
+    solution = cg(Counted(M), b, keep_directions=True, callback=callback)
+    assert torch.equal(xs[-1], solution.x)
     assert torch.equal(torch.stack(directions, dim=1), solution.directions)
-    assert cg(Counted(M), b).trajectory is None
+    assert cg(Counted(M), b).directions is None
 
 
 def test_progress_shows_a_bar(capsys):
@@ -304,12 +307,12 @@ def test_the_recursion_of_the_gradient_equals_two_products(start):
     A, A2, b, b2 = pair()
     x0 = randn(30, seed=5) if start else None
     first, second = Counted(A), Counted(A2)
-    solution = debiased_cg(
-        first, second, b, b2, max_iter=15, x0=x0, keep=("directions", "trajectory")
-    )
+    xs = []
+    options = {"max_iter": 15, "x0": x0, "keep_directions": True}
+    solution = debiased_cg(first, second, b, b2, callback=lambda _, d: xs.append(d.x), **options)
     zero = torch.zeros(30).double()
     trajectory, steps = naive(A2, b2, solution.directions, zero if x0 is None else x0)
-    assert_close(solution.debiased.trajectory, trajectory, rtol=1e-10, atol=1e-10)
+    assert_close(torch.stack(xs, dim=1), trajectory, rtol=1e-10, atol=1e-10)
     assert_close(solution.debiased.step_sizes, steps, rtol=1e-9, atol=1e-10)
     gradients = A2 @ trajectory - b2[:, None]
     assert_close(solution.debiased.residual_norms, gradients.norm(dim=0), rtol=1e-10, atol=0)
@@ -320,9 +323,9 @@ def test_the_recursion_of_the_gradient_equals_two_products(start):
 
 def test_the_single_trajectory_beside_it_is_that_of_cg():
     A, A2, b, b2 = pair()
-    solution = debiased_cg(Counted(A), Counted(A2), b, b2, max_iter=12, keep="trajectory")
-    alone = cg(Counted(A), b, max_iter=12, keep="trajectory")
-    assert torch.equal(solution.single.trajectory, alone.trajectory)
+    solution = debiased_cg(Counted(A), Counted(A2), b, b2, max_iter=12)
+    alone = cg(Counted(A), b, max_iter=12)
+    assert torch.equal(solution.single.x, alone.x)
     assert torch.equal(solution.single.step_sizes, alone.step_sizes)
     assert solution.single.status is Status.MAX_ITER
     assert solution.debiased.status is Status.EXHAUSTED
@@ -332,11 +335,9 @@ def test_the_single_trajectory_beside_it_is_that_of_cg():
 @pytest.mark.parametrize("k", [None, 3])
 def test_on_one_quadratic_it_is_cg_itself(k):
     A, _, b, _ = pair(k=k)
-    options = {"tol": 1e-9, "keep": "trajectory"}
-    solution = debiased_cg(Counted(A), Counted(A), b, b, **options)
-    alone = cg(Counted(A), b, **options)
+    solution = debiased_cg(Counted(A), Counted(A), b, b, tol=1e-9)
+    alone = cg(Counted(A), b, tol=1e-9)
     assert torch.equal(solution.x, alone.x)
-    assert torch.equal(solution.debiased.trajectory, alone.trajectory)
     assert torch.equal(solution.debiased.values, alone.values)
     assert solution.debiased.converged
     assert solution.single.converged
@@ -352,12 +353,11 @@ def test_rules_and_callbacks_see_both_trajectories():
         b2,
         callback=lambda single, debiased: seen.append((single.x, debiased.x)),
         stop=lambda single, debiased: debiased.iteration == 4 and single.values[-1] < 0,
-        keep="trajectory",
     )
     assert solution.single.status is solution.debiased.status is Status.STOPPED
     assert len(seen) == 5
-    assert torch.equal(torch.stack([s for s, _ in seen], dim=1), solution.single.trajectory)
-    assert torch.equal(torch.stack([d for _, d in seen], dim=1), solution.debiased.trajectory)
+    assert torch.equal(seen[-1][0], solution.single.x)
+    assert torch.equal(seen[-1][1], solution.debiased.x)
 
 
 def test_it_ends_where_either_quadratic_has_no_curvature():
@@ -389,7 +389,6 @@ def test_it_ends_where_either_quadratic_has_no_curvature():
         ({"tol": -1.0}, "`tol` is"),
         ({"tol": float("nan")}, "`tol` is"),
         ({"max_iter": 0}, "`max_iter` is 0; expected at least 1"),
-        ({"keep": "everything"}, "Cannot keep"),
         ({"preconditioner": lambda r: r[:1]}, "The preconditioner maps"),
     ],
 )

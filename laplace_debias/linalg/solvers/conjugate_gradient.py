@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from laplace_debias.linalg.checks import check_operator
 from laplace_debias.linalg.results import DebiasedSolution, Iterate, Solution, Status
-from laplace_debias.linalg.solvers.line_searches import LineSearches, Verdict, kept
+from laplace_debias.linalg.solvers.line_searches import LineSearches, Verdict
 from laplace_debias.operators.base import LinearOperator
 
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
@@ -45,7 +45,7 @@ def cg(
     x0: Float[Tensor, "n *k"] | None = None,
     *,
     stop: Callable[[Iterate], Verdict] | None = None,
-    keep: str | Iterable[str] = (),
+    keep_directions: bool = False,
     callback: Callable[[Iterate], object] | None = None,
     progress: bool = False,
 ) -> Solution:
@@ -71,8 +71,8 @@ def cg(
         x0: Where to start; zero if not given, which saves a product.
         stop: A rule asked after every iteration; see `relative_progress` for one. Returns a
             boolean, or one for each right-hand side.
-        keep: `"directions"`, `"trajectory"` or both: what of `[n, T]` to store in the solution.
-        callback: Called with the start and with every iterate: to stream what need not be kept.
+        keep_directions: Whether the solution has the directions, `[n, T]`.
+        callback: Called with the start and with every iterate.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -85,7 +85,7 @@ def cg(
     """
     check_operator(A)
     max_iter = _max_iter(max_iter, A)
-    run = LineSearches(A, b, x0, tol, kept(keep))
+    run = LineSearches(A, b, x0, tol, keep_directions)
     directions = _ConjugateDirections(preconditioner)
     if callback is not None:
         callback(run.iterate())
@@ -111,7 +111,7 @@ def debiased_cg(
     x0: Float[Tensor, "n *k"] | None = None,
     *,
     stop: Callable[[Iterate, Iterate], Verdict] | None = None,
-    keep: str | Iterable[str] = (),
+    keep_directions: bool = False,
     callback: Callable[[Iterate, Iterate], object] | None = None,
     progress: bool = False,
 ) -> DebiasedSolution:
@@ -139,7 +139,7 @@ def debiased_cg(
         x0: Where both start.
         stop: A rule asked after every iteration with both iterates, the first quadratic's and the
             debiased one; for example `lambda single, debiased: rule(debiased)`.
-        keep: As for `cg`; `"trajectory"` keeps both.
+        keep_directions: As for `cg`.
         callback: Called with both starts and both iterates.
         progress: Whether to show a progress bar.
 
@@ -157,9 +157,8 @@ def debiased_cg(
     if systems[0] != systems[1]:
         raise ValueError(f"The two systems must be alike, got {' and '.join(systems)}.")
     max_iter = _max_iter(max_iter, A)
-    parts = kept(keep)
-    single = LineSearches(A, b, x0, tol, parts)
-    debiased = LineSearches(A2, b2, x0, tol, parts & {"trajectory"})
+    single = LineSearches(A, b, x0, tol, keep_directions)
+    debiased = LineSearches(A2, b2, x0, tol)
     directions = _ConjugateDirections(preconditioner)
     if callback is not None:
         callback(single.iterate(), debiased.iterate())

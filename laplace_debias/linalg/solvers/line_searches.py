@@ -1,7 +1,6 @@
 """Exact line searches on quadratics, many at once: the step sizes of conjugate gradients."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,15 +18,6 @@ _STATUSES = list(Status)
 _RUNNING = -1
 
 
-def kept(keep: str | Iterable[str]) -> frozenset[str]:
-    """The parts of a run that are to be kept."""
-    parts = frozenset({keep} if isinstance(keep, str) else keep)
-    unknown = sorted(parts - {"directions", "trajectory"})
-    if unknown:
-        raise ValueError(f"Cannot keep {unknown}: use 'directions', 'trajectory', or both.")
-    return parts
-
-
 class LineSearches:
     r"""The iterates $x_{t+1} = x_t + \tau_t d_t$ that minimise $\tfrac12 x^\top A x - b^\top x$.
 
@@ -43,10 +33,10 @@ class LineSearches:
         b: Tensor,
         x0: Tensor | None,
         tol: float,
-        keep: frozenset[str],
+        keep_directions: bool = False,
     ) -> None:
         _check(A, b, x0, tol)
-        self._A, self._keep, self._vector = A, keep, b.ndim == 1
+        self._A, self._vector = A, b.ndim == 1
         b = b.reshape(len(b), -1)
         self._x = torch.zeros_like(b)
         self.residual = b
@@ -72,8 +62,7 @@ class LineSearches:
             "step_sizes": [],
         }
         self._direction: Tensor | None = None
-        self._directions: list[Tensor] = []
-        self._trajectory = [self._shaped(self._x)]
+        self._directions: list[Tensor] | None = [] if keep_directions else None
         self.end(~norms.isfinite(), Status.BREAKDOWN)
         self.end(norms <= self._tolerance, Status.CONVERGED)
 
@@ -137,10 +126,8 @@ class LineSearches:
         for name, entry in entries.items():
             self._history[name].append(self._shaped(entry))
         self._direction = self._shaped(torch.where(moved, direction / length, 0))
-        if "directions" in self._keep:
+        if self._directions is not None:
             self._directions.append(self._direction)
-        if "trajectory" in self._keep:
-            self._trajectory.append(self._shaped(self._x))
         self.end(moved & (residual_norm <= self._tolerance), Status.CONVERGED)
         return True
 
@@ -152,19 +139,15 @@ class LineSearches:
     def solution(self, otherwise: Status) -> Solution:
         """The solution so far; `otherwise` is the status of those still running."""
         self.end(True, otherwise)
-        bad, none = self._bad_direction, self._shaped(self._x[:0])
+        bad, no_step = self._bad_direction, self._shaped(self._x[:0])
         history: dict[str, Any] = {
-            name: torch.stack(entries) if entries else none
+            name: torch.stack(entries) if entries else no_step
             for name, entries in self._history.items()
         }
-        kept: dict[str, Any] = {
-            name: torch.stack(entries, dim=1) if entries else self._shaped(self._x[:, None][:, :0])
-            for name, entries in (
-                ("directions", self._directions),
-                ("trajectory", self._trajectory),
-            )
-            if name in self._keep
-        }
+        directions = None
+        if self._directions is not None:
+            none = self._shaped(self._x[:, None][:, :0])
+            directions = torch.cat([none, *(d[:, None] for d in self._directions)], dim=1)
         return Solution(
             x=self._shaped(self._x),
             statuses=tuple(_STATUSES[code] for code in self._codes.tolist()),
@@ -172,8 +155,8 @@ class LineSearches:
             num_matvecs=self._num_matvecs,
             negative_direction=None if bad is None else self._shaped(bad),
             negative_curvature=None if bad is None else self._shaped(self._bad_curvature),
+            directions=directions,
             **history,
-            **kept,
         )
 
     def _multiply(self, direction: Tensor, active: Tensor) -> Tensor:
