@@ -329,10 +329,16 @@ def exact_crossfit(
                 _eigenpairs(of_all[block]),
                 strict=True,
             )
-            num_others = num_examples - fold.size
-            (along_G, U_G), (along_A, U_A) = (
-                _basis_of_others(*side, num_others, problem.dtype) for side in sides
-            )
+            found: list[FactorEigenpairs] = []
+            for others, (along, U) in sides:
+                mean = others / (num_examples - fold.size)
+                if U is None:
+                    found.append(eigh(mean))
+                else:
+                    within = _Within(along, U, problem.dtype)
+                    of_others, basis = within.eigenpairs(mean)
+                    found.append((of_others, within.lifted(basis)))
+            (along_G, U_G), (along_A, U_A) = found
             bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
         if problem.ranks.size > 1:
             bases = shared_bases(problem, bases)
@@ -341,17 +347,6 @@ def exact_crossfit(
             squares = bases.pop(block).pooled(of_fold.pop(block), problem.dtype)
             add_to(table, block, squares / num_examples)
     return table
-
-
-def _basis_of_others(
-    others: Factor, known: FactorEigenpairs, num_others: float, precision: torch.dtype
-) -> FactorEigenpairs:
-    """Eigenvalues and eigenvectors of the mean factor of the other folds."""
-    if isinstance(others, Tensor) and others.ndim == 1:
-        return others / num_others, None
-    within = _Within(*known, precision)
-    values, basis = within.eigenpairs(others / num_others)
-    return values, within.lifted(basis)
 
 
 def _eigenpairs(basis: Eigenbasis) -> tuple[FactorEigenpairs, FactorEigenpairs]:

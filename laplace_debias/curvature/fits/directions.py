@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses, activations, output_gradients
 from laplace_debias.operators import eigh as decomposition
@@ -303,7 +302,8 @@ def ekfac_magnitudes(
     Reference: George et al. (2018), "Fast approximate natural gradient descent in a
     Kronecker-factored eigenbasis".
     """
-    if block.role == "weight" and _has_one_position(layer, uses):
+    is_linear = block.role == "weight" and isinstance(layer, nn.Linear)
+    if is_linear and len(uses) == 1 and uses[0][0].ndim == 2:  # type: ignore[index,arg-type]
         # One position: the square of the outer product is the outer product of the squares.
         x, g = uses[0]  # type: ignore[index]
         a = coordinates(activations(layer, block, x)[:, 0], U_A)
@@ -326,9 +326,3 @@ def ekfac_magnitudes(
 
 def _folded(squares: Tensor, U_G: Tensor | None, U_A: Tensor | None) -> Tensor:
     return folded(folded(squares, U_A).mT, U_G).mT
-
-
-def _has_one_position(layer: nn.Module, uses: Uses) -> bool:
-    if isinstance(uses, CallUses) or not isinstance(layer, nn.Linear):
-        return False
-    return len(uses) == 1 and uses[0][0].ndim == 2

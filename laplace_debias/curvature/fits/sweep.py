@@ -78,18 +78,14 @@ def _runs(run: Callable[[slice, Adding], None], chunk: slice, adding: Adding) ->
         if not is_out_of_memory(error):
             raise
         if adding.is_within or chunk.stop - chunk.start == 1:
-            raise _refused(chunk.stop - chunk.start, error) from error
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise RuntimeError(
+                f"Not enough memory for {chunk.stop - chunk.start} example(s) ({reason}). Nothing "
+                'was fitted. Pass a smaller memory_bound=, use fisher="mc", or fewer parameters '
+                '(params="last_layer"); la.plan(loader) tells what a fit takes.'
+            ) from error
         return False
     return True
-
-
-def _refused(length: int, error: BaseException) -> RuntimeError:
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    return RuntimeError(
-        f"Not enough memory for {length} example(s) ({reason}). Nothing was fitted. Pass a smaller "
-        'memory_bound=, use fisher="mc", or fewer parameters (params="last_layer"); '
-        "la.plan(loader) tells what a fit takes."
-    )
 
 
 def by_example(values: Tensor, factors: Tensor, dim: int) -> Tensor:

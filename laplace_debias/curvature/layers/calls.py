@@ -79,15 +79,10 @@ def runner(module: nn.Module, structure: Any) -> Callable[..., list[Tensor]]:
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         args, named = pytree.tree_unflatten(list(leaves), structure)
         with LAYER_BY_LAYER, PLAIN_ATTENTION, kept_as_it_is(module):
-            return floating_leaves(functional_call(module, dict(parameters), args, named))
+            outputs, _ = pytree.tree_flatten(functional_call(module, dict(parameters), args, named))
+        return [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
 
     return run
-
-
-def floating_leaves(outputs: Any) -> list[Tensor]:
-    """The floating-point tensors among what a module gives."""
-    leaves, _ = pytree.tree_flatten(outputs)
-    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 class CallUses:

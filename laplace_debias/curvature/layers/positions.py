@@ -185,8 +185,12 @@ class _Pass:
         if not outputs.requires_grad:
             return {}
         _pass_through(outputs)
+        # Zero where nothing counts, with no two equal entries elsewhere.
+        numbers = torch.arange(1, outputs.numel() + 1, dtype=torch.float64, device=outputs.device)
+        cotangent = (0.5 + (numbers * _GOLDEN).frac()).to(outputs.dtype).view_as(outputs)
+        cotangent = cotangent if counted is None else cotangent * counted
         gradients = torch.autograd.grad(
-            outputs, [z for *_, z in calls], _generic(outputs, counted), allow_unused=True
+            outputs, [z for *_, z in calls], cotangent, allow_unused=True
         )
         here = [
             takes_part(layer, torch.zeros_like(z) if g is None else g)
@@ -226,13 +230,6 @@ class _Pass:
             if g is not None:
                 found.setdefault(use.layer, []).append(mask | ~candidates(layer, mask))
         return found
-
-
-def _generic(outputs: Tensor, counted: Tensor | None) -> Tensor:
-    """A cotangent that is zero where nothing counts, and has no two equal entries elsewhere."""
-    numbers = torch.arange(1, outputs.numel() + 1, dtype=torch.float64, device=outputs.device)
-    cotangent = (0.5 + (numbers * _GOLDEN).frac()).to(outputs.dtype).view_as(outputs)
-    return cotangent if counted is None else cotangent * counted
 
 
 def _pass_through(outputs: Tensor) -> None:

@@ -55,19 +55,14 @@ class BatchReader:
                 f"{type(hook).__name__}: {USE_A_HOOK}."
             )
         self._model = model
-        self._hook = hook
+        self.hook = hook
         # Found out with the first batch that leaves it open.
         self._shifts: bool | None = None
 
-    @property
-    def has_hook(self) -> bool:
-        """Whether the user's own function reads batches."""
-        return self._hook is not None
-
     def __call__(self, batch: Any, name: str = "A batch") -> tuple[Inputs, Tensor]:
         """A batch as inputs and targets, with as many targets as inputs."""
-        if self._hook is not None:
-            batch = self._hook(batch)
+        if self.hook is not None:
+            batch = self.hook(batch)
             if not _is_pair(batch):
                 raise TypeError(
                     f"The function batch= must return a pair (inputs, targets), got {_kind(batch)}."
@@ -357,18 +352,21 @@ class Stream(Placed):
     def pair(self, batch: Any, name: str = "A batch") -> tuple[Any, ...]:
         """A batch as inputs and targets, and weights if it has some; as `BatchReader`."""
         is_weighed = self.weighs and isinstance(batch, (tuple, list)) and len(batch) == 3
-        if not is_weighed or self.read.has_hook:
+        if not is_weighed or self.read.hook is not None:
             return self.read(batch, name)
         return *self.read(batch[:2], name), checked_weights(batch[2], len(batch[1]), name)
 
     def _checked(self) -> Iterator[tuple[Any, ...]]:
         """The pairs of a pass; several workers that read all of a stream each are an error."""
-        num_workers, begins = _workers_on_a_stream(self.source), list[Sequence[Tensor]]()
+        source, begins, num_workers = self.source, list[Sequence[Tensor]](), 0
+        if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
+            num_workers = source.num_workers if source.num_workers > 1 else 0
         for number, batch in enumerate(self.raw(), start=1):
             x, y, *weights = self.pair(batch, f"Batch {number}")
             if len(begins) < num_workers:
                 begins.append([*tensors_of(x), y])
-                _check_shared_out(begins, num_workers)
+                if len(begins) == num_workers:
+                    _check_shared_out(*begins)
             x = move(x, self.device, self.dtypes)
             y = y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
             yield x, y, *weights
@@ -396,21 +394,11 @@ def weight_of(pair: tuple[Any, ...]) -> float:
     return float(pair[2].double().sum()) if len(pair) > 2 else len(pair[1])
 
 
-def _workers_on_a_stream(loader: Batches) -> int:
-    """How many workers read one stream; 0 of other data, and of a stream that one reads."""
-    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
-        return 0
-    return loader.num_workers if loader.num_workers > 1 else 0
-
-
-def _check_shared_out(begins: Sequence[Sequence[Tensor]], num_workers: int) -> None:
+def _check_shared_out(first: Sequence[Tensor], *others: Sequence[Tensor]) -> None:
     """Require that the workers' first batches, which come in turn, are not all the same."""
-    if len(begins) < num_workers:
-        return
-    first, *others = begins
     if all(len(of) == len(first) and all(map(torch.equal, first, of)) for of in others):
         raise ValueError(
-            f"Each of the {num_workers} workers that read the stream begins with the same "
+            f"Each of the {1 + len(others)} workers that read the stream begins with the same "
             "examples, so that every example would count several times: let each yield a part of "
             "them, by torch.utils.data.get_worker_info(), or set num_workers=1."
         )

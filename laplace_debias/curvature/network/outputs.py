@@ -11,7 +11,6 @@ data before that. On the CPU an answer is there at once, and read at once.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class Faults:
 
     def add(self, is_right: Tensor, error: Callable[[], Exception]) -> None:
         """As `require`."""
-        if is_read_at_once(is_right):
+        if is_right.device.type == "cpu":  # where nobody waits for it
             if not is_right:
                 raise _of_batch(error(), self._number)
             return
@@ -95,11 +94,6 @@ def require(is_right: Tensor, error: Callable[[], Exception]) -> None:
 def is_pending() -> bool:
     """Whether what was required may turn out to be wrong later: work must not fail before."""
     return _CURRENT.get() is not None
-
-
-def is_read_at_once(answer: Tensor) -> bool:
-    """Whether nobody waits for an answer: it lies on the CPU."""
-    return answer.device.type == "cpu"
 
 
 def _of_batch(error: Exception, number: int | None) -> Exception:
@@ -201,30 +195,24 @@ _ROUNDING = 1e-3
 
 def classes_last(network: nn.Module, class_dim: int | None) -> nn.Module:
     """Change a `shadow` to give outputs `[B, ..., C]`; if `class_dim` is None it does so."""
-    if class_dim not in (None, -1):
-        assert class_dim is not None
-        network.register_forward_hook(_ClassesLast(class_dim))
-    return network
+    if class_dim in (None, -1):
+        return network
+    assert class_dim is not None
 
-
-@dataclass(frozen=True)
-class _ClassesLast:
-    """A forward hook that moves the dimension of the classes to the end."""
-
-    class_dim: int
-
-    def __call__(self, _: nn.Module, __: Any, outputs: Any) -> Any:
-        outputs = logits_of(outputs)
-        if self.class_dim % max(outputs.ndim, 1) == 0 or not (
-            -outputs.ndim <= self.class_dim < outputs.ndim
-        ):
+    def move(_: nn.Module, __: Any, given: Any) -> Tensor:
+        outputs = logits_of(given)
+        is_one = -outputs.ndim <= class_dim < outputs.ndim
+        if not is_one or class_dim % max(outputs.ndim, 1) == 0:
             # How many examples a probe had is none of the user's business.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
-                f"class_dim={self.class_dim}, but the model's outputs have shape [{shape}]: give a "
+                f"class_dim={class_dim}, but the model's outputs have shape [{shape}]: give a "
                 "dimension of theirs that is not the first."
             )
-        return outputs.movedim(self.class_dim, -1)
+        return outputs.movedim(class_dim, -1)
+
+    network.register_forward_hook(move)
+    return network
 
 
 def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> Tensor:

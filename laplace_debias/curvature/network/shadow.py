@@ -206,7 +206,11 @@ def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
     """
     if is_narrow(network, names):
         network._apply(_widen)
-        network.register_forward_pre_hook(_widen_inputs, prepend=True, with_kwargs=True)
+        network.register_forward_pre_hook(
+            lambda _, arguments, named: tree_map_only(Tensor, _widen, (arguments, named)),
+            prepend=True,
+            with_kwargs=True,
+        )
     return network
 
 
@@ -219,10 +223,6 @@ def coarsest_eps(model: nn.Module) -> float:
 
 def _widen(value: Tensor) -> Tensor:
     return value.to(wide(value.dtype))
-
-
-def _widen_inputs(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    return tree_map_only(Tensor, _widen, (arguments, named))
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)

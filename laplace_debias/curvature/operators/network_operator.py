@@ -209,16 +209,13 @@ class NetworkOperator(LinearOperator):
         """`function` of every linearised batch, at the model's present parameters."""
         if not self._network.is_current():
             with self._kept.lock:
-                self._renew()
+                # Unless another thread has done so.
+                if not self._network.is_current():
+                    self._network.refresh()
+                    self._kept.forget()
+                    self._lineariser.forget()
+                    self._checked.clear()
         return self._kept.map(function)
-
-    def _renew(self) -> None:
-        """Take the model's present parameters, unless another thread has done so."""
-        if not self._network.is_current():
-            self._network.refresh()
-            self._kept.forget()
-            self._lineariser.forget()
-            self._checked.clear()
 
     def _chunks(self, item: Item, num_columns: int) -> list[slice]:
         """The columns to multiply side by side."""

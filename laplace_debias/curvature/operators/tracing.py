@@ -84,7 +84,8 @@ def _check_replayable(node: fx.Node) -> None:
     if node.target is torch.ops.aten.index.Tensor:
         # Only a mask makes the shape depend on values.
         indices: Any = node.args[1]
-        by_value = any(x is not None and not _is_integer(x) for x in indices)
+        integers = (torch.int32, torch.int64)
+        by_value = any(x is not None and _kind(x)[1] not in integers for x in indices)
     if by_value:
         raise UntraceableError(f"{node.target} makes shapes depend on values")
     if torch.Tag.nondeterministic_seeded in tags:
@@ -149,10 +150,6 @@ def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
     factors = node.args[: 2 if node.target in _PRODUCTS else 1]
     through = node.target in _RESHAPES or node.target in _PRODUCTS
     return node.target in _ZEROS or (through and any(x in zeros for x in factors))
-
-
-def _is_integer(node: fx.Node) -> bool:
-    return _kind(node)[1] in (torch.int32, torch.int64)
 
 
 def _kind(node: Any) -> tuple[torch.Size | None, torch.dtype | None]:
