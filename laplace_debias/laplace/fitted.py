@@ -12,6 +12,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprint import Watch
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.posterior import GaussianPosterior, check_prior_precision
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.operators import BlockDiagonal
@@ -83,7 +84,7 @@ class Fitted:
 
     The `nll` is summed over the N examples, in nats. For a `Gaussian` likelihood and a curvature
     that is proportional to σ⁻², `num_targets` is how many numbers the targets of the N examples
-    hold.
+    hold. The `default_links` hold the link that the first example's outputs told, once one came.
     """
 
     subject: Subject
@@ -94,6 +95,7 @@ class Fitted:
     num_targets: float | None = None
     watch: Watch = field(default_factory=Watch, repr=False)
     report: FitReport | None = None
+    default_links: list[Link | None] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):

@@ -5,7 +5,7 @@ T = 1 is plain Laplace, and with δ → ∞ the family ends in temperature scali
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -113,18 +113,30 @@ class Link:
 
     def logits(self, likelihood: Likelihood, mean: Tensor, covariance: Tensor) -> Tensor:
         """Logits of the probabilities."""
-        if self.temperature != 1:
-            mean, covariance = mean / self.temperature, covariance / self.temperature**2
-        if type(likelihood) is Categorical:
-            return FORMULAS[self.name](mean, covariance)
-        if self.name != "exact":
-            return probit(mean, covariance)
-        # A label that applies or not is a choice between its logit and zero.
-        is_matrix = covariance.ndim > mean.ndim
-        variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
-        both = torch.stack([torch.zeros_like(mean), mean], -1)
-        found = exact(both, torch.diag_embed(torch.stack([torch.zeros_like(mean), variances], -1)))
-        return found[..., 1] - found[..., 0]
+        return logits_at(self.name, [self.temperature], likelihood, mean, covariance)[0]
+
+
+def logits_at(
+    name: str,
+    temperatures: Sequence[float],
+    likelihood: Likelihood,
+    mean: Float[Tensor, "*batch classes"],
+    covariance: Float[Tensor, "..."],
+) -> Float[Tensor, "temperatures *batch classes"]:
+    """Logits of the probabilities by a formula, at several temperatures."""
+    squares = covariance.new_tensor([T**2 for T in temperatures])
+    mean = mean / mean.new_tensor(temperatures).view(-1, *[1] * mean.ndim)
+    covariance = covariance / squares.view(-1, *[1] * covariance.ndim)
+    if type(likelihood) is Categorical:
+        return FORMULAS[name](mean, covariance)
+    if name != "exact":
+        return probit(mean, covariance)
+    # A label that applies or not is a choice between its logit and zero.
+    is_matrix = covariance.ndim > mean.ndim
+    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
+    both = torch.stack([torch.zeros_like(mean), mean], -1)
+    found = exact(both, torch.diag_embed(torch.stack([torch.zeros_like(mean), variances], -1)))
+    return found[..., 1] - found[..., 0]
 
 
 def has_links(likelihood: Likelihood) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from jaxtyping import Float
@@ -25,7 +26,7 @@ from laplace_debias.metrics import Uncertainty
 from laplace_debias.metrics import uncertainty as of_probabilities
 from laplace_debias.system.checks import check_generator, whole
 
-# Logits that several links give together, at most.
+# Numbers in the covariances of several temperatures together, at most.
 _AT_ONCE = 2**22
 
 METHODS = ("glm", "glm-mc", "nn", "map")
@@ -201,8 +202,8 @@ def predictives_by_links(
 
     Returns:
         Numbers of the grid's points, each with a predictive of batch shape `[links, B]`, of some
-        of the links at a time where these take much memory, in their order. Of links there is one
-        point more, P, without any covariance.
+        temperatures of one formula at a time, in the links' order. Of links there is one point
+        more, P, without any covariance.
     """
     likelihood = fitted.likelihood
     mean, covariances = _moments_for(fitted, x, grid, by)
@@ -212,24 +213,27 @@ def predictives_by_links(
             (number, likelihood.predictive(mean.unsqueeze(0), covariance.unsqueeze(0)))
             for number, covariance in enumerate(of_points)
         )
-    some = max(1, _AT_ONCE // mean.numel())
+    some, groups = max(1, _AT_ONCE // of_points[0].numel()), list[tuple[str, list[float]]]()
+    for name, of_name in groupby([link for link in by if link], lambda link: link.name):
+        temperatures = [link.temperature for link in of_name]
+        groups += [(name, temperatures[i : i + some]) for i in range(0, len(temperatures), some)]
     return (
-        (number, links.distribution(likelihood, torch.stack(logits)))
+        (number, links.distribution(likelihood, logits))
         for number, covariance in enumerate([*of_points, torch.zeros_like(of_points[0])])
-        for first in range(0, len(by), some)
-        for logits in [
-            [link.logits(likelihood, mean, covariance) for link in by[first : first + some] if link]
-        ]
+        for name, temperatures in groups
+        for logits in [links.logits_at(name, temperatures, likelihood, mean, covariance)]
     )
 
 
 def default_link(fitted: Fitted, x: Inputs | Record) -> links.Link | None:
-    """The link of a fit that none was chosen for, by the outputs of the first example."""
+    """The link of a fit that none was chosen for, by the outputs of the first example it sees."""
     if type(fitted.likelihood) is not CategoricalLikelihood:
         return links.default_link(fitted.likelihood, torch.Size())
-    with linearised.asked_of(fitted, x) as asked:
-        outputs = linearised.map_outputs(asked.network, take(asked.x, slice(1)))
-    return links.default_link(fitted.likelihood, outputs.shape)
+    if not fitted.default_links:
+        with linearised.asked_of(fitted, x) as asked:
+            outputs = linearised.map_outputs(asked.network, take(asked.x, slice(1)))
+        fitted.default_links.append(links.default_link(fitted.likelihood, outputs.shape))
+    return fitted.default_links[0]
 
 
 def _within_positions(

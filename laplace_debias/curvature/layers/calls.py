@@ -172,34 +172,31 @@ class CallUses:
 def _vectorised(
     call: Call, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
 ) -> dict[str, Tensor]:
-    """Gradients of some examples, `[K, b, ...]`, by `vmap`.
+    """Gradients of some examples, `[K, b, ...]`: run once, and differentiated together.
 
-    Columns and examples are one dimension: some rules of torch are wrong where one `vmap` is inside
-    of another (that of `prelu`, say), and a model is checked with a single column.
+    Every example has parameters of its own.
     """
-    num_columns = len(next(iter(cotangents.values())))
-    leaves = [
-        leaf if dim is None else torch.cat([leaf] * num_columns, dim)
-        for leaf, dim in zip(call.of_examples(part), call.dims, strict=True)
-    ]
-    rows = {i: g.movedim(_dim(call, i) + 1, 1).flatten(0, 1) for i, g in cotangents.items()}
+    size = part.stop - part.start
+    own = {name: value.expand(size, *value.shape) for name, value in parameters.items()}
 
-    def of_row(leaves: list[Any], row: dict[int, Tensor]) -> dict[str, Tensor]:
+    def of_example(values: dict[str, Tensor], leaves: list[Any]) -> dict[int, Tensor]:
         one = [
             leaf if dim is None else leaf.unsqueeze(dim)
             for leaf, dim in zip(leaves, call.dims, strict=True)
         ]
+        found = call.run(values, one)
+        return {index: found[index] for index in cotangents}
 
-        def outputs(values: dict[str, Tensor]) -> dict[int, Tensor]:
-            found = call.run(values, one)
-            return {index: found[index] for index in row}
+    def outputs(values: dict[str, Tensor]) -> dict[int, Tensor]:
+        return torch.func.vmap(of_example, (0, list(call.dims)))(values, call.of_examples(part))
 
-        pull_back = torch.func.vjp(outputs, dict(parameters))[1]
-        (found,) = pull_back({i: g.unsqueeze(_dim(call, i)) for i, g in row.items()})
-        return found
-
-    found = torch.func.vmap(of_row, (list(call.dims), 0))(leaves, rows)
-    return {name: rows.unflatten(0, (num_columns, -1)) for name, rows in found.items()}
+    pull_back = torch.func.vjp(outputs, own)[1]
+    rows = {
+        i: g.movedim(_dim(call, i) + 1, 1).unsqueeze(_dim(call, i) + 2)
+        for i, g in cotangents.items()
+    }
+    (found,) = torch.func.vmap(pull_back)(rows)
+    return found
 
 
 def _one_by_one(

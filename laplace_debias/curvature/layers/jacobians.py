@@ -25,6 +25,8 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, in_
 
 # Numbers that a slice of an embedding's Jacobian holds.
 _SLICE = 2**22
+# Up to so many positions columns are rotated together.
+_FEW_POSITIONS = 16
 
 
 class Rotated(NamedTuple):
@@ -164,6 +166,9 @@ def _along(
     """As `coordinates`, of columns `[b, *groups, n, d, k]`."""
     if U is None:
         return columns
-    U = U.unsqueeze(-3) if U.ndim > 2 else U
+    if U.ndim == 2 and columns.shape[-1] < _FEW_POSITIONS:
+        # One product of all columns is many times faster than one for each.
+        return coordinates(columns.mT, U).mT
+    U = U.unsqueeze(-3)
     along = U.mT @ columns
     return torch.cat([along, columns - U @ along], -2) if is_thin(U) else along
