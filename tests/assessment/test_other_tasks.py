@@ -8,14 +8,11 @@ import a_run
 import pandas as pd
 import pytest
 import torch
+from bring import every as joined
 
 from laplace_debias import Laplace
 from laplace_debias.assessment import Method, PosteriorChoice, assess
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
-
-
-def joined(batches):
-    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
 def read(folder, name):

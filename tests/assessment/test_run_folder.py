@@ -7,6 +7,7 @@ import math
 import pandas as pd
 import pytest
 import torch
+from bring import every as joined
 from PIL import Image
 
 from laplace_debias import Laplace
@@ -25,10 +26,6 @@ def predictions(folder, method, name):
 
 def probs_of(table):
     return torch.tensor(table["probs"].tolist(), dtype=torch.float64)
-
-
-def joined(batches):
-    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
 
 
 def test_every_file_of_the_contract_is_there(run_of_images):

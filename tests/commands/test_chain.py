@@ -14,6 +14,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from spectra import generator as seeded
 from torch import nn
 
 from laplace_debias import Laplace
@@ -34,10 +35,6 @@ VERBS = {
     "evaluate": lambda la, x, y: la.evaluate([(x, y)]),
     "repr": lambda la, x, y: repr(la),
 }
-
-
-def seeded():
-    return torch.Generator().manual_seed(0)
 
 
 def leaves(value):

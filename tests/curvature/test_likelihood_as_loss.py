@@ -3,6 +3,7 @@
 import hand_likelihoods as hand
 import pytest
 import torch
+from spectra import generator
 from torch import nn
 from torch.autograd.functional import hessian
 from torch.func import functional_call
@@ -11,10 +12,6 @@ from laplace_debias import Laplace, Quadratic
 from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher, Hessian
 
 N, POSITIONS = 7, 2
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def network(num_outputs):

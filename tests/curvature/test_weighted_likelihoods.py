@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hand_likelihoods import P3, W3
+from spectra import generator
 
 from laplace_debias import Bernoulli, Categorical, HeteroscedasticGaussian, MultiLabel
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
@@ -12,10 +13,6 @@ from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 
 N = 9
 CASES = hand.STANDARD | hand.CASES
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def case(name, *shape):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from spectra import generator as seed
 from torch import nn
 from torch.distributions import Categorical
 
@@ -13,10 +14,6 @@ DATA = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=DATA)
 Y = torch.randn(40, 2, generator=DATA)
 LABELS = torch.randint(3, (40,), generator=DATA)
-
-
-def seed(number=0):
-    return torch.Generator().manual_seed(number)
 
 
 def network(outputs):

@@ -5,6 +5,7 @@ import math
 import oracle
 import pytest
 import torch
+from spectra import generator
 from torch import nn
 
 from laplace_debias import Laplace, Link
@@ -14,10 +15,6 @@ from laplace_debias.laplace.links import FORMULAS, exact, pairwise
 
 same = torch.testing.assert_close
 WITHOUT_THE_COMMON_PART = pytest.mark.parametrize("formula", [pairwise, exact])
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def gaussians(num_classes, batch=20, scale=1.0, seed=0, rank=None):

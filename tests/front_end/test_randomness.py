@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import others_slow
 from spectra import Counted, with_eigenvalues
+from spectra import generator as seed
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -77,10 +78,6 @@ def fit_of_an_iterator(generator):
         yield from shuffled()
 
     return Laplace(network()).fit_batches(read(), generator=generator).sample(1, seed(0))
-
-
-def seed(number):
-    return torch.Generator().manual_seed(number)
 
 
 def predict(method, samples=None):

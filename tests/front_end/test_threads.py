@@ -11,6 +11,7 @@ from itertools import chain
 import pytest
 import rank_tasks
 import torch
+from spectra import generator as seed
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,10 +49,6 @@ def assert_as_alone(calls, rounds=1):
     for i, result in enumerate(results):
         # To rounding: which kernel of attention is taken may depend on the neighbours.
         torch.testing.assert_close(result, expected[i % len(calls)], rtol=1e-10, atol=1e-12)
-
-
-def seed(number):
-    return torch.Generator().manual_seed(number)
 
 
 def ready(build):

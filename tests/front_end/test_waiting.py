@@ -146,29 +146,6 @@ def test_data_on_the_device_is_asked_for_ignored_targets_where_positions_share_w
     assert waits_of_batches(*devices) == (sizes[1] - sizes[0]) * per_batch
 
 
-def test_the_device_finds_what_is_waited_for_and_what_lies_elsewhere():
-    with SecondDevice() as device:
-        x = Elsewhere(torch.arange(3.0))
-        (x + 1).sum()
-        assert device.total == 0
-        for waits in (
-            lambda: bool((x > 1).any()),
-            lambda: x[x > 1],
-            x.unique,
-            x.tolist,
-            x.cpu,
-            lambda: torch.ones(3).to(DEVICE),
-            lambda: torch.tensor(1.0, device=DEVICE),
-        ):
-            before = device.total
-            waits()
-            assert device.total == before + 1
-        torch.ones(3).to(DEVICE, non_blocking=True)
-        assert device.total == before + 1
-        with pytest.raises(RuntimeError, match="mixes devices"):
-            x + torch.ones(3)
-
-
 # ------------------------------------------------------------------------------------- errors
 
 WRONG = {

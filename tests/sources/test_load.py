@@ -6,6 +6,7 @@ import bring
 import numpy as np
 import pytest
 import torch
+from bring import every
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
@@ -17,11 +18,6 @@ from laplace_debias.sources import SourceSettings, load, split_by_seed
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     return bring.networks(tmp_path, monkeypatch)
-
-
-def every(batches):
-    x, y = zip(*batches, strict=True)
-    return torch.cat(x), torch.cat(y)
 
 
 def loaded(**options):

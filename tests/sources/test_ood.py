@@ -4,6 +4,7 @@ import bring
 import numpy as np
 import pytest
 import torch
+from bring import every
 from PIL import Image
 
 from laplace_debias.sources import SourceSettings, load
@@ -21,11 +22,6 @@ def images(tmp_path, monkeypatch):
 def loaded(**options):
     settings = {"model": "nets:build", "device": "cpu", "progress": False, **NORMAL, **options}
     return load(SourceSettings(**settings))
-
-
-def every(batches):
-    x, y = zip(*batches, strict=True)
-    return torch.cat(x), torch.cat(y)
 
 
 def as_pixels(found, batches):

@@ -5,6 +5,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from bring import every
 
 from laplace_debias.sources import SourceSettings, load, split_by_seed
 from laplace_debias.sources.tables import read_table
@@ -31,11 +32,6 @@ def table(rows=40):
 def loaded(**options):
     options = {"model": "nets:rows", "device": "cpu", "progress": False} | options
     return load(SourceSettings(**options))
-
-
-def every(batches):
-    x, y = zip(*batches, strict=True)
-    return torch.cat(x), torch.cat(y)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

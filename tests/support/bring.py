@@ -111,3 +111,9 @@ def weights(path: Path, model: torch.nn.Module, prefix="", nest=None) -> Path:
     state = {prefix + name: value for name, value in model.state_dict().items()}
     torch.save({nest: state, "epoch": 3} if nest else state, path)
     return path
+
+
+def every(batches):
+    """All inputs and all targets."""
+    x, y = zip(*batches, strict=True)
+    return torch.cat(x), torch.cat(y)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from spectra import generator
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -55,10 +56,6 @@ def network():
     for parameter in net.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return net
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
 
 
 def examples(size=SIZE):

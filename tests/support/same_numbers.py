@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from spectra import generator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,10 +51,6 @@ OUTPUTS = {"classification": 3, "regression": 2, "binary": 1, "multilabel": 3}
 
 
 PROBIT = Link("probit")
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def with_parameters(model, dtype=torch.float64):
