@@ -4,7 +4,7 @@ import io
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,17 @@ def _remove(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back."""
-    return json.loads(json.dumps(values, default=str))
+def plain(value: Any) -> Any:
+    """A value as JSON has it: lists and numbers for tensors, null for what is not finite."""
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -84,18 +92,8 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON; a number that is not finite becomes null."""
-    text = json.dumps(_finite(value), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(plain(value), indent=1, ensure_ascii=False, allow_nan=False)
     write_bytes(path, f"{text}\n".encode())
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    return value
 
 
 def write_table(path: Path, columns: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:

@@ -6,13 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from laplace_debias.commands.network import (
-    check_output,
-    not_for,
-    plain,
-    print_notes,
-    save,
-)
+from laplace_debias.assessment.run_folder import plain
+from laplace_debias.commands.network import check_output, not_for, print_notes, save
 from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.laplace import Laplace, Plan
 from laplace_debias.sources import SourceSettings, load

@@ -1,11 +1,6 @@
 """Shared by the commands on a network: posteriors, an output that is checked, notes, JSON."""
 
-import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from laplace_debias.laplace import Laplace, file
 from laplace_debias.sources import Loaded
@@ -47,16 +42,3 @@ def print_notes(loaded: Loaded) -> None:
     """Print what a reader should know of a network and its data, a line each."""
     for note in loaded.notes:
         print(note)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it: lists and numbers for tensors, null for what is not finite."""
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
-from laplace_debias.commands.network import not_for, plain, print_notes
+from laplace_debias.assessment.run_folder import plain
+from laplace_debias.commands.network import not_for, print_notes
 from laplace_debias.curvature import GGN, Hessian
 from laplace_debias.linalg import (
     EigenPairs,

@@ -4,11 +4,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from laplace_debias.assessment.run_folder import plain
 from laplace_debias.commands.network import (
     check_output,
     check_posterior,
     not_for,
-    plain,
     print_notes,
     save,
 )
