@@ -322,7 +322,7 @@ def _variances(
     fitted: Fitted, curvature: BlockDiagonal, x: Inputs, deltas: Float[Tensor, "grid blocks"]
 ) -> Float[Tensor, "grid inputs outputs"]:
     """Variances of the largest outputs with another curvature, at some prior precisions."""
-    fitted = fitted.with_posterior(replace(fitted.posterior, curvature=curvature))
+    fitted = replace(fitted, posterior=replace(fitted.posterior, curvature=curvature))
     with torch.no_grad():
         outputs = fitted.subject.network(fitted.moved(take(x, slice(0, 1))))
     return moments(fitted, x, deltas, True, min(_OUTPUTS, outputs.numel()))[1].double()

@@ -25,23 +25,6 @@ from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
 PER = ("kind", "block")
 
 
-def groups_of(fitted: Fitted, per: str) -> dict[str, list[int]]:
-    """The numbers of a fit's blocks by kind of layer, or each by itself, in order of the first."""
-    if per not in PER:
-        raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
-    kind = fitted.subject.settings.kind
-    if kind.is_dense:
-        raise ValueError(
-            f"curvature={kind.name!r} is one block of all parameters, which has "
-            f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
-        )
-    groups: dict[str, list[int]] = {}
-    for index, block in enumerate(fitted.subject.known.blocks):
-        name = block.name if per == "block" else kind_of(unwrapped(fitted.subject.model), block)
-        groups.setdefault(name, []).append(index)
-    return groups
-
-
 def kind_of(model: nn.Module, block: Block) -> str:
     """The kind of a block's parameters.
 
@@ -103,7 +86,18 @@ def tune_groups(fitted: Fitted, per: str) -> Tuning:
     Reference:
         MacKay (1992), "A practical Bayesian framework for backpropagation networks".
     """
-    groups, posterior = groups_of(fitted, per), fitted.posterior
+    if per not in PER:
+        raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
+    if (kind := fitted.subject.settings.kind).is_dense:
+        raise ValueError(
+            f"curvature={kind.name!r} is one block of all parameters, which has "
+            f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
+        )
+    groups, posterior = dict[str, list[int]](), fitted.posterior
+    model = unwrapped(fitted.subject.model)
+    for index, block in enumerate(fitted.subject.known.blocks):
+        name = block.name if per == "block" else kind_of(model, block)
+        groups.setdefault(name, []).append(index)
     together = maximise_marginal_likelihood(fitted.log_marginal_likelihood).prior_precision
     assert isinstance(together, float)
     blocks, squares = list(posterior.curvature.blocks.values()), posterior.squared_distances()

@@ -55,7 +55,12 @@ def export(fitted: Fitted, path: Path, example: Inputs | Record, link: str | Lin
     check_target(path)
     with torch.inference_mode(False):
         inputs = fitted.moved(example)
-        _check_tensors(inputs)
+        values = inputs.values() if isinstance(inputs, Mapping) else inputs
+        if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
+            raise NotImplementedError(
+                "An exported program takes tensors alone, and the example holds something else "
+                "(None, a flag): fix it in a module around the model, and fit that."
+            )
         chosen = chosen or predictive.default_link(fitted, inputs)
         if chosen is not None and chosen.name == "exact":
             raise NotImplementedError(
@@ -207,15 +212,6 @@ def _check(program: torch.export.ExportedProgram, example: Inputs, predicted: Di
                 f"{difference:.3g}: torch.export did not record what the model computes. Nothing "
                 "was written; look for state that the forward pass changes."
             )
-
-
-def _check_tensors(inputs: Inputs) -> None:
-    values = inputs.values() if isinstance(inputs, Mapping) else inputs
-    if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
-        raise NotImplementedError(
-            "An exported program takes tensors alone, and the example holds something else (None, "
-            "a flag): fix it in a module around the model, and fit that."
-        )
 
 
 def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

@@ -110,10 +110,6 @@ class Fitted:
         """The likelihood of the outputs."""
         return self.subject.likelihood
 
-    def with_posterior(self, posterior: GaussianPosterior) -> "Fitted":
-        """The same fit with another form of its posterior."""
-        return replace(self, posterior=posterior)
-
     def under(self, subject: Subject) -> "Fitted":
         """The same fit under another prior, at a temperature and with a link."""
         prior = {k: getattr(subject, k) for k in ("prior_precision", "prior_mean", "temperature")}

@@ -176,11 +176,6 @@ def variances_suffice(likelihood: Likelihood, link: Link | None) -> bool:
     return link.name == "probit"
 
 
-def differences_suffice(likelihood: Likelihood, link: Link | None) -> bool:
-    """Whether a predictive looks at the differences of the outputs alone, as a softmax does."""
-    return type(likelihood) is Categorical and not variances_suffice(likelihood, link)
-
-
 def predictive(
     likelihood: Likelihood, link: Link | None, mean: Logits, covariance: Float[Tensor, "..."]
 ) -> Distribution:

@@ -67,14 +67,6 @@ class Prediction:
             )
         return found
 
-    def check_uncertain(self) -> None:
-        """Require a method that knows of more than one setting of the parameters."""
-        if self.method == "map":
-            raise ValueError(
-                'method="map" has one setting of the parameters and no uncertainty about them: use '
-                "'glm', 'glm-mc' or 'nn'."
-            )
-
     def moments(
         self, fitted: Fitted, x: Inputs | Record, diagonal: bool
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
@@ -188,7 +180,9 @@ def _moments_for(
 ) -> tuple[Tensor, Tensor]:
     """The mean, and as much of the covariances as the links look at, within each position."""
     diagonal = all(links.variances_suffice(fitted.likelihood, link) for link in by)
-    differences = all(links.differences_suffice(fitted.likelihood, link) for link in by)
+    # A softmax looks at the differences of its logits alone, unless it is by the probit.
+    is_softmax = type(fitted.likelihood) is CategoricalLikelihood
+    differences = is_softmax and all(link and link.name != "probit" for link in by)
     mean, covariances = linearised.moments(fitted, x, grid, diagonal, None, positions, differences)
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)

@@ -136,7 +136,11 @@ class Predictor(ABC):
             preference learning. 2011.
         """
         how = Prediction(method, samples, generator, positions)
-        how.check_uncertain()
+        if method == "map":
+            raise ValueError(
+                'method="map" has one setting of the parameters and no uncertainty about them: use '
+                "'glm', 'glm-mc' or 'nn'."
+            )
         return self._uncertainty(x, how)
 
     @together("evaluate")

@@ -207,7 +207,10 @@ class Curve:
             while best > 0 and table.is_as_good((best - 1, link), (lowest, link)):
                 best -= 1
         # Beside a temperature the lowest value can be that of a larger prior precision.
-        is_worse = _is_worse(table, link, num_points, best) & ~(values < values[best])
+        sums = table.sums[:num_points, link]
+        # Not the other way round: what is NaN is worse.
+        is_near = (values - values[best]).abs() <= table.errors(sums - sums[best])
+        is_worse = ~is_near & ~(values < values[best])
         return cls(table, link, num_points, best, is_worse)
 
     @property
@@ -221,13 +224,6 @@ class Curve:
         while high < self.num_points - 1 and not self.is_worse[high + 1]:
             high += 1
         return low, high
-
-
-def _is_worse(table: Table, link: int, num_points: int, other: int) -> Bool[Tensor, " points"]:
-    """Whether points differ from another one by more than a paired standard error."""
-    values, sums = table.values[:num_points, link], table.sums[:num_points, link]
-    # Not the other way round: what is NaN is worse.
-    return ~((values - values[other]).abs() <= table.errors(sums - sums[other]))
 
 
 def first_look(

@@ -5,7 +5,7 @@ stored for nothing.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -121,7 +121,7 @@ def at_threshold(fitted: Fitted, threshold: float) -> Fitted:
         name: _thin_block(block, ratios[name], threshold)
         for name, block in posterior.curvature.blocks.items()
     }
-    return fitted.with_posterior(posterior.changed(curvature=BlockDiagonal(blocks)))
+    return replace(fitted, posterior=posterior.changed(curvature=BlockDiagonal(blocks)))
 
 
 def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:
