@@ -213,7 +213,7 @@ def crossfit_with_replicates(
 
 
 def crossfit_magnitudes(
-    factors: Sequence[Factor],
+    factors: Sequence[Factor] | Tensor,
     sizes: Sequence[float],
     known: FactorEigenpairs | None = None,
     precision: torch.dtype | None = None,
