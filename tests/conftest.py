@@ -45,6 +45,7 @@ def pytest_sessionstart(session):
         config, "workerinput"
     )
     if not only_hands_out_tests:
+        gc.disable()  # until all tests are collected
         for name in IMPORTED_BEFORE:
             importlib.import_module(name)
 
@@ -76,8 +77,8 @@ def pytest_collection_finish(session):
         named.setdefault(item.nodeid.partition("[")[0], item.nodeid)
     FIRST_CASES.update(named.values())
     # Half a million objects live as long as the process: no later collection visits them.
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure():
