@@ -18,8 +18,8 @@ from spectra import generator as seeded
 from torch import nn
 
 from laplace_debias import Laplace
+from laplace_debias.assessment.run_folder import plain
 from laplace_debias.cli import main
-from laplace_debias.commands.network import plain
 from laplace_debias.sources import SourceSettings, load
 
 NOISE = 0.5
