@@ -16,11 +16,12 @@ import torch
 
 from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.predictions import Chosen
-from laplace_debias.assessment.run_folder import plain, table_says, write_json
+from laplace_debias.assessment.run_folder import table_says, write_json
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.report.run_folder import FORMAT, predictions_path
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import plain
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-pytorch", "timm")

@@ -2,9 +2,8 @@
 
 import io
 import json
-import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from laplace_debias.report.run_folder import read_meta, read_table
 from laplace_debias.system.files import differences, written_atomically
 from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import plain
 
 _METADATA = b"laplace_debias"
 _OURS = (
@@ -63,19 +63,6 @@ def _remove(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON has it: lists and numbers for tensors, null for what is not finite."""
-    if isinstance(value, Tensor):
-        return plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from laplace_debias.assessment.run_folder import plain
 from laplace_debias.report.run_folder import read_json, read_meta
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import SourceSettings
+from laplace_debias.system.shown import plain
 
 _PLACES = {
     *("output", "from_run", "overwrite", "title", "json", "progress"),

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 import torch
 
-from laplace_debias.assessment.run_folder import plain
 from laplace_debias.commands.network import check_output, not_for, print_notes, save
 from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.laplace import Laplace, Plan
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.shares import share
+from laplace_debias.system.shown import plain
 
 
 @dataclass(frozen=True, kw_only=True)

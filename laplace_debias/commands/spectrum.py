@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor, nn
 
-from laplace_debias.assessment.run_folder import plain
 from laplace_debias.commands.network import not_for, print_notes
 from laplace_debias.curvature import GGN, Hessian
 from laplace_debias.linalg import (
@@ -31,6 +30,7 @@ from laplace_debias.sources.shares import share
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.files import check_target
 from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import plain
 
 _LOSSES: dict[Task, tuple[str, nn.Module]] = {
     "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),

@@ -4,7 +4,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from laplace_debias.assessment.run_folder import plain
 from laplace_debias.commands.network import (
     check_output,
     check_posterior,
@@ -17,6 +16,7 @@ from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import Loaded, SourceSettings, load
 from laplace_debias.sources.shares import share
+from laplace_debias.system.shown import plain
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,12 @@
 """Objects in one line or as a table, warnings, lines on the terminal: shown to a user."""
 
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from html import escape
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -84,3 +86,16 @@ def _is_within(frame: FrameType) -> bool:
     module = str(frame.f_globals.get("__name__", ""))
     # Functions that beartype makes have names of no file.
     return module.partition(".")[0] in _WITHIN or frame.f_code.co_filename.startswith("<@beartype")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: lists and numbers for tensors, null for what is not finite."""
+    if isinstance(value, Tensor):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -18,9 +18,9 @@ from spectra import generator as seeded
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.assessment.run_folder import plain
 from laplace_debias.cli import main
 from laplace_debias.sources import SourceSettings, load
+from laplace_debias.system.shown import plain
 
 NOISE = 0.5
 VERBS = {
