@@ -34,14 +34,12 @@ from laplace_debias.curvature.network.selection import (
     is_last_layer,
 )
 from laplace_debias.curvature.network.shadow import (
-    check_deterministic,
-    check_finite,
-    check_usable,
     is_narrow,
     kept_as_it_is,
     plain_names,
     shadow,
     unwrapped,
+    usable,
     widened,
 )
 from laplace_debias.laplace.data_size import first_batch
@@ -265,15 +263,6 @@ def prior_mean_of(value: Any, size: int | None, device: torch.device) -> Tensor 
     if not mean.isfinite().all():
         raise ValueError("prior_mean holds NaN or Inf: check where it comes from.")
     return mean if mean.any() else None
-
-
-def usable(model: nn.Module) -> nn.Module:
-    """The model without wrappers, found to be one that curvature is defined for."""
-    check_usable(model)
-    plain = unwrapped(model)
-    check_deterministic(plain)
-    check_finite(plain)
-    return plain
 
 
 _FEW = 4

@@ -1,8 +1,7 @@
 """The curvature blocks that the Bayesian parameters make, and where their entries lie."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -75,6 +74,16 @@ class Block:
         num_groups: How many groups a convolution's weight has.
         calls: For `"entries"` the paths of the modules whose calls read the parameter.
         rank: How many directions of a factor are kept; None for all.
+        size: The number of parameters in the block.
+        site: Where the block is measured.
+        groups: The leading dimension of what there is for every group, `(g,)`; `()` for one group.
+        is_exact: Whether the block is that of vectors, and exact, instead of Kronecker-factored.
+        is_joint: Whether the bias is the weight matrix's last column.
+        has_diagonal_G: Whether only G's diagonal is kept, as a vector: it is wide, or a large exact
+            block.
+        has_diagonal_A: Whether A is a vector: that of an embedding is diagonal, of a wide one its
+            diagonal.
+        most_rows: More rows of a streamed factor than this are compressed to half as many.
     """
 
     name: str
@@ -88,54 +97,38 @@ class Block:
     calls: tuple[str, ...] = ()
     rank: int | None = None
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether the block is that of vectors, and exact, instead of Kronecker-factored."""
-        return self.role in ("bias", "scale", "depthwise", "entries")
+    size: int = field(init=False, compare=False)
+    site: Site = field(init=False, compare=False)
+    groups: tuple[int, ...] = field(init=False, compare=False)
+    is_exact: bool = field(init=False, compare=False)
+    is_joint: bool = field(init=False, compare=False)
+    has_diagonal_G: bool = field(init=False, compare=False)
+    has_diagonal_A: bool = field(init=False, compare=False)
+    most_rows: int | None = field(init=False, compare=False)
 
-    @property
-    def has_diagonal_G(self) -> bool:  # noqa: N802
-        """Whether only G's diagonal is kept, as a vector: it is wide, or a large exact block."""
-        if self.role == "entries":
-            return self.size > _DENSE_UP_TO
-        return not self.groups and self.shape[0] > WIDE and not self.is_streamed(0)
-
-    @property
-    def has_diagonal_A(self) -> bool:  # noqa: N802
-        """Whether A is a vector: that of an embedding is diagonal, of a wide one its diagonal."""
-        is_wide = not self.groups and self.shape[1] > WIDE and not self.is_streamed(1)
-        return self.role == "table" or is_wide
-
-    @property
-    def most_rows(self) -> int | None:
-        """More rows of a streamed factor than this are compressed to half as many."""
-        return None if self.rank is None else 4 * self.rank
+    def __post_init__(self) -> None:
+        role, (d_out, d_in) = self.role, self.shape
+        groups = () if self.num_groups == 1 else (self.num_groups,)
+        derived = vars(self)
+        derived.update(
+            size=self.num_groups * d_out * d_in,
+            site=Site(self.calls, True) if self.calls else Site((self.layer,)),
+            groups=groups,
+            is_exact=role in ("bias", "scale", "depthwise", "entries"),
+            is_joint=len(self.parameters) == 2,
+            most_rows=None if self.rank is None else 4 * self.rank,
+        )
+        has_wide_out = not groups and d_out > WIDE and not self.is_streamed(0)
+        has_wide_in = not groups and d_in > WIDE and not self.is_streamed(1)
+        is_large = self.size > _DENSE_UP_TO
+        derived["has_diagonal_G"] = is_large if role == "entries" else has_wide_out
+        derived["has_diagonal_A"] = role == "table" or has_wide_in
 
     def is_streamed(self, side: int) -> bool:
         """Whether no matrix is made of a factor, G or A, which is much wider than `rank`."""
         if self.most_rows is None or self.groups or self.role == "entries":
             return False
         return not (side and self.role == "table") and 2 * self.most_rows <= self.shape[side]
-
-    @cached_property
-    def site(self) -> "Site":
-        """Where the block is measured."""
-        return Site(self.calls, True) if self.calls else Site((self.layer,))
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """The leading dimension of what there is for every group, `(g,)`; `()` for one group."""
-        return () if self.num_groups == 1 else (self.num_groups,)
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether the bias is the weight matrix's last column."""
-        return len(self.parameters) == 2
-
-    @property
-    def size(self) -> int:
-        """The number of parameters in the block."""
-        return self.num_groups * self.shape[0] * self.shape[1]
 
 
 def curvature_blocks(

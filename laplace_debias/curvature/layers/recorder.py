@@ -1,7 +1,8 @@
 """Calls of modules and layers in a forward pass, and which dimensions the examples lie in."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,35 +28,35 @@ class _Seen:
     outputs: list[Tensor]
 
 
+# Calls by the module's path and their number among its calls.
+_Calls = dict[tuple[str, int], _Seen]
+
+
 class CallRecorder:
     """Records the calls of some modules.
 
     `loops` are paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its
-    own; `seen` the calls of modules inside the network since `forget`, in their order.
+    own; `seen` the calls of modules inside the network in the last pass, in their order.
     """
 
     def __init__(self, network: nn.Module, paths: Sequence[str]) -> None:
         self.paths, self._network = paths, network
-        self._inner = {path: network.get_submodule(path) for path in paths if path}
-        self.has_inner = bool(self._inner)
         self.loops: set[str] = set()
         for path in paths:
             parts = network.get_submodule(path).modules()
             if any(isinstance(part, nn.RNNBase) for part in parts):
                 self.loops.add(path)
-        self._dims: dict[tuple[str, int], Dims] | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Let go of what was recorded."""
-        self.seen: list[_Seen] = []
-        self._open: list[_Seen] = []
+        self._dims: dict[tuple[str, int], Dims] = {}
+        self.seen: _Calls = {}
 
     def hook(self) -> list[RemovableHandle]:
         """Hooks for one forward pass of the network."""
         handles = []
-        for path, module in self._inner.items():
-            begin, both = partial(self._begin, path), {"prepend": True, "with_kwargs": True}
+        self.seen, self._open = {}, list[_Seen]()
+        self._counts = Counter[str]()
+        for path in filter(None, self.paths):
+            module, begin = self._network.get_submodule(path), partial(self._begin, path)
+            both = {"prepend": True, "with_kwargs": True}
             handles.append(module.register_forward_pre_hook(begin, **both))
             handles.append(module.register_forward_hook(self._end, **both))
         return handles
@@ -65,7 +66,8 @@ class CallRecorder:
         # Copies: the call may overwrite what it is given.
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         seen = _Seen(path, copies, structure, [])
-        self.seen.append(seen)
+        self.seen[path, self._counts[path]] = seen
+        self._counts[path] += 1
         self._open.append(seen)
 
     def _end(self, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
@@ -82,9 +84,8 @@ class CallRecorder:
             handed_on.append(leaf)
         return pytree.tree_unflatten(handed_on, structure)
 
-    def learn(self, of_one: Sequence[_Seen], of_two: Sequence[_Seen]) -> None:
+    def learn(self, one: _Calls, two: _Calls) -> None:
         """Find the dimensions of the examples by what `seen` was after one and after two."""
-        one, two = _numbered(of_one), _numbered(of_two)
         self._dims = {}
         for key in one.keys() & two.keys():
             first, second = one[key], two[key]
@@ -95,33 +96,22 @@ class CallRecorder:
             if _NO_DIM not in (*leaves, *outputs) and any(d is not None for d in outputs):
                 self._dims[key] = (leaves, outputs)
 
-    def calls(self, x: Inputs, outputs: Tensor, batch: int) -> dict[str, list[Call] | None]:
-        """The recorded calls by path; None where the examples have no dimension of their own."""
-        found: dict[str, list[Call] | None] = {path: [] for path in self.paths}
-        if "" in found:
-            found[""] = [call_of_network(self._network, x, outputs)]
-        for key, seen in _numbered(self.seen).items():
-            of_path = found[seen.path]
-            dims = (self._dims or {}).get(key)
-            if of_path is None or dims is None or not _fits(seen, dims, batch):
-                found[seen.path] = None
+    def calls(self, x: Inputs, outputs: Tensor, batch: int) -> tuple[list[Call], set[str]]:
+        """The recorded calls, and paths where the examples have no dimension of their own."""
+        calls, merged = list[Call](), set[str]()
+        if "" in self.paths:
+            calls.append(call_of_network(self._network, x, outputs))
+        for key, seen in self.seen.items():
+            dims = self._dims.get(key)
+            if dims is None or not _fits(seen, dims, batch):
+                merged.add(seen.path)
                 continue
-            run = runner(self._inner[seen.path], seen.structure)
-            of_path.append(Call(seen.path, run, seen.leaves, dims[0], seen.outputs, dims[1]))
-        return found
+            run = runner(self._network.get_submodule(seen.path), seen.structure)
+            calls.append(Call(seen.path, run, seen.leaves, dims[0], seen.outputs, dims[1]))
+        return calls, merged
 
 
 _NO_DIM = -1
-
-
-def _numbered(seen: Sequence[_Seen]) -> dict[tuple[str, int], _Seen]:
-    """Calls by the module's path and their number among its calls."""
-    counts: dict[str, int] = {}
-    numbered = {}
-    for call in seen:
-        counts[call.path] = counts.get(call.path, -1) + 1
-        numbered[call.path, counts[call.path]] = call
-    return numbered
 
 
 def _growing(one: Any, two: Any) -> int | None:
@@ -148,7 +138,7 @@ def _fits(seen: _Seen, dims: Dims, batch: int) -> bool:
 _WITH_POSITIONS = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ExampleDims:
     """The dimensions of examples that inputs for one example and for two tell.
 
@@ -157,26 +147,29 @@ class ExampleDims:
             `[T]`; every example is given a copy.
         merged: Layers whose input has further dimensions merged into that of the examples, behind
             them, such as windows of an image; with their number for each example.
-        uncopied: Those of `common` where the forward pass does not let examples have copies.
+        uncopied: Embeddings as in `common`, where the forward pass does not let examples have
+            copies.
+        is_known: Whether one example and two were run.
     """
 
-    common: frozenset[str]
-    merged: Mapping[str, int]
-    uncopied: frozenset[str] = frozenset()
+    common: set[str] = field(default_factory=set)
+    merged: dict[str, int] = field(default_factory=dict)
+    uncopied: set[str] = field(default_factory=set)
+    is_known: bool = False
 
     @classmethod
     def of(
         cls, network: nn.Module, one: Mapping[str, list[int]], two: Mapping[str, list[int]]
     ) -> "ExampleDims":
         """From the leading sizes of all inputs of the layers, for one example and for two."""
-        common, merged = set(), {}
+        dims = cls(is_known=True)
         for path in one.keys() & two.keys():
-            layer = network.get_submodule(path)
+            layer, (size, *others) = network.get_submodule(path), one[path]
             if isinstance(layer, nn.Embedding):
-                if any(n != 1 for n in one[path]) or any(n != 2 for n in two[path]):
-                    common.add(path)
+                if {size, *others} != {1} or set(two[path]) != {2}:
+                    dims.common.add(path)
             elif isinstance(layer, _WITH_POSITIONS) or is_hugging_face_conv1d(layer):
-                sizes = set(one[path])
-                if len(sizes) == 1 and two[path] == [2 * n for n in one[path]]:
-                    merged[path] = sizes.pop()
-        return cls(frozenset(common), {path: n for path, n in merged.items() if n > 1})
+                is_double = two[path] == [2 * n for n in one[path]]
+                if size > 1 and set(others) <= {size} and is_double:
+                    dims.merged[path] = size
+        return dims

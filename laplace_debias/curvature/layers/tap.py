@@ -1,8 +1,7 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,6 @@ class Tap:
         self.one_by_one = any(isinstance(m, (*CONVOLUTIONS, *TRANSPOSED)) for m in modules)
         self._norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self._names: dict[Site, list[str]] = {}
-        self._tap([])
         self._batch, self._has_graph = 0, True
         self.at(blocks)
 
@@ -63,25 +61,29 @@ class Tap:
             names.setdefault(block.site, []).extend(block.parameters)
             self._numbers.setdefault(block.site, []).append(number)
         # What is known of the examples' dimensions stays where the places are the same.
-        if names != self._names:
+        if names and names == self._names:
+            return
+        if names:
             expose_projections(self.network)
-            self._names = names
-            self._tap(list(names))
-
-    def _tap(self, sites: Sequence[Site]) -> None:
-        self.layers = {site: self.network.get_submodule(site.paths[0]) for site in sites}
-        called = dict.fromkeys(path for site in sites if site.is_call for path in site.paths)
-        self._recorder = CallRecorder(self.network, list(called))
-        # What one example and two tell of the layers' inputs; None before they were run.
-        self._dims: ExampleDims | None = None
+        self._names, called = names, list[str]()
+        self.layers: dict[Site, nn.Module] = {}
+        self._has_tables = False
+        for site in names:
+            self.layers[site] = self.network.get_submodule(site.paths[0])
+            self._has_tables |= isinstance(self.layers[site], nn.Embedding)
+            called += site.paths if site.is_call else ()
+        self._recorder = CallRecorder(self.network, list(dict.fromkeys(called)))
+        self._dims = ExampleDims()
         self.forget()
 
     def forget(self) -> None:
         """Let go of the last `forward`'s uses."""
         self.uses: list[Use] = []
-        self._calls: dict[str, list[Call] | None] = {}
         self._handed_on: dict[str, Tensor] = {}
-        self._recorder.forget()
+        self._calls: list[Call] = []
+        # Modules with calls whose examples have no dimension of their own.
+        self._merged_calls: set[str] = set()
+        self._recorder.seen = {}
 
     def forward(self, x: Inputs, graph: bool = True) -> Tensor:
         """Run the network and record the uses of the tapped layers.
@@ -96,12 +98,11 @@ class Tap:
 
     def look(self, x: Inputs) -> tuple[Tensor, dict[Site, Exception]]:
         """As `forward`, which raises the first of the faults that are returned, site by site."""
-        has_tables = any(isinstance(layer, nn.Embedding) for layer in self.layers.values())
-        if self._dims is None and (has_tables or self._recorder.has_inner):
+        if not self._dims.is_known and (self._has_tables or any(self._recorder.paths)):
             self._learn(x)
         outputs = self._run(x)
-        has_other_dims = any(len(use.x) != self._batch for use in self.uses)
-        if has_other_dims or None in self._calls.values():
+        sizes = {len(use.x) for use in self.uses}
+        if self._merged_calls or not sizes <= {self._batch}:
             # Sequences of another length, or images of another size, have other dimensions.
             self._learn(x)
             outputs = self._run(x)
@@ -110,16 +111,6 @@ class Tap:
     def _run(self, x: Inputs) -> Tensor:
         self.forget()
         self._batch = num_examples(x)
-        with torch.set_grad_enabled(self._has_graph), self._hooked():
-            outputs = call(self.network, x)
-            if "" in self._recorder.paths and not outputs.requires_grad:
-                outputs = outputs.detach().requires_grad_()
-        self._calls = self._recorder.calls(x, outputs, self._batch)
-        return outputs
-
-    @contextmanager
-    def _hooked(self) -> Iterator[None]:
-        """Hooks for one forward pass."""
         handles = self._recorder.hook()
         handles += [m.register_forward_hook(lay_out_gradients, prepend=True) for m in self._norms]
         for site, layer in self.layers.items():
@@ -134,11 +125,15 @@ class Tap:
                 else:
                     handles += _hook_within(layer, inside, record)
         try:
-            with kept_as_it_is(self.network):
-                yield
+            with torch.set_grad_enabled(self._has_graph), kept_as_it_is(self.network):
+                outputs = call(self.network, x)
         finally:
             for handle in handles:
                 handle.remove()
+        if "" in self._recorder.paths and not outputs.requires_grad:
+            outputs = outputs.detach().requires_grad_()
+        self._calls, self._merged_calls = self._recorder.calls(x, outputs, self._batch)
+        return outputs
 
     def _record(
         self,
@@ -149,12 +144,14 @@ class Tap:
         output: Tensor,
     ) -> Tensor:
         x = inputs[0] if inputs else next(iter(named.values()))
-        if self._dims is not None and path in self._dims.common:
-            x, output = self._for_every_example(x), self._for_every_example(output)
+        if path in self._dims.common:
+            # A copy for each example of what all have in common, `[T, ...]` or `[1, T, ...]`.
+            x, output = (t if len(t) == 1 and t.ndim > 1 else t.unsqueeze(0) for t in (x, output))
+            x, output = (t.expand(self._batch, *t.shape[1:]).clone() for t in (x, output))
         if not output.requires_grad:
             # The first tapped layer's output is where the recorded graph begins.
             output = output.detach().requires_grad_()
-        merged = 1 if self._dims is None else self._dims.merged.get(path, 1)
+        merged = self._dims.merged.get(path, 1)
         is_merged = merged > 1 and len(x) == merged * self._batch
         given, z = x.detach(), output
         if is_merged:
@@ -168,12 +165,11 @@ class Tap:
     def _faults(self) -> dict[Site, Exception]:
         """The faults at the sites, for the last forward pass."""
         faults: dict[Site, Exception] = {}
-        uncopied = frozenset() if self._dims is None else self._dims.uncopied
-        for path in uncopied:
+        for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
-                f"{sorted(uncopied)} look up the same for all examples, in a way that does not "
-                "let every example have a copy: look up [batch, positions] instead, or leave "
-                "their parameters out with params=."
+                f"{sorted(self._dims.uncopied)} look up the same for all examples, in a way that "
+                "does not let every example have a copy: look up [batch, positions] instead, or "
+                "leave their parameters out with params=."
             )
         for use in self.uses:
             if use.x._version != use.version:
@@ -183,7 +179,8 @@ class Tap:
                 )
             elif len(use.x) != self._batch:
                 faults[Site((use.layer,))] = not_batched(use.layer, use.x, self._batch)
-        called = {use.layer for use in self.uses} | {p for p, of in self._calls.items() if of != []}
+        called = {use.layer for use in self.uses} | {one.path for one in self._calls}
+        called |= self._merged_calls
         idle = [site for site in self.layers if not called.issuperset(site.paths)]
         for site in idle:
             faults[site] = ValueError(
@@ -191,7 +188,7 @@ class Tap:
                 "parameters out with params=."
             )
         for site in self.layers:
-            if site.is_call and any(self._calls[path] is None for path in site.paths):
+            if site.is_call and self._merged_calls.intersection(site.paths):
                 faults[site] = NotImplementedError(
                     f"Calls of {site} have no dimension of their own for the examples: leave "
                     "their parameters out with params=."
@@ -202,6 +199,7 @@ class Tap:
         """Find which inputs of the layers have examples, from one and the same one twice."""
         one = take(x, slice(0, 1))
         two = join([one, one])
+        self._dims = ExampleDims()
         outputs, inputs, calls = [], [], []
         for few in (one, two):
             outputs.append(self._run(few))
@@ -213,7 +211,7 @@ class Tap:
         self._recorder.learn(*calls)
         self._dims = ExampleDims.of(self.network, *inputs)
         if self._dims.common and not self._takes_copies(two, outputs[1]):
-            self._dims = ExampleDims(frozenset(), self._dims.merged, uncopied=self._dims.common)
+            self._dims = replace(self._dims, common=set(), uncopied=self._dims.common)
 
     def _takes_copies(self, x: Inputs, expected: Tensor) -> bool:
         """Whether outputs stay the same with a copy for each example of what all have in common."""
@@ -226,29 +224,19 @@ class Tap:
             return False
         return outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
-    def _for_every_example(self, x: Tensor) -> Tensor:
-        """A copy for each example of what all have in common, `[T, ...]` or `[1, T, ...]`."""
-        is_single = len(x) == 1 and x.ndim > 1
-        common = x if is_single else x.unsqueeze(0)
-        return common.expand(self._batch, *common.shape[1:]).clone()
-
     def output_bytes(self) -> int:
         """Bytes of the tapped layers' outputs for one example of the last `forward`."""
-        outputs = [use.z for use in self.uses]
-        for of_path in self._calls.values():
-            for one in of_path or ():
-                outputs += one.outputs
-        return max(1, sum(z.nbytes for z in outputs) // self._batch)
+        total = sum([use.z.nbytes for use in self.uses])
+        for one in self._calls:
+            total += sum([z.nbytes for z in one.outputs])
+        return max(1, total // self._batch)
 
     def last_layer(self, outputs: Tensor) -> Use | None:
         """The use of a tapped layer whose output is the network's, as it came, if there is one."""
         if outputs._version > 0:
             return None  # Overwritten since: `outputs /= temperature`.
-        for use in self.uses:
-            calls = sum(other.layer == use.layer for other in self.uses)
-            if self._handed_on[use.layer] is outputs and calls == 1:
-                return use
-        return None
+        uses = [use for use in self.uses if self._handed_on[use.layer] is outputs]
+        return uses[0] if len(uses) == 1 else None
 
     def backward(
         self,
@@ -301,23 +289,19 @@ class Tap:
     ) -> dict[Site, list[tuple[Any, Any]]]:
         """For every site that is reached its inputs or calls, with gradients at the outputs."""
         uses = [use for use in self.uses if Site((use.layer,)) != without]
-        calls = [one for of_path in self._calls.values() for one in of_path or ()]
         targets = [use.z for use in uses]
-        for one in calls:
+        for one in self._calls:
             targets += one.outputs
-        gradients: list[list[Tensor]] = [[] for _ in targets]
-        if outputs.requires_grad and targets:
-            gradients = self._gradients(outputs, targets, columns, again)
+        gradients = iter(self._gradients(outputs, targets, columns, again))
         reached: dict[Site, list[tuple[Any, Any]]] = {}
-        for use, of_use in zip(uses, gradients, strict=False):
-            if of_use:
+        for use in uses:
+            if of_use := next(gradients):
                 reached.setdefault(Site((use.layer,)), []).append((use.x, of_use))
-        rest, sites = iter(gradients[len(uses) :]), [site for site in self.layers if site.is_call]
-        for one in calls:
-            of_outputs = [next(rest) for _ in one.outputs]
+        for one in self._calls:
+            of_outputs = [next(gradients) for _ in one.outputs]
             if any(of_outputs):
-                for site in sites:
-                    if one.path in site.paths:
+                for site in self.layers:
+                    if site.is_call and one.path in site.paths:
                         reached.setdefault(site, []).append((one, of_outputs))
         return reached
 
@@ -328,28 +312,22 @@ class Tap:
 
         torch differentiates convolutions one cotangent at a time anyway, and copies around that.
         """
-        if not self.one_by_one:
-            batched = torch.autograd.grad(
-                outputs,
-                targets,
-                grad_outputs=columns,
-                is_grads_batched=True,
-                allow_unused=True,
-                retain_graph=again,
-            )
-            return [[] if gradient is None else [gradient] for gradient in batched]
         gradients: list[list[Tensor]] = [[] for _ in targets]
-        for index, column in enumerate(columns):
-            of_column = torch.autograd.grad(
+        if not outputs.requires_grad or not targets:
+            return gradients
+        parts = list(columns) if self.one_by_one else [columns]
+        for index, part in enumerate(parts):
+            of_part = torch.autograd.grad(
                 outputs,
                 targets,
-                grad_outputs=column,
+                grad_outputs=part,
+                is_grads_batched=not self.one_by_one,
                 allow_unused=True,
-                retain_graph=again or index + 1 < len(columns),
+                retain_graph=again or index + 1 < len(parts),
             )
-            for of_target, gradient in zip(gradients, of_column, strict=True):
+            for of_target, gradient in zip(gradients, of_part, strict=True):
                 if gradient is not None:
-                    of_target.append(gradient.unsqueeze(0))
+                    of_target.append(gradient.unsqueeze(0) if self.one_by_one else gradient)
         return gradients
 
 

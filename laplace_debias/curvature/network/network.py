@@ -17,12 +17,10 @@ from laplace_debias.curvature.network.selection import (
     select_parameters,
 )
 from laplace_debias.curvature.network.shadow import (
-    check_deterministic,
-    check_finite,
-    check_usable,
     plain_names,
     shadow,
     unwrapped,
+    usable,
     wide,
     widened,
 )
@@ -43,13 +41,12 @@ class Network:
         data: Batches | None = None,
         batch: BatchHook | None = None,
     ) -> None:
-        check_usable(model)
+        plain = usable(model)
         self._given = model
         self._read = BatchReader(model, batch)
         if isinstance(params, (list, tuple)):
             params = plain_names(model, params)
-        model = unwrapped(model)
-        check_deterministic(model)
+        model = plain
         example = None
         self._dtypes = {p.dtype for p in model.parameters()}
         if data is not None and is_last_layer(params):
@@ -57,7 +54,6 @@ class Network:
             example = move(first_inputs(self.stream(data)), like.device, None)
         self.names = select_parameters(model, params, example)
         check_parameters(model, self.names)
-        check_finite(model)
         self.layout = ParameterLayout.of({name: model.get_parameter(name) for name in self.names})
         self._sizes = self.layout.sizes
         self.num_parameters = self.layout.size

@@ -4,7 +4,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 from laplace_debias.system.memory import is_out_of_memory
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
-_SPLIT = {"FSDPModule", "FullyShardedDataParallel"}
 _DROPOUT = nn.modules.dropout._DropoutNd
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def shadow(model: nn.Module) -> nn.Module:
@@ -28,21 +27,15 @@ def shadow(model: nn.Module) -> nn.Module:
     place (`nn.ReLU(inplace=True)`) do not, so that a layer's output stays what the layer computed.
     """
     memo: dict[int, object] = {}
-    rests: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
     for module in model.modules():
-        for name, kept in vars(module).items():
+        for kept in vars(module).values():
             if type(kept) is OrderedDict and not kept:
                 # Ten for every module, of hooks that it does not have: to copy them takes longest.
                 memo[id(kept)] = OrderedDict()
-            elif isinstance(kept, Tensor) and not kept.is_leaf:
-                # Computed of others, as the weight of a weight norm.
-                memo[id(kept)] = kept.detach()
-            elif type(kept) is dict:
-                rest = {k: v for k, v in kept.items() if not isinstance(v, Tensor) or v.is_leaf}
-                if len(rest) < len(kept) and not name.startswith("_"):
-                    # What a module keeps from one pass to the next is computed anew.
-                    rests.append((memo.setdefault(id(kept), {}), rest))  # type: ignore[arg-type]
-                memo |= {id(v): v.detach() for k, v in kept.items() if k not in rest}
+            for value in kept.values() if type(kept) is dict else (kept,):
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    # Computed of others, as the weight of a weight norm.
+                    memo[id(value)] = value.detach()
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     for buffer in model.buffers():
@@ -50,8 +43,6 @@ def shadow(model: nn.Module) -> nn.Module:
         memo[id(buffer)] = buffer.detach().clone()
     try:
         twin = copy.deepcopy(model, memo)
-        for copied, rest in rests:
-            copied.update(copy.deepcopy(rest, memo))
     # Whatever a module's attributes raise when they are copied.
     except Exception as error:
         if is_out_of_memory(error):
@@ -61,9 +52,15 @@ def shadow(model: nn.Module) -> nn.Module:
             "so that your model stays untouched: keep non-leaf tensors, locks and open files out "
             "of the module's attributes, or implement `__deepcopy__`."
         ) from error
-    for module in twin.modules():
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False  # type: ignore[assignment]
+    for module, copied in zip(model.modules(), twin.modules(), strict=False):
+        if getattr(copied, "inplace", False) is True:
+            copied.inplace = False  # type: ignore[assignment]
+        for name, kept in vars(module).items():
+            if type(kept) is dict and not name.startswith("_"):
+                for key, value in kept.items():
+                    if isinstance(value, Tensor) and not value.is_leaf:
+                        # What a module keeps from one pass to the next is computed anew.
+                        vars(copied)[name].pop(key, None)
     return twin.eval()
 
 
@@ -87,8 +84,12 @@ def kept_as_it_is(module: nn.Module) -> Iterator[None]:
             inner.__dict__ = kept
 
 
-def check_usable(model: nn.Module) -> None:
-    """Refuse what cannot be copied, hooked and differentiated at all."""
+def usable(model: nn.Module) -> nn.Module:
+    """The model without wrappers, found to be one that curvature is defined for.
+
+    Its parameters hold numbers, and its outputs are neither random nor those of a whole batch. A
+    buffer may hold Inf, as a mask of attention does: if it matters, the outputs are not finite.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     for path, module in model.named_modules():
@@ -98,77 +99,70 @@ def check_usable(model: nn.Module) -> None:
                 "layers cannot be looked into: pass the Python module that it was made from, with "
                 "the same state_dict."
             )
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    # By names and attributes: to import the classes takes a second.
-    split = [name for name, tensor in tensors if hasattr(tensor, "full_tensor")]
-    if split or any(_SPLIT & {kind.__name__ for kind in type(m).__mro__} for m in model.modules()):
-        raise NotImplementedError(
-            f"{split[0] if split else 'The model'} is split over processes (fully_shard, tensor "
-            "parallelism), while curvature needs the whole model on each: build the plain model "
-            "and load the full state into it, torch.distributed.checkpoint.state_dict."
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)). If its "
-            'posterior is too large, take params="last_layer" or adapters. Processes may share the '
-            "data."
-        )
-    nested = [name for name, tensor in tensors if tensor.is_nested]
-    if nested:
-        raise NotImplementedError(
-            f"{nested[0]} is a nested tensor, of which curvature is not computed: hold its parts "
-            "as parameters or buffers of their own, in an nn.ParameterList say."
-        )
-    empty = [name for name, tensor in tensors if tensor.is_meta]
-    if empty:
+        # By attributes: to import the classes takes a second.
+        if hasattr(module, "unshard") or hasattr(module, "summon_full_params"):
+            raise _split(path or "The model")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if hasattr(tensor, "full_tensor"):
+            raise _split(name)
+        if tensor.is_nested:
+            raise NotImplementedError(
+                f"{name} is a nested tensor, of which curvature is not computed: hold its parts "
+                "as parameters or buffers of their own, in an nn.ParameterList say."
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} lies on the device 'meta', where it has no values: load the checkpoint "
+                "first, for example model.to_empty(device='cpu') and then "
+                "model.load_state_dict(...)."
+            )
+        # Detached: threads that use one parameter under autograd at once can block each other.
+        if isinstance(tensor, nn.Parameter) and not tensor.detach().isfinite().all():
+            raise ValueError(
+                f"{name} holds NaN or Inf: the model has diverged or its checkpoint is damaged."
+            )
+    plain = unwrapped(model)
+    for path, module in plain.named_modules():
+        _check_deterministic(module, f"{path or 'model'} ({type(module).__name__})")
+    return plain
+
+
+def _split(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} is split over processes (fully_shard, tensor parallelism), while curvature needs "
+        "the whole model on each: build the plain model and load the full state into it, "
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True)). If its posterior is too large, take "
+        'params="last_layer" or adapters. Processes may share the data.'
+    )
+
+
+def _check_deterministic(module: nn.Module, name: str) -> None:
+    """Refuse a module whose outputs are random or depend on the other examples of the batch."""
+    # By its module: to import the classes takes long, and torchao is to replace them.
+    if ".quantized.dynamic." in type(module).__module__:
         raise ValueError(
-            f"{empty[0]} and {len(empty) - 1} other tensors of the model lie on the device 'meta', "
-            "where they have no values: load the checkpoint first, for example "
-            "model.to_empty(device='cpu') and then model.load_state_dict(...)."
+            f"{name} is dynamically quantised: it rounds by the largest input of the batch, so "
+            "an example's output depends on the others. Use the model as it was before "
+            "quantize_dynamic."
         )
-
-
-def check_deterministic(model: nn.Module) -> None:
-    """Refuse a model whose outputs are random or depend on the other examples of the batch."""
-    for path, module in model.named_modules():
-        name = f"{path or 'model'} ({type(module).__name__})"
-        # By its module: to import the classes takes long, and torchao is to replace them.
-        if ".quantized.dynamic." in type(module).__module__:
-            raise ValueError(
-                f"{name} is dynamically quantised: it rounds by the largest input of the batch, so "
-                "an example's output depends on the others. Use the model as it was before "
-                "quantize_dynamic."
-            )
-        if isinstance(module, _BATCH_NORM) and module.running_mean is None:
-            raise ValueError(
-                f"{name} keeps no running statistics, so an example's output depends on the rest "
-                "of its batch, and curvature per example is not defined: train it with "
-                "track_running_stats=True."
-            )
-        if not module.training:
-            continue
-        if isinstance(module, _DROPOUT) and module.p > 0:
-            raise ValueError(
-                f"{name} is active: dropout makes the outputs random. Curvature is computed in "
-                "eval mode: call `model.eval()` first."
-            )
-        if isinstance(module, _BATCH_NORM):
-            raise ValueError(
-                f"{name} is in training mode and would mix the examples of a batch. Curvature is "
-                "computed in eval mode: call `model.eval()` first."
-            )
-
-
-def check_finite(model: nn.Module) -> None:
-    """Refuse a model whose parameters hold NaN or Inf.
-
-    A buffer may hold them, as a mask of attention or a bound does: if they matter, the outputs are
-    not finite either.
-    """
-    # Detached: threads that use one parameter under autograd at the same time can block each other.
-    wrong = [
-        n for n, parameter in model.named_parameters() if not parameter.detach().isfinite().all()
-    ]
-    if wrong:
+    if isinstance(module, _BATCH_NORM) and module.running_mean is None:
         raise ValueError(
-            f"{wrong[0]} holds NaN or Inf: the model has diverged or its checkpoint is damaged."
+            f"{name} keeps no running statistics, so an example's output depends on the rest "
+            "of its batch, and curvature per example is not defined: train it with "
+            "track_running_stats=True."
+        )
+    if not module.training:
+        return
+    if isinstance(module, _DROPOUT) and module.p > 0:
+        raise ValueError(
+            f"{name} is active: dropout makes the outputs random. Curvature is computed in "
+            "eval mode: call `model.eval()` first."
+        )
+    if isinstance(module, _BATCH_NORM):
+        raise ValueError(
+            f"{name} is in training mode and would mix the examples of a batch. Curvature is "
+            "computed in eval mode: call `model.eval()` first."
         )
 
 
@@ -216,66 +210,52 @@ def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
 
 def coarsest_eps(model: nn.Module) -> float:
     """The relative rounding of the model's coarsest floating-point tensor."""
-    tensors = [*model.parameters(), *model.buffers()]
-    kinds = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-    return max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
+    tensors = (*model.parameters(), *model.buffers())
+    return max(torch.finfo(x.dtype).eps for x in tensors if x.is_floating_point())
 
 
 def _widen(value: Tensor) -> Tensor:
     return value.to(wide(value.dtype))
 
 
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-
-
-def inner(module: nn.Module) -> nn.Module | None:
-    """The module in a wrapper; None for anything else."""
-    # A compiled module by its attribute: to import torch's compiler for its class takes a second.
-    key = "module" if isinstance(module, _PARALLEL) else "_orig_mod"
-    inside = module._modules.get(key)
-    if inside is None:
-        return None
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise ValueError(
-            f"The {type(module).__name__} around {type(inside).__name__} has forward hooks, which "
-            "would be lost with it: register them on the module inside."
-        )
-    return inside
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
     """The model without what was wrapped around it or around a part of it.
 
     Its parameters are the user's own tensors, under the names that they have in the plain model. A
     wrapper computes what the model in it computes, but neither hooks nor derivatives of any order
     can be relied on through it. Where parts are wrapped this is a copy of the modules around them,
     which does not see the modes that are set later: ask for it where it is needed, and do not keep
-    it.
+    it. Parts that were `seen` before, by their `id`, are plain already.
     """
-    return _plain(model, {})
+    seen = {} if seen is None else seen
+    inside: nn.Module | None = model
+    while inside is not None:
+        model = inside
+        # A compiled module by its attribute: to import torch's compiler takes a second.
+        inside = model._modules.get("module" if isinstance(model, _PARALLEL) else "_orig_mod")
+        if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
+            raise ValueError(
+                f"The {type(model).__name__} around {type(inside).__name__} has forward hooks, "
+                "which would be lost with it: register them on the module inside."
+            )
+    if id(model) in seen:
+        return seen[id(model)]
+    plain = model
+    for name, child in model._modules.items():
+        part = None if child is None else unwrapped(child, seen)
+        if part is not child:
+            if plain is model:
+                plain = copy.copy(model)
+                plain.__dict__["_modules"] = model._modules.copy()
+            plain._modules[name] = part
+    seen[id(model)] = plain
+    return plain
 
 
 def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Names as the plain model has them, `0.weight` for `module.0.weight`; unknown ones stay."""
-    inside = _plain(model, {})
+    inside = unwrapped(model)
     plain = {id(p): name for name, p in inside.named_parameters()}
     known = set(plain.values())
     wrapped = {n: plain[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     return [name if name in known else wrapped.get(name, name) for name in names]
-
-
-def _plain(module: nn.Module, seen: dict[int, nn.Module]) -> nn.Module:
-    while (inside := inner(module)) is not None:
-        module = inside
-    if id(module) in seen:
-        return seen[id(module)]
-    parts = list(module.modules())
-    if not any("_orig_mod" in part._modules or isinstance(part, _PARALLEL) for part in parts):
-        seen[id(module)] = module
-        return module
-    twin = seen[id(module)] = copy.copy(module)
-    twin.__dict__["_modules"] = {
-        name: None if child is None else _plain(child, seen)
-        for name, child in module._modules.items()
-    }
-    return twin
