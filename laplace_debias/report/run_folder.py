@@ -20,73 +20,38 @@ _COLUMNS = ["method", "set", "metric", "value", "low", "high", "score", "referen
 _AGAIN = "run `laplace-debias report` again with the same settings, which goes on where it stopped"
 
 
-@dataclass(frozen=True)
-class Method:
-    """One of the compared methods, as `run.json` tells it; None for what it does not have."""
-
-    key: str
-    label: str
-    describes: str
-    is_laplace: bool
-    seconds: Mapping[str, float]
-    num_bytes: float | None
-    prior_precision: float | None
-    temperature: float | None
-    link: str | None
-
-
-@dataclass(frozen=True)
-class DataSet:
-    """Examples whose role is `test`, `shift` (with a severity) or `ood`."""
-
-    name: str
-    role: str
-    severity: int | None
-    num_examples: int | None
-
-
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A complete run folder: `run.json` in `meta`, and the parts of `metrics.json`."""
+    """A complete run folder: `run.json`, with its methods and sets, and parts of `metrics.json`."""
 
     folder: Path
     meta: Mapping[str, Any]
-    methods: tuple[Method, ...]
-    sets: tuple[DataSet, ...]
-    test: DataSet
+    test: Mapping[str, Any]
     rows: pd.DataFrame
     differences: pd.DataFrame
+
+    @property
+    def methods(self) -> list[dict[str, Any]]:
+        """The methods as `run.json` has them, the network first."""
+        return self.meta["methods"]
 
     @property
     def is_regression(self) -> bool:
         """Whether the targets are numbers."""
         return self.meta["task"] == "regression"
 
-    @property
-    def shifts(self) -> list[DataSet]:
-        """The shifted test sets by severity."""
-        shifts = [data for data in self.sets if data.role == "shift"]
-        return sorted(shifts, key=lambda data: data.severity or 0)
-
-    @property
-    def ood(self) -> list[DataSet]:
-        """The out-of-distribution sets."""
-        return [data for data in self.sets if data.role == "ood"]
+    def sets(self, role: str) -> list[dict[str, Any]]:
+        """The sets of a role as `run.json` has them, by severity."""
+        sets = [data for data in self.meta["sets"] if data["role"] == role]
+        return sorted(sets, key=lambda data: data.get("severity", 0))
 
     def column(self, method: str, data: str, name: str) -> np.ndarray | None:
         """One column of predictions, `[n]` or `[n, width]`; None if missing, null or not finite."""
         path = predictions_path(self.folder, method, data)
         values = read_table(path, name).get(name) if path.is_file() else None
-        if values is None or not len(values):
+        if values is None or not len(values) or not np.isfinite(values.astype(float)).all():
             return None
-        values = values.astype(float)
-        return values if np.isfinite(values).all() else None
-
-    def num_predicted(self, method: str, data: str) -> int | None:
-        """How many examples of a set a method has predicted, None where it has no file."""
-        path = predictions_path(self.folder, method, data)
-        with _telling_of(path):
-            return pq.read_metadata(path).num_rows if path.is_file() else None
+        return values.astype(float)
 
     def probabilities(self, method: str, data: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Probabilities and labels; None where an example has not one label."""
@@ -111,15 +76,27 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     if not measured.is_file():
         raise FileNotFoundError(f"{folder} has no metrics.json: {_AGAIN}.")
     with _telling_of(path):
-        methods = tuple(map(_method, meta["methods"]))
-        sets = tuple(map(_data_set, meta["sets"]))
-        tests = [data for data in sets if data.role == "test"]
-        if not methods or not tests:
+        tests = [data for data in meta["sets"] if data["role"] == "test"]
+        if not meta["methods"] or not tests:
             raise ValueError("it has no methods, or no set with the role test")
-    metrics = read_json(measured)
+        # They name files and parts of pictures.
+        for name in [
+            *(m["key"] for m in meta["methods"]),
+            *(data["name"] for data in meta["sets"]),
+        ]:
+            if not _KEY.fullmatch(name):
+                raise ValueError(
+                    f"the name {name!r} has more than letters, digits, '.', '_' and '-'"
+                )
+    metrics, tables = read_json(measured), []
     with _telling_of(measured):
-        tables = [_table(metrics[name]) for name in ("rows", "differences")]
-    return Run(folder, meta, methods, sets, tests[0], *tables)
+        for name in ("rows", "differences"):
+            table = pd.DataFrame(metrics[name], columns=_COLUMNS)
+            if table[["method", "set", "metric"]].isna().any(axis=None):
+                raise ValueError("an entry lacks its method, set or metric")
+            numbers = {end: pd.to_numeric(table[end]) for end in ("value", "low", "high")}
+            tables.append(table.assign(**numbers))
+    return Run(folder, meta, tests[0], *tables)
 
 
 def predictions_path(folder: Path, method: str, data: str) -> Path:
@@ -165,40 +142,6 @@ def read_table(path: Path, *names: str) -> dict[str, np.ndarray]:
             values = (column.flatten() if is_list else column).to_numpy(zero_copy_only=False)
             columns[name] = np.array(values).reshape(len(column), -1) if is_list else values
     return columns
-
-
-def _method(entry: Mapping[str, Any]) -> Method:
-    precision = entry.get("prior_precision")
-    return Method(
-        key=_checked_key(entry["key"]),
-        label=str(entry.get("label") or entry["key"]),
-        describes=str(entry.get("describes") or ""),
-        is_laplace=bool(entry.get("is_laplace")),
-        seconds=entry.get("seconds") or {},
-        num_bytes=entry.get("bytes"),
-        prior_precision=float(precision) if isinstance(precision, int | float) else None,
-        temperature=entry.get("temperature"),
-        link=entry.get("link"),
-    )
-
-
-def _data_set(entry: Mapping[str, Any]) -> DataSet:
-    more = (entry.get(name) for name in ("severity", "num_examples"))
-    return DataSet(_checked_key(entry["name"]), entry["role"], *more)
-
-
-def _checked_key(key: str) -> str:
-    """A name that names files and parts of pictures."""
-    if not _KEY.fullmatch(key):
-        raise ValueError(f"the name {key!r} has more than letters, digits, '.', '_' and '-'")
-    return key
-
-
-def _table(entries: list[dict[str, Any]]) -> pd.DataFrame:
-    frame = pd.DataFrame(entries, columns=_COLUMNS)
-    if frame[["method", "set", "metric"]].isna().any(axis=None):
-        raise ValueError("an entry lacks its method, set or metric")
-    return frame.assign(**{name: pd.to_numeric(frame[name]) for name in ("value", "low", "high")})
 
 
 @contextmanager

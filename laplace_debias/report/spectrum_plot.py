@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
-from torch import Tensor
 
 from laplace_debias.linalg.results import SpectralDensity
 from laplace_debias.report.style import (
@@ -50,7 +49,10 @@ def plot_spectral_density(
         ax.set_xscale("log")
     colours = method_colours(named) if len(named) > 1 else dict.fromkeys(named, _COLOUR)
     for name, density in named.items():
-        grid, values, error = map(_array, (density.grid, density.density, density.standard_error))
+        grid, values, error = (
+            values.detach().to("cpu", torch.float64).numpy()
+            for values in (density.grid, density.density, density.standard_error)
+        )
         if np.isfinite(error).all():
             ax.fill_between(
                 grid,
@@ -68,17 +70,12 @@ def plot_spectral_density(
     ax.set_ylabel("Density per decade" if scale == "log" else "Density")
     style_axes(ax)
     if scale == "log":
-        notes = [_note(name, density) for name, density in named.items()]
+        notes = [
+            (f"{name}: " if name else "")
+            + f"|λ| ≤ {density.floor:.1g}: {density.null_fraction:.1%};  "
+            + f"λ < 0: {density.negative_fraction:.1%}"
+            for name, density in named.items()
+        ]
         ax.set_title("\n".join(notes), fontsize=FONT_SIZE - 1, color=INK, loc="left")
     if any(named):
         ax.legend(frameon=False, fontsize=FONT_SIZE - 1, labelcolor=INK)
-
-
-def _note(name: str, density: SpectralDensity) -> str:
-    zero = f"|λ| ≤ {density.floor:.1g}: {density.null_fraction:.1%}"
-    fractions = f"{zero};  λ < 0: {density.negative_fraction:.1%}"
-    return f"{name}: {fractions}" if name else fractions
-
-
-def _array(values: Tensor) -> np.ndarray:
-    return values.detach().to("cpu", torch.float64).numpy()

@@ -31,14 +31,16 @@ def print_table(rows: Sequence[Row], title: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    columns = _columns(rows)
+    columns, lines = _cells(rows)
     table = Table(
         title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    for column in columns:
-        table.add_column(Text(column), justify="right" if _is_numeric(rows, column) else "left")
-    for row in rows:
-        table.add_row(*(Text(_formatted(_plain(row.get(name), name))) for name in columns))
+    for column, cells in zip(columns, zip(*lines, strict=True), strict=True):
+        kinds = {type(cell) for cell in cells if cell is not None}
+        is_numeric = kinds and kinds <= {bool, int, float}
+        table.add_column(Text(column), justify="right" if is_numeric else "left")
+    for line in lines:
+        table.add_row(*(Text(_formatted(cell)) for cell in line))
     Console().print(table)
 
 
@@ -47,8 +49,7 @@ def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
 
     The file appears at once and whole; missing parent folders are made. Texts are `not_a_formula`.
     """
-    columns = _columns(rows)
-    lines = [[_plain(row.get(column), column) for column in columns] for row in rows]
+    columns, lines = _cells(rows)
     with (
         written_atomically(path) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as file,
@@ -67,10 +68,12 @@ def not_a_formula(value: Any) -> Any:
     return f"'{value}" if computed else value
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
+def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
+    """The names of the columns, and rows of plain values."""
     if not rows:
         raise ValueError("the table has no rows; expected at least one. Did the run give results?")
-    return list(dict.fromkeys(column for row in rows for column in row))
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    return columns, [[_plain(row.get(column), column) for column in columns] for row in rows]
 
 
 def _plain(value: object, column: str) -> str | bool | int | float | None:
@@ -92,8 +95,3 @@ def _formatted(value: str | bool | int | float | None) -> str:
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     return f"{value:.2e}" if 0 < abs(value) < 0.0005 or abs(value) >= 1e6 else f"{value:.3f}"
-
-
-def _is_numeric(rows: Sequence[Row], column: str) -> bool:
-    values = [_plain(row.get(column), column) for row in rows if row.get(column) is not None]
-    return bool(values) and all(isinstance(value, int | float) for value in values)

@@ -37,7 +37,7 @@ def drawn():
 
 
 def looks_of(run):
-    return looks((method.key, method.label) for method in run.methods)
+    return looks(run.methods)
 
 
 def numbers_in(text):
@@ -89,7 +89,7 @@ def test_histograms_of_uncertainty_add_up(run, drawn):
     picture = ood.score_histograms(run, looks_of(run), "static")
     shares = [numbers_in(point.text)[0] for point in picture.points]
     assert all(0 < share <= 100 for share in shares)
-    assert {point.method for point in picture.points} == {m.key for m in run.methods}
+    assert {point.method for point in picture.points} == {m["key"] for m in run.methods}
     assert picture.svg.count('id="method:laplace:') == 3  # two histograms and a name
 
 
@@ -126,7 +126,7 @@ def test_residuals_compare_groups_of_equal_size(numbers_run, drawn):
 def cells(table, label, where=""):
     """The cells of a column by method."""
     [at] = [i for i, c in enumerate(table.columns) if c.name.label == label and where in c.where]
-    return {method.key: row[at] for method, row in table.rows}
+    return {method["key"]: row[at] for method, row in table.rows}
 
 
 def table_of(run_of_images, folder, rows, differences):
@@ -190,7 +190,7 @@ def test_scores_of_ood_sets_are_kept_apart(run):
     for label, score in (("entropy", "entropy"), ("largest probability", "max_probability")):
         of_score = row[row["score"] == score].set_index("method")["value"]
         for method, (cell, *_) in tables[f"static, {label}"].rows:
-            assert float(cell.value) == pytest.approx(of_score[method.key], abs=0.0006)
+            assert float(cell.value) == pytest.approx(of_score[method["key"]], abs=0.0006)
 
 
 @pytest.mark.parametrize(

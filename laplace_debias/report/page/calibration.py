@@ -50,9 +50,11 @@ def reliability(run: Run, look: Look, data: str) -> Picture | None:
     gaps = bins.confidence - bins.accuracy
     gap, lean = (float(np.average(each, weights=bins.examples)) for each in (gaps.abs(), gaps))
     tends = "over-confident" if lean > 0 else "under-confident"
-    measured = f"mean gap between confidence and accuracy {_percent(gap)}"
     note = f"mean gap {_percent(gap)}, on the whole {tends} by {_percent(abs(lean))}"
-    alt = f"Reliability diagram of {look.label}: {measured}."
+    alt = (
+        f"Reliability diagram of {look.label}: mean gap between confidence and accuracy "
+        f"{_percent(gap)}."
+    )
     return panel.finish(look.label, alt, method=look.key, note=note)
 
 
@@ -109,32 +111,27 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
         found = run.probabilities(key, data)
         if found is None:
             continue
-        share, risk = _risk_curve(*found)
+        probs, labels = map(torch.from_numpy, found)
+        curve = risk_coverage_curve(probs, labels)
+        # The error rate of a handful of examples says nothing.
+        first = min(_FEWEST_KEPT, len(labels)) - 1
+        share, risk = curve.coverage.numpy()[first:], curve.risk.numpy()[first:]
+        few = np.unique(np.searchsorted(share, _SHARES).clip(max=len(share) - 1))
+        share, risk = share[few], risk[few]
         ends.append(f"{look.label} {_percent(risk[-1])}")
-        panel.of(key, *ax.plot(share, risk, lw=1.6, **look.line))
+        line = ax.plot(share, risk, lw=1.6, color=look.colour, linestyle=look.dashes)
+        panel.of(key, *line)
         few = np.searchsorted(share, np.linspace(0.1, 1, 19)).clip(max=len(share) - 1)
         texts = [
             f"{look.label}\nkeeps {_percent(s)}, of them {_percent(r)} wrong"
             for s, r in zip(share[few], risk[few], strict=True)
         ]
         panel.note(ax, key, share[few], risk[few], texts)
-    if not ends:
-        return None
     ax.set(xlim=(0, 1), xlabel="Share of examples kept", ylabel="Wrong among those kept")
     ax.set_ylim(bottom=0)
     percent_axes(ax.xaxis, ax.yaxis)
     alt = f"Error rate against the share of examples kept; of all examples: {', '.join(ends)}."
     return panel.finish(title, alt)
-
-
-def _risk_curve(probs: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shares kept and error rates among them, at most 200 places."""
-    curve = risk_coverage_curve(torch.from_numpy(probs), torch.from_numpy(labels))
-    # The error rate of a handful of examples says nothing.
-    first = min(_FEWEST_KEPT, len(labels)) - 1
-    share, risk = curve.coverage.numpy()[first:], curve.risk.numpy()[first:]
-    few = np.unique(np.searchsorted(share, _SHARES).clip(max=len(share) - 1))
-    return share[few], risk[few]
 
 
 def _percent(share: float) -> str:
@@ -160,9 +157,8 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
         ]
         panel.note(ax, key, _LEVELS, observed, texts)
         shares.append(f"{look.label} {100 * observed[-1]:.0f} %")
-    if not shares:
-        return None
-    _percent_axes(ax, "Level of the interval", "Targets within it")
+    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="Level of the interval", ylabel="Targets within it")
+    percent_axes(ax.xaxis, ax.yaxis)
     alt = f"Coverage against level; of the 95 % interval: {', '.join(shares)}."
     return panel.finish("Coverage of intervals", alt)
 
@@ -207,13 +203,8 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
 def _residuals(run: Run, method: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Residuals on the test set and their predicted standard deviations."""
     names = ("target", "mean", "standard_deviation")
-    columns = [run.column(method, run.test.name, name) for name in names]
+    columns = [run.column(method, run.test["name"], name) for name in names]
     if any(column is None for column in columns):
         return None
     target, mean, deviation = (column.ravel() for column in columns if column is not None)
     return target - mean, deviation
-
-
-def _percent_axes(ax: Axes, across: str, up: str) -> None:
-    ax.set(xlim=(0, 1), ylim=(0, 1), xlabel=across, ylabel=up)
-    percent_axes(ax.xaxis, ax.yaxis)

@@ -31,12 +31,12 @@ _GROUPS = {
 def example_groups(run: Run) -> list[dict[str, Any]]:
     """The groups of `examples.json` that have examples, as the page's template takes them."""
     chosen = run.json("examples.json")
-    network = run.methods[0]
-    labels = {method.key: method.label for method in run.methods}
+    labels = {method["key"]: method["label"] for method in run.methods}
+    keys = list(labels)
     groups = []
     for key, (title, reads) in _GROUPS.items():
-        by = chosen.get("chosen_by", {}).get(key, run.methods[-1].key)
-        shown = {method: labels[method] for method in (network.key, by)}
+        by = chosen.get("chosen_by", {}).get(key, keys[-1])
+        shown = {method: labels[method] for method in (keys[0], by)}
         if examples := [_example(run, entry, shown) for entry in chosen.get(key, ())]:
             text = reads.format(method=labels[by])
             groups.append({"title": title, "reads": text, "examples": examples})
@@ -45,24 +45,27 @@ def example_groups(run: Run) -> list[dict[str, Any]]:
 
 def _example(run: Run, entry: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, Any]:
     index = int(entry["index"])
-    told: dict[str, tuple[str, tuple[tuple[str, float, bool], ...]]]
     picture, is_small = _picture(run.folder / "examples" / f"{index}.png")
-    if run.is_regression:
-        truth, said = _numbers(entry["target"]), entry["predictions"]
-        told = {key: (_interval(one), ()) for key, one in said.items()}
-    else:
-        truth, said = _class_names(run, entry["label"]), entry["probs"]
-        told = {key: ("", _top_classes(run, one, entry["label"])) for key, one in said.items()}
+    truth = _numbers(entry["target"]) if run.is_regression else _names(run, entry["label"])
+    guesses = []
+    for key, said in entry["predictions" if run.is_regression else "probs"].items():
+        interval, classes = "", []
+        if run.is_regression:
+            interval = f"{_numbers(said['mean'])} ± {_numbers(said['standard_deviation'])}"
+        else:
+            likely = [(label, prob) for label, prob in said[:_SHOWN_CLASSES] if prob >= _LEAST]
+            classes = [(_names(run, i), 100 * prob, i == entry["label"]) for i, prob in likely]
+        if key in shown:
+            guesses.append((shown[key], interval, classes))
     named = {f"x{i}": x for i, x in enumerate(entry.get("inputs") or (), start=1)}
+    inputs = entry.get("columns") or named
     return {
         "index": index,
         "truth": truth,
         "picture": picture,
         "is_small": is_small,
-        "inputs": [
-            (name, significant(float(x))) for name, x in (entry.get("columns") or named).items()
-        ],
-        "guesses": [(label, *told[key]) for key, label in shown.items() if key in told],
+        "inputs": [(name, significant(float(x))) for name, x in inputs.items()],
+        "guesses": guesses,
     }
 
 
@@ -85,31 +88,13 @@ def _picture(path: Path) -> tuple[str, bool]:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}", is_small
 
 
-def _class_names(run: Run, label: Any) -> str:
-    if isinstance(label, list):
-        return ", ".join(_class(run, i) for i, is_one in enumerate(label) if is_one) or "none"
-    return _class(run, label)
-
-
-def _class(run: Run, label: float) -> str:
-    classes = run.meta.get("classes") or []
-    index = int(label)
-    return str(classes[index]) if 0 <= index < len(classes) else f"class {index}"
-
-
-def _top_classes(
-    run: Run, probs: list[list[float]], truth: Any
-) -> tuple[tuple[str, float, bool], ...]:
-    """At most two classes, of those that round to a percent at least."""
-    return tuple(
-        (_class(run, label), 100 * prob, label == truth)
-        for label, prob in probs[:_SHOWN_CLASSES]
-        if prob >= _LEAST
+def _names(run: Run, label: Any) -> str:
+    """The class, or those of several labels that apply."""
+    labels = (
+        [i for i, applies in enumerate(label) if applies] if isinstance(label, list) else [label]
     )
-
-
-def _interval(said: Mapping[str, Any]) -> str:
-    return f"{_numbers(said['mean'])} ± {_numbers(said['standard_deviation'])}"
+    known = dict(enumerate(run.meta.get("classes") or ()))
+    return ", ".join(str(known.get(int(i), f"class {int(i)}")) for i in labels) or "none"
 
 
 def _numbers(value: Any) -> str:

@@ -22,11 +22,14 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
 
     Heights are square roots of shares, so that rare values are seen beside the many near zero.
     """
+    score = "epistemic" if run.is_regression else "entropy"
     rows = []
     for key in methods:
-        pair = [_scores(run, key, name) for name in (run.test.name, data)]
-        if pair[0] is not None and pair[1] is not None:
-            rows.append((key, pair[0], pair[1]))
+        columns = [run.column(key, name, score) for name in (run.test["name"], data)]
+        # Of several outputs the mean.
+        pair = [x.reshape(len(x), -1).mean(1) for x in columns if x is not None]
+        if len(pair) == 2:
+            rows.append((key, *pair))
     if not rows:
         return None
     most = max(np.quantile(values, 0.999) for _, *pair in rows for values in pair)
@@ -58,19 +61,8 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
         medians.append(f"{look.label} {significant(middle[0], 2)} and {significant(middle[1], 2)}")
         text = ax.text(0, base + 1.04, look.label, va="bottom", fontsize=9, color=INK)
         panel.of(key, text)
-    ax.set(xlim=(0, edges[-1]), xlabel=_NAMES[_score(run)], yticks=[])
+    ax.set(xlim=(0, edges[-1]), xlabel=_NAMES[score], yticks=[])
     ax.set_ylim(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02)
     ax.spines["left"].set_visible(False)
     alt = f"Histograms of uncertainty, test and {data}; medians: {'; '.join(medians)}."
     return panel.finish(data, alt)
-
-
-def _score(run: Run) -> str:
-    """The column of the predictions that says how uncertain an example is."""
-    return "epistemic" if run.is_regression else "entropy"
-
-
-def _scores(run: Run, method: str, data: str) -> np.ndarray | None:
-    """How uncertain a method is of each example; of several outputs their mean."""
-    values = run.column(method, data, _score(run))
-    return values.mean(1) if values is not None and values.ndim == 2 else values

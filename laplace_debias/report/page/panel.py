@@ -2,8 +2,8 @@
 
 import io
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,14 +47,9 @@ class Look:
     dashes: Any
 
     @property
-    def line(self) -> dict[str, Any]:
-        """Options of a line without markers."""
-        return {"color": self.colour, "linestyle": self.dashes}
-
-    @property
     def marked(self) -> dict[str, Any]:
         """Options of a line with markers."""
-        return {**self.line, "marker": self.marker}
+        return {"color": self.colour, "linestyle": self.dashes, "marker": self.marker}
 
 
 class Point(NamedTuple):
@@ -82,17 +77,16 @@ class Picture:
     note: str = ""
 
 
-def looks(methods: Iterable[tuple[str, str]]) -> dict[str, Look]:
-    """Looks of methods `(key, label)` by key: the same in every picture."""
+def looks(methods: Iterable[Mapping[str, Any]]) -> dict[str, Look]:
+    """Looks of methods by key: the same in every picture."""
     ways = map(itertools.cycle, (_COLOURS, _MARKERS, _STYLES))
-    return {key: Look(key, label, *way) for (key, label), *way in zip(methods, *ways, strict=False)}
+    found = zip(methods, *ways, strict=False)
+    return {method["key"]: Look(method["key"], method["label"], *way) for method, *way in found}
 
 
-@contextmanager
-def drawing() -> Iterator[None]:
+def drawing() -> AbstractContextManager[None]:
     """The settings of matplotlib in which panels are made and finished."""
-    with matplotlib.rc_context(_SETTINGS):
-        yield
+    return matplotlib.rc_context(_SETTINGS)
 
 
 class Panel:
@@ -139,8 +133,12 @@ class Panel:
             if np.isfinite(place[:2]).all():
                 self._noted.append((ax, method, *place))
 
-    def finish(self, title: str, alt: str, *, method: str | None = None, note: str = "") -> Picture:
-        """Draw it."""
+    def finish(
+        self, title: str, alt: str, *, method: str | None = None, note: str = ""
+    ) -> Picture | None:
+        """Draws it; None without places that tell something."""
+        if not self._noted:
+            return None
         buffer = io.StringIO()
         with matplotlib.rc_context({"svg.hashsalt": self.name}):
             self._figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -27,8 +27,8 @@ def sweep(run: Run, look: Look) -> Picture | None:
     remarks = []
     if flat:
         ax.axvspan(flat[0], flat[1], color=INK, alpha=0.09, lw=0)
-        low_end, high_end = (significant(end, 2) for end in flat)
-        remarks.append(f"within one standard error from {low_end} to {high_end}")
+        ends = f"{significant(flat[0], 2)} to {significant(flat[1], 2)}"
+        remarks.append(f"within one standard error from {ends}")
     ax.fill_between(x, low, high, color=look.colour, alpha=0.22, lw=0)
     ax.plot(x, value, color=look.colour, marker=look.marker, markersize=3.2, lw=1.5)
     if isinstance(chosen, int | float):

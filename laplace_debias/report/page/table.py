@@ -2,28 +2,27 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pandas as pd
 
 from laplace_debias.metrics import METRICS, Metric
 from laplace_debias.report.names import MOST_DECIMALS, SCORES, decimals, known_first, number
-from laplace_debias.report.run_folder import Method, Run
+from laplace_debias.report.run_folder import Run
 
 _MAIN = (
     *("accuracy", "nll", "brier", "overconfidence", "ece", "aurc"),
     *("rmse", "bias", "scaled_error", "crps", "coverage"),
 )
-_ARROWS = {"higher": "↑", "lower": "↓"}
 
 
 @dataclass(frozen=True)
 class Column:
-    """A metric on a set; the arrow shows where it is better, `where` is empty for the test set."""
+    """A metric on a set; `where` is empty for the test set."""
 
     name: Metric
-    arrow: str
     where: str
 
 
@@ -40,8 +39,8 @@ class Cell:
 class Table:
     """Rows are methods, compared with the one labelled `reference`."""
 
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Method, tuple[Cell, ...]], ...]
+    columns: Sequence[Column]
+    rows: Sequence[tuple[Mapping[str, Any], tuple[Cell, ...]]]
     reference: str
 
 
@@ -61,17 +60,17 @@ def full_tables(run: Run, data: str) -> list[Table]:
 
 def difference_tables(run: Run) -> list[Table]:
     """Differences of the methods from those without a posterior, on the same examples."""
-    simple = [method.key for method in run.methods if not method.is_laplace]
+    simple = [method["key"] for method in run.methods if not method["is_laplace"]]
     tables = [_table(run, _main_columns(run), reference) for reference in simple]
     return [table for table in tables if table.columns]
 
 
 def _main_columns(run: Run) -> list[tuple[str, str]]:
     """Pairs of a set and a metric."""
-    test = run.test.name
+    test = run.test["name"]
     names = known_first(run.rows[run.rows["set"] == test]["metric"])
     chosen = [name for name in names if name in _MAIN] or names
-    return [(test, name) for name in chosen] + [(data.name, "auroc") for data in run.ood]
+    return [(test, name) for name in chosen] + [(data["name"], "auroc") for data in run.sets("ood")]
 
 
 def _table(
@@ -81,24 +80,28 @@ def _table(
     score: str | None = None,
 ) -> Table:
     """Metrics of every method, or what they differ by from a reference."""
-    against = run.methods[0].key if reference is None else reference
+    labels = {method["key"]: method["label"] for method in run.methods}
+    against = next(iter(labels)) if reference is None else reference
     of_reference = run.differences[run.differences["reference"] == against]
     # A method is compared with those before it alone.
-    compared = {method.key for method in run.methods}
-    compared = compared if reference is None else set(of_reference["method"])
-    methods = [method for method in run.methods if method.key in compared]
+    compared = labels.keys() if reference is None else set(of_reference["method"])
+    methods = [method for method in run.methods if method["key"] in compared]
+    keys = [method["key"] for method in methods]
     columns, cells = [], []
     for data, metric in chosen:
         differences = of_metric(of_reference, data, metric, score)
         rows = of_metric(run.rows, data, metric, score) if reference is None else differences
-        rows = rows[rows.index.isin([method.key for method in methods])]
+        rows = rows[rows.index.isin(keys)]
         if rows.empty:
             continue
-        columns.append(_column(run, data, metric, rows))
-        cells.append(_cells(rows, differences, methods, METRICS[metric], reference is not None))
-    label = next(m.label for m in run.methods if m.key == against)
-    by_method = tuple(zip(methods, zip(*cells, strict=True), strict=True)) if cells else ()
-    return Table(tuple(columns), by_method, label)
+        name, score_shown = METRICS[metric], rows["score"].iloc[0]
+        where = [] if data == run.test["name"] else [data]
+        where += [SCORES.get(score_shown, score_shown)] if isinstance(score_shown, str) else []
+        unit = name.unit.replace("the target", str(run.meta.get("target") or "the target"))
+        columns.append(Column(replace(name, unit=unit), ", ".join(where)))
+        cells.append(_cells(rows, differences, keys, name, reference is not None))
+    by_method = list(zip(methods, zip(*cells, strict=True), strict=True)) if cells else []
+    return Table(columns, by_method, labels[against])
 
 
 def of_metric(rows: pd.DataFrame, data: str, metric: str, score: str | None = None) -> pd.DataFrame:
@@ -111,52 +114,40 @@ def of_metric(rows: pd.DataFrame, data: str, metric: str, score: str | None = No
     return chosen.drop_duplicates("method").set_index("method")
 
 
-def _column(run: Run, data: str, metric: str, rows: pd.DataFrame) -> Column:
-    name = METRICS[metric]
-    score = rows["score"].iloc[0]
-    where = [] if data == run.test.name else [data]
-    where += [SCORES.get(score, score)] if isinstance(score, str) else []
-    unit = name.unit.replace("the target", str(run.meta.get("target") or "the target"))
-    return Column(replace(name, unit=unit), _ARROWS.get(name.better or "", ""), ", ".join(where))
-
-
 def _cells(
     rows: pd.DataFrame,
     differences: pd.DataFrame,
-    methods: Sequence[Method],
+    methods: Sequence[str],
     name: Metric,
     is_difference: bool,
 ) -> list[Cell]:
     shown = rows[["value", "low", "high"]]
-    fitting = [decimals(low, high, value) for value, low, high in shown.to_numpy()]
-    places = int(statistics.median(fitting))
+    places = int(statistics.median([decimals(low, high, v) for v, low, high in shown.to_numpy()]))
     if is_difference:  # its sign is what is looked for: no end of an interval becomes 0.000
         smallest = shown[["low", "high"]].abs().replace(0, math.nan).min(axis=None)
         while places < MOST_DECIMALS and smallest < 0.5 * 10.0**-places:
             places += 1
+    # Without an interval there is no verdict.
+    known = differences[["low", "high"]].dropna().itertuples()
+    verdicts = {key: _verdict(low, high, name.better) for key, low, high in known}
     cells = []
-    for method in methods:
-        if method.key not in shown.index:
+    for key in methods:
+        if key not in shown.index:
             cells.append(Cell("–"))
             continue
-        value, low, high = shown.loc[method.key]
+        value, low, high = shown.loc[key]
         text = number(value, places)
         sign = "+" if is_difference and value > 0 and text.strip("0.") else ""
         interval = f"{number(low, places)} … {number(high, places)}" if high >= low else ""
-        cells.append(Cell(sign + text, interval, _verdict(differences, method.key, name)))
+        cells.append(Cell(sign + text, interval, verdicts.get(key, "")))
     return cells
 
 
-def _verdict(differences: pd.DataFrame, method: str, name: Metric) -> str:
-    if method not in differences.index:
-        return ""
-    low, high = differences.loc[method, ["low", "high"]]
-    if not high >= low:  # the interval is not known
-        return ""
+def _verdict(low: float, high: float, better: str | None) -> str:
     if low <= 0 <= high:
         return "no clear difference"
     way = "higher" if low > 0 else "lower"
-    if name.better not in ("higher", "lower", "ideal"):
+    if better not in ("higher", "lower", "ideal"):
         return way
     # Of a metric with an ideal the difference is that of the distances from it.
-    return "better" if way == name.better.replace("ideal", "lower") else "worse"
+    return "better" if way == better.replace("ideal", "lower") else "worse"

@@ -1,5 +1,6 @@
 """Writes the page of a run folder and its pictures."""
 
+import itertools
 import os
 import re
 import warnings
@@ -11,7 +12,7 @@ from markupsafe import Markup
 from laplace_debias.report.names import duration, size
 from laplace_debias.report.page.examples import example_groups
 from laplace_debias.report.page.panel import Look, Picture, drawing, looks
-from laplace_debias.report.page.sections import Section, first_picture, sections
+from laplace_debias.report.page.sections import drawn, first_picture
 from laplace_debias.report.page.table import difference_tables, full_tables, main_table
 from laplace_debias.report.run_folder import Run, read_run
 from laplace_debias.report.style import GRID, INK, OKABE_ITO
@@ -42,18 +43,11 @@ _MARKERS = {
 }
 """Outlines of matplotlib's markers."""
 
+# Errors of drawing from files that were edited.
 _DO_NOT_FIT = (
     *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
     jinja2.TemplateError,
 )
-"""Errors of drawing from files that were edited."""
-
-_DROPPED = re.compile(r"<metadata>.*?</metadata>|<!--.*?-->", re.DOTALL)
-_METHOD = re.compile(r'\bid="method:([\w.-]+):\d+"')
-_ID = re.compile(r'\s\bid="([^"]+)"')
-_REFERENCE = re.compile(r'(url\(#|href="#)([^")]+)')
-_COLOUR = re.compile(r"#[0-9a-fA-F]{6}\b")
-_FONT = re.compile(r"font: (\d[\d.]*px) [^;\"]*")
 
 
 def write_page(folder: str | os.PathLike[str]) -> Path:
@@ -63,12 +57,12 @@ def write_page(folder: str | os.PathLike[str]) -> Path:
     out. The same folder gives the same page.
     """
     run = read_run(folder)
-    by_key = looks((method.key, method.label) for method in run.methods)
+    by_key = looks(run.methods)
     with drawing(), warnings.catch_warnings():
         # Only the widths of such letters are guessed: the browser has fonts of its own.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         try:
-            shown = sections(run, by_key)
+            shown = drawn(run, by_key)
             text = _page(run, by_key, shown)
         except _DO_NOT_FIT as error:
             if str(run.folder) in str(error):  # it names the file
@@ -77,7 +71,7 @@ def write_page(folder: str | os.PathLike[str]) -> Path:
                 f"The files in {run.folder} do not fit together ({type(error).__name__}: {error}): "
                 "undo what was edited, or run the report again with another --output."
             ) from error
-    for picture in (picture for part in shown for picture in part.pictures):
+    for picture in itertools.chain(*shown.values()):
         with written_atomically(run.folder / "pictures" / f"{picture.name}.svg") as temporary:
             temporary.write_text(picture.svg, encoding="utf-8")
     path = run.folder / "report.html"
@@ -86,7 +80,7 @@ def write_page(folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
+def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=True,
@@ -100,8 +94,11 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
     intervals = [
         cell.interval for table in (main, *differences) for _, cells in table.rows for cell in cells
     ]
-    num_predicted = {m.key: run.num_predicted(m.key, run.test.name) or 0 for m in run.methods}
-    num_test = run.test.num_examples or 0
+    num_test, parts = run.test["num_examples"], {}
+    for key in by_key:
+        index = run.column(key, run.test["name"], "index")
+        if index is not None and len(index) < num_test:
+            parts[key] = len(index)
     return environment.get_template("page.html.j2").render(
         run=run,
         title=str(run.meta["title"]),
@@ -112,13 +109,13 @@ def _page(run: Run, by_key: dict[str, Look], shown: list[Section]) -> str:
         main=main,
         differences=differences,
         num_intervals=sum(map(bool, intervals)),
-        full=[(data, full_tables(run, data.name)) for data in run.sets],
+        full=[(data, full_tables(run, data["name"])) for data in run.meta["sets"]],
         looks=by_key,
         swatch=_swatch,
-        sections=shown,
-        first=first_picture(shown),
+        pictures=shown,
+        first=first_picture(list(itertools.chain(*shown.values()))),
         examples=example_groups(run),
-        parts={key: count for key, count in num_predicted.items() if 0 < count < num_test},
+        parts=parts,
         num_test=num_test,
         made=_made(run),
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
@@ -132,14 +129,15 @@ def _tidy(text: str) -> str:
 
 def _facts(run: Run) -> list[str]:
     """Facts on the run below its title."""
-    meta, num_test = run.meta, run.test.num_examples
+    meta, num_test = run.meta, run.test["num_examples"]
     what = f"{meta.get('input_name') or 'example'}s"
     classes = len(meta.get("classes") or ())
+    shifts, ood = run.sets("shift"), run.sets("ood")
     facts = [
         f"{meta['task']}, {classes} classes" if classes else str(meta["task"]),
         f"{num_test:,} test {what}" if num_test else "",
-        f"{len(run.shifts)} severities of corruption" if run.shifts else "",
-        f"{len(run.ood)} out-of-distribution set{'s'[: len(run.ood) != 1]}" if run.ood else "",
+        f"{len(shifts)} severities of corruption" if shifts else "",
+        f"{len(ood)} out-of-distribution set{'s'[: len(ood) != 1]}" if ood else "",
         f"{meta['num_parameters']:,} parameters" if meta.get("num_parameters") else "",
         f"trained on {meta['num_train']:,} {what}" if meta.get("num_train") else "",
     ]
@@ -171,19 +169,23 @@ def _inline(picture: Picture) -> Markup:
     other picture, begin with the picture's name. Parts that belong to a method have
     `data-method`. Colours of the theme are CSS variables.
     """
-    text = _DROPPED.sub("", picture.svg[picture.svg.index("<svg") :])
+    text = picture.svg[picture.svg.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     head, body = text.split(">", 1)
     box = re.search(r'viewBox="[^"]+"', head)
     assert box is not None  # matplotlib writes one
-    used = {match[2] for match in _REFERENCE.finditer(body)}
-    body = _METHOD.sub(r'data-method="\1"', body)
-    body = _ID.sub(
-        lambda match: f' id="{picture.name}-{match[1]}"' if match[1] in used else "", body
+    refers = r'(url\(#|href="#)([^")]+)'
+    used = {match[2] for match in re.finditer(refers, body)}
+    body = re.sub(r'\bid="method:([\w.-]+):\d+"', r'data-method="\1"', body)
+    body = re.sub(
+        r'\s\bid="([^"]+)"',
+        lambda match: f' id="{picture.name}-{match[1]}"' if match[1] in used else "",
+        body,
     )
-    body = _REFERENCE.sub(lambda match: f"{match[1]}{picture.name}-{match[2]}", body)
+    body = re.sub(refers, lambda match: f"{match[1]}{picture.name}-{match[2]}", body)
     body = body.replace("xlink:href", "href")
-    body = _FONT.sub(r"font-size: \1", body)
-    body = _COLOUR.sub(lambda match: _themed(match[0]), body)
+    body = re.sub(r"font: (\d[\d.]*px) [^;\"]*", r"font-size: \1", body)
+    body = re.sub(r"#[0-9a-fA-F]{6}\b", lambda match: _themed(match[0]), body)
     body = re.sub(r">\s*\n\s*<", ">\n<", body)
     start = Markup('<svg {} role="img" aria-label="{}" tabindex="0">')
     # The body is matplotlib's, which has escaped the texts.
