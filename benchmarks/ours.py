@@ -10,8 +10,8 @@ from torch import nn
 from benchmarks.settings import Settings
 from benchmarks.timing import Run
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import factor_sums
+from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap

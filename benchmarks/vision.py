@@ -12,8 +12,8 @@ from benchmarks.report import FASTEST_PEER, Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits.problem import Problem
 from laplace_debias.curvature.fits.sums import eigenbases, factor_sums
+from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap

@@ -13,7 +13,7 @@ from torch.utils.data import SequentialSampler, Subset
 
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches

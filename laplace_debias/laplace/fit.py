@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint, check_folder
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import fingerprint

@@ -13,9 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.fits.directions import Factor, Rows
-from laplace_debias.curvature.fits.forward import ForwardPasses
-from laplace_debias.curvature.fits.problem import Problem, Seen
-from laplace_debias.curvature.fits.sums import FactorSums, SideSums, factor_sums, owned_factors
+from laplace_debias.curvature.fits.sums import FactorSums, ForwardPasses, RunningSums, factor_sums
+from laplace_debias.curvature.fits.sweep import Problem, Seen
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Placed, Stream
@@ -139,7 +138,7 @@ class Reading:
 
     def _read(self, target: int) -> None:
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]] = [[] for _ in self.folds]
-        inputs = [SideSums(self.problem, 1) for _ in self.folds]
+        inputs = [RunningSums(self.problem) for _ in self.folds]
         num_drawn, ranks = torch.zeros(len(self.folds), dtype=torch.long), self.problem.ranks
         before = [fold.num_read for fold in self.folds]
         while self.num_drawn + int(num_drawn.sum()) < target:
@@ -156,8 +155,7 @@ class Reading:
         for k, fold in enumerate(self.folds):
             of_fold = inputs.pop(0)
             if fold.num_read > before[k]:
-                (of_inputs,) = owned_factors(self.problem, of_fold)
-                fold.inputs = _added(fold.inputs, of_inputs)
+                fold.inputs = _added(fold.inputs, of_fold.owned(1))
             if num_drawn[k]:
                 placed = Placed(_joined(drawn[k]), lambda _, seen: place(seen))
                 sums, seen = factor_sums(self.problem, placed, self.num_drawn)
@@ -168,7 +166,7 @@ class Reading:
         self,
         pair: tuple[Any, ...] | None,
         sizes: Sequence[int],
-        inputs: Sequence[SideSums],
+        inputs: Sequence[RunningSums],
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]],
     ) -> Int[Tensor, " folds"]:
         """Draw examples of all processes' batches, of which every fourth belongs to a fold."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, SupportsIndex
 
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.laplace.data_size import Expected, expected_of_given
 from laplace_debias.laplace.fitted import Fitted

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import Factor, Rows
-from laplace_debias.curvature.fits.forward import ForwardPasses
-from laplace_debias.curvature.fits.problem import Problem
-from laplace_debias.curvature.fits.sums import SideSums, factor_sums, owned_factors
+from laplace_debias.curvature.fits.sums import ForwardPasses, RunningSums, factor_sums
+from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.layers.backends import HookStream
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
@@ -96,10 +95,10 @@ def test_input_factors_of_both_passes_agree(name: str):
         cotangents, blocks, HookStream(Tap(shadow(model)), blocks), torch.float64, None
     )
     factors, _ = factor_sums(problem, [(x, y)])
-    inputs, forward = SideSums(problem, 1), ForwardPasses(problem)
+    inputs, forward = RunningSums(problem), ForwardPasses(problem)
     outputs = [forward(x[part], y[part], inputs) for part in (slice(0, 2), slice(2, 6))]
     torch.testing.assert_close(torch.cat(outputs), model(x))
-    (found,) = owned_factors(problem, inputs)
+    found = inputs.owned(1)
     assert set(found) == {block for block in problem.blocks if not block.is_exact}
     for block, A in found.items():
         torch.testing.assert_close(dense(A), dense(factors[block][1]), rtol=1e-12, atol=1e-13)

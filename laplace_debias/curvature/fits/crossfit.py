@@ -35,9 +35,16 @@ from laplace_debias.curvature.fits.directions import (
     resolution,
 )
 from laplace_debias.curvature.fits.kfac import assemble, exact_sums, fit_diagonal
-from laplace_debias.curvature.fits.over_ranks import owners_by_cost, shared_bases
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
-from laplace_debias.curvature.fits.sums import FactorSums, Sums, add_to, eigenbases, factor_sums
+from laplace_debias.curvature.fits.sums import (
+    FactorSums,
+    Sums,
+    add_to,
+    eigenbases,
+    factor_sums,
+    owners_of,
+    shared_bases,
+)
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
 from laplace_debias.curvature.network.inputs import join, take
@@ -145,7 +152,7 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
     if problem.ranks.size > 1:
         bases = shared_bases(problem, bases)
         parts = {block: (of_block,) for block, of_block in table.items()}
-        shared = problem.ranks.share(parts, owners_by_cost(problem.blocks, problem.ranks.size))
+        shared = problem.ranks.share(parts, owners_of(problem))
         table = {block: of_block for block, (of_block,) in shared.items() if of_block is not None}
     return CurvatureFit(assemble(problem, bases, table), seen)
 
@@ -201,7 +208,7 @@ def crossfit_with_replicates(
         parts[block] = [basis.U_G, basis.U_A, table, basis.U_G, basis.U_A, basis.magnitudes]
         for (along_G, U_G), (along_A, U_A) in without:
             parts[block] += [U_G, U_A, outer(along_G, along_A)]
-    owners = owners_by_cost(problem.blocks, problem.ranks.size)
+    owners = owners_of(problem)
     shared = problem.ranks.share(parts, owners)
     found: list[dict[str, LinearOperator]] = [{} for _ in range(2 + len(sizes))]
     for block, of_block in shared.items():
@@ -340,8 +347,7 @@ def exact_crossfit(
                     found.append((of_others, within.lifted(basis)))
             (along_G, U_G), (along_A, U_A) = found
             bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
-        if problem.ranks.size > 1:
-            bases = shared_bases(problem, bases)
+        bases = shared_bases(problem, bases)
         of_fold = exact_sums(problem, bases, fold.pairs, fold.first)[0]
         for block in list(of_fold):
             squares = bases.pop(block).pooled(of_fold.pop(block), problem.dtype)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.directions import eigh, pooled, resolution
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.sums import check_finite_sums
-from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen, Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
@@ -64,7 +63,7 @@ def sweep_rows(
     kept = None if sums is None else {"rows": sums, "extremes": extremes}
     sweep = Sweep(problem, measure, collect, sums=kept, extra_bytes=row_bytes, joins_blocks=True)
     seen = sweep.over(batches, first)
-    check_finite_sums({block: [torch.cat(of)] for block, of in extremes.items() if of})
+    check_finite_sums([(block, torch.cat(of)) for block, of in extremes.items() if of])
     return seen
 
 

@@ -11,8 +11,6 @@ from laplace_debias.curvature.fits.directions import (
     ekfac_magnitudes,
     outer,
 )
-from laplace_debias.curvature.fits.over_ranks import to_all
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.fits.sums import (
     Sums,
     add_to,
@@ -20,8 +18,9 @@ from laplace_debias.curvature.fits.sums import (
     eigenbases,
     factor_pass,
     factor_sums,
+    to_all,
 )
-from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen, Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Pairs
@@ -37,7 +36,7 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
     factors, seen = factor_sums(problem, directions)
     bases = eigenbases(problem, factors, seen.weight)
     if magnitudes is None:
-        return CurvatureFit(assemble(problem, bases, {b: bases[b].magnitudes for b in bases}), seen)
+        return CurvatureFit(assemble(problem, bases, None), seen)
     table, measured = curvature_along(problem, bases, magnitudes, seen.num_examples)
     return CurvatureFit(assemble(problem, bases, table), seen + measured)
 
@@ -57,13 +56,8 @@ def curvature_along(
         return is_thin(directions[block][side])
 
     seen = factor_pass(problem, batches, first, add, as_rows, dict(zip("GA", sides, strict=True)))
-    check_finite_sums({block: [side[block] for side in sides if block in side] for block in bases})
-    along_G = to_all(problem, sides[0], lambda block: tuple(bases[block].along_G.shape))
-    along_A = to_all(
-        problem,
-        sides[1],
-        lambda block: None if block.is_exact else tuple(bases[block].along_A.shape),
-    )
+    check_finite_sums([*sides[0].items(), *sides[1].items()])
+    along_G, along_A = to_all(problem, sides[0]), to_all(problem, sides[1])
     table = {}
     for block, G in along_G.items():
         ones = G.new_ones(*block.groups, 1)
@@ -92,12 +86,11 @@ def exact_sums(
 ) -> tuple[Sums, Seen]:
     """Exact curvature `[*groups, d_out, d_in]` along every direction, summed over examples."""
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
-    dtype = problem.dtype
+    dtype, sums = problem.dtype, dict[Block, Tensor]()
     rotations = {
         block: [U if U is None else U.to(dtype) for U in (basis.U_G, basis.U_A)]
         for block, basis in bases.items()
     }
-    sums: Sums = {}
 
     def measure(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
         return ekfac_magnitudes(layer, block, uses, *rotations[block])
@@ -106,13 +99,8 @@ def exact_sums(
         add_to(sums, block, squares.to(problem.factor_dtype))
 
     seen = Sweep(problem, measure, collect, sums={"table": sums}).over(batches, first)
-    check_finite_sums({block: [squares] for block, squares in sums.items()})
-
-    def shape(block: Block) -> tuple[int, ...]:
-        bases_of_block = zip(block.shape, (bases[block].U_G, bases[block].U_A), strict=True)
-        return (*block.groups, *(U.shape[-1] + 1 if is_thin(U) else d for d, U in bases_of_block))
-
-    return to_all(problem, sums, shape), seen
+    check_finite_sums(list(sums.items()))
+    return to_all(problem, sums), seen
 
 
 def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
@@ -132,16 +120,17 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
 def assemble(
     problem: Problem,
     bases: dict[Block, Eigenbasis],
-    table: dict[Block, Float[Tensor, "*groups d_out d_in"]],
+    table: dict[Block, Float[Tensor, "*groups d_out d_in"]] | None,
 ) -> BlockDiagonal:
-    """The curvature from directions and magnitudes, in the model's dtype.
+    """The curvature from directions and magnitudes, in the model's dtype; None for their own.
 
     Bases and table are emptied on the way, so that no more than one block is there twice.
     """
     blocks: dict[str, EigenKronecker] = {}
     for block in problem.blocks:
         basis = bases.pop(block)
-        of_block = EigenKronecker(basis.U_G, basis.U_A, table.pop(block))
+        magnitudes = outer(basis.along_G, basis.along_A) if table is None else table.pop(block)
+        of_block = EigenKronecker(basis.U_G, basis.U_A, magnitudes)
         blocks[block.name] = of_block.to(problem.dtype)
     return BlockDiagonal(blocks)
 

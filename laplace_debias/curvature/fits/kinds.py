@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from laplace_debias.curvature.fits.crossfit import fit_crossfit
 from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fit_low_rank
 from laplace_debias.curvature.fits.kfac import FITS
-from laplace_debias.curvature.fits.problem import CurvatureFit, Problem
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.system.checks import whole
 

@@ -1,4 +1,7 @@
-"""Sums over data, block by block: factors, and the eigenbases that are made of them."""
+"""Sums over data, block by block: factors, and the eigenbases that are made of them.
+
+Several processes sum each block's factors at one of them, its owner, which decomposes them for all.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,95 +18,97 @@ from laplace_debias.curvature.fits.directions import (
     moments,
 )
 from laplace_debias.curvature.fits.factors import measured_gradients, measured_inputs
-from laplace_debias.curvature.fits.over_ranks import (
-    factor_shape,
-    owners_by_cost,
-    shared_bases,
-    to_owners,
-)
-from laplace_debias.curvature.fits.problem import Problem, Seen
-from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.fits.sweep import Problem, Seen, Sweep
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.outputs import check_outputs
 
 Sums = dict[Block, Tensor]
 # G and A of every block; a diagonal factor is a vector, one of few examples is their rows.
 FactorSums = dict[Block, tuple[Factor, Factor]]
-RowsOf = dict[Block, list[Tensor]]
 # Small factors of so many numbers in all are decomposed together.
 _TOGETHER = 2**20
 
 
-class SideSums:
-    """Factors of one side of the blocks, summed batch by batch: rows while they are few.
+class RunningSums:
+    """Factors of the blocks, summed batch by batch: rows while they are few.
 
-    Of streamed factors rows are kept whose number has a bound: see `Rows.most`. Side 0 is G, side 1
-    is A.
+    Of streamed factors rows are kept whose number has a bound: see `Rows.most`. Everything is by
+    side: 0 is G, 1 is A.
     """
 
-    def __init__(self, problem: Problem, side: int) -> None:
-        self.problem, self.side = problem, side
-        self.sums: Sums = {}
-        self.rows: RowsOf = {}
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.sums: tuple[Sums, Sums] = {}, {}
+        self.rows: tuple[dict[Block, list[Tensor]], dict[Block, list[Tensor]]] = {}, {}
         # The traces that compressed rows leave.
-        self.rests: Sums = {}
+        self.rests: tuple[Sums, Sums] = {}, {}
 
-    def add(self, block: Block, factor: Factor) -> None:
+    def add(self, block: Block, side: int, factor: Factor) -> None:
         """Add a batch's factor."""
+        sums, dtype = self.sums[side], self.problem.factor_dtype
         if not isinstance(factor, Rows):
             # The sum has the dtype of the first.
-            is_first, dtype = block not in self.sums, self.problem.factor_dtype
-            add_to(self.sums, block, factor.to(dtype) if is_first else factor)
+            add_to(sums, block, factor if block in sums else factor.to(dtype))
             return
-        kept, d = self.rows.setdefault(block, []), block.shape[self.side]
-        if block.is_streamed(self.side):
-            rows = factor.rows.to(self.problem.factor_dtype)
-            check_finite_sums({block: [rows]})
-            total = Rows(kept[0] if kept else rows[:0], self.rests.get(block, 0.0), block.most_rows)
+        kept, d = self.rows[side].setdefault(block, []), block.shape[side]
+        if block.is_streamed(side):
+            rows, rests = factor.rows.to(dtype), self.rests[side]
+            check_finite_sums([(block, rows)])
+            total = Rows(kept[0] if kept else rows[:0], rests.get(block, 0.0), block.most_rows)
             for part in rows.split(2 * (block.rank or 1)):
                 total = Rows(torch.cat([total.rows, part]), total.rest, total.most).compressed()
-            kept[:], self.rests[block] = [total.rows], torch.as_tensor(total.rest).to(rows)
+            kept[:], rests[block] = [total.rows], torch.as_tensor(total.rest).to(rows)
             return
         kept.append(factor.rows)
-        if sum(map(len, kept)) >= (d // 2 + 1 if self.side else d):
-            self._multiply(block)
+        if sum(map(len, kept)) >= (d // 2 + 1 if side else d):
+            add_to(sums, block, moments(torch.cat(self.rows[side].pop(block))).to(dtype))
 
-    def few(self) -> dict[Block, Rows]:
+    def owned(self, side: int) -> dict[Block, Factor]:
+        """Sums of all processes, of the blocks that this process owns."""
+        few, sums, problem = self._few(side), self.sums[side], self.problem
+        parts = []
+        for block in problem.blocks:
+            if block in few:
+                parts.append((block, few[block].rows))
+            elif block in sums:
+                parts.append((block, sums[block]))
+        check_finite_sums(parts)
+        owners, ranks = owners_of(problem), problem.ranks
+        found = {**few, **ranks.sum_to_owners(of_all_blocks(problem, sums), owners)}
+        return {b: found[b] for b in problem.blocks if b in found and owners[b] == ranks.rank}
+
+    def _few(self, side: int) -> dict[Block, Rows]:
         """Factors of all processes' rows where these are so few that no matrix is made of them.
 
         What is left are matrices.
         """
-        problem, side = self.problem, self.side
+        problem, rows_of, sums = self.problem, self.rows[side], self.sums[side]
         own: dict[str, tuple[int | None, float]] = {}
         for block in problem.blocks:
-            num_rows = None if block in self.sums else sum(map(len, self.rows.get(block, [])))
-            own[block.name] = num_rows, float(self.rests.get(block, 0.0))
-        of_ranks, few = problem.ranks.exchange(own), dict[Block, float]()
+            num_rows = None if block in sums else sum(map(len, rows_of.get(block, [])))
+            own[block.name] = num_rows, float(self.rests[side].get(block, 0.0))
+        of_ranks, few, joined = problem.ranks.exchange(own), dict[Block, float](), []
         for block in problem.blocks:
             counts, rests = zip(*(of_rank[block.name] for of_rank in of_ranks), strict=True)
             is_few = None not in counts and 0 < 2 * sum(counts) <= block.shape[side]
             if is_few or block.is_streamed(side):
                 few[block] = sum(rests)
-        joined = []
-        for block in few:
-            none = torch.zeros(0, *block.groups, block.shape[side], device=problem.device)
-            joined.append(torch.cat([none.to(problem.dtype), *self.rows.pop(block, [])]))
-        for block in list(self.rows):
-            self._multiply(block)
-        if not few:
-            return {}
-        of_all = problem.ranks.on_all(joined)
-        assert of_all is not None
+                none = torch.zeros(0, *block.groups, block.shape[side], device=problem.device)
+                joined.append(torch.cat([none.to(problem.dtype), *rows_of.pop(block, [])]))
+        for block in list(rows_of):
+            rows = moments(torch.cat(rows_of.pop(block)))
+            add_to(sums, block, rows.to(problem.factor_dtype))
         factors = {}
-        for (block, rest), rows in zip(few.items(), of_all, strict=True):
+        of_all = problem.ranks.on_all(joined) if few else []
+        for (block, rest), rows in zip(few.items(), of_all or [], strict=True):
             most = block.most_rows if block.is_streamed(side) else None
             factors[block] = Rows(rows.to(problem.factor_dtype), rest, most)
         return factors
-
-    def _multiply(self, block: Block) -> None:
-        rows = torch.cat(self.rows.pop(block))
-        add_to(self.sums, block, moments(rows).to(self.problem.factor_dtype))
 
 
 def factor_pass(
@@ -141,65 +146,76 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
 
     On several processes they are those of all, and each block's are at its owner alone.
     """
-    gradients, inputs = sides = SideSums(problem, 0), SideSums(problem, 1)
-
-    def add(block: Block, side: int, factor: Factor) -> None:
-        sides[side].add(block, factor)
-
-    sums: dict[str, Any] = {"G": gradients.sums, "A": inputs.sums}
-    sums |= {"rows": gradients.rows, "input rows": inputs.rows}
-    sums |= {"rests": gradients.rests, "input rests": inputs.rests}
-    seen = factor_pass(problem, batches, first, add, Block.is_streamed, sums)
-    owned_G, owned_A = owned_factors(problem, gradients, inputs)
-    # What an exact block is multiplied with, once an example.
-    return {
-        block: (G, _ones(problem, block, seen.weight) if block.is_exact else owned_A[block])
-        for block, G in owned_G.items()
-    }, seen
-
-
-def owned_factors(problem: Problem, *sides: SideSums) -> list[dict[Block, Factor]]:
-    """Sums of all processes, side by side, of the blocks that this process owns."""
-    few = [of_side.few() for of_side in sides]
-    found = {
-        block: [of.sums[block] for of in sides if block in of.sums]
-        + [of_few[block].rows for of_few in few if block in of_few]
-        for block in problem.blocks
-    }
-    check_finite_sums({block: parts for block, parts in found.items() if parts})
-    owners, owned = owners_by_cost(problem.blocks, problem.ranks.size), []
-    for of_side, of_few in zip(sides, few, strict=True):
-        of_sums = {b: factor_shape(b, of_side.side) for b in problem.blocks if b not in of_few}
-        factors: dict[Block, Factor] = {**of_few, **to_owners(problem, of_side.sums, of_sums.get)}
-        mine = [block for block, owner in owners.items() if owner == problem.ranks.rank]
-        owned.append({block: factors[block] for block in mine if block in factors})
-    return owned
+    running = RunningSums(problem)
+    sums: dict[str, Any] = {}
+    for side, name in enumerate(("G", "A")):
+        sums[name], sums[f"rows of {name}"] = running.sums[side], running.rows[side]
+        sums[f"rests of {name}"] = running.rests[side]
+    seen = factor_pass(problem, batches, first, running.add, Block.is_streamed, sums)
+    owned_G, owned_A = running.owned(0), running.owned(1)
+    factors: FactorSums = {}
+    for block, G in owned_G.items():
+        if block.is_exact:
+            # What it is multiplied with, once an example.
+            ones = torch.full((*block.groups, 1, 1), seen.weight, device=problem.device)
+            owned_A[block] = ones.to(problem.factor_dtype)
+        factors[block] = G, owned_A[block]
+    return factors, seen
 
 
-def _ones(problem: Problem, block: Block, weight: float) -> Tensor:
-    shape = (*block.groups, 1, 1)
-    return torch.full(shape, weight, dtype=problem.factor_dtype, device=problem.device)
+class ForwardPasses:
+    """Runs the network forward, and sums A of its weight blocks on the way."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._blocks = [block for block in problem.blocks if not block.is_exact]
+        self._tap = Tap(problem.network, self._blocks)
+        self._positions: PositionFinder | None = None
+
+    def __call__(self, x: Inputs, y: Tensor, running: RunningSums) -> Tensor:
+        """The outputs for a batch, whose inputs of layers are added to `running`."""
+        problem, tap = self._problem, self._tap
+        outputs = tap.forward(move(x, problem.device, None), graph=False)
+        check_outputs(outputs)
+        uses = tap.uses
+        tap.forget()
+        if self._positions is None:
+            self._positions = PositionFinder(
+                problem.network, self._blocks, problem.cotangents, uses, outputs
+            )
+        masks = self._positions.find(x, y)
+        for block in self._blocks:
+            of_layer = [use.x for use in uses if use.layer == block.layer]
+            layer, of_masks = tap.network.get_submodule(block.layer), masks.get(block.layer)
+            for A in measured_inputs(layer, block, of_layer, of_masks, block.is_streamed(1)):
+                running.add(block, 1, A)
+        return outputs
 
 
-def check_finite_sums(sums: Mapping[Block, Sequence[Tensor]]) -> None:
+def check_finite_sums(parts: Sequence[tuple[Block, Tensor]]) -> None:
     """Require what was summed over the data to be finite, block by block.
 
     What is not finite in one batch is not in the sum either, so that the host waits for the device
     once, behind the last batch.
     """
-    extremes = [torch.stack(torch.aminmax(part)).double() for of in sums.values() for part in of]
-    if not extremes:
-        return
-    is_finite = iter(torch.stack(extremes).isfinite().all(1).tolist())
-    for block, of_block in sums.items():
-        found = [next(is_finite) for _ in of_block]
-        if not all(found):
+    extremes = [torch.stack(torch.aminmax(part)).double() for _, part in parts]
+    are_finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
+    for (block, _), is_finite in zip(parts, are_finite, strict=True):
+        if not is_finite:
             layer = f"layer {block.layer!r}" if block.layer else "the model"
             raise ValueError(
                 f"The curvature of {block.name} holds NaN or Inf: the inputs of {layer}, or the "
                 "gradients at its outputs, hold Inf or overflow when they are squared. Look for "
                 "Inf in the data, rescale it, or convert the model to a wider dtype."
             )
+
+
+def add_to(sums: Sums, block: Block, value: Tensor) -> None:
+    """Add a value to a block's sum, which may not exist yet."""
+    if block in sums:
+        sums[block] += value
+    else:
+        sums[block] = value
 
 
 def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block, Eigenbasis]:
@@ -212,8 +228,8 @@ def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block,
     sums.clear()
     alike: dict[Any, list[tuple[Block, int]]] = {}
     for place, factor in factors.items():
-        kind = (None, factor) if isinstance(factor, Tensor) else (factor.most, factor.rows)
-        alike.setdefault((type(factor), kind[0], kind[1].shape), []).append(place)
+        most, of = (factor.most, factor.rows) if isinstance(factor, Rows) else (None, factor)
+        alike.setdefault((type(factor), most, of.shape), []).append(place)
     pairs: dict[tuple[Block, int], Eigenpairs] = {}
     for (*_, shape), places in alike.items():
         step = max(1, _TOGETHER // max(1, shape.numel()))
@@ -226,12 +242,67 @@ def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block,
     for block in [block for block, side in pairs if side == 0]:
         (along_G, U_G), (along_A, U_A) = pairs.pop((block, 0)), pairs.pop((block, 1))
         bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
-    return shared_bases(problem, bases) if problem.ranks.size > 1 else bases
+    return shared_bases(problem, bases)
 
 
-def add_to(sums: Sums, block: Block, value: Tensor) -> None:
-    """Add a value to a block's sum, which may not exist yet."""
-    if block in sums:
-        sums[block] += value
-    else:
-        sums[block] = value
+def factor_shape(block: Block, side: int) -> tuple[int, ...] | None:
+    """The shape of the factor G (side 0) or A (side 1); an exact block has no A."""
+    if side and block.is_exact:
+        return None
+    d = block.shape[side]
+    is_diagonal = block.has_diagonal_A if side else block.has_diagonal_G
+    return (d,) if is_diagonal else (*block.groups, d, d)
+
+
+def owners_of(problem: Problem) -> dict[Block, int]:
+    """The rank that decomposes each block: the longest first, each to the rank with least to do.
+
+    A factor of d columns takes d³; a diagonal one nothing.
+
+    Reference:
+        Graham (1969), "Bounds on multiprocessing timing anomalies".
+    """
+    owners, loads = dict.fromkeys(problem.blocks, 0), [0] * problem.ranks.size
+    if problem.ranks.size == 1:
+        return owners
+    costs = dict.fromkeys(problem.blocks, 0)
+    for block in problem.blocks:
+        for shape in (factor_shape(block, 0), factor_shape(block, 1)):
+            if shape is not None and len(shape) > 1:
+                costs[block] += block.num_groups * shape[-1] ** 3
+    for block in sorted(costs, key=costs.__getitem__, reverse=True):
+        owners[block] = loads.index(min(loads))
+        loads[owners[block]] += costs[block]
+    return owners
+
+
+def of_all_blocks(problem: Problem, sums: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+    """The blocks' sums on this process in the order of all; one without examples has zeros."""
+    if problem.ranks.size == 1:
+        return dict(sums)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for of_rank in problem.ranks.exchange({b.name: tuple(of.shape) for b, of in sums.items()}):
+        shapes |= of_rank
+    complete, dtype = {}, problem.factor_dtype
+    for block in problem.blocks:
+        if block in sums:
+            complete[block] = sums[block].contiguous()
+        elif block.name in shapes:
+            complete[block] = torch.zeros(shapes[block.name], dtype=dtype, device=problem.device)
+    return complete
+
+
+def to_all(problem: Problem, sums: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+    """The blocks' sums of all processes, on each."""
+    complete = of_all_blocks(problem, sums)
+    problem.ranks.sum(list(complete.values()))
+    return complete
+
+
+def shared_bases(problem: Problem, bases: dict[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
+    """The eigenbases of all blocks on every process, from those of each process's own blocks."""
+    if problem.ranks.size == 1:
+        return bases
+    parts = {b: (of.U_G, of.U_A, of.along_G, of.along_A) for b, of in bases.items()}
+    shared = problem.ranks.share(parts, owners_of(problem))
+    return {block: Eigenbasis(*of) for block, of in shared.items()}  # type: ignore[arg-type]

@@ -1,98 +1,92 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.checkpoint import Progress, Sums
-from laplace_debias.curvature.fits.problem import Problem, Seen
-from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure
+from laplace_debias.curvature.fits.checkpoint import Checkpoint, Progress, Sums
+from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure, Stream
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import Faults, check_outputs
+from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.memory import MOST_GRANTED, granted, is_out_of_memory
+from laplace_debias.system.ranks import ALONE, Ranks
 
 
-class Adding:
-    """Takes what is measured of a chunk, and leaves out what was added of it before.
+@dataclass(frozen=True)
+class Problem:
+    """A network with its loss and blocks, and how its curvature is taken.
 
-    `before` says how often each block was added; `is_within` whether a sum was broken off.
+    Factors are summed and decomposed in `factor_dtype`. `memory_bound` is the bytes that one
+    chunk's output gradients may take, None as `granted` takes it. Sums over examples are summed
+    over `ranks`, and passes over the data saved in `checkpoint`.
     """
 
-    def __init__(self, add: Consume, before: Counter[Block]) -> None:
-        self._add, self._before, self._calls = add, before, Counter[Block]()
-        self.is_within = False
+    cotangents: Cotangents
+    blocks: Sequence[Block]
+    stream: Stream
+    factor_dtype: torch.dtype
+    memory_bound: int | None
+    ranks: Ranks = ALONE
+    checkpoint: Checkpoint | None = None
 
-    def __call__(self, block: Block, measured: Any) -> None:
-        """Add what was measured of a block."""
-        self._calls[block] += 1
-        if self._calls[block] <= self._before[block]:
-            return
-        self.is_within = True
-        self._add(block, measured)
-        self.is_within = False
+    @property
+    def network(self) -> nn.Module:
+        """The `shadow` of the trained network that is run."""
+        return self.stream.tap.network
 
-    def added(self, together: Sequence[Block] | None) -> Counter[Block]:
-        """How often each block was added; blocks that are added `together` all equally often."""
-        added = self._calls | self._before
-        if together is None:
-            return added
-        return Counter(dict.fromkeys(together, min(added[block] for block in together)))
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the Bayesian parameters."""
+        return self.network.get_parameter(self.blocks[0].parameters[0]).dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the Bayesian parameters are."""
+        return self.network.get_parameter(self.blocks[0].parameters[0]).device
 
-def run_by_halves(
-    part: slice,
-    size: int,
-    run: Callable[[slice, Adding], None],
-    add: Consume,
-    together: Sequence[Block] | None,
-    before: Counter[Block] | None = None,
-) -> int:
-    """Run examples chunk by chunk, and a chunk for which there is not enough memory by halves.
-
-    Such a chunk may be in the sums of some blocks already: its halves are added to the others.
-    Blocks of `together` are added once all of them are there; `before` says how often each was
-    added of these examples. Returns how many examples make a chunk from now on. Memory that runs
-    out for one example, or within a sum, is an error.
-    """
-    start = part.start
-    while start < part.stop:
-        chunk = slice(start, min(start + size, part.stop))
-        adding = Adding(add, before or Counter())
-        if not _runs(run, chunk, adding):
-            half = (chunk.stop - start) // 2
-            size = run_by_halves(chunk, half, run, add, together, adding.added(together))
-        start = chunk.stop
-    return size
+    def on(self, ranks: Ranks) -> "Problem":
+        """The same on several processes, with the labels of `fisher="mc"` that rank 0 draws."""
+        if ranks.size == 1:
+            return self
+        fisher = self.cotangents.fisher
+        fisher = replace(fisher, seed=ranks.exchange(fisher.seed)[0])
+        return replace(self, ranks=ranks, cotangents=replace(self.cotangents, fisher=fisher))
 
 
-def _runs(run: Callable[[slice, Adding], None], chunk: slice, adding: Adding) -> bool:
-    """Whether there was enough memory for a chunk; if not, what it held is let go of here."""
-    try:
-        run(chunk, adding)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        if adding.is_within or chunk.stop - chunk.start == 1:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise RuntimeError(
-                f"Not enough memory for {chunk.stop - chunk.start} example(s) ({reason}). Nothing "
-                'was fitted. Pass a smaller memory_bound=, use fisher="mc", or fewer parameters '
-                '(params="last_layer"); la.plan(loader) tells what a fit takes.'
-            ) from error
-        return False
-    return True
+@dataclass(frozen=True)
+class Seen:
+    """Sums over the examples of a pass: `nll` in nats, `num_outputs` how many numbers came out."""
+
+    num_examples: int
+    nll: float
+    num_outputs: float
+    weight: float
+
+    def __add__(self, other: "Seen") -> "Seen":
+        """The sums of two passes over different data."""
+        return Seen(
+            self.num_examples + other.num_examples,
+            self.nll + other.nll,
+            self.num_outputs + other.num_outputs,
+            self.weight + other.weight,
+        )
 
 
-def by_example(values: Tensor, factors: Tensor, dim: int) -> Tensor:
-    """Values times a factor for each example, which are along a dimension."""
-    shape = [1] * values.ndim
-    shape[dim] = -1
-    return values * factors.to(values).view(shape)
+@dataclass(frozen=True)
+class CurvatureFit:
+    """Curvature of the mean loss, and the data that it came from."""
+
+    curvature: BlockDiagonal
+    seen: Seen
 
 
 # A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
@@ -104,7 +98,7 @@ class Sweep:
     """A pass over data: every batch's blocks are measured and added up.
 
     A batch is pushed through the network in chunks, to keep the output gradients of all columns
-    within the memory bound; see `run_by_halves` for those that do not fit.
+    within the memory bound; chunks that do not fit are halved.
 
     Args:
         problem: The network and its blocks, the processes, and where passes are saved.
@@ -134,8 +128,7 @@ class Sweep:
         self.problem, self.measure, self.add = problem, measure, add
         self.sums, self.checkpoint = ({}, None) if sums is None else (sums, problem.checkpoint)
         self.additive, self.extra_bytes = additive, extra_bytes
-        self.together = problem.blocks if joins_blocks else None
-        self.with_inputs = with_inputs
+        self.joins_blocks, self.with_inputs = joins_blocks, with_inputs
         self.progress = Progress()
         self.positions: PositionFinder | None = None
 
@@ -160,7 +153,7 @@ class Sweep:
                 continue
             # The batches of a list are folds, and not those of the user.
             with faults.of_batch(None if placed.are_folds else number):
-                self._batch(place, *pair)
+                self._batch(place, pair)
             self.progress.num_batches += 1
             if self.checkpoint is not None:
                 self.checkpoint.done(self.progress, faults.read)
@@ -186,8 +179,15 @@ class Sweep:
         self.positions = PositionFinder(
             problem.network, problem.blocks, problem.cotangents, tap.uses, outputs
         )
-        columns = problem.cotangents.num_columns(outputs)
-        _check_columns(columns, outputs)
+        columns, num_outputs = problem.cotangents.num_columns(outputs), outputs[0].numel()
+        needed = columns * num_outputs * outputs.element_size()
+        if needed > MOST_GRANTED:
+            raise ValueError(
+                f"One example has {num_outputs} outputs of shape {tuple(outputs.shape[1:])}, and "
+                f"its exact loss Hessian has {columns} columns of as many numbers, {needed} bytes: "
+                'use fisher="mc", a column for each of mc_samples labels that are drawn from the '
+                'model, or fisher="empirical".'
+            )
         size = tap.output_bytes() + self.extra_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example")
         self.columns = min(columns, bound // size)
@@ -196,39 +196,71 @@ class Sweep:
         self.examples = max(1, bound // (_SHARE * self.columns * size))
         tap.forget()
 
-    def _batch(self, place: int, x: Inputs, y: Tensor, weights: Tensor | None = None) -> None:
-        """Measure a batch and add it up, chunk by chunk."""
-        if weights is not None and any(
-            b.is_joint or b.role == "table" for b in self.problem.blocks
-        ):
-            raise ValueError(
-                "Examples have weights, which neither joint=True nor an embedding's table takes: "
-                'leave out joint, or name other parameters (params="last_layer").'
-            )
-        progress = self.progress
+    def _batch(self, place: int, pair: tuple[Any, ...]) -> None:
+        """Measure a batch and add it up."""
+        _, y, *weights = pair
+        if weights:
+            for block in self.problem.blocks:
+                if block.is_joint or block.role == "table":
+                    raise ValueError(
+                        "Examples have weights, which neither joint=True nor an embedding's table "
+                        "takes: leave out joint, or name other parameters "
+                        '(params="last_layer").'
+                    )
+        self._chunks(place, pair, slice(0, len(y)), Counter())
+        self.progress.num_examples += len(y)
+        self.progress.weight += weight_of(pair)
 
-        def run(part: slice, adding: Adding) -> None:
-            of_part = None if weights is None else weights[part]
-            nll, num_outputs = self._chunk(
-                take(x, part), y[part], place + part.start, adding, of_part
-            )
-            progress.nll = progress.nll + nll
-            progress.num_outputs += num_outputs
+    def _chunks(
+        self, place: int, pair: tuple[Any, ...], part: slice, before: Counter[Block]
+    ) -> None:
+        """Run examples chunk by chunk, and a chunk for which there is not enough memory by halves.
 
-        everything = slice(0, len(y))
-        self.examples = run_by_halves(everything, self.examples, run, self.add, self.together)
-        progress.num_examples += len(y)
-        progress.weight += weight_of((x, y) if weights is None else (x, y, weights))
+        Such a chunk may be in the sums of some blocks already: its halves are added to the others;
+        `before` says how often each was added of these examples. Memory that runs out for one
+        example, or within a sum, is an error.
+        """
+        start = part.start
+        while start < part.stop:
+            chunk = slice(start, min(start + self.examples, part.stop))
+            adding, size = Adding(self.add, before), chunk.stop - start
+            try:
+                nll, num_outputs = self._chunk(place, pair, chunk, adding)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                if adding.is_within or size == 1:
+                    reason = next(iter(str(error).splitlines()), type(error).__name__)
+                    raise RuntimeError(
+                        f"Not enough memory for {size} example(s) ({reason}). Nothing was fitted. "
+                        'Pass a smaller memory_bound=, use fisher="mc", or fewer parameters '
+                        '(params="last_layer"); la.plan(loader) tells what a fit takes.'
+                    ) from error
+            else:
+                self.progress.nll = self.progress.nll + nll
+                self.progress.num_outputs += num_outputs
+                start = chunk.stop
+                continue
+            # Not within `except`, whose error holds what the chunk took.
+            self.examples, added = size // 2, adding.calls | before
+            if self.joins_blocks:
+                least = min(added[block] for block in self.problem.blocks)
+                added = Counter(dict.fromkeys(self.problem.blocks, least))
+            self._chunks(place, pair, chunk, added)
+            start = chunk.stop
 
     def _chunk(
-        self, x: Inputs, y: Tensor, key: int, adding: Adding, weights: Tensor | None
+        self, place: int, pair: tuple[Any, ...], part: slice, adding: "Adding"
     ) -> tuple[Tensor, float]:
         """Push a chunk through the network, forward and back; its loss and number of outputs."""
+        x, y = take(pair[0], part), pair[1][part]
+        weights = pair[2][part] if len(pair) > 2 else None
         roots = None if weights is None else weights.sqrt()
         told: list[tuple[Tensor, float]] = []
 
         def columns(outputs: Tensor) -> Tensor:
             check_outputs(outputs)
+            key = place + part.start
             cotangents, value = self.problem.cotangents(outputs, y, key, weights)
             size = len(y) if weights is None else float(weights.double().sum())
             told.append((value, outputs[0].numel() * size))
@@ -253,13 +285,27 @@ class Sweep:
         return told[0]
 
 
-def _check_columns(columns: int, outputs: Tensor) -> None:
-    """Require the cotangents of one example to be few enough to be made."""
-    needed = columns * outputs[0].numel() * outputs.element_size()
-    if needed > MOST_GRANTED:
-        raise ValueError(
-            f"One example has {outputs[0].numel()} outputs of shape {tuple(outputs.shape[1:])}, "
-            f"and its exact loss Hessian has {columns} columns of as many numbers, {needed} bytes: "
-            'use fisher="mc", a column for each of mc_samples labels that are drawn from the '
-            'model, or fisher="empirical".'
-        )
+class Adding:
+    """Takes what is measured of a chunk, and leaves out what was added of it before.
+
+    `before` says how often each block was added; `is_within` whether a sum was broken off.
+    """
+
+    def __init__(self, add: Consume, before: Counter[Block]) -> None:
+        self._add, self._before, self.calls = add, before, Counter[Block]()
+        self.is_within = False
+
+    def __call__(self, block: Block, measured: Any) -> None:
+        """Add what was measured of a block."""
+        self.calls[block] += 1
+        if self.calls[block] > self._before[block]:
+            self.is_within = True
+            self._add(block, measured)
+            self.is_within = False
+
+
+def by_example(values: Tensor, factors: Tensor, dim: int) -> Tensor:
+    """Values times a factor for each example, which are along a dimension."""
+    shape = [1] * values.ndim
+    shape[dim] = -1
+    return values * factors.to(values).view(shape)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
-from laplace_debias.curvature.fits.problem import Problem
+from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
