@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 
 import bring
 import pytest
 import torch
+from command_tasks import together
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys)
         assert posterior.read_bytes() == whole
 
 
-def test_a_warning_is_a_line_without_a_place_in_the_source(here):
+def test_a_warning_is_a_line_without_a_place_in_the_source(here, processes):
     """The noise was never given: a fit warns of it."""
     (here / "lines.py").write_text(
         "import numpy\nimport torch\nfrom torch import nn\n\n\n"
@@ -166,9 +166,9 @@ def test_a_warning_is_a_line_without_a_place_in_the_source(here):
         "    return {'train': torch.utils.data.TensorDataset(*pairs[0]), 'test': pairs}\n"
     )
     fit = ["fit", "--model=lines:build", "--data=lines:data", "--output=p.safetensors"]
-    command = [sys.executable, "-m", "laplace_debias", *fit, "--progress=false"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=here)
-    (line,) = found.stderr.splitlines()
+    (done,) = together(processes, 1, here, *fit, "--progress=false")
+    assert done.status == 0
+    (line,) = done.err.splitlines()
     assert line.startswith("Warning: ")
     assert "sigma" in line
     assert ".py" not in line

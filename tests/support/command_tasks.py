@@ -5,6 +5,7 @@ import io
 import os
 import socket
 import sys
+import warnings
 from dataclasses import dataclass
 
 
@@ -40,7 +41,9 @@ def command(rank, num_ranks, folder, port, arguments, modules=("nets",)):
     out, err = io.StringIO(), io.StringIO()
     os.environ.update(launched)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        streams = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+        # A process that has run another command has shown no warning yet.
+        with streams[0], streams[1], warnings.catch_warnings():
             status = main(list(arguments))
     finally:
         sys.path[:] = path
