@@ -27,8 +27,7 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.links import FORMULAS, Link
-from laplace_debias.laplace.search import DEFAULT_GRID, TEMPERATURES, Look, first_look
-from laplace_debias.laplace.tune import links_to_try
+from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, Look, links_to_try, search
 from laplace_debias.metrics import auroc
 from laplace_debias.sources import SourceSettings, load
 
@@ -111,10 +110,9 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
     data = [(validation.mean, validation.labels)]
     look = Look(predict, data, _SOFTMAX, None, "nll")
     by = links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None)
-    curve, _ = first_look(look, validation.grid, by)
-    link = curve.table.links[curve.link]
-    assert link is not None
-    return curve.table.prior_precision(curve.best), link
+    found, _ = search(look, validation.grid, by)
+    assert found.link is not None
+    return float(found), found.link
 
 
 def methods_of(validation: Moments) -> dict[str, tuple[float, Link]]:

@@ -12,14 +12,13 @@ from torch.distributions import Distribution
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.curvature.network.shadow import unwrapped
+from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.laplace import file, predictive
 from laplace_debias.laplace.export import export
 from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linearised import OutputChoice
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.parameters import BayesianParameters
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.laplace.predictor import Predictor
@@ -41,6 +40,9 @@ class Approximation(Predictor):
     A prior is set, and a fit put in the place of another, as a whole: other threads see what was
     there before or what is there after.
     """
+
+    # Told by the outputs of the first example that a fit predicts.
+    _default_link: Link | None = None
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -88,10 +90,6 @@ class Approximation(Predictor):
         return [self._subject]
 
     @property
-    def _known(self) -> BayesianParameters:
-        return self._subject.known
-
-    @property
     def _state(self) -> Fitted:
         if self._fitted is None:
             raise RuntimeError("Not fitted yet: call `fit(train_loader)` first.")
@@ -99,22 +97,45 @@ class Approximation(Predictor):
 
     @property
     def _unchanged_state(self) -> Fitted:
-        state = self._state
-        state.check_model()
-        return state
+        """The fit, of a model that is what it was then.
 
-    def _adopt(self, fitted: Fitted, **prior: Any) -> None:
-        """Make a fit the one that is predicted with, under the prior that holds by now."""
-        found = {name: getattr(fitted.subject, name) for name in ("likelihood", "parameters")}
-        with _EXCHANGE:
-            subject = self._subject.changed(**found, **prior)
-            self._fitted, self._subject = fitted.under(subject), subject
+        The Bayesian parameters are compared entry by entry. The others, of which a posterior of the
+        last layer has far more, are looked after as `Watch` says.
+        """
+        fitted = self._state
+        mean, known = fitted.posterior.mean, fitted.subject.known
+        check_no_autocast(mean.device)
+        plain = unwrapped(fitted.subject.model)
+        now = known.flat(plain)
+        if now.device != mean.device or now.dtype != mean.dtype:
+            raise RuntimeError(
+                f"The model has moved to {now.device}, {now.dtype} since the fit on "
+                f"{mean.device}, {mean.dtype}: move it back or fit again."
+            )
+        if not torch.equal(now, mean):
+            raise RuntimeError(
+                "The model's parameters have changed since the fit, so the posterior does "
+                "not describe them: fit again."
+            )
+        if wrong := fitted.watch.changed(plain, known.names, fitted.others):
+            raise RuntimeError(
+                f"{wrong[0]} has changed since the fit, so the posterior is not that of this "
+                "model: fit again."
+            )
+        return fitted
 
-    def _set(self, **prior: Any) -> None:
+    def _change(self, fitted: Fitted | None = None, **prior: Any) -> None:
+        """Put another fit or prior in the place of those that hold by now."""
         with _EXCHANGE:
-            subject = self._subject.changed(**prior)
-            if self._fitted is not None:
-                self._fitted = self._fitted.under(subject)
+            if fitted is None:
+                fitted, subject = self._fitted, self._subject.changed(**prior)
+            else:
+                likelihood, parameters = fitted.subject.likelihood, fitted.subject.parameters
+                subject = self._subject.changed(
+                    likelihood=likelihood, parameters=parameters, **prior
+                )
+                self._default_link = None
+            self._fitted = None if fitted is None else fitted.under(subject)
             self._subject = subject
 
     @property
@@ -129,7 +150,7 @@ class Approximation(Predictor):
         Raises:
             RuntimeError: Before the fit that finds the last layer.
         """
-        return self._known.names
+        return self._subject.known.names
 
     @property
     def block_names(self) -> list[str]:
@@ -138,7 +159,7 @@ class Approximation(Predictor):
         Raises:
             RuntimeError: Before the fit that finds the last layer.
         """
-        return self._known.block_names
+        return self._subject.known.block_names
 
     @property
     def posterior(self) -> GaussianPosterior:
@@ -180,7 +201,7 @@ class Approximation(Predictor):
 
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
-        self._set(prior_precision=value)
+        self._change(prior_precision=value)
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
@@ -195,7 +216,7 @@ class Approximation(Predictor):
 
     @prior_mean.setter
     def prior_mean(self, value: PriorMean) -> None:
-        self._set(given_mean=value)
+        self._change(given_mean=value)
 
     @property
     def temperature(self) -> float:
@@ -204,7 +225,7 @@ class Approximation(Predictor):
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._set(temperature=value)
+        self._change(temperature=value)
 
     @property
     def link(self) -> Link | None:
@@ -216,7 +237,7 @@ class Approximation(Predictor):
 
     @link.setter
     def link(self, value: str | Link | None) -> None:
-        self._set(link=value)
+        self._change(link=value)
 
     @property
     def sigma(self) -> Float[Tensor, "*outputs"]:
@@ -351,7 +372,7 @@ class Approximation(Predictor):
                 an error that is not positive. Else this raises what `functional` raises.
         """
         fitted, found = thinned(self._unchanged_state, x, error, positions)
-        self._adopt(fitted)
+        self._change(fitted)
         return found
 
     @together("save")
@@ -419,7 +440,11 @@ class Approximation(Predictor):
         export(state, Path(path), example, link)
 
     def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
-        return predictive.predict(self._unchanged_state, x, how, link)
+        fitted = self._unchanged_state
+        link = link or fitted.subject.link
+        if how.is_closed and link is None:
+            link = self._default_link = self._default_link or predictive.default_link(fitted, x)
+        return predictive.predict(fitted, x, how, link)
 
     def _uncertainty(self, x: Inputs | Record, how: Prediction) -> Uncertainty:
         return predictive.uncertainty(self._unchanged_state, x, how)

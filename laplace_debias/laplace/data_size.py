@@ -1,10 +1,9 @@
 """N, the number of training examples, and how processes agree about data before they share it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
-from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,9 +16,7 @@ from torch.utils.data import (
 )
 
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.fingerprint import checksum
-from laplace_debias.curvature.network.repeatable_data import mark_of
-from laplace_debias.curvature.network.shards import ShardedBatches, check_shared, refuse_same
+from laplace_debias.curvature.network.shards import ShardedBatches, check_shared
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import Ranks, current
 
@@ -134,31 +131,6 @@ def told_by(loader: Any) -> int | None:
         )
     is_plain = type(batches) is BatchSampler and type(sampler) in _TELL_BY_LENGTH
     return len(sampler) if is_plain else None  # type: ignore[arg-type]
-
-
-def first_batch(ranks: Ranks, own: list[Any]) -> list[Any]:
-    """The first batch of this process, in a list; without one that of the first rank with one."""
-    has_one = ranks.exchange(bool(own))
-    if all(has_one) or not any(has_one):
-        return own
-    donated = ranks.from_rank(own, has_one.index(True))
-    return own or donated
-
-
-def check_alike(
-    ranks: Ranks,
-    model: nn.Module,
-    block_names: list[str],
-    first: Iterable[tuple[Any, ...]],
-    is_shared: bool,
-) -> None:
-    """Require one model, and data of which no two processes have the same."""
-    if ranks.size == 1:
-        return
-    ranks.require_same(model=lambda: checksum(model), blocks=lambda: block_names)
-    marks = [mark_of(x, y) for x, y, *_ in first]
-    own = marks[0] if marks and not is_shared else None
-    refuse_same(ranks.exchange(own), "begins with the same batch")
 
 
 def check_held_out(*data: Batches) -> None:

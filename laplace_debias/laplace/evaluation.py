@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.distributions import Bernoulli, Distribution, MultivariateNormal, Normal
 
@@ -27,12 +27,13 @@ class Scored(NamedTuple):
     """The scores that a predictive gives to the targets that count, one row for each.
 
     The `values` are probabilities, `[n, C]` or for a single logit `[n]`; else means, `[n, C]`. Only
-    normals have `deviations`.
+    normals have `deviations`. Which terms of the batch count is `counted`.
     """
 
     values: Float[Tensor, "n *outputs"]
     log_probs: Float[Tensor, " n"]
     labels: Tensor
+    counted: Bool[Tensor, " terms"]
     deviations: Float[Tensor, "n *outputs"] | None = None
 
     @property
@@ -45,8 +46,8 @@ class Scored(NamedTuple):
 
 def joined(parts: Sequence[Sequence[Tensor | None]], what: str) -> list[Tensor]:
     """The columns of several batches in one, of all processes that share them."""
-    columns = [[x for x in column if x is not None] for column in zip(*parts, strict=True)]
-    of_all = current().on_all([torch.cat(column) for column in columns if column] or None)
+    columns = [torch.cat(of) for of in zip(*parts, strict=True) if of[0] is not None]
+    of_all = current().on_all(columns or None)
     if of_all is None:
         raise ValueError(f"The loader holds no batch: nothing to {what}.")
     if not len(of_all[0]):
@@ -156,7 +157,8 @@ def score(
     deviations = None
     if isinstance(predictive, Normal | MultivariateNormal):
         deviations = predictive.variance.reshape(values.shape)[counted].sqrt()
-    return Scored(values[counted], log_probs.flatten()[counted], labels[counted], deviations)
+    of_counted = values[counted], log_probs.flatten()[counted], labels[counted]
+    return Scored(*of_counted, counted, deviations)
 
 
 def _flat(predictive: Distribution) -> tuple[Tensor, Tensor]:

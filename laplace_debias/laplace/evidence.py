@@ -6,50 +6,87 @@ $$\tfrac D2 \log\delta - \tfrac{\delta S}2 - \tfrac12\sum_i \log(h_i + \delta),$
 whose slope in log δ is half of $\sum_i h_i / (h_i + \delta) - \delta S$: the number of parameters
 that the data determine, less δ S (MacKay's fixed point). The first falls in δ, the second rises. So
 there is one optimum, the slope's only root, and groups do not see each other.
+
+A regression's noise is tuned with it: a fit at σ₀ tells the posterior at every σ = k σ₀, as the
+residuals stay, and the curvature C of the mean loss becomes k⁻² C. No data is read.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, NORMS, TRANSPOSED
 from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.posterior import counted
+from laplace_debias.laplace.posterior import applied, counted
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")
-
-
-def kind_of(model: nn.Module, block: Block) -> str:
-    """The kind of a block's parameters.
-
-    `"linear"` and `"convolution"` weights (with their biases where they make one block),
-    `"embedding"` tables, `"normalisation"` scales and shifts, `"bias"`, or `"other"`.
-    """
-    if block.role == "entries":
-        return "other"
-    layer = model.get_submodule(block.parameters[0].rpartition(".")[0])
-    if isinstance(layer, NORMS):
-        return "normalisation"
-    if block.role == "table":
-        return "embedding"
-    if block.role == "bias":
-        return "bias"
-    return "convolution" if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) else "linear"
-
-
 BOUNDS = (1e-8, 1e8)
 """The range of δ that is searched."""
+# The range of γ = δ k² that is searched with the noise, in powers of ten.
+_RANGE = 20
 
 
-def maximise_marginal_likelihood(
-    log_marginal_likelihood: Callable[[Tensor], Tensor], bounds: tuple[float, float] = BOUNDS
-) -> Tuning:
+def by_evidence(
+    fitted: Fitted, sigma: bool | None, per: str | None
+) -> tuple[Tuning, Fitted | None]:
+    """The largest marginal likelihood; the fit with it if its noise was tuned, too."""
+    with_noise = tunes_noise(fitted, sigma)
+    found, tuned = tune_noise(fitted) if with_noise else (None, fitted)
+    if per is not None:
+        of_groups = tune_groups(tuned, per)
+        deltas = torch.tensor(of_groups.prior_precision, dtype=torch.float64)
+        tuned = replace(tuned, posterior=tuned.posterior.changed(prior_precision=deltas))
+        found = of_groups if found is None else replace(of_groups, sigma=found.sigma)
+    elif found is None:
+        found = tune_one(fitted)
+    return (found, tuned) if with_noise else (noting_assumed(found, fitted, sigma), None)
+
+
+def tunes_noise(fitted: Fitted, sigma: bool | None) -> bool:
+    """Whether the noise is tuned: where it is asked for, or was never given and can be."""
+    likelihood = fitted.subject.likelihood
+    if sigma is None:
+        is_assumed = type(likelihood) is Gaussian and likelihood.is_assumed
+        sigma = is_assumed and fitted.num_targets is not None
+    if not sigma:
+        return False
+    if type(likelihood) is not Gaussian:
+        raise ValueError(
+            f"sigma=True tunes the noise of Gaussian, not of {type(likelihood).__name__}: leave it "
+            "out."
+        )
+    if fitted.num_targets is None:
+        raise ValueError(
+            'sigma=True is not there for fisher="empirical", nor for a posterior file from before '
+            'sigma could be tuned: fit again, with fisher="exact" or "mc".'
+        )
+    # What `squared_residuals` takes the difference of, in double precision.
+    if 1e-12 * (abs(fitted.nll) + fitted.num_targets) >= squared_residuals(fitted):
+        raise ValueError(
+            "The residuals are zero beside sigma, to rounding: there is no noise to estimate. "
+            "Check that the targets are not the outputs, or fit with a smaller sigma."
+        )
+    return True
+
+
+def noting_assumed(found: Tuning, fitted: Fitted, sigma: bool | None) -> Tuning:
+    """With a note if a noise that nobody gave stays."""
+    likelihood = fitted.subject.likelihood
+    if sigma is not None or type(likelihood) is not Gaussian or not likelihood.is_assumed:
+        return found
+    note = "sigma was never given and is not tuned here: 1.0 is assumed (sigma=True tunes it)."
+    return replace(found, notes=(*found.notes, note))
+
+
+def tune_one(fitted: Fitted) -> Tuning:
     """Maximise the log marginal likelihood over one prior precision, on a logarithmic scale."""
     # Here, as it takes a third of a second to import.
     from scipy.optimize import minimize_scalar
@@ -58,18 +95,17 @@ def maximise_marginal_likelihood(
 
     def loss(log_delta: float) -> float:
         delta = torch.tensor(10.0**log_delta, dtype=torch.float64)
-        value = log_marginal_likelihood(delta).item()
+        value = fitted.log_marginal_likelihood(delta).item()
         table.append({"prior_precision": delta.item(), OF_EVIDENCE: value})
         return -value
 
-    low, high = (torch.tensor(bounds).log10()).tolist()
+    low, high = torch.tensor(BOUNDS).log10().tolist()
     result = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3})
     if min(result.x - low, high - result.x) < 1e-2:
         raise ValueError(
-            f"The marginal likelihood has no optimum between {bounds[0]:g} and {bounds[1]:g} "
+            f"The marginal likelihood has no optimum between {BOUNDS[0]:g} and {BOUNDS[1]:g} "
             f"(the search ended at {10**result.x:.3g}): tune on validation data instead."
         )
-
     table.sort(key=lambda row: row["prior_precision"])
     near = [row["prior_precision"] for row in table if row[OF_EVIDENCE] >= -result.fun - 0.5]
     return Tuning(10.0**result.x, OF_EVIDENCE, -result.fun, table, flat=(near[0], near[-1]))
@@ -98,7 +134,7 @@ def tune_groups(fitted: Fitted, per: str) -> Tuning:
     for index, block in enumerate(fitted.subject.known.blocks):
         name = block.name if per == "block" else kind_of(model, block)
         groups.setdefault(name, []).append(index)
-    together = maximise_marginal_likelihood(fitted.log_marginal_likelihood).prior_precision
+    together = tune_one(fitted).prior_precision
     assert isinstance(together, float)
     blocks, squares = list(posterior.curvature.blocks.values()), posterior.squared_distances()
     of_blocks = torch.zeros(len(blocks), dtype=torch.float64)
@@ -154,3 +190,110 @@ def _best(h: Tensor, counts: Tensor, square: float) -> float:
     if slope(high) >= 0:
         return BOUNDS[1]
     return math.exp(brentq(slope, low, high, xtol=1e-10))
+
+
+def kind_of(model: nn.Module, block: Block) -> str:
+    """The kind of a block's parameters.
+
+    `"linear"` and `"convolution"` weights (with their biases where they make one block),
+    `"embedding"` tables, `"normalisation"` scales and shifts, `"bias"`, or `"other"`.
+    """
+    if block.role == "entries":
+        return "other"
+    layer = model.get_submodule(block.parameters[0].rpartition(".")[0])
+    if isinstance(layer, NORMS):
+        return "normalisation"
+    if block.role == "table":
+        return "embedding"
+    if block.role == "bias":
+        return "bias"
+    return "convolution" if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) else "linear"
+
+
+def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
+    r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
+
+    With $P = k^{-2}(N C + \gamma)$, $\gamma = \delta k^2$, S = ‖θ* − μ‖² for the prior's mean μ and
+    the residuals' Q, the log marginal likelihood is, up to a constant,
+    $$-\frac{Q + \gamma S}{2k^2} - M\log k + \frac D2\log\gamma
+    - \frac12\log\det(N C + \gamma),$$
+    whose best k has a closed form, $k^2 = (Q + \gamma S)/M$. What is left is a search over γ. A σ
+    for each output keeps the ratios that it has.
+
+    Reference:
+        MacKay (1992), "Bayesian interpolation", for both hyperparameters by the evidence.
+    """
+    # Here, as it takes a third of a second to import.
+    from scipy.optimize import minimize_scalar
+
+    assert fitted.num_targets is not None
+    posterior = fitted.posterior
+    # At a temperature the likelihood is that of N/T examples.
+    M, Q, nll = (
+        value / posterior.temperature
+        for value in (fitted.num_targets, squared_residuals(fitted), fitted.nll)
+    )
+    D = len(posterior.mean)
+    S = posterior.from_prior_mean.double().square().sum().item()
+    table: list[dict[str, float]] = []
+
+    def loss(log_gamma: float) -> float:
+        gamma = 10.0**log_gamma
+        k = math.sqrt((Q + gamma * S) / M)
+        at_k = nll + 0.5 * Q * (k**-2 - 1) + M * math.log(k)
+        log_det = posterior.log_det_precision(
+            torch.tensor(gamma, dtype=torch.float64, device=posterior.mean.device)
+        ).item()
+        value = -at_k + 0.5 * (D * math.log(gamma) - gamma * S * k**-2 - log_det)
+        table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, OF_EVIDENCE: value})
+        return -value
+
+    # With the noise free there may be several optima: a grid finds the best of them.
+    coarse = [loss(power) for power in range(-_RANGE, _RANGE + 1)]
+    start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
+    if abs(start) == _RANGE:
+        raise ValueError(
+            "The marginal likelihood has no optimum in sigma and the prior precision together: "
+            "give sigma, and tune the prior precision on validation data."
+        )
+    result = minimize_scalar(
+        loss, bounds=(start - 1, start + 1), method="bounded", options={"xatol": 1e-4}
+    )
+    k = math.sqrt((Q + 10.0**result.x * S) / M)
+    delta = 10.0**result.x * k**-2
+    tuned = rescaled(fitted, k, delta)
+    assert isinstance(tuned.subject.likelihood, Gaussian)
+    table.sort(key=lambda row: row["prior_precision"])
+    return Tuning(
+        delta, OF_EVIDENCE, -result.fun, table, tuned.subject.likelihood.sigma.tolist()
+    ), tuned
+
+
+def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[float]) -> Fitted:
+    """The fit with σ multiplied by a factor, under another prior."""
+    old, share = fitted.posterior, factor**-2
+    assert isinstance(fitted.subject.likelihood, Gaussian)
+    assert fitted.num_targets is not None
+    deltas = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
+    curvature = old.curvature.map(lambda _, block: applied(block, lambda L: share * L))
+    squares = squared_residuals(fitted)
+    return replace(
+        fitted,
+        subject=replace(
+            fitted.subject,
+            likelihood=Gaussian(fitted.subject.likelihood.sigma * factor),
+            prior_precision=deltas,
+        ),
+        posterior=replace(old, curvature=curvature, prior_precision=deltas),
+        nll=fitted.nll + 0.5 * squares * (factor**-2 - 1) + fitted.num_targets * math.log(factor),
+    )
+
+
+def squared_residuals(fitted: Fitted) -> float:
+    """Q = Σ ‖(f − y)/σ‖² over the N examples."""
+    assert isinstance(fitted.subject.likelihood, Gaussian)
+    assert fitted.num_targets is not None
+    sigma = fitted.subject.likelihood.sigma
+    # The mean over outputs, of which there are as many as sigmas, or whose sigma is the same.
+    normaliser = fitted.subject.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
+    return 2 * (fitted.nll - fitted.num_targets * normaliser)

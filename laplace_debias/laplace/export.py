@@ -30,9 +30,9 @@ from laplace_debias.curvature.network.inputs import (
     call,
     join,
 )
-from laplace_debias.laplace import predictive
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.links import Link, link_from, variances_suffice
+from laplace_debias.laplace.predictive import Prediction, default_link, predict
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import frame
 from laplace_debias.system.files import check_target, written_atomically
@@ -44,11 +44,11 @@ Answers = dict[str, Tensor]
 
 def export(fitted: Fitted, path: Path, example: Inputs | Record, link: str | Link | None) -> None:
     """As `Laplace.export`."""
-    chosen = link_from(link, fitted.likelihood) or fitted.subject.link
-    if type(fitted.likelihood) not in (Bernoulli, Categorical, Gaussian, MultiLabel):
+    chosen = link_from(link, fitted.subject.likelihood) or fitted.subject.link
+    if type(fitted.subject.likelihood) not in (Bernoulli, Categorical, Gaussian, MultiLabel):
         raise NotImplementedError(
-            f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported: only "
-            "those of 'classification', 'binary', 'multilabel' and 'regression' can."
+            f"The predictive of a {type(fitted.subject.likelihood).__name__} cannot be exported: "
+            "only those of 'classification', 'binary', 'multilabel' and 'regression' can."
         )
     if path.suffix != ".pt2":
         raise ValueError(f"{path} ends in {path.suffix or 'no suffix'!r}: name it *.pt2.")
@@ -61,13 +61,13 @@ def export(fitted: Fitted, path: Path, example: Inputs | Record, link: str | Lin
                 "An exported program takes tensors alone, and the example holds something else "
                 "(None, a flag): fix it in a module around the model, and fit that."
             )
-        chosen = chosen or predictive.default_link(fitted, inputs)
+        chosen = chosen or default_link(fitted, inputs)
         if chosen is not None and chosen.name == "exact":
             raise NotImplementedError(
                 'link="exact" decomposes covariances, which is not exported: use "pairwise".'
             )
         program = _traced(_Predictive(fitted, inputs, chosen), inputs)
-        _check(program, inputs, predictive.closed(fitted, inputs, chosen))
+        _check(program, inputs, predict(fitted, inputs, Prediction(), chosen))
         buffer = io.BytesIO()
         with FORWARD_MODE:
             torch.export.save(program, buffer)
@@ -84,7 +84,7 @@ class _Predictive(nn.Module):
 
     def __init__(self, fitted: Fitted, example: Inputs, link: Link | None) -> None:
         super().__init__()
-        self.network, self.likelihood = fitted.subject.network, fitted.likelihood
+        self.network, self.likelihood = fitted.subject.network, fitted.subject.likelihood
         self._layer = _last_linear_layer(fitted, example)
         self._link, self._blocks = link, fitted.subject.known.blocks
         posterior = fitted.posterior

@@ -18,9 +18,8 @@ from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.parameters import FitSettings
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.laplace.subject import Subject
+from laplace_debias.laplace.subject import FitSettings, Subject
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
@@ -72,7 +71,7 @@ class Header:
         """The header of a fit; arguments and errors as `likelihood_to_json`."""
         settings, sharing = fitted.subject.settings, fitted.subject.settings.sharing
         return cls(
-            likelihood_to_json(fitted.likelihood, own_likelihood),
+            likelihood_to_json(fitted.subject.likelihood, own_likelihood),
             settings.kind.name,
             bool(settings.joint),
             sharing if isinstance(sharing, str) else dict(sharing),

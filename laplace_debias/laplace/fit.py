@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -16,11 +17,12 @@ from laplace_debias.curvature.fits.checkpoint import Checkpoint, check_folder
 from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.fingerprint import fingerprint
+from laplace_debias.curvature.network.fingerprint import checksum, fingerprint
+from laplace_debias.curvature.network.repeatable_data import mark_of
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
-from laplace_debias.curvature.network.shards import place_of
+from laplace_debias.curvature.network.shards import place_of, refuse_same
 from laplace_debias.laplace.anytime import Auto
-from laplace_debias.laplace.data_size import Expected, check_alike, expected_of_loader
+from laplace_debias.laplace.data_size import Expected, expected_of_loader
 from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.plan import check_room
@@ -76,7 +78,8 @@ def fit(
     _check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
     scheme.check(kind)
     check_no_autocast(subject.first_parameter.device)
-    expected = expected.over(ranks)
+    if ranks.size > 1:
+        expected = expected.over(ranks)
     bar = "fit" if progress and mode in ("full", "auto") else None
     with torch.inference_mode(False):
         (first, what), *others = scheme.fields.items()
@@ -84,12 +87,15 @@ def fit(
         streams = {first: stream}
         for field, called in others:
             streams[field] = subject.of_fit(getattr(scheme, field), generator, called, None)
-        if ranks.size > 1 and subject.settings.fisher.kind == "mc":
-            # Where labels are drawn it matters where examples are among those of all processes.
-            for one in streams.values():
-                one.place = place_of(ranks, one)
-        plain, names = unwrapped(subject.model), subject.known.block_names
-        check_alike(ranks, plain, names, stream.first, expected.is_shared)
+        if ranks.size > 1:
+            plain, names = unwrapped(subject.model), subject.known.block_names
+            if subject.settings.fisher.kind == "mc":
+                # It matters where examples are among those of all processes.
+                for one in streams.values():
+                    one.place = place_of(ranks, one)
+            ranks.require_same(model=lambda: checksum(plain), blocks=lambda: names)
+            marks = [] if expected.is_shared else [mark_of(x, y) for x, y, *_ in stream.first]
+            refuse_same(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
         check_room(problem, kind)
         if resume is not None:
             folds = getattr(scheme, "folds", None)
@@ -98,19 +104,15 @@ def fit(
             checkpoint = Checkpoint(Path(resume), identity, problem.device, ranks)
             problem = replace(problem, checkpoint=checkpoint)
         scheme = replace(scheme, **streams)
-
-        def fitted(found: CurvatureFit) -> Fitted:
-            return _fitted(subject, found, expected.given(found.seen.weight), mode)
-
-        state = scheme.fit(kind, problem, fitted)
+        state = scheme.fit(kind, problem, partial(_fitted, subject, expected, mode))
     if resume is not None:
         checkpoint.remove()
     return state
 
 
-def _fitted(subject: Subject, found: CurvatureFit, num_data: int, mode: str) -> Fitted:
+def _fitted(subject: Subject, expected: Expected, mode: str, found: CurvatureFit) -> Fitted:
     """The state of a fit, of the curvature that was found."""
-    seen, num_targets = found.seen, None
+    seen, num_targets, num_data = found.seen, None, expected.given(found.seen.weight)
     per_seen = num_data / seen.weight
     if type(subject.likelihood) is Gaussian and subject.settings.fisher.kind != "empirical":
         num_targets = seen.num_outputs * per_seen

@@ -4,15 +4,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprint import Watch
 from laplace_debias.curvature.network.inputs import Inputs, move
-from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
-from laplace_debias.laplace.links import Link
+from laplace_debias.curvature.network.shadow import unwrapped
 from laplace_debias.laplace.posterior import GaussianPosterior, check_prior_precision
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.operators import BlockDiagonal
@@ -84,7 +81,7 @@ class Fitted:
 
     The `nll` is summed over the N examples, in nats. For a `Gaussian` likelihood and a curvature
     that is proportional to σ⁻², `num_targets` is how many numbers the targets of the N examples
-    hold. The `default_links` hold the link that the first example's outputs told, once one came.
+    hold.
     """
 
     subject: Subject
@@ -95,7 +92,6 @@ class Fitted:
     num_targets: float | None = None
     watch: Watch = field(default_factory=Watch, repr=False)
     report: FitReport | None = None
-    default_links: list[Link | None] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):
@@ -105,46 +101,19 @@ class Fitted:
                 "Check both, or convert the model to a wider dtype."
             )
 
-    @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood of the outputs."""
-        return self.subject.likelihood
-
     def under(self, subject: Subject) -> "Fitted":
         """The same fit under another prior, at a temperature and with a link."""
-        prior = {k: getattr(subject, k) for k in ("prior_precision", "prior_mean", "temperature")}
-        return replace(self, subject=subject, posterior=self.posterior.changed(**prior))
+        posterior = self.posterior.changed(
+            prior_precision=subject.prior_precision,
+            prior_mean=subject.prior_mean,
+            temperature=subject.temperature,
+        )
+        return replace(self, subject=subject, posterior=posterior)
 
     def moved(self, x: Any) -> Inputs:
         """Inputs, or a batch with names, on the model's device; raises as `move`, `BatchReader`."""
         x = self.subject.read_batch.inputs(x)
         return move(x, self.posterior.mean.device, self.subject.dtypes)
-
-    def check_model(self) -> None:
-        """Require the model to be what it was at the fit.
-
-        The Bayesian parameters are compared entry by entry. The others, of which a posterior of the
-        last layer has far more, are looked after as `Watch` says.
-        """
-        mean = self.posterior.mean
-        check_no_autocast(mean.device)
-        plain = unwrapped(self.subject.model)
-        current = self.subject.known.flat(plain)
-        if current.device != mean.device or current.dtype != mean.dtype:
-            raise RuntimeError(
-                f"The model has moved to {current.device}, {current.dtype} since the fit on "
-                f"{mean.device}, {mean.dtype}: move it back or fit again."
-            )
-        if not torch.equal(current, mean):
-            raise RuntimeError(
-                "The model's parameters have changed since the fit, so the posterior does "
-                "not describe them: fit again."
-            )
-        if wrong := self.watch.changed(plain, self.subject.known.names, self.others):
-            raise RuntimeError(
-                f"{wrong[0]} has changed since the fit, so the posterior is not that of this "
-                "model: fit again."
-            )
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None

@@ -1,55 +1,37 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.laplace import file, tune
+from laplace_debias.laplace import evidence, file, tune
 from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace.approximation import Approximation
-from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.parameters import FitSettings
 from laplace_debias.laplace.plan import Plan, plan_of
 from laplace_debias.laplace.schemes import Scheme, scheme_of
-from laplace_debias.laplace.subject import PriorMean, PriorPrecision, Subject
+from laplace_debias.laplace.subject import FitSettings, PriorMean, PriorPrecision, Subject
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.system.ranks import together
 
-_P = ParamSpec("_P")
 OURS = {
     "H": "la.posterior.precision, less the prior's",
     "sigma_noise": "la.sigma",
     "predictive_samples": "la.sample(n), or la.predict(x, method='nn')",
-    "subset_of_weights": 'params="all" or "last_layer"',
-    "hessian_structure": 'curvature="kfac", "diag", "full" or "lowrank"',
     "optimize_prior_precision": "la.tune(validation_loader) or la.tune_evidence()",
 }
 """Names of laplace-torch, and what takes their place."""
-
-
-def knowing_laplace_torch(init: Callable[_P, None]) -> Callable[_P, None]:
-    """A constructor that answers arguments of laplace-torch with ours."""
-
-    @functools.wraps(init)
-    def checked(*arguments: _P.args, **named: _P.kwargs) -> None:
-        for theirs in OURS.keys() & named.keys():
-            raise TypeError(f"{theirs} is laplace-torch's name: use {OURS[theirs]}.")
-        init(*arguments, **named)
-
-    return checked
 
 
 class Laplace(Approximation):
@@ -133,7 +115,6 @@ class Laplace(Approximation):
         )
     """
 
-    @knowing_laplace_torch
     def __init__(
         self,
         model: nn.Module,
@@ -165,7 +146,16 @@ class Laplace(Approximation):
             memory_bound,
             class_dim,
         )
-        settings.check_used()
+        if sharing != "expand" and curvature not in WITH_FACTORS:
+            raise ValueError(
+                f"sharing={sharing!r} is for Kronecker factors, and curvature={curvature!r} has "
+                "none: leave it out."
+            )
+        if joint and settings.kind.is_dense:
+            raise ValueError(
+                "joint=True makes one block of a layer's weight and bias, and "
+                f"curvature={curvature!r} is one block of all parameters: leave it out."
+            )
         meaning = likelihood_from(likelihood, sigma)
         subject = Subject.of(
             *(model, meaning, settings, params, backend, batch),
@@ -238,7 +228,7 @@ class Laplace(Approximation):
         else:
             scheme, mode = train_loader, train_loader.mode
             expected = scheme.expected(num_data)
-        self._adopt(fits.fit(self._subject, scheme, mode, expected, generator, resume, progress))
+        self._change(fits.fit(self._subject, scheme, mode, expected, generator, resume, progress))
         return self
 
     @together("fit_batches")
@@ -266,7 +256,7 @@ class Laplace(Approximation):
         self._agree(folds=folds, resume=resume)
         scheme = scheme_of(directions, magnitudes, folds)
         expected = scheme.expected(num_data)
-        self._adopt(fits.fit(self._subject, scheme, scheme.mode, expected, generator, resume))
+        self._change(fits.fit(self._subject, scheme, scheme.mode, expected, generator, resume))
         return self
 
     def plan(
@@ -377,7 +367,10 @@ class Laplace(Approximation):
                 f"per={per!r} tunes by the marginal likelihood: use tune_evidence(per={per!r})."
             )
         how = loader, metric, grid, sigma, link, generator, progress
-        return self._tuned(*tune.on_data(self._state, *how))
+        found, fitted = tune.on_data(self._unchanged_state, *how)
+        prior: dict[str, Any] = {} if found.link is None else {"link": found.link}
+        self._change(fitted, prior_precision=found.prior_precision, **prior)
+        return found
 
     @together("tune_evidence")
     def tune_evidence(self, *, sigma: bool | None = None, per: str | None = None) -> Tuning:
@@ -401,15 +394,9 @@ class Laplace(Approximation):
             RuntimeError: Before a fit.
         """
         self._agree(sigma=sigma, per=per)
-        return self._tuned(*tune.by_evidence(self._state, sigma, per))
-
-    def _tuned(self, found: Tuning, fitted: Fitted | None) -> Tuning:
-        prior: dict[str, Any] = {} if found.link is None else {"link": found.link}
-        prior["prior_precision"] = torch.tensor(found.prior_precision, dtype=torch.float64)
-        if fitted is None:
-            self._set(**prior)
-        else:
-            self._adopt(fitted, **prior)
+        found, fitted = evidence.by_evidence(self._state, sigma, per)
+        deltas = torch.tensor(found.prior_precision, dtype=torch.float64)
+        self._change(fitted, prior_precision=deltas)
         return found
 
     @classmethod

@@ -182,7 +182,8 @@ def predictive(
     """p(y) for outputs N(mean, covariance)."""
     if link is None:
         return likelihood.predictive(mean, covariance)
-    return distribution(likelihood, link.logits(likelihood, mean, covariance))
+    logits = logits_at(link.name, [link.temperature], likelihood, mean, covariance)[0]
+    return distribution(likelihood, logits)
 
 
 def distribution(likelihood: Likelihood, logits: Logits) -> Distribution:

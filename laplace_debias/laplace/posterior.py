@@ -46,13 +46,35 @@ class GaussianPosterior:
     order: Int[Tensor, " parameters"] | None = None
     prior_mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
     temperature: float = 1.0
+    data_weight: float = field(init=False, repr=False)
     _largest: dict[str, float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_data", whole(self.num_data, "num_data"))
-        check_temperature(self.temperature)
-        _check_mean(self.from_prior_mean)
         object.__setattr__(self, "_largest", largest_curvatures(self.curvature))
+        self._check()
+
+    def changed(self, **fields: Any) -> "GaussianPosterior":
+        """The same with other fields, whose blocks are not read again.
+
+        A curvature may be among them if its magnitudes are no larger.
+        """
+        other = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(other, name, value)
+        other._check()
+        return other
+
+    def _check(self) -> None:
+        # N/T, which the curvature is multiplied by.
+        weight = self.num_data if self.temperature == 1 else self.num_data / self.temperature
+        object.__setattr__(self, "data_weight", weight)
+        mean = self.from_prior_mean
+        if not torch.linalg.vector_norm(mean, dtype=torch.float64).square().isfinite():
+            raise ValueError(
+                "The posterior's mean holds NaN or Inf, or its square overflows: the model has "
+                "diverged, its checkpoint is damaged, or the prior's mean is too far from it."
+            )
         self.check_prior_precision(self.prior_precision)
 
     def check_prior_precision(
@@ -83,60 +105,42 @@ class GaussianPosterior:
             )
 
     @property
-    def data_weight(self) -> float:
-        """N/T, which the curvature is multiplied by."""
-        return self.num_data if self.temperature == 1 else self.num_data / self.temperature
-
-    @property
     def from_prior_mean(self) -> Float[Tensor, " parameters"]:
         """θ* − μ, from the prior's mean to the posterior's, `[D]`."""
         return self.mean if self.prior_mean is None else self.mean.double() - self.prior_mean
 
-    def changed(self, **fields: Any) -> "GaussianPosterior":
-        """The same with other fields, whose blocks are not read again.
-
-        A curvature may be among them if its magnitudes are no larger.
-        """
-        other = copy.copy(self)
-        for name, value in fields.items():
-            object.__setattr__(other, name, value)
-        if "prior_mean" in fields:
-            _check_mean(other.from_prior_mean)
-        check_temperature(other.temperature)
-        other.check_prior_precision(other.prior_precision)
-        return other
-
     @property
     def precision(self) -> LinearOperator:
         """P, `[D, D]`, in the order of the parameters."""
-        return self._in_order(self._spectral(lambda precision: precision))
+        return self._spectral(lambda precision: precision)
 
     @property
     def covariance(self) -> LinearOperator:
         """P⁻¹, `[D, D]`, in the order of the parameters."""
-        return self._in_order(self._spectral(torch.reciprocal))
+        return self._spectral(torch.reciprocal)
 
     @property
     def scale(self) -> LinearOperator:
         """The symmetric root P^{-1/2}, `[D, D]`, in the order of the parameters."""
-        return self._in_order(self._spectral(torch.rsqrt))
+        return self._spectral(torch.rsqrt)
 
-    def _in_order(self, blocks: BlockDiagonal) -> LinearOperator:
-        return blocks if self.order is None else Permuted(blocks, self.order)
-
-    def _spectral(self, function: Spectrum) -> BlockDiagonal:
+    def _spectral(self, function: Spectrum) -> LinearOperator:
         deltas = dict(zip(self.curvature.blocks, self._deltas(), strict=True))
-        return self.curvature.map(
+        blocks = self.curvature.map(
             lambda name, block: self._spectral_block(block, deltas[name], function)
         )
+        return blocks if self.order is None else Permuted(blocks, self.order)
 
     def _spectral_block(
         self, block: LinearOperator, delta: Tensor, function: Spectrum
     ) -> LinearOperator:
-        return _apply(block, lambda L: function(self.data_weight * L + delta))
+        return applied(block, lambda L: function(self.data_weight * L + delta))
 
-    def _deltas(self) -> Float[Tensor, " blocks"]:
-        return self.prior_precision.to(self.mean).expand(len(self.curvature.blocks))
+    def _deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
+        """δ of every block, the posterior's own or another one in double precision."""
+        own = self.prior_precision.to(self.mean)
+        deltas = own if prior_precision is None else prior_precision.double()
+        return deltas.expand(len(self.curvature.blocks))
 
     def sample(
         self, num_samples: int, generator: torch.Generator | None = None
@@ -175,9 +179,7 @@ class GaussianPosterior:
 
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """The log-determinant of P, float64, differentiable in δ; None for the posterior's own."""
-        deltas = self._deltas() if prior_precision is None else prior_precision
-        deltas = deltas.double().expand(len(self.curvature.blocks))
-        terms = []
+        deltas, terms = self._deltas(prior_precision).double(), []
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
             magnitudes, counts = counted(block)
             is_low_rank = isinstance(block, LowRankPlusDiagonal)
@@ -188,9 +190,8 @@ class GaussianPosterior:
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """The log-density of N(μ, δ⁻¹) at θ*, normalised, float64; μ is the prior's mean."""
-        deltas = self._deltas() if prior_precision is None else prior_precision
+        deltas = self._deltas(prior_precision).double()
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
-        deltas = deltas.double().expand(len(sizes))
         quadratic = (deltas * self.squared_distances()).sum()
         constant = len(self.mean) * math.log(2 * math.pi)
         return 0.5 * ((sizes * deltas.log()).sum() - quadratic - constant)
@@ -215,18 +216,13 @@ def counted(block: LinearOperator) -> tuple[Tensor, Tensor]:
     return magnitudes, block.multiplicities.double().expand_as(magnitudes)
 
 
-def _apply(block: LinearOperator, function: Spectrum) -> LinearOperator:
+def applied(block: LinearOperator, function: Spectrum) -> LinearOperator:
     """A function of a curvature block, by its eigenvalues."""
     if isinstance(block, EigenKronecker):
         return block.apply(function)
     assert isinstance(block, LowRankPlusDiagonal)
     rest = function(block.diagonal)
     return LowRankPlusDiagonal(block.U, function(block.magnitudes) - rest, rest)
-
-
-def scaled(block: LinearOperator, factor: float) -> LinearOperator:
-    """A curvature block times a number, of the same structure."""
-    return _apply(block, lambda values: factor * values)
 
 
 # --------------------------------------------- finite numbers, within the range of their dtype
@@ -243,14 +239,6 @@ def check_temperature(temperature: Any) -> float:
             "itself, less for one that is more certain."
         )
     return float(value)
-
-
-def _check_mean(mean: Float[Tensor, " parameters"]) -> None:
-    if not torch.linalg.vector_norm(mean, dtype=torch.float64).square().isfinite():
-        raise ValueError(
-            "The posterior's mean holds NaN or Inf, or its square overflows: the model has "
-            "diverged, its checkpoint is damaged, or the prior's mean is too far from it."
-        )
 
 
 def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
@@ -287,10 +275,11 @@ def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[floa
             f"The prior precision must be one number or one for each of the {num_blocks} blocks, "
             f"got shape {tuple(prior_precision.shape)}."
         )
-    values = prior_precision.detach().double().reshape(-1).tolist()
-    if not all(0 < value < math.inf for value in values):
-        raise ValueError(
-            f"The prior precision must be positive and finite, got {prior_precision.tolist()}: a "
-            "flat prior is approached by a small one, such as 1e-6."
-        )
+    values: list[float] = prior_precision.detach().double().reshape(-1).tolist()
+    for value in values:
+        if not 0 < value < math.inf:
+            raise ValueError(
+                f"The prior precision must be positive and finite, got {prior_precision.tolist()}: "
+                "a flat prior is approached by a small one, such as 1e-6."
+            )
     return values

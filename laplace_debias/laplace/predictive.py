@@ -1,13 +1,14 @@
 """Predictives of a fit, by each method: from moments or samples of the outputs to distributions."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent
+from torch.func import jvp, vmap
 
 from laplace_debias import metrics
 from laplace_debias.curvature.losses.likelihoods import Categorical as CategoricalLikelihood
@@ -17,17 +18,22 @@ from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
 )
 from laplace_debias.curvature.network.chosen_positions import Positions
-from laplace_debias.curvature.network.inputs import Inputs, Record, take
-from laplace_debias.laplace import links, sampling
+from laplace_debias.curvature.network.inputs import Inputs, Record, call_with, take
+from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.laplace import links
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional import linearised
-from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.laplace.links import Link
 from laplace_debias.metrics import Uncertainty
 from laplace_debias.metrics import uncertainty as of_probabilities
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.checks import check_generator, whole
+from laplace_debias.system.threads import FORWARD_MODE
 
 # Numbers in the covariances of several temperatures together, at most.
 _AT_ONCE = 2**22
+# Weight samples that are pushed through the network at once.
+SAMPLES_AT_ONCE = 8
 
 METHODS = ("glm", "glm-mc", "nn", "map")
 DEFAULT_SAMPLES = 100
@@ -57,16 +63,6 @@ class Prediction:
         """Whether the predictive has a closed form."""
         return self.method == "glm" and self.samples is None
 
-    def link(self, link: str | Link | None, likelihood: Likelihood) -> Link | None:
-        """The link that is asked for, one that there is for the likelihood and the method."""
-        found = link_from(link, likelihood)
-        if found is not None and not self.is_closed:
-            raise ValueError(
-                f'link={link!r} belongs to the closed form of method="glm" without samples: leave '
-                "link out, or method and samples."
-            )
-        return found
-
     def moments(
         self, fitted: Fitted, x: Inputs | Record, diagonal: bool
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
@@ -81,16 +77,18 @@ class Prediction:
         with linearised.asked_of(fitted, x, self.positions, lambda _: True) as asked:
             return asked.shaped(linearised.map_outputs(asked.network, asked.x), None)
 
-    @property
-    def num_samples(self) -> int:
-        """How many draws."""
-        return DEFAULT_SAMPLES if self.samples is None else self.samples
-
     def draws_of(self, mean: Tensor, covariance: Tensor) -> Float[Tensor, "samples batch *outputs"]:
-        """Samples of Gaussian outputs by their moments, `[S, B, ..., C]`."""
-        found = sampling.sample_outputs(
-            mean.flatten(1), covariance, self.num_samples, self.generator
+        """Samples of Gaussian outputs, `[S, B, ..., C]`; singular covariances are fine."""
+        values, vectors = eigh(covariance, "the functional covariance")
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        flat, num_samples = mean.flatten(1), self.samples or DEFAULT_SAMPLES
+        noise = torch.randn(
+            *(num_samples, *flat.shape),
+            generator=self.generator,
+            dtype=mean.dtype,
+            device=mean.device,
         )
+        found = flat + torch.einsum("bij,sbj->sbi", root, noise)
         return found.unflatten(2, mean.shape[1:])
 
     def draws(self, fitted: Fitted, x: Inputs | Record) -> Float[Tensor, "samples batch *outputs"]:
@@ -98,47 +96,51 @@ class Prediction:
         if self.method == "glm":
             return self.draws_of(*self.moments(fitted, x, diagonal=False))
         with linearised.asked_of(fitted, x, self.positions, lambda _: True) as asked:
-            parameters = fitted.posterior.sample(self.num_samples, self.generator)
+            parameters = fitted.posterior.sample(self.samples or DEFAULT_SAMPLES, self.generator)
             of_network = asked.network, fitted.subject.known.names, asked.x
-            linear = self.method == "glm-mc"
-            found = sampling.outputs_of_samples(*of_network, parameters, linear)
+            found = outputs_of_samples(*of_network, parameters, self.method == "glm-mc")
             return asked.shaped(found, None)
 
 
 def predict(fitted: Fitted, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
-    """The predictive distribution; as `Laplace.predict`."""
+    """The predictive distribution, in closed form by a link that is known."""
     if how.is_closed:
-        return closed(fitted, x, link, how.positions)
+        mean, covariances = _moments_for(fitted, x, None, [link], how.positions)
+        return links.predictive(fitted.subject.likelihood, link, mean, covariances[0])
     with torch.inference_mode(False):
         if how.method == "map":
-            return fitted.likelihood.predictive(how.outputs(fitted, x), None)
-        return fitted.likelihood.mixture(how.draws(fitted, x))
+            return fitted.subject.likelihood.predictive(how.outputs(fitted, x), None)
+        return fitted.subject.likelihood.mixture(how.draws(fitted, x))
 
 
 def marginals(fitted: Fitted, x: Inputs | Record, how: Prediction) -> Distribution:
     """The predictive of each target of a regression; as `Laplace.marginals`, arguments as above."""
     if how.is_closed:
-        return fitted.likelihood.marginals(*how.moments(fitted, x, diagonal=True))
+        return fitted.subject.likelihood.marginals(*how.moments(fitted, x, diagonal=True))
     with torch.inference_mode(False):
         if how.method == "map":
             mean = how.outputs(fitted, x)
-            return fitted.likelihood.marginals(mean, torch.zeros_like(mean))
-        return fitted.likelihood.marginal_mixture(how.draws(fitted, x))
+            return fitted.subject.likelihood.marginals(mean, torch.zeros_like(mean))
+        return fitted.subject.likelihood.marginal_mixture(how.draws(fitted, x))
 
 
 def uncertainty(fitted: Fitted, x: Inputs | Record, how: Prediction) -> Uncertainty:
     """Total, aleatoric and epistemic; as `Laplace.uncertainty`, arguments as above."""
-    if how.is_closed and isinstance(fitted.likelihood, Gaussian | HeteroscedasticGaussian):
-        return _of_moments(fitted.likelihood, *how.moments(fitted, x, diagonal=True))
+    if how.is_closed and isinstance(fitted.subject.likelihood, Gaussian | HeteroscedasticGaussian):
+        mean, variances = how.moments(fitted, x, diagonal=True)
+        total = fitted.subject.likelihood.marginals(mean, variances).variance
+        # The outputs that are means of targets come first; there may be log-variances behind them.
+        epistemic = variances[..., : total.shape[-1]].to(total.dtype)
+        return Uncertainty(total, total - epistemic, epistemic)
     with torch.inference_mode(False):
-        if how.method != "glm" or not links.has_links(fitted.likelihood):
-            return of_draws(fitted.likelihood, how.draws(fitted, x))
+        if how.method != "glm" or not links.has_links(fitted.subject.likelihood):
+            return of_draws(fitted.subject.likelihood, how.draws(fitted, x))
         mean, covariance = how.moments(fitted, x, diagonal=False)
-        found = of_draws(fitted.likelihood, how.draws_of(mean, covariance))
+        found = of_draws(fitted.subject.likelihood, how.draws_of(mean, covariance))
         if mean.ndim > 2:
             covariance = _within_positions(covariance, mean.shape)
-        more = scores_of_moments(fitted.likelihood, mean, covariance)
-        if type(fitted.likelihood) is CategoricalLikelihood:
+        more = scores_of_moments(fitted.subject.likelihood, mean, covariance)
+        if type(fitted.subject.likelihood) is CategoricalLikelihood:
             more |= {"energy": metrics.energy(mean), "max_logit": metrics.max_logit(mean)}
         return replace(found, scores={**found.scores, **more})
 
@@ -162,15 +164,6 @@ def scores_of_moments(
     return dict(zip(("variance", "instability"), scores, strict=True))
 
 
-def closed(
-    fitted: Fitted, x: Inputs | Record, link: Link | None, positions: Positions | None = None
-) -> Distribution:
-    """The closed-form `"glm"` predictive."""
-    link = link or fitted.subject.link or default_link(fitted, x)
-    mean, covariances = _moments_for(fitted, x, None, [link], positions)
-    return links.predictive(fitted.likelihood, link, mean, covariances[0])
-
-
 def _moments_for(
     fitted: Fitted,
     x: Inputs | Record,
@@ -178,11 +171,13 @@ def _moments_for(
     by: Sequence[Link | None],
     positions: Positions | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mean, and as much of the covariances as the links look at, within each position."""
-    diagonal = all(links.variances_suffice(fitted.likelihood, link) for link in by)
-    # A softmax looks at the differences of its logits alone, unless it is by the probit.
-    is_softmax = type(fitted.likelihood) is CategoricalLikelihood
-    differences = is_softmax and all(link and link.name != "probit" for link in by)
+    """The mean, and as much of the covariances as links look at, within each position."""
+    diagonal = differences = True
+    for link in by:
+        diagonal &= links.variances_suffice(fitted.subject.likelihood, link)
+        # A softmax looks at the differences of its logits alone, unless it is by the probit.
+        differences &= link is not None and link.name != "probit"
+    differences &= type(fitted.subject.likelihood) is CategoricalLikelihood
     mean, covariances = linearised.moments(fitted, x, grid, diagonal, None, positions, differences)
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)
@@ -190,44 +185,39 @@ def _moments_for(
 
 
 def predictives_by_links(
-    fitted: Fitted, x: Inputs | Record, grid: Tensor, by: Sequence[links.Link | None]
+    fitted: Fitted, x: Inputs | Record, grid: Tensor, by: Sequence[Link | None]
 ) -> Iterator[tuple[int, Distribution]]:
     """The closed-form `"glm"` predictives at every point of a grid, by every link, in one pass.
 
-    Returns:
+    Yields:
         Numbers of the grid's points, each with a predictive of batch shape `[links, B]`, of some
         temperatures of one formula at a time, in the links' order. Of links there is one point
         more, P, without any covariance.
     """
-    likelihood = fitted.likelihood
+    likelihood, temperatures = fitted.subject.likelihood, dict[str | None, list[float]]()
+    for link in by:
+        name, T = (None, 1.0) if link is None else (link.name, link.temperature)
+        temperatures.setdefault(name, []).append(T)
     mean, covariances = _moments_for(fitted, x, grid, by)
-    of_points = list(covariances)
-    if None in by:
-        return (
-            (number, likelihood.predictive(mean.unsqueeze(0), covariance.unsqueeze(0)))
-            for number, covariance in enumerate(of_points)
-        )
-    some, groups = max(1, _AT_ONCE // of_points[0].numel()), list[tuple[str, list[float]]]()
-    for name, of_name in groupby([link for link in by if link], lambda link: link.name):
-        temperatures = [link.temperature for link in of_name]
-        groups += [(name, temperatures[i : i + some]) for i in range(0, len(temperatures), some)]
-    return (
-        (number, links.distribution(likelihood, logits))
-        for number, covariance in enumerate([*of_points, torch.zeros_like(of_points[0])])
-        for name, temperatures in groups
-        for logits in [links.logits_at(name, temperatures, likelihood, mean, covariance)]
-    )
+    some = max(1, _AT_ONCE // covariances[0].numel())
+    without = [] if None in by else [torch.zeros_like(covariances[0])]
+    for number, covariance in enumerate([*covariances, *without]):
+        for name, of_name in temperatures.items():
+            if name is None:
+                yield number, likelihood.predictive(mean.unsqueeze(0), covariance.unsqueeze(0))
+                continue
+            for i in range(0, len(of_name), some):
+                of_some = of_name[i : i + some], likelihood, mean, covariance
+                yield number, links.distribution(likelihood, links.logits_at(name, *of_some))
 
 
-def default_link(fitted: Fitted, x: Inputs | Record) -> links.Link | None:
-    """The link of a fit that none was chosen for, by the outputs of the first example it sees."""
-    if type(fitted.likelihood) is not CategoricalLikelihood:
-        return links.default_link(fitted.likelihood, torch.Size())
-    if not fitted.default_links:
+def default_link(fitted: Fitted, x: Inputs | Record) -> Link | None:
+    """The link of a fit that none was chosen for, by the outputs of the first example."""
+    shape = torch.Size()
+    if type(fitted.subject.likelihood) is CategoricalLikelihood:
         with linearised.asked_of(fitted, x) as asked:
-            outputs = linearised.map_outputs(asked.network, take(asked.x, slice(1)))
-        fitted.default_links.append(links.default_link(fitted.likelihood, outputs.shape))
-    return fitted.default_links[0]
+            shape = linearised.map_outputs(asked.network, take(asked.x, slice(1))).shape
+    return links.default_link(fitted.subject.likelihood, shape)
 
 
 def _within_positions(
@@ -240,39 +230,61 @@ def _within_positions(
     return blocks.unflatten(-3, shape[1:-1])
 
 
-def _of_moments(
-    likelihood: Likelihood,
-    mean: Float[Tensor, "*batch outputs"],
-    variances: Float[Tensor, "*batch outputs"],
-) -> Uncertainty:
-    """The variances of each target of a regression with Gaussian outputs, exact."""
-    total = likelihood.marginals(mean, variances).variance
-    # The outputs that are means of targets come first; there may be log-variances behind them.
-    epistemic = variances[..., : total.shape[-1]].to(total.dtype)
-    return Uncertainty(total, total - epistemic, epistemic)
-
-
 def of_draws(likelihood: Likelihood, draws: Float[Tensor, "samples *batch outputs"]) -> Uncertainty:
     """The entropies, or variances, over samples of the outputs."""
     each = likelihood.predictive(draws, None)
-    if isinstance(each, Categorical | Bernoulli):
-        shape = each.batch_shape[1:]
-        probs = each.probs.flatten(1, len(shape))
-        parts = [part.view(shape) for part in of_probabilities(probs)]
-        most = metrics.max_probability(probs.mean(0)).view(shape)
-        return _with_scores(*parts, max_probability=most)
-    if isinstance(each, Independent) and isinstance(each.base_dist, Bernoulli):
-        shape = each.base_dist.batch_shape[1:]
-        found = of_probabilities(each.mean.flatten(1))
-        parts = [part.view(shape).sum(-1) for part in found]
-        return _with_scores(*parts)
-    aleatoric = each.variance.mean(0)
-    epistemic = torch.var(each.mean, dim=0, unbiased=False)
-    return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
-
-
-def _with_scores(
-    total: Tensor, aleatoric: Tensor, epistemic: Tensor, **more: Tensor
-) -> Uncertainty:
+    base = each.base_dist if isinstance(each, Independent) else each
+    if not isinstance(base, Categorical | Bernoulli):
+        aleatoric = each.variance.mean(0)
+        epistemic = torch.var(each.mean, dim=0, unbiased=False)
+        return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
+    shape = base.batch_shape[1:]
+    probs = base.probs.flatten(1, len(shape))
+    total, aleatoric, epistemic = (part.view(shape) for part in of_probabilities(probs))
+    more = {}
+    if isinstance(each, Independent):
+        total, aleatoric, epistemic = total.sum(-1), aleatoric.sum(-1), epistemic.sum(-1)
+    else:
+        more["max_probability"] = metrics.max_probability(probs.mean(0)).view(shape)
     scores = {"entropy": total, **more, "mutual_information": epistemic}
     return Uncertainty(total, aleatoric, epistemic, scores)
+
+
+def outputs_of_samples(
+    network: nn.Module,
+    names: Sequence[str],
+    x: Inputs,
+    parameters: Float[Tensor, "samples parameters"],
+    linear: bool,
+) -> Float[Tensor, "samples batch *outputs"]:
+    r"""Outputs at sampled parameters, `[S, B, C]`: of the network itself, or linearised.
+
+    $f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18), by Jacobian-vector
+    products, vectorised over the samples in chunks.
+    """
+    at = {name: network.get_parameter(name).detach() for name in names}
+
+    def outputs_of(values: dict[str, Tensor]) -> Tensor:
+        return call_with(network, values, x)
+
+    def linearised(sample: dict[str, Tensor]) -> Tensor:
+        tangents = {name: sample[name] - at[name] for name in names}
+        outputs, product = jvp(outputs_of, (at,), (tangents,))  # type: ignore[misc]
+        return outputs + product
+
+    sizes, results = [value.numel() for value in at.values()], []
+    # One thread at a time. Reverse mode twice would need no lock, but for a convolutional network
+    # it takes twice as long on a CPU, and it holds the activations of a batch twice over.
+    lock: AbstractContextManager = FORWARD_MODE if linear else nullcontext()
+    for rows in parameters.split(SAMPLES_AT_ONCE):
+        columns = rows.split(sizes, dim=1)
+        samples = {
+            name: part.reshape(-1, *value.shape)
+            for (name, value), part in zip(at.items(), columns, strict=True)
+        }
+        # For some of the samples only, so that other threads take turns.
+        with torch.no_grad(), lock:
+            results.append(vmap(linearised if linear else outputs_of)(samples))
+    outputs = torch.cat(results)
+    check_outputs(outputs.flatten(0, 1))
+    return outputs

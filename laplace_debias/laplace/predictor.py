@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.data_size import check_held_out
 from laplace_debias.laplace.evaluation import evaluate_predictions
-from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.metrics import Report, Uncertainty
@@ -45,8 +45,10 @@ class Predictor(ABC):
 
     def _agree(self, **arguments: Any) -> None:
         """Require the processes that make a call together to make it alike."""
-        settings = [subject.settings for subject in self._subjects]
-        current().require_same(made=self, settings=settings, **arguments)
+        ranks = current()
+        if ranks.size > 1:
+            settings = [subject.settings for subject in self._subjects]
+            ranks.require_same(made=self, settings=settings, **arguments)
 
     def predict(
         self,
@@ -94,7 +96,13 @@ class Predictor(ABC):
                 since, or under autocast.
         """
         how = Prediction(method, samples, generator, positions)
-        return self._predict(x, how, how.link(link, self.likelihood))
+        chosen = None if link is None else link_from(link, self.likelihood)
+        if link is not None and not how.is_closed:
+            raise ValueError(
+                f'link={link!r} belongs to the closed form of method="glm" without samples: leave '
+                "link out, or method and samples."
+            )
+        return self._predict(x, how, chosen)
 
     def uncertainty(
         self,

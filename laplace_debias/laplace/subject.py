@@ -1,18 +1,22 @@
-"""The subject of an approximation: a trained model, what its outputs mean, and the choices made."""
+"""The subject of an approximation: a model, its Bayesian parameters, and the choices made."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK
+from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.blocks import Block, Sharing, curvature_blocks, parameter_order
+from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
@@ -30,8 +34,13 @@ from laplace_debias.curvature.network.outputs import (
     warn_of_sigmoid,
 )
 from laplace_debias.curvature.network.selection import (
+    SUPPORTED,
     ParameterSelection,
+    check_parameters,
+    is_general,
     is_last_layer,
+    leaving_out,
+    select_parameters,
 )
 from laplace_debias.curvature.network.shadow import (
     is_narrow,
@@ -40,13 +49,12 @@ from laplace_debias.curvature.network.shadow import (
     shadow,
     unwrapped,
     usable,
+    wide,
     widened,
 )
-from laplace_debias.laplace.data_size import first_batch
 from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.parameters import BayesianParameters, FitSettings
 from laplace_debias.laplace.posterior import check_prior_precision, check_temperature
-from laplace_debias.system.checks import real
+from laplace_debias.system.checks import check_is, real, whole
 from laplace_debias.system.ranks import current
 from laplace_debias.system.shown import warn
 
@@ -54,6 +62,125 @@ from laplace_debias.system.shown import warn
 PriorPrecision = float | Tensor
 # One number, or one per Bayesian parameter [D].
 PriorMean = float | Tensor
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """The choices of a fit; as `Laplace` takes them."""
+
+    kind: CurvatureKind
+    fisher: FisherType
+    factor_dtype: torch.dtype
+    joint: bool
+    sharing: Sharing
+    memory_bound: int | None
+    class_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.factor_dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"factor_dtype must be torch.float32 or torch.float64, got {self.factor_dtype}."
+            )
+        check_is(self.joint, "joint", bool)
+        check_is(self.sharing, "sharing", str, Mapping)
+        if self.memory_bound is not None:
+            whole(self.memory_bound, "memory_bound")
+        if self.class_dim is not None and whole(self.class_dim, "class_dim", -(2**53)) == 0:
+            raise ValueError(
+                "class_dim=0 is the dimension of the examples: use class_dim=1 for outputs "
+                "[B, C, ...], class_dim=-1 for outputs [B, ..., C]."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class BayesianParameters:
+    """The Bayesian parameters, and how their curvature is measured.
+
+    Where parameters are not measured at their layers, `calls` tells it, as `curvature_blocks` takes
+    it; `order` tells where the blocks' entries lie among the flattened parameters, of which there
+    are `size`.
+    """
+
+    names: list[str]
+    blocks: list[Block]
+    calls: Mapping[str, Sequence[str]]
+    order: Int[Tensor, " parameters"] | None
+    block_names: list[str]
+    size: int
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        selection: ParameterSelection,
+        settings: FitSettings,
+        example: Inputs | None,
+        calls: Mapping[str, Sequence[str]] | None = None,
+    ) -> "BayesianParameters":
+        """The parameters that a user selects; the last layer may take an example to be found."""
+        names = select_parameters(model, selection, example)
+        check_parameters(model, names)
+        calls = {} if calls is None else calls
+        rank = settings.kind.directions_per_factor
+        blocks, block_names, of_known, size = [], [], set[str](), 0
+        for block in curvature_blocks(model, names, settings.joint, settings.sharing, calls):
+            if selection != SUPPORTED or not block.calls:
+                blocks.append(replace(block, rank=rank))
+                block_names.append(block.name)
+                of_known.update(block.parameters)
+                size += block.size
+        if selection == SUPPORTED:
+            names = [name for name in names if name in of_known]
+            if not names:
+                raise ValueError(f"params={SUPPORTED!r} selects no parameter: no layer is known.")
+        block_names = [DENSE_BLOCK] if settings.kind.is_dense else block_names
+        order = parameter_order(model, names, blocks)
+        return cls(names, blocks, calls, order, block_names, size)
+
+    def verified(
+        self,
+        tap: Tap,
+        model: nn.Module,
+        selection: ParameterSelection,
+        settings: FitSettings,
+        x: Inputs,
+    ) -> "BayesianParameters":
+        """The same parameters with blocks that an example or two were held against.
+
+        Of a general selection, such as `"all"`, parameters that the outputs do not depend on are
+        left out, with a warning.
+        """
+        found = resolve(tap, self.names, x, settings.joint, settings.sharing)
+        names, calls = self.names, found.calls
+        if selection == SUPPORTED and calls:
+            names, calls = [name for name in names if name not in calls], {}
+        if found.unused:
+            names = [name for name in names if name not in found.unused]
+            says = (
+                f"The outputs do not depend on {list(found.unused)} by differentiable operations "
+                "(an unused branch, `detach`, `no_grad`)"
+            )
+            if not (is_general(selection) and names):
+                raise ValueError(f"{says}: leave them out with {leaving_out(found.unused)}.")
+            warn(
+                f"{says}, so they are left out of the posterior. To say so yourself, pass "
+                f"{leaving_out(found.unused)}, or freeze them with requires_grad_(False)."
+            )
+        if not names:
+            raise ValueError(
+                f"params={selection!r} leaves no parameter: none has a block of its layer here."
+            )
+        if names == self.names and dict(calls) == dict(self.calls):
+            return self
+        return BayesianParameters.of(model, names, settings, x, calls)
+
+    def flat(self, model: nn.Module) -> Float[Tensor, " parameters"]:
+        """The present values, in the model's order, `[D]`, no narrower than single precision."""
+        values = []
+        for name in self.names:
+            value = model.get_parameter(name).detach().flatten()
+            values.append(value.to(wide(value.dtype)))
+        return torch.cat(values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,26 +243,23 @@ class Subject:
 
     def changed(self, **fields: Any) -> "Subject":
         """The same with another prior, temperature, link or likelihood, or of other parameters."""
-        given, link = (
-            fields.pop("prior_precision", self.prior_precision),
-            fields.pop("link", self.link),
-        )
+        given = fields.pop("prior_precision", self.prior_precision)
+        link = fields.pop("link", self.link)
         temperature = check_temperature(fields.pop("temperature", self.temperature))
         other = replace(self, **fields)
-        known, mean = other.parameters, None
+        known = other.parameters
         device = other.first_parameter.device
         precision = real(given, "prior_precision", device).detach().clone()
         # As long as there are no blocks, the fit that finds them checks their number.
         num_blocks = precision.numel() if known is None else len(known.block_names)
         check_prior_precision(precision, num_blocks)
-        size = None if known is None else sum(block.size for block in known.blocks)
-        mean = prior_mean_of(other.given_mean, size, device)
+        size = None if known is None else known.size
         return replace(
             other,
             prior_precision=precision,
             temperature=temperature,
             link=None if link is None else link_from(link, other.likelihood),
-            prior_mean=mean,
+            prior_mean=prior_mean_of(other.given_mean, size, device),
         )
 
     @property
@@ -195,23 +319,28 @@ class Subject:
 
         A process without examples looks at those of the first one that has some.
         """
+        ranks, first = current(), stream.first
+        has_one = ranks.exchange(bool(first))
+        if True not in has_one:
+            raise ValueError("The data holds no example: pass a loader with at least one batch.")
+        if False in has_one:
+            donated = ranks.from_rank(first, has_one.index(True))
+            first = first or donated
         plain, found, settings = unwrapped(self.model), self.selected, self.settings
-        device = self.first_parameter.device
-        for x, y, *_ in first_batch(current(), stream.first):
-            x, y = move(x, device, None), y.to(device)
-            if found is None or is_last_layer(self.selection):
-                found = BayesianParameters.of(plain, self.selection, settings, x)
-                known = self.parameters
-                if known is not None and known.names != found.names:
-                    raise ValueError(
-                        f'params="last_layer" was {known.names}, but now the outputs come '
-                        f"from {found.names}: the model has changed, build a new Laplace."
-                    )
-            tap = Tap(replace(self, parameters=found).network)
-            look_at(tap.network, self.likelihood, x, y, settings)
-            found = found.verified(tap, plain, self.selection, settings, x)
-            return self.changed(parameters=found), tap
-        raise ValueError("The data holds no example: pass a loader with at least one batch.")
+        (x, y, *_), device = first[0], self.first_parameter.device
+        x, y = move(x, device, None), y.to(device)
+        if found is None or is_last_layer(self.selection):
+            found = BayesianParameters.of(plain, self.selection, settings, x)
+            known = self.parameters
+            if known is not None and known.names != found.names:
+                raise ValueError(
+                    f'params="last_layer" was {known.names}, but now the outputs come '
+                    f"from {found.names}: the model has changed, build a new Laplace."
+                )
+        tap = Tap(replace(self, parameters=found).network)
+        look_at(tap.network, self.likelihood, x, y, settings)
+        found = found.verified(tap, plain, self.selection, settings, x)
+        return self.changed(parameters=found), tap
 
     def stream(
         self,

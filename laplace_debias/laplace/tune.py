@@ -1,29 +1,48 @@
-"""Ways to tune: on held-out data, or by the marginal likelihood; with the noise or without."""
+"""Tuning on held-out data: a wide grid of prior precisions by all links, in one pass.
 
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+Searched over is δ, or γ = δ k² where σ = k σ₀ is tuned with it. Links and temperatures cost nothing
+beside the covariances, and are all looked at in the same pass.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.distributions import Distribution, MultivariateNormal
+from torch.nn.functional import one_hot
 
-from laplace_debias.curvature.losses.likelihoods import Gaussian, HeteroscedasticGaussian
-from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.laplace import evidence, noise, predictive
+from laplace_debias.curvature.losses.likelihoods import (
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+)
+from laplace_debias.curvature.network.batches import Batches, Pairs
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.outputs import targets_classes_last
+from laplace_debias.laplace import evidence, predictive
 from laplace_debias.laplace.data_size import check_held_out
+from laplace_debias.laplace.evaluation import Scored, joined, score
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.search import (
-    DEFAULT_GRID,
-    TEMPERATURES,
-    Look,
-    first_look,
-    tuning_of,
-)
-from laplace_debias.laplace.tuning import Tuning
+from laplace_debias.laplace.tuning import Row, Tuning
+from laplace_debias.metrics.checks import check_classification
 from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import current
+
+DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
+"""Where a search begins without a grid."""
+_FEW = 100
+"""Of fewer examples the simplest link is taken."""
+_ALIKE, _NOTHING = 0.25, 1e-3
+"""What is worse than the best by at most the one part of the paired standard error, or the other of
+the best one's own, is as good: of two that are nearly the same the paired error is nearly zero."""
+TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
+"""Temperatures that are tried, from 1/2 to 4."""
+_PASS = "tune again with a grid= (command tune: --prior_precisions) of"
 
 
 def on_data(
@@ -37,10 +56,9 @@ def on_data(
     progress: bool,
 ) -> tuple[Tuning, Fitted | None]:
     """The best prior precision, link and temperature on held-out data; the fit if σ was tuned."""
-    fitted.check_model()
     check_held_out(loader)
     stream = fitted.subject.stream(loader, generator, "tune" if progress else None)
-    likelihood, class_dim = fitted.likelihood, fitted.subject.settings.class_dim
+    likelihood, class_dim = fitted.subject.likelihood, fitted.subject.settings.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
     known = ["nll"] if is_regression else ["brier", "nll"]
     if metric not in known:
@@ -48,25 +66,40 @@ def on_data(
             f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
         )
     link_from(link, likelihood)
-    points = _points(grid)
-    with_noise = _tunes_noise(fitted, grid, sigma)
+    points = DEFAULT_GRID if grid is None else _checked(grid)
+    with_noise = (sigma or grid is None) and evidence.tunes_noise(fitted, sigma)
     if with_noise:
+        if grid is not None:
+            raise ValueError(
+                "sigma=True looks at every prior precision with the best sigma for it, and chooses "
+                "the grid by that: leave out the grid, or sigma."
+            )
         # The grid is of γ = δ k², about the k² that the residuals of the training data tell.
         assert fitted.num_targets is not None
-        points = points * (noise.squared_residuals(fitted) / fitted.num_targets)
-
+        points = points * (evidence.squared_residuals(fitted) / fitted.num_targets)
     # The first batch shows how many classes there are.
-    defaults = [predictive.default_link(fitted, x) for x, _ in stream.first]
-    default = next(filter(None, current().exchange(next(iter(defaults), None))), None)
-    by = links_to_try(default, link)
+    default = None
+    for x, _ in stream.first:
+        default = predictive.default_link(fitted, x)
+    default = next(filter(None, current().exchange(default)), None)
     predict = partial(predictive.predictives_by_links, fitted)
     look = Look(predict, stream, likelihood, class_dim, metric, with_noise)
-    curve, compared = first_look(look, points, by)
-    result, factors = tuning_of(curve, compared, metric, likelihood), curve.table.factors
-    if factors is None:
-        return _noting_assumed(result, fitted, sigma), None
+    result, factor = search(look, points, links_to_try(default, link))
+    if factor is None:
+        return evidence.noting_assumed(result, fitted, sigma), None
     assert isinstance(result.prior_precision, float)
-    return result, noise.rescaled(fitted, float(factors[curve.best]), result.prior_precision)
+    return result, evidence.rescaled(fitted, factor, result.prior_precision)
+
+
+def _checked(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " grid"]:
+    """A user's grid, ascending."""
+    points = real(grid, "grid").cpu()
+    if points.ndim != 1 or len(points) == 0 or not bool(((points > 0) & points.isfinite()).all()):
+        raise ValueError(
+            "The grid must hold positive, finite prior precisions, as "
+            f"torch.logspace(-4, 4, 21) does; got {points.tolist()}."
+        )
+    return points.sort().values
 
 
 def links_to_try(default: Link | None, given: str | Link | None) -> list[Link | None]:
@@ -78,63 +111,263 @@ def links_to_try(default: Link | None, given: str | Link | None) -> list[Link | 
     if default is None or isinstance(given, Link):
         return [given if isinstance(given, Link) else None]
     names = [given] if given else list(dict.fromkeys([default.name, "probit"]))
-    return [
-        Link(names[0]),
-        *(Link(n, T) for n in names for T in TEMPERATURES if (n, T) != (names[0], 1)),
-    ]
+    at_all = [Link(name, T) for name in names for T in TEMPERATURES]
+    return [Link(names[0]), *(link for link in at_all if link != Link(names[0]))]
 
 
-def by_evidence(
-    fitted: Fitted, sigma: bool | None, per: str | None
-) -> tuple[Tuning, Fitted | None]:
-    """The largest marginal likelihood; the fit with it if its noise was tuned, too."""
-    with_noise = sigma or (sigma is None and _is_assumed(fitted) and fitted.num_targets is not None)
-    found, tuned = noise.tune_noise(fitted) if with_noise else (None, fitted)
-    if per is not None:
-        of_groups = evidence.tune_groups(tuned, per)
-        deltas = torch.tensor(of_groups.prior_precision, dtype=torch.float64)
-        tuned = replace(tuned, posterior=tuned.posterior.changed(prior_precision=deltas))
-        found = of_groups if found is None else replace(of_groups, sigma=found.sigma)
-    elif found is None:
-        found = evidence.maximise_marginal_likelihood(fitted.log_marginal_likelihood)
-    return (found, tuned) if with_noise else (_noting_assumed(found, fitted, sigma), None)
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A metric at every prior precision of a search, by every link.
+
+    A metric is a sum over the terms that count (targets, positions, labels) over their number. The
+    terms of one example belong together, so errors are taken over examples. The points ascend; of
+    links there is one more, infinity, without any covariance. At each point σ is multiplied by its
+    factor; None where it is not tuned.
+    """
+
+    at: Sequence[float]
+    links: Sequence[Link | None]
+    sums: Float[Tensor, "points links examples"]
+    counts: Float[Tensor, " examples"]
+    factors: Float[Tensor, " points"] | None = None
+
+    @cached_property
+    def values(self) -> Float[Tensor, "points links"]:
+        """The metric."""
+        return self.sums.sum(-1) / self.counts.sum()
+
+    def least(self, points: range, links: Sequence[int]) -> tuple[int, int]:
+        """Point and link with the least value among some; what is NaN is passed over."""
+        some = self.values[points.start : points.stop, links].nan_to_num(math.inf, math.inf)
+        point, link = divmod(int(some.argmin()), len(links))
+        return points[point], links[link]
+
+    def errors(self, sums: Float[Tensor, "*k examples"]) -> Float[Tensor, "*k"]:
+        """Standard errors of Σ sums / Σ counts, over the examples; NaN for one."""
+        n, total = len(self.counts), self.counts.sum()
+        residuals = sums - (sums.sum(-1) / total).unsqueeze(-1) * self.counts
+        return (residuals.square().sum(-1) * (n / (n - 1) if n > 1 else math.nan)).sqrt() / total
+
+    def minus(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+        """The difference of the metric at two places, and its paired standard error."""
+        difference = self.values[one] - self.values[other]
+        return float(difference), float(self.errors(self.sums[one] - self.sums[other]))
+
+    def is_as_good(self, one: tuple[int, int], best: tuple[int, int]) -> bool:
+        """Whether a place is worse than the best one by next to nothing; what is NaN is not."""
+        difference, error = self.minus(one, best)
+        return difference <= max(_ALIKE * error, _NOTHING * float(self.errors(self.sums[best])))
 
 
-def _is_assumed(fitted: Fitted) -> bool:
-    return type(fitted.likelihood) is Gaussian and fitted.likelihood.is_assumed
+@dataclass(frozen=True)
+class Look:
+    """Predicts and scores at points of the search, in one pass over the data.
+
+    The NLL of a regression `with_noise` is that at the best σ for each γ.
+    """
+
+    predict: Callable[[Inputs, Tensor, Sequence[Link | None]], Iterable[tuple[int, Distribution]]]
+    data: Pairs
+    likelihood: Likelihood
+    class_dim: int | None
+    metric: str
+    with_noise: bool = False
+
+    def __call__(self, points: Sequence[float], links: Sequence[Link | None]) -> Table:
+        """The metric at the points by the links."""
+        grid, parts = torch.tensor(points, dtype=torch.float64), []
+        at = list(points) if None in links else [*points, math.inf]
+        for x, y in self.data:
+            rows: list[list[Tensor]] = [[] for _ in at]
+            counts = torch.zeros(0)
+            for number, predicted in self.predict(x, grid, links):
+                size = predicted.batch_shape
+                # Without the links' dimension, with one for the outputs.
+                targets = targets_classes_last(y, len(size), self.class_dim)
+                scored = score(self.likelihood, predicted, targets.expand(size[0], *targets.shape))
+                terms = self._terms(predicted, scored)
+                # The example of every term that counts, by whichever link.
+                examples = scored.counted.view(size)[0].nonzero()[:, 0]
+                examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
+                counts = examples.bincount(minlength=size[1]).double()
+                sums = terms.new_zeros(size[1], terms.shape[1]).index_add_(0, examples, terms)
+                rows[number].append(sums[counts > 0])
+            parts.append([counts[counts > 0], *(torch.cat(row, 1) for row in rows)])
+        counts, *columns = joined(parts, "tune on")
+        sums = torch.stack(columns).mT.contiguous()
+        if not self.with_noise:
+            return Table(at, links, sums, counts)
+        # With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
+        # covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
+        # k² = Σ q / M.
+        squares, log_dets, outputs = sums.unbind(1)
+        factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
+        if not factors.all():
+            raise ValueError(
+                "The residuals of the validation data are zero: there is no noise to estimate. "
+                "Check that the targets are not the outputs, or pass sigma=False."
+            )
+        k = factors.unsqueeze(1)
+        sums = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2 + outputs * k.log()
+        deltas = [gamma / factor**2 for gamma, factor in zip(at, factors.tolist(), strict=True)]
+        return Table(deltas, links, sums.unsqueeze(1), counts, factors)
+
+    def _terms(self, predicted: Distribution, scored: Scored) -> Float[Tensor, "terms columns"]:
+        """Each term of the metric, a column for each link; of a noise its squares, log-det, M."""
+        num_links = predicted.batch_shape[0]
+        if self.with_noise:
+            assert isinstance(predicted, MultivariateNormal)
+            root = predicted.scale_tril.flatten(0, -3).double()
+            residuals = (scored.labels.double() - scored.values.double()).unsqueeze(-1)
+            rounding = 8 * torch.finfo(scored.values.dtype).eps * scored.labels.double().abs()
+            residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
+            # Not from the log-density: beside its constant small residuals are lost in float32.
+            whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
+            squares = whitened.square().sum((-2, -1))
+            log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            outputs = torch.full_like(squares, float(root.shape[-1]))
+            return torch.stack([squares, log_dets, outputs], -1)
+        if self.metric == "nll":
+            # No class probabilities: for a thousand classes a thousandth of the memory.
+            return -scored.log_probs.double().view(num_links, -1).T
+        if not len(scored.log_probs):  # A batch may hold ignored targets alone.
+            return scored.log_probs.new_zeros(0, num_links, dtype=torch.float64)
+        probs, labels = check_classification(*scored.classified)
+        squares = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
+        return squares.view(num_links, -1).T
 
 
-def _points(grid: Float[Tensor, " grid"] | Sequence[float] | None) -> Float[Tensor, " grid"]:
-    """Where a search begins."""
-    if grid is None:
-        return DEFAULT_GRID
-    points = real(grid, "grid").cpu()
-    if points.ndim != 1 or len(points) == 0 or not bool(((points > 0) & points.isfinite()).all()):
-        raise ValueError(
-            "The grid must hold positive, finite prior precisions, as "
-            f"torch.logspace(-4, 4, 21) does; got {points.tolist()}."
+def search(
+    look: Look, grid: Float[Tensor, " grid"], links: Sequence[Link | None]
+) -> tuple[Tuning, float | None]:
+    """Look at a grid by every link and choose: the findings, and what σ is multiplied by."""
+    table, points = look(grid.tolist(), links), range(len(grid))
+    by = [link for link in links if link is not None]
+    number = _chosen(table, by, points) if len(by) > 1 else 0
+    best, is_worse = _lowest(table, number, points)
+    values, errors = table.values[:, number], table.errors(table.sums[:, number]).tolist()
+    factors, can_tell = table.factors, len(table.counts) > 1
+    rows: list[Row] = []
+    for point in points:
+        row: Row = {"prior_precision": table.at[point], look.metric: float(values[point])}
+        if factors is not None:
+            row["sigma_factor"] = float(factors[point])
+        if can_tell:
+            row["standard_error"] = errors[point]
+        rows.append(row)
+    low = high = best
+    while low > 0 and not is_worse[low - 1]:
+        low -= 1
+    while high < points[-1] and not is_worse[high + 1]:
+        high += 1
+    within, factor, sigma = table.at[low : high + 1], None, None
+    if factors is not None:
+        assert isinstance(look.likelihood, Gaussian)
+        factor = float(factors[best])
+        sigma = (look.likelihood.sigma * factor).tolist()
+    is_flat = can_tell and len(within) == len(points)
+    result = Tuning(
+        table.at[best],
+        look.metric,
+        float(values[best]),
+        sorted(rows, key=lambda row: row["prior_precision"]),
+        sigma,
+        (min(within), max(within)) if can_tell else None,
+        _at_the_end(table.at[best], () if is_flat else points, best, by, number),
+        links[number],
+        _compared(table, by, (best, number), points, look.metric) if len(by) > 1 else [],
+    )
+    return result, factor
+
+
+def _chosen(table: Table, by: Sequence[Link], points: range) -> int:
+    """The number of the link that is taken.
+
+    The first link is the simplest. Then come the others of T = 1, the first one's formula at other
+    temperatures, and the rest: the first of these whose best is as good as the best of all is
+    taken, and of fewer than 100 examples the simplest.
+    """
+    chosen = best = table.least(points, range(len(by)))
+    for tier in range(4):
+        some = [
+            number
+            for number, link in enumerate(by)
+            if (link.name != by[0].name) + 2 * (link.temperature != 1) <= tier
+        ]
+        chosen = table.least(points, some)
+        if len(table.counts) < _FEW or table.is_as_good(chosen, best):
+            break
+    return chosen[1]
+
+
+def _lowest(table: Table, link: int, points: range) -> tuple[int, Bool[Tensor, " points"]]:
+    """The best point by a link, and which are worse by more than a paired standard error.
+
+    It is the lowest point, of several that are equal the middle of the longest run; but beside a
+    temperature, which can do a posterior's work, the smallest point that is as good: as much
+    posterior as the data allow.
+    """
+    values, sums = table.values[: len(points), link], table.sums[: len(points), link]
+    if values.isnan().all():
+        raise ValueError("The metric is NaN at every prior precision: check the predictions.")
+    runs: list[list[int]] = [[]]
+    for index, is_least in enumerate((values == values.nan_to_num(math.inf).min()).tolist()):
+        if is_least:
+            runs[-1].append(index)
+        elif runs[-1]:
+            runs.append([])
+    longest = max(runs, key=len)
+    lowest = best = longest[len(longest) // 2]
+    by = table.links[link]
+    if by is not None and by.temperature != 1:
+        while best > 0 and table.is_as_good((best - 1, link), (lowest, link)):
+            best -= 1
+    # Beside a temperature the lowest value can be that of a larger prior precision; and not the
+    # other way round: what is NaN is worse.
+    is_near = (values - values[best]).abs() <= table.errors(sums - sums[best])
+    return best, ~is_near & ~(values < values[best])
+
+
+def _compared(
+    table: Table, by: Sequence[Link], best: tuple[int, int], points: range, metric: str
+) -> list[Row]:
+    """The rows of `Tuning.compared`."""
+    without, of_names = range(len(points), len(points) + 1), dict[str, list[int]]()
+    for number, link in enumerate(by):
+        of_names.setdefault(link.name, []).append(number)
+    others = {
+        "network": table.least(without, [0]),
+        "temperature scaling": table.least(without, range(len(by))),
+    }
+    for name, numbers in of_names.items():
+        others[name] = table.least(points, [by.index(Link(name))])
+        others[f"{name}, tempered"] = table.least(points, numbers)
+    rows: list[Row] = []
+    for name, place in others.items():
+        difference, error = table.minus(place, best)
+        delta = table.at[place[0]]
+        row = {"name": name, "prior_precision": None if delta == math.inf else delta}
+        row |= {"temperature": by[place[1]].temperature, metric: float(table.values[place])}
+        rows.append({**row, "difference": difference, "half_width": 1.96 * error})
+    return rows
+
+
+def _at_the_end(
+    delta: float, points: Sequence[int], best: int, by: Sequence[Link], link: int
+) -> tuple[str, ...]:
+    """Notes on a prior precision and a temperature that lie at the end of those tried."""
+    notes = []
+    if len(points) > 1 and best == 0:
+        notes.append(f"The best is the smallest value tried, {delta:.3g}: {_PASS} smaller ones.")
+    elif len(points) > 1 and best == points[-1]:
+        notes.append(
+            f"The best is the largest value tried, {delta:.3g}: {_PASS} larger ones, or predict "
+            "with method='map', which has no uncertainty of the parameters."
         )
-    return points.sort().values
-
-
-def _tunes_noise(fitted: Fitted, grid: object, sigma: bool | None) -> bool:
-    """Whether the noise is tuned with the prior precision."""
-    if sigma is None:
-        return _is_assumed(fitted) and fitted.num_targets is not None and grid is None
-    if not sigma:
-        return False
-    noise.check_noise(fitted)
-    if grid is not None:
-        raise ValueError(
-            "sigma=True looks at every prior precision with the best sigma for it, and chooses the "
-            "grid by that: leave out the grid, or sigma."
+    if len(by) > 1 and by[link].temperature in (TEMPERATURES[0], TEMPERATURES[-1]):
+        name, T = by[link].name, by[link].temperature
+        notes.append(
+            f"The best temperature is the {'smallest' if T < 1 else 'largest'} tried, {T:g}: look "
+            f"whether these data are like those of the fit, or give one, link=Link({name!r}, T)."
         )
-    return True
-
-
-def _noting_assumed(found: Tuning, fitted: Fitted, sigma: bool | None) -> Tuning:
-    """With a note if a noise that nobody gave stays."""
-    if sigma is not None or not _is_assumed(fitted):
-        return found
-    note = "sigma was never given and is not tuned here: 1.0 is assumed (sigma=True tunes it)."
-    return replace(found, notes=(*found.notes, note))
+    return tuple(notes)

@@ -46,7 +46,7 @@ def test_curvature_and_functional_covariance_are_the_dense_ones(name, curvature)
         torch.testing.assert_close(found.diagonal(), exact.diagonal())
     sizes = [model.get_parameter(n).numel() for n in names]
     at = dict(zip(names, torch.arange(len(exact)).split(sizes), strict=True))
-    measured = [b for b in la._known.blocks if b.role == "entries"]
+    measured = [b for b in la._subject.known.blocks if b.role == "entries"]
     assert measured or name in ("weight standardisation",)
     for block in measured if curvature in ("kfac", "ekfac") else []:
         places = at[block.name]
@@ -114,7 +114,7 @@ def test_windows_are_followed_whatever_their_number():
     model = Windows().double().eval()
     batches = [(torch.randn(b, t, 3).double(), torch.randint(3, (b,))) for b, t in ((3, 4), (5, 8))]
     la = Laplace(model, curvature="full").fit(batches)
-    assert {b.name for b in la._known.blocks if b.calls} == {"gamma"}
+    assert {b.name for b in la._subject.known.blocks if b.calls} == {"gamma"}
     exact = sum(
         len(x) * ggn(model, x, oracle.flat_jacobian(model, x, la.param_names)) for x, _ in batches
     )

@@ -173,7 +173,7 @@ def test_grids_of_covariances_equal_one_posterior_each(points):
     for diagonal in (False, True):
         _, covariances = functional_moments(
             case.model,
-            la._known.blocks,
+            la._subject.known.blocks,
             la.posterior,
             case.x,
             deltas,
@@ -303,7 +303,7 @@ def _needed_bytes(compute):
 def test_linearised_samples_follow_the_dense_jacobian(name):
     case = Case(name)
     la = case.fit("full")
-    from laplace_debias.laplace.sampling import outputs_of_samples
+    from laplace_debias.laplace.predictive import outputs_of_samples
 
     draws = la.sample(11, torch.Generator().manual_seed(0))
     J = oracle.flat_jacobian(case.model, case.x, la.param_names)

@@ -12,13 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
-from laplace_debias.laplace.search import (
-    DEFAULT_GRID,
-    TEMPERATURES,
-    Look,
-    first_look,
-    tuning_of,
-)
+from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, Look, search
 
 # Alone: the search for the prior precision without links and temperatures.
 PLAIN = Link("probit")
@@ -68,8 +62,7 @@ def shaped(curve, num_examples=200, noise=0.0, start=DEFAULT_GRID):
 
     look = Look(predict, batches, Softmax(), None, "nll")
     grid = torch.as_tensor(start, dtype=torch.float64)
-    chosen, compared = first_look(look, grid, [None])
-    return tuning_of(chosen, compared, "nll", Softmax()), batches, tried
+    return search(look, grid, [None])[0], batches, tried
 
 
 def resolution(found):
@@ -97,6 +90,21 @@ def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
     found, _, _ = shaped(lambda power: 2 + slope * power)
     assert found.prior_precision == pytest.approx(end)
     assert f"the {word} value tried, {end:.3g}" in found.message
+
+
+@pytest.mark.parametrize(
+    ("temperature", "scale", "end"),
+    [(0.1, 3.0, "largest tried, 4"), (8.0, 0.3, "smallest tried, 0.5")],
+)
+def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end):
+    model, x, y = problem(scale, 400, temperature=temperature)
+    la = Laplace(model).fit([(x, y)])
+    found = la.tune([(x, y)], grid=[1e6])
+    (note,) = found.notes
+    assert f"The best temperature is the {end}" in note
+    assert note in found.message
+    given = la.tune([(x, y)], grid=[1e6], link=found.link)
+    assert given.notes == ()
 
 
 def test_the_flat_range_is_that_of_paired_differences():
@@ -343,7 +351,8 @@ def test_beside_a_temperature_the_smallest_prior_precision_that_is_as_good_is_ta
     error = max(row["standard_error"] for row in found.table)
     assert values[found.prior_precision] - least <= 0.25 * error
     smaller = max(delta for delta in values if delta < found.prior_precision)
-    assert values[smaller] - least > 1e-3 * found._standard_error
+    (chosen,) = (row for row in found.table if row["prior_precision"] == found.prior_precision)
+    assert values[smaller] - least > 1e-3 * chosen["standard_error"]
 
 
 def test_few_examples_take_the_simplest_link_and_another_link_can_win():

@@ -97,14 +97,6 @@ def test_the_inverse_of_nothing_is_nothing():
     assert inverse(Dense(torch.zeros(0, 0))).shape == (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "ours"), [("subset_of_weights", "params="), ("hessian_structure", "curvature=")]
-)
-def test_arguments_of_laplace_torch_are_answered_with_ours(name, ours):
-    with pytest.raises(TypeError, match=f"{name} is laplace-torch's name: use {ours}"):
-        Laplace(MODEL, "classification", **{name: "all"})
-
-
 def test_names_that_nobody_has_are_pythons_errors(la):
     with pytest.raises(AttributeError, match=r"laplace-torch's name: use la.tune\("):
         la.optimize_prior_precision(method="marglik")
