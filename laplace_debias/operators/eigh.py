@@ -33,13 +33,17 @@ def eigh(matrix: Float[Tensor, "*batch d d"], what: str = "the matrix") -> Decom
     scaled, exponent = _scaled(matrix, what)
     if matrix.shape[-1] == 1:
         return matrix.squeeze(-1), torch.ones_like(matrix)
-    # Where it failed, in double precision, on the CPU, and there by another algorithm.
     double, cpu = torch.float64, torch.device("cpu")
-    places = dict.fromkeys([(scaled.dtype, scaled.device), (double, scaled.device), (double, cpu)])
-    attempts = [(torch.linalg.eigh, dtype, device) for dtype, device in places]
-    if not scaled.requires_grad:
-        attempts.append((_by_qr_iterations, double, cpu))
-    for decompose, dtype, device in attempts:
+    # Where it failed, in double precision, on the CPU, and there by another algorithm.
+    attempts = (
+        (torch.linalg.eigh, scaled.dtype, scaled.device),
+        (torch.linalg.eigh, double, scaled.device),
+        (torch.linalg.eigh, double, cpu),
+        (_by_qr_iterations, double, cpu),
+    )
+    for decompose, dtype, device in dict.fromkeys(attempts):
+        if decompose is _by_qr_iterations and scaled.requires_grad:
+            break
         try:
             values, vectors = decompose(scaled.to(device, dtype))
         except torch.linalg.LinAlgError:
@@ -69,15 +73,8 @@ def eigvalsh(
         values = torch.linalg.eigvalsh(scaled)
     except torch.linalg.LinAlgError:
         return eigh(matrix, what)[0]
-    symmetric = _symmetric(scaled.detach())
-    norm = symmetric.square().sum((-2, -1))
-    size = scaled.shape[-1]
-    is_right = (
-        values.isfinite().all()
-        & _has_trace(symmetric, values.detach())
-        & ((values.detach().square().sum(-1) - norm).abs() <= _tolerance(scaled) * size * norm)
-    )
-    return _ldexp(values, exponent.squeeze(-1)) if bool(is_right.all()) else eigh(matrix, what)[0]
+    is_right = _is_right(scaled, values)
+    return _ldexp(values, exponent.squeeze(-1)) if is_right else eigh(matrix, what)[0]
 
 
 def _scaled(matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
@@ -121,42 +118,33 @@ def _by_qr_iterations(matrices: Tensor) -> Decomposition:
     return values.view(matrices.shape[:-1]), vectors.mT.view(matrices.shape).mT
 
 
-def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
+def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor | None = None) -> bool:
     """Whether a decomposition is finite and gives the matrix back, to the dtype's accuracy."""
-    matrix, values, vectors = matrix.detach(), values.detach(), vectors.detach()
-    z = _probes(matrix.shape[-1], matrix.dtype, matrix.device)
-    symmetric = _symmetric(matrix)
-    largest = values.abs().amax(-1, keepdim=True)
+    matrix, values = matrix.detach(), values.detach()
+    # All that LAPACK reads is the lower triangle.
+    symmetric = matrix.tril().add_(matrix.tril(-1).mT)
     length = math.sqrt(matrix.shape[-1])  # of every probe
-    tolerance = _tolerance(matrix)
+    tolerance = _SLACK * length * torch.finfo(matrix.dtype).eps
+    trace = symmetric.diagonal(dim1=-2, dim2=-1).sum(-1)
+    # Every comparison with NaN is false.
+    has_trace = (values.sum(-1) - trace).abs() <= tolerance * values.abs().sum(-1)
+    right = values.isfinite().all() & has_trace.all()
+    if vectors is None:
+        norm = symmetric.square().sum((-2, -1))
+        off = (values.square().sum(-1) - norm).abs()
+        return bool(right & (off <= tolerance * matrix.shape[-1] * norm).all())
+    vectors, z = vectors.detach(), _probes(matrix.shape[-1], matrix.dtype, matrix.device)
     image = vectors @ z
     residual = symmetric @ image - vectors @ (values.unsqueeze(-1) * z)
     deviation = vectors.mT @ image - z
-    # Every comparison with NaN is false. A probe does not show a NaN that meets a zero, so all
-    # entries are checked for that.
-    right = (
-        values.isfinite().all()
-        & torch.stack(torch.aminmax(vectors)).isfinite().all()
-        & _has_trace(symmetric, values).all()
+    largest = values.abs().amax(-1, keepdim=True)
+    # A probe does not show a NaN that meets a zero, so all entries are checked for that.
+    right &= (
+        torch.stack(torch.aminmax(vectors)).isfinite().all()
         & (residual.norm(dim=-2) <= tolerance * largest * length).all()
         & (deviation.norm(dim=-2) <= tolerance * length).all()
     )
     return bool(right)
-
-
-def _tolerance(matrix: Tensor) -> float:
-    return _SLACK * math.sqrt(matrix.shape[-1]) * torch.finfo(matrix.dtype).eps
-
-
-def _has_trace(matrix: Tensor, values: Tensor) -> Tensor:
-    scale = values.abs().sum(-1)
-    trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return (values.sum(-1) - trace).abs() <= _tolerance(matrix) * scale
-
-
-def _symmetric(matrix: Tensor) -> Tensor:
-    """The symmetric matrix of the lower triangle, which is all that LAPACK reads."""
-    return matrix.tril().add_(matrix.tril(-1).mT)
 
 
 @lru_cache(maxsize=64)

@@ -135,8 +135,7 @@ class BlockMoments:
         if name not in self._operators:
             operator = self.posterior.curvature.blocks[name]
             assert isinstance(operator, EigenKronecker)
-            is_small = operator.sizes[-2] <= _COMPLETED
-            self._operators[name] = operator.with_whole_outputs() if is_small else operator
+            self._operators[name] = operator.with_whole_outputs(_COMPLETED)
         operator = self._operators[name]
         return operator, self.posterior.data_weight * operator.in_frame
 

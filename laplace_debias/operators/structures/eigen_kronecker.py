@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -14,7 +15,6 @@ from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale
 
 Spectrum = Callable[[Tensor], Tensor]
 """A function of eigenvalues, entry by entry: from a tensor to one of the same shape."""
-OfRows = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,29 +62,40 @@ class EigenKronecker(Symmetric):
         *groups, rows, columns = self.magnitudes.shape
         for name, U, size in (("U_G", self.U_G, rows), ("U_A", self.U_A, columns)):
             expected = (*groups, size, size)
-            if U is None or U.shape == expected:
+            if U is None:
                 continue
-            if not (is_thin(U) and U.shape == (*groups, U.shape[-2], size - 1)):
+            is_thinner = is_thin(U) and U.shape == (*groups, U.shape[-2], size - 1)
+            if U.shape != expected and not is_thinner:
                 raise ValueError(
                     f"Magnitudes of shape {tuple(self.magnitudes.shape)} do not fit directions of "
                     f"shape {tuple(U.shape)}: {name} must be {expected}, or [d, {size - 1}] of a "
                     "larger d."
                 )
-        parts = [part for part in (self.U_G, self.U_A, self.magnitudes) if part is not None]
-        if len({(part.dtype, part.device) for part in parts}) > 1:
-            raise ValueError("U_G, U_A and the magnitudes must share one dtype and one device.")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Both `d_out · d_in`, times the number of groups."""
-        return math.prod(self.sizes), math.prod(self.sizes)
+            if U.dtype != self.magnitudes.dtype or U.device != self.magnitudes.device:
+                raise ValueError("U_G, U_A and the magnitudes must share one dtype and one device.")
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Shape of the matrices that it multiplies, `[*groups, d_out, d_in]`."""
         *groups, rows, columns = self.magnitudes.shape
-        sides = ((self.U_G, rows), (self.U_A, columns))
-        return (*groups, *(size if U is None else U.shape[-2] for U, size in sides))
+        rows = rows if self.U_G is None else self.U_G.shape[-2]
+        return (*groups, rows, columns if self.U_A is None else self.U_A.shape[-2])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Both `d_out · d_in`, times the number of groups."""
+        size = math.prod(self.sizes)
+        return size, size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all parts."""
+        return self.magnitudes.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all parts."""
+        return self.magnitudes.device
 
     @property
     def multiplicities(self) -> Float[Tensor, "rows columns"]:
@@ -99,39 +110,27 @@ class EigenKronecker(Symmetric):
     @property
     def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
         """The magnitude of every coordinate that `to_eigenbasis` gives."""
-        return self._repeated(lambda U: U.shape[-2])
+        values = self.magnitudes
+        for dim, U in ((-2, self.U_G), (-1, self.U_A)):
+            if is_thin(U):
+                last = values.narrow(dim, -1, 1).repeat_interleave(U.shape[-2], dim)
+                values = torch.cat([values.narrow(dim, 0, U.shape[-1]), last], dim)
+        return values
 
     @property
     def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
         """The magnitudes, each as often as it is an eigenvalue."""
-        return self._repeated(lambda U: U.shape[-2] - U.shape[-1])
+        *_, d_out, d_in = self.sizes
+        return self.in_frame[..., :d_out, :d_in]
 
-    def _repeated(self, times: Callable[[Tensor], int]) -> Tensor:
-        values = self.magnitudes
-        for dim, U in ((-2, self.U_G), (-1, self.U_A)):
-            if is_thin(U):
-                last = values.narrow(dim, -1, 1).repeat_interleave(times(U), dim)
-                values = torch.cat([values.narrow(dim, 0, U.shape[-1]), last], dim)
-        return values
-
-    def with_whole_outputs(self) -> "EigenKronecker":
-        """The same operator with a basis of the output side, where directions were thin."""
-        if not is_thin(self.U_G):
+    def with_whole_outputs(self, most: int) -> "EigenKronecker":
+        """The operator with a basis of the output side if it was thin, of so many rows at most."""
+        if not is_thin(self.U_G) or self.U_G.shape[-2] > most:
             return self
         last = self.magnitudes[..., -1:, :].expand(*self.sizes[:-1], -1)
         rank = self.U_G.shape[-1]
         magnitudes = torch.cat([self.magnitudes[..., :-1, :], last[..., rank:, :]], -2)
         return replace(self, U_G=completed(self.U_G), magnitudes=magnitudes)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all parts."""
-        return self.magnitudes.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all parts."""
-        return self.magnitudes.device
 
     @property
     def is_positive_semidefinite(self) -> bool:
@@ -150,25 +149,35 @@ class EigenKronecker(Symmetric):
         Args:
             matrices: V, `[*batch, *groups, d_out, d_in]`.
         """
-        if is_thin(self.U_G):
-            left = _of_columns(coordinates, matrices, self.U_G)
-        else:
-            left = matrices if self.U_G is None else _times(self.U_G.mT, matrices)
+        if self.U_G is not None:
+            along = _times(self.U_G.mT, matrices)
+            if is_thin(self.U_G):
+                along = torch.cat([along, matrices - _times(self.U_G, along)], -2)
+            matrices = along
+        if self.U_A is None:
+            return matrices
+        along = _times_right(matrices, self.U_A)
         if is_thin(self.U_A):
-            return _of_rows(coordinates, left, self.U_A)
-        return left if self.U_A is None else _times_right(left, self.U_A)
+            along = torch.cat([along, matrices - _times_right(along, self.U_A.mT)], -1)
+        return along
 
     def from_eigenbasis(
         self, coordinates: Float[Tensor, "*batch rows columns"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
         r"""The inverse of `to_eigenbasis`, $U_G C U_A^\top$."""
-        if is_thin(self.U_G):
-            left = _of_columns(_vectors, coordinates, self.U_G)
-        else:
-            left = coordinates if self.U_G is None else _times(self.U_G, coordinates)
-        if is_thin(self.U_A):
-            return _of_rows(_vectors, left, self.U_A)
-        return left if self.U_A is None else _times_right(left, self.U_A.mT)
+        # Of thin directions F C = U (C₁ - Uᵀ C₂) + C₂, with C₁ along them and C₂ the rest.
+        if self.U_G is not None:
+            along, rest = coordinates.tensor_split([self.U_G.shape[-1]], -2)
+            if not is_thin(self.U_G):
+                coordinates = _times(self.U_G, along)
+            else:
+                coordinates = _times(self.U_G, along - _times(self.U_G.mT, rest)) + rest
+        if self.U_A is None:
+            return coordinates
+        along, rest = coordinates.tensor_split([self.U_A.shape[-1]], -1)
+        if not is_thin(self.U_A):
+            return _times_right(along, self.U_A.mT)
+        return _times_right(along - _times_right(rest, self.U_A), self.U_A.mT) + rest
 
     def kept(self, side: int, order: Int[Tensor, "*groups r"], rank: int) -> "EigenKronecker":
         """The operator with some directions of one side alone, of the same trace.
@@ -246,7 +255,7 @@ def frame(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d columns"]
     """The frame of thin directions, `[*groups, d, r + d]`; a whole basis itself."""
     if not is_thin(U):
         return U
-    return _of_rows(coordinates, torch.eye(U.shape[-2]).to(U).expand(*U.shape[:-1], -1), U)
+    return torch.cat([U, torch.eye(U.shape[-2]).to(U) - U @ U.mT], -1)
 
 
 def completed(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d d"]:
@@ -258,22 +267,6 @@ def _rotated(rows: Tensor, U: Tensor) -> Tensor:
     return rows @ U if U.ndim == 2 else torch.einsum("...gd,gde->...ge", rows, U)
 
 
-def _vectors(in_frame: Tensor, U: Tensor) -> Tensor:
-    """Rows of coordinates in the frame of a thin U, times the frame's transpose."""
-    r = U.shape[-1]
-    along, rest = in_frame[..., :r], in_frame[..., r:]
-    return _rotated(along - _rotated(rest, U), U.mT) + rest
-
-
-def _of_rows(function: OfRows, matrices: Tensor, U: Tensor) -> Tensor:
-    """A function of vectors, each row of a matrix `[..., *groups, d_out, d_in]` as one."""
-    return function(matrices.movedim(-2, 0), U).movedim(0, -2)
-
-
-def _of_columns(function: OfRows, matrices: Tensor, U: Tensor) -> Tensor:
-    return _of_rows(function, matrices.mT, U).mT
-
-
 def _times(U: Tensor, matrices: Tensor) -> Tensor:
     # Of several groups `@` would copy U for every matrix.
     return U @ matrices if U.ndim == 2 else torch.einsum("gij,...gjk->...gik", U, matrices)
@@ -283,22 +276,19 @@ def _times_right(matrices: Tensor, U: Tensor) -> Tensor:
     return matrices @ U if U.ndim == 2 else torch.einsum("...gij,gjk->...gik", matrices, U)
 
 
-def _same_directions(a: EigenKronecker, b: EigenKronecker) -> bool:
-    return a.magnitudes.shape == b.magnitudes.shape and same(a.U_G, b.U_G) and same(a.U_A, b.U_A)
-
-
-@add.register(EigenKronecker, EigenKronecker)
-def _(left: EigenKronecker, right: EigenKronecker) -> LinearOperator | None:
-    if not _same_directions(left, right):
+def _combined(
+    combine: Callable[[Tensor, Tensor], Tensor], left: EigenKronecker, right: EigenKronecker
+) -> LinearOperator | None:
+    """Combine magnitude with magnitude along directions that both share."""
+    if left.magnitudes.shape != right.magnitudes.shape:
         return None
-    return left.apply(lambda magnitudes: magnitudes + right.magnitudes)
-
-
-@multiply.register(EigenKronecker, EigenKronecker)
-def _(left: EigenKronecker, right: EigenKronecker) -> LinearOperator | None:
-    if not _same_directions(left, right):
+    if not (same(left.U_G, right.U_G) and same(left.U_A, right.U_A)):
         return None
-    return left.apply(lambda magnitudes: magnitudes * right.magnitudes)
+    return EigenKronecker(left.U_G, left.U_A, combine(left.magnitudes, right.magnitudes))
+
+
+add.register(EigenKronecker, EigenKronecker)(partial(_combined, torch.add))
+multiply.register(EigenKronecker, EigenKronecker)(partial(_combined, torch.mul))
 
 
 @scale.register
