@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from examples.paper.common import FULL, MINI, Row, load, write
 from examples.paper.plots import add_legend
 from examples.paper.quadratics import BiasSettings, mean_cut, measure
-from laplace_debias.operators.eigh import eigvalsh
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.quadratic import Cut
 from laplace_debias.report.style import method_colours, new_panels, style_axes
 
@@ -78,4 +78,4 @@ def contour_figure(pairs: list[tuple[Cut, Cut]]) -> Figure:
 
 def _minimizer(cut: Cut) -> torch.Tensor | None:
     """The Newton step in the plane; None where the curvature is not positive, as a Hessian's."""
-    return cut.minimizer() if float(eigvalsh(cut.curvatures, "the cut")[0]) > 0 else None
+    return cut.minimizer() if float(eigh(cut.curvatures, "the cut")[0][0]) > 0 else None

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from examples.paper.common import Row, Trained, judge, load, write
 from examples.paper.common import Settings as Shared
 from examples.paper.plots import lines_figure
+from examples.paper.problems import decay_groups
 from laplace_debias.optim import DebiasedHessianFree
-from laplace_debias.quadratic.objective import decay_groups
 
 
 @dataclass(kw_only=True)

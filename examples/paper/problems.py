@@ -7,10 +7,11 @@ Reference:
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -28,7 +29,6 @@ from examples.paper.networks import (
     wide_digits_net,
     wide_resnet,
 )
-from laplace_debias.quadratic.objective import decay_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,16 @@ class Recipe:
         for epoch in range(0 if self.cycles else self.epochs):
             passed = sum(epoch >= milestone for milestone in self.milestones)
             yield from [self.learning_rate * self.decay**passed] * steps_per_epoch
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's groups, none empty: the weights with weight decay, then all others without."""
+    every = list(parameters)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in every if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in every if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def train(

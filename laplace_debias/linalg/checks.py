@@ -8,22 +8,7 @@ from torch import Tensor
 
 from laplace_debias.operators import base
 from laplace_debias.operators.base import LinearOperator
-from laplace_debias.operators.dispatch import numbers
 from laplace_debias.system import checks
-
-
-def check_finite(A: LinearOperator) -> None:
-    """Checks the numbers that an operator is made of: a closed form takes no product to check."""
-    if not all(bool(part.isfinite().all()) for part in numbers(A)):
-        raise not_finite_error(type(A).__name__)
-
-
-def not_finite_error(what: str) -> ValueError:
-    """The error for numbers that are not finite."""
-    return ValueError(
-        f"{what} holds NaN or Inf; expected finite values. Look for NaN in the data and the "
-        "parameters, or for overflow, which float64 may avoid."
-    )
 
 
 def check_operator(A: object) -> None:
@@ -33,13 +18,6 @@ def check_operator(A: object) -> None:
             f"expected a LinearOperator, got {type(A).__name__}: wrap a tensor as `Dense(matrix)`, "
             "an array of NumPy's as `Dense(torch.from_numpy(array))`."
         )
-
-
-def check_square(A: LinearOperator, what: str) -> int:
-    """Checks that an operator is square, and gives its size."""
-    check_operator(A)
-    base.check_square(A, f"the {what}")
-    return A.shape[0]
 
 
 def check_generator(generator: torch.Generator | None, A: LinearOperator) -> None:
@@ -52,6 +30,14 @@ def check_generator(generator: torch.Generator | None, A: LinearOperator) -> Non
         )
 
 
+def check_square(A: LinearOperator, what: str, generator: torch.Generator | None = None) -> int:
+    """Checks that an operator is square, and where random numbers come from; gives its size."""
+    check_operator(A)
+    base.check_square(A, f"the {what}")
+    check_generator(generator, A)
+    return A.shape[0]
+
+
 def check_choice(value: str, choices: Collection[str], name: str) -> None:
     """Checks the name of a method or another choice."""
     if value in choices:
@@ -61,12 +47,6 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
     raise ValueError(
         f"`{name}` is {value!r}; expected one of {', '.join(map(repr, choices))}.{hint}"
     )
-
-
-def check_at_least(value: int, least: int, name: str, why: str = "") -> None:
-    """Checks a count."""
-    if value < least:
-        raise ValueError(f"`{name}` is {value}; expected at least {least}{why and f': {why}'}.")
 
 
 def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> None:

@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
-from laplace_debias.linalg.checks import not_finite_error
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import not_finite_error
 
 _CHUNK_ELEMENTS = 2**26
 """Entries of the columns that are multiplied at once: 256 MiB in float32."""
@@ -52,7 +52,11 @@ class Products:
         parts = []
         for part in matrix.split(self._chunk, dim=1):
             product = self.operator @ part
-            self._check(product)
+            if not product.isfinite().all():
+                first = int((~product.isfinite()).any(dim=0).nonzero()[0])
+                raise not_finite_error(
+                    f"product {self.count + first + 1} with {type(self.operator).__name__}"
+                )
             self.count += part.shape[1]
             self._bar.update(part.shape[1])
             parts.append(product)
@@ -72,11 +76,3 @@ class Products:
             unit[places] = torch.eye(size, dtype=unit.dtype, device=unit.device)
             yield places, self(unit)
             start += size
-
-    def _check(self, product: Tensor) -> None:
-        if product.isfinite().all():
-            return
-        first = int((~product.isfinite()).any(dim=0).nonzero()[0])
-        raise not_finite_error(
-            f"product {self.count + first + 1} with {type(self.operator).__name__}"
-        )

@@ -103,8 +103,10 @@ class LinearSolution:
 
     @property
     def status(self) -> Status:
-        """`CONVERGED` if every right-hand side is, else the worst reason; of equals, the first."""
-        return max(self.statuses, key=_severity)
+        """`CONVERGED` if every right-hand side is; else `DIVERGED` or the first other reason."""
+        if Status.DIVERGED in self.statuses:
+            return Status.DIVERGED
+        return next((each for each in self.statuses if not each.is_success), Status.CONVERGED)
 
     @property
     def converged(self) -> bool:
@@ -122,12 +124,6 @@ class LinearSolution:
         return "\n".join(lines)
 
     __repr__ = one_line
-
-
-def _severity(status: Status) -> int:
-    if status is Status.DIVERGED:
-        return 2
-    return 0 if status.is_success else 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)

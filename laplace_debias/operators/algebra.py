@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.operators.base import Composed, LinearOperator
+from laplace_debias.operators.base import Composed, Joined, LinearOperator
 from laplace_debias.operators.dispatch import (
     Scalar,
     add,
-    adopt,
     identity_multiple,
     multiply,
     same,
@@ -25,7 +24,7 @@ from laplace_debias.operators.structures.wrappers import Wrapper
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Sum(Composed):
+class Sum(Joined):
     """The sum of operators.
 
     Args:
@@ -50,16 +49,6 @@ class Sum(Composed):
     def shape(self) -> tuple[int, int]:
         """The shape of every term."""
         return self.terms[0].shape
-
-    @property
-    def is_symmetric(self) -> bool:
-        """True if every term is."""
-        return all(term.is_symmetric for term in self.terms)
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """True if every term is."""
-        return all(term.is_positive_semidefinite for term in self.terms)
 
     @property
     def layout(self) -> ParameterLayout | None:
@@ -98,6 +87,10 @@ class Scaled(Wrapper):
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         return self.scalar * (self.operator @ matrix)
+
+    def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
+        """The multiple of the operator that has this dtype and device."""
+        return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -247,8 +240,3 @@ def _(operator: Scaled) -> Scalar | None:
 def _(operator: Scaled, scalar: Scalar) -> LinearOperator | None:
     multiple = identity_multiple(operator)
     return None if multiple is None else scale(operator.operator, operator.scalar + scalar)
-
-
-@adopt.register
-def _(operator: Scaled, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-    return Scaled(adopt(operator.operator, dtype, device), operator.scalar)

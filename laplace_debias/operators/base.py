@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any, TypeVar, overload
 
@@ -15,13 +15,10 @@ from torch import Tensor
 from laplace_debias.operators.dispatch import (
     Scalar,
     add,
-    adopt,
-    converted,
     multiply,
     named_range,
     scale,
     submatrix,
-    unify,
 )
 from laplace_debias.operators.layout import ParameterLayout
 
@@ -131,7 +128,7 @@ class LinearOperator(ABC):
                 f"{type(self).__name__} cannot multiply {type(other).__name__}: expected a tensor, "
                 "a LinearOperator or a dict of parameters. NumPy arrays go with `.to_scipy()`."
             )
-        operator = adopt(self, other.dtype, other.device)
+        operator = self.adopted(other.dtype, other.device)
         check_operand(operator, other)
         if other.ndim == 1:
             return operator._matmat(other[:, None])[:, 0]
@@ -288,8 +285,53 @@ class LinearOperator(ABC):
             TypeError: If the operator is not made of tensors; an operator of a network follows its
                 model.
         """
+        if not is_dataclass(self):
+            raise TypeError(
+                f"{type(self).__name__} is not made of tensors: convert what it was built from, "
+                "such as the model, and build it again."
+            )
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        return converted(self, target.dtype, target.device)
+        # The parts fit each other before and after: no constructor has to check them again.
+        result = object.__new__(type(self))
+        for field in fields(self):
+            part = _converted(getattr(self, field.name), target.dtype, target.device)
+            object.__setattr__(result, field.name, part)
+        return result
+
+    def adopted(self, dtype: torch.dtype, device: torch.device) -> "LinearOperator":
+        """The operator itself or, if it was given no dtype or device, the one that has these."""
+        return self
+
+
+def _converted(part: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A part with every tensor in it, at any depth, converted; indices keep their dtype."""
+    if isinstance(part, Tensor):
+        return part.to(device, dtype) if part.is_floating_point() else part.to(device)
+    if isinstance(part, torch.dtype):
+        return dtype
+    if isinstance(part, torch.device):
+        return device
+    if isinstance(part, Mapping):
+        return {key: _converted(value, dtype, device) for key, value in part.items()}
+    if isinstance(part, tuple) and not isinstance(part, torch.Size):
+        return tuple(_converted(value, dtype, device) for value in part)
+    return part.to(dtype=dtype, device=device) if hasattr(part, "to") else part
+
+
+def unify(operators: Sequence[LinearOperator]) -> list[LinearOperator]:
+    """Give the operators that have no dtype or device of their own those of the others."""
+    for reference in operators:
+        dtype, device, adopted = reference.dtype, reference.device, []
+        for operator in operators:
+            adopted.append(operator.adopted(dtype, device))
+            if adopted[-1].dtype != dtype or adopted[-1].device != device:
+                break
+        else:
+            return adopted
+    kinds = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
+    raise ValueError(
+        f"Operators must share one dtype and one device: {kinds}. Convert them with `.to(...)`."
+    )
 
 
 def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
@@ -359,20 +401,42 @@ def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
 
 
 class Composed(LinearOperator):
-    """A dataclass whose first part (a tensor, an operator, or several) has its dtype and device.
+    """A dataclass whose first field (a tensor, an operator, or several) has its dtype and device.
 
     A subclass gives `shape`, `_matmat` and `T`.
     """
 
     @property
+    def parts(self) -> list[Any]:
+        """What the first field holds."""
+        part = next(iter(vars(self).values()))
+        if isinstance(part, Mapping):
+            return list(part.values())
+        return list(part) if isinstance(part, tuple) else [part]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of all parts."""
-        return _first_part(self).dtype
+        return self.parts[0].dtype
 
     @property
     def device(self) -> torch.device:
         """The device of all parts."""
-        return _first_part(self).device
+        return self.parts[0].device
+
+
+class Joined(Composed):
+    """A composed operator that claims what all of the operators claim that it is made of."""
+
+    @property
+    def is_symmetric(self) -> bool:
+        """True if every part is."""
+        return all(part.is_symmetric for part in self.parts)
+
+    @property
+    def is_positive_semidefinite(self) -> bool:
+        """True if every part is."""
+        return all(part.is_positive_semidefinite for part in self.parts)
 
 
 class Symmetric(Composed):
@@ -384,10 +448,3 @@ class Symmetric(Composed):
     def T(self: Operator) -> Operator:  # noqa: N802
         """The operator itself."""
         return self
-
-
-def _first_part(operator: Any) -> Any:
-    part = getattr(operator, fields(operator)[0].name)
-    if isinstance(part, Mapping):
-        return next(iter(part.values()))
-    return part[0] if isinstance(part, tuple) else part

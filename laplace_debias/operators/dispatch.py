@@ -5,10 +5,10 @@ lies below both, and its operators are typed as `Any`. Behind them stand functio
 operators: the fields of their dataclasses.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import singledispatch
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,61 +91,22 @@ def named_range(operator: Any, name: str) -> range:
     return operator.layout.range(name)
 
 
-@singledispatch
-def adopt(operator: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The operator itself or, if it was given no dtype or device, the one that has these."""
-    return operator
+def check_finite(operator: Any) -> None:
+    """Check the numbers that an operator is made of: a closed form takes no product to check."""
+    for part in _numbers(operator):
+        if not bool(part.isfinite().all()):
+            raise not_finite_error(type(operator).__name__)
 
 
-def unify(operators: Sequence[Any]) -> list[Any]:
-    """Give the operators that have no dtype or device of their own those of the others."""
-    for reference in operators:
-        dtype, device = reference.dtype, reference.device
-        adopted = [adopt(operator, dtype, device) for operator in operators]
-        if all(operator.dtype == dtype and operator.device == device for operator in adopted):
-            return adopted
-    kinds = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
-    raise ValueError(
-        f"Operators must share one dtype and one device: {kinds}. Convert them with `.to(...)`."
+def not_finite_error(what: str) -> ValueError:
+    """The error for numbers that are not finite."""
+    return ValueError(
+        f"{what} holds NaN or Inf; expected finite values. Look for NaN in the data and the "
+        "parameters, or for overflow, which float64 may avoid."
     )
 
 
-Operator = TypeVar("Operator")
-
-
-def converted(operator: Operator, dtype: torch.dtype, device: torch.device) -> Operator:
-    """The operator with every tensor in it, at any depth, converted; indices keep their dtype.
-
-    Where it holds a dtype or a device of its own, that becomes the new one.
-    """
-    if not is_dataclass(operator):
-        raise TypeError(
-            f"{type(operator).__name__} is not made of tensors: convert what it was built from, "
-            "such as the model, and build it again."
-        )
-    # The parts fit each other before and after: no constructor has to check them again.
-    result = object.__new__(type(operator))
-    for field in fields(operator):
-        part = _converted_part(getattr(operator, field.name), dtype, device)
-        object.__setattr__(result, field.name, part)
-    return result
-
-
-def _converted_part(part: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    if isinstance(part, Tensor):
-        return part.to(device, dtype) if part.is_floating_point() else part.to(device)
-    if isinstance(part, torch.dtype):
-        return dtype
-    if isinstance(part, torch.device):
-        return device
-    if isinstance(part, Mapping):
-        return {key: _converted_part(value, dtype, device) for key, value in part.items()}
-    if isinstance(part, tuple) and not isinstance(part, torch.Size):
-        return tuple(_converted_part(value, dtype, device) for value in part)
-    return part.to(dtype=dtype, device=device) if hasattr(part, "to") else part
-
-
-def numbers(part: Any) -> Iterator[Tensor]:
+def _numbers(part: Any) -> Iterator[Tensor]:
     """The floating-point tensors and numbers in an operator, at any depth, as tensors."""
     if isinstance(part, Tensor):
         if part.is_floating_point():
@@ -154,10 +115,10 @@ def numbers(part: Any) -> Iterator[Tensor]:
         yield torch.tensor(part)
     elif isinstance(part, Mapping | tuple):
         for inner in part.values() if isinstance(part, Mapping) else part:
-            yield from numbers(inner)
+            yield from _numbers(inner)
     elif is_dataclass(part):
         for field in fields(part):
-            yield from numbers(getattr(part, field.name))
+            yield from _numbers(getattr(part, field.name))
 
 
 def same(a: Any, b: Any) -> bool:

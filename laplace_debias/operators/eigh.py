@@ -58,25 +58,6 @@ def eigh(matrix: Float[Tensor, "*batch d d"], what: str = "the matrix") -> Decom
     )
 
 
-def eigvalsh(
-    matrix: Float[Tensor, "*batch d d"], what: str = "the matrix"
-) -> Float[Tensor, "*batch d"]:
-    """Eigenvalues alone, ascending; checked, and computed again if wrong, as by `eigh`.
-
-    There are no eigenvectors, hence no residual. Besides the trace, the check is that the squares
-    of the eigenvalues sum to the squared Frobenius norm.
-    """
-    if matrix.numel() == 0:
-        return torch.linalg.eigvalsh(matrix)
-    scaled, exponent = _scaled(matrix, what)
-    try:
-        values = torch.linalg.eigvalsh(scaled)
-    except torch.linalg.LinAlgError:
-        return eigh(matrix, what)[0]
-    is_right = _is_right(scaled, values)
-    return _ldexp(values, exponent.squeeze(-1)) if is_right else eigh(matrix, what)[0]
-
-
 def _scaled(matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
     """The matrix with largest entry in [½, 1), and by what power of two it was divided.
 
@@ -118,29 +99,25 @@ def _by_qr_iterations(matrices: Tensor) -> Decomposition:
     return values.view(matrices.shape[:-1]), vectors.mT.view(matrices.shape).mT
 
 
-def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor | None = None) -> bool:
+def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     """Whether a decomposition is finite and gives the matrix back, to the dtype's accuracy."""
-    matrix, values = matrix.detach(), values.detach()
+    matrix, values, vectors = matrix.detach(), values.detach(), vectors.detach()
     # All that LAPACK reads is the lower triangle.
     symmetric = matrix.tril().add_(matrix.tril(-1).mT)
     length = math.sqrt(matrix.shape[-1])  # of every probe
     tolerance = _SLACK * length * torch.finfo(matrix.dtype).eps
     trace = symmetric.diagonal(dim1=-2, dim2=-1).sum(-1)
-    # Every comparison with NaN is false.
-    has_trace = (values.sum(-1) - trace).abs() <= tolerance * values.abs().sum(-1)
-    right = values.isfinite().all() & has_trace.all()
-    if vectors is None:
-        norm = symmetric.square().sum((-2, -1))
-        off = (values.square().sum(-1) - norm).abs()
-        return bool(right & (off <= tolerance * matrix.shape[-1] * norm).all())
-    vectors, z = vectors.detach(), _probes(matrix.shape[-1], matrix.dtype, matrix.device)
+    z = _probes(matrix.shape[-1], matrix.dtype, matrix.device)
     image = vectors @ z
     residual = symmetric @ image - vectors @ (values.unsqueeze(-1) * z)
     deviation = vectors.mT @ image - z
     largest = values.abs().amax(-1, keepdim=True)
-    # A probe does not show a NaN that meets a zero, so all entries are checked for that.
-    right &= (
-        torch.stack(torch.aminmax(vectors)).isfinite().all()
+    # Every comparison with NaN is false. A probe does not show a NaN that meets a zero, so all
+    # entries are checked for that.
+    right = (
+        values.isfinite().all()
+        & ((values.sum(-1) - trace).abs() <= tolerance * values.abs().sum(-1)).all()
+        & torch.stack(torch.aminmax(vectors)).isfinite().all()
         & (residual.norm(dim=-2) <= tolerance * largest * length).all()
         & (deviation.norm(dim=-2) <= tolerance * length).all()
     )

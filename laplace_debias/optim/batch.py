@@ -24,8 +24,8 @@ class Batch:
                 "model's forward pass, without torch.no_grad()."
             )
         self.loss = float(loss.detach()) + 0.5 * float(decay @ theta.square())
-        gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-        self.gradient = flat(_filled(gradients, parameters)) + decay * theta
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+        self.gradient = flat(gradients) + decay * theta
         self.ggn = GraphGGN(loss, outputs, parameters)
 
 
@@ -37,7 +37,7 @@ class GraphGGN(Symmetric):
     """
 
     def __init__(self, loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -> None:
-        self._outputs, self._parameters = outputs, parameters
+        self._parameters, self._outputs = tuple(parameters), outputs
         self._cotangent = torch.zeros_like(outputs, requires_grad=True)
         adjoint = torch.autograd.grad(
             outputs, parameters, self._cotangent, create_graph=True, allow_unused=True
@@ -58,24 +58,13 @@ class GraphGGN(Symmetric):
         size = sum(p.numel() for p in self._parameters)
         return size, size
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
-        return self._parameters[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self._parameters[0].device
-
     is_positive_semidefinite = True
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         return torch.stack([self._product(column) for column in matrix.unbind(1)], dim=1)
 
     def _product(self, vector: Tensor) -> Tensor:
-        sizes = [p.numel() for p in self._parameters]
-        parts = vector.split(sizes)
+        parts = vector.split([p.numel() for p in self._parameters])
         rows = [row for _, row in self._adjoint]
         tangents = [parts[i].view_as(row) for i, row in self._adjoint]
         (pushed,) = torch.autograd.grad(rows, self._cotangent, tangents, retain_graph=True)
@@ -84,16 +73,16 @@ class GraphGGN(Symmetric):
         if self._slope.requires_grad:
             (bent,) = torch.autograd.grad(self._slope, self._outputs, pushed, retain_graph=True)
         pulled = torch.autograd.grad(
-            self._outputs, self._parameters, bent, retain_graph=True, allow_unused=True
+            self._outputs, self._parameters, bent, retain_graph=True, materialize_grads=True
         )
-        return flat(_filled(pulled, self._parameters))
+        return flat(pulled)
 
 
 def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
     """Evaluates a closure: the loss and the outputs."""
     result = closure()
-    pair = isinstance(result, tuple) and len(result) == 2
-    if not (pair and all(isinstance(part, Tensor) for part in result)):
+    kinds = [isinstance(part, Tensor) for part in result] if isinstance(result, tuple) else []
+    if kinds != [True, True]:
         raise TypeError(
             f"A closure must return (loss, outputs), two tensors, got {type(result).__name__}."
         )
@@ -108,11 +97,6 @@ def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
             "smaller step or more damping."
         )
     return loss, outputs
-
-
-def _filled(gradients: Iterable[Tensor | None], parameters: list[Tensor]) -> list[Tensor]:
-    pairs = zip(gradients, parameters, strict=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in pairs]
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -208,9 +208,14 @@ class DebiasedHessianFree(Optimizer):
             solution=solution,
             num_matvecs=num_matvecs,
         )
-        # Where no change is predicted, as at a minimum, the ratio says nothing.
+        # Where no change is predicted, as at a minimum, the ratio says nothing. NaN, of a loss that
+        # has overflowed, counts as distrust.
         if options["adapt_damping"] and predicted != 0:
-            self._adapt(ratio)
+            for group in self.param_groups:
+                if not ratio >= _DISTRUSTED:
+                    group["damping"] *= _FACTOR
+                elif ratio > _TRUSTED:
+                    group["damping"] /= _FACTOR
         return theta.new_tensor(judge.loss)
 
     def _newton_step(self, batch: Batch, judge: Batch, shift: Tensor) -> tuple[Solution, int]:
@@ -240,11 +245,3 @@ class DebiasedHessianFree(Optimizer):
             names = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
             raise ValueError(f"Parameters must share one dtype and one device, found {names}.")
         return parameters
-
-    def _adapt(self, ratio: float) -> None:
-        for group in self.param_groups:
-            # NaN, of a loss that has overflowed, counts as distrust.
-            if not ratio >= _DISTRUSTED:
-                group["damping"] *= _FACTOR
-            elif ratio > _TRUSTED:
-                group["damping"] /= _FACTOR

@@ -1,8 +1,6 @@
 """A network's loss on a data set, with its gradient and curvature."""
 
-import difflib
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -16,6 +14,7 @@ from laplace_debias.curvature.network.outputs import check_finite_outputs
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators import GGN, Hessian
+from laplace_debias.linalg.checks import check_choice
 from laplace_debias.system.ranks import Ranks, current, together
 
 _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}
@@ -37,11 +36,7 @@ def objective(
 
     Then a copy of the parameters, which may be trained on, and the entries that β acts on.
     """
-    if curvature not in _CURVATURES:
-        nearest = difflib.get_close_matches(str(curvature), _CURVATURES, n=1, cutoff=0)[0]
-        raise ValueError(
-            f"Unknown curvature {curvature!r}: use 'ggn' or 'hessian' (nearest: {nearest!r})."
-        )
+    check_choice(curvature, _CURVATURES, "curvature")
     matrix = _CURVATURES[curvature](
         model, loss, data, params, num_data, reduction=reduction, batch=batch
     )
@@ -79,24 +74,10 @@ def _loss_and_gradient(
     return value * scale, gradient * scale
 
 
-def is_decayed(parameter: Tensor) -> bool:
-    """Whether β of Eq. 1 acts on a parameter: on weights, which have more than one dimension.
-
-    Biases have none, nor have the scales of normalisations, which are no weights of a sum.
-    """
-    return parameter.dim() > 1
-
-
 def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:
-    """For every entry of the parameters, flattened one behind the other, whether β acts on it."""
-    return torch.cat([torch.full((p.numel(),), is_decayed(p), device=p.device) for p in parameters])
+    """For every entry of the parameters, flattened one behind the other, whether β of Eq. 1 acts.
 
-
-def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """An optimizer's groups, none empty: the weights with weight decay, then all others without."""
-    every = list(parameters)
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in every if is_decayed(p)], "weight_decay": weight_decay},
-        {"params": [p for p in every if not is_decayed(p)], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    It acts on weights, which have more than one dimension. Biases have not, nor have the scales of
+    normalisations, which are no weights of a sum.
+    """
+    return torch.cat([torch.full((p.numel(),), p.dim() > 1, device=p.device) for p in parameters])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.losses import Loss
 from laplace_debias.linalg import Iterate, Status, cg
 from laplace_debias.operators import Diagonal, Identity, LinearOperator
-from laplace_debias.operators.eigh import eigvalsh
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.quadratic.objective import objective
 
 
@@ -64,19 +64,23 @@ class Cut:
         return solve_exactly(self.curvatures, -self.slopes)
 
 
+_WITHOUT_STEP = (
+    Status.NEGATIVE_CURVATURE,
+    Status.ZERO_CURVATURE,
+    Status.INDEFINITE_PRECONDITIONER,
+)
+
+
 def solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
     """The solution of a small positive definite system `[k, k]`, by a Cholesky factor."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     if info > 0:
-        smallest = float(eigvalsh(matrix, "the curvature in the subspace")[0])
+        smallest = float(eigh(matrix, "the curvature in the subspace")[0][0])
         raise ValueError(
             f"The quadratic has no minimum: its smallest curvature is {smallest:.3g}. Add damping, "
             "or use the GGN instead of the Hessian."
         )
     return torch.cholesky_solve(right[:, None], factor)[:, 0]
-
-
-_NO_MINIMUM = (Status.NEGATIVE_CURVATURE, Status.ZERO_CURVATURE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +207,7 @@ class Quadratic:
     def __call__(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
         """q(θ) at one position `[D]` or at many `[D, k]`; one product each."""
         offset = self._offset(theta)
-        return self.value + (self._inner(self.gradient, offset) + self._curve(offset) / 2)
+        return self.value + (_inner(self.gradient, offset) + self._curve(offset) / 2)
 
     def gradient_at(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "dim *k"]:
         """∇q(θ) = g + H(θ − θ₀), of θ's shape; one product for each position."""
@@ -229,8 +233,13 @@ class Quadratic:
         """
         unit = self._unit(direction)
         if at is None:
-            return self._inner(self.gradient, unit)
-        return self._inner(self.gradient_at(self._at(at, direction)), unit)
+            return _inner(self.gradient, unit)
+        if at.ndim == 2 and at.shape != direction.shape:
+            raise ValueError(
+                f"Positions of shape {tuple(at.shape)} do not fit directions of shape "
+                f"{tuple(direction.shape)}: expected one for all, [D], or one for each."
+            )
+        return _inner(self.gradient_at(at), unit)
 
     def curvature(self, direction: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
         """Curvatures c(d) = dᵀHd for unit vectors d (Eq. 10), the same at every position.
@@ -316,14 +325,9 @@ class Quadratic:
                 )
             return solve_exactly(damped.to_dense(), -self.gradient)
         solution = cg(damped, -self.gradient, tol, max_iter, preconditioner, stop=stop)
-        if solution.status in _NO_MINIMUM:
-            raise ValueError(
-                f"The quadratic has no minimum: curvature {float(solution.negative_curvature):.3g} "  # type: ignore[arg-type]
-                f"along a search direction. {solution.status.remedy}"
-            )
         if solution.status is Status.BREAKDOWN:
             raise FloatingPointError(solution.message)
-        if solution.status is Status.INDEFINITE_PRECONDITIONER:
+        if solution.status in _WITHOUT_STEP:
             raise ValueError(solution.message)
         return solution.x
 
@@ -340,14 +344,6 @@ class Quadratic:
             )
         return direction / norm
 
-    def _at(self, at: Tensor, direction: Tensor) -> Tensor:
-        if at.ndim == 2 and at.shape != direction.shape:
-            raise ValueError(
-                f"Positions of shape {tuple(at.shape)} do not fit directions of shape "
-                f"{tuple(direction.shape)}: expected one for all, [D], or one for each."
-            )
-        return at
-
     def _check(self, tensor: Tensor, name: str) -> None:
         size = self.gradient.shape[0]
         if tensor.ndim not in (1, 2) or tensor.shape[0] != size:
@@ -356,16 +352,14 @@ class Quadratic:
             )
 
     def _curve(self, offset: Tensor) -> Tensor:
-        return self._inner(offset, self.matrix @ offset)
+        return _inner(offset, self.matrix @ offset)
 
-    @staticmethod
-    def _inner(left: Tensor, right: Tensor) -> Tensor:
-        """Inner products of a vector or columns with a vector or columns."""
-        if right.ndim == 2 and left.ndim == 1:
-            return left @ right
-        if left.ndim == 2 and right.ndim == 1:
-            return right @ left
-        return torch.linalg.vecdot(left, right, dim=0)
+
+def _inner(left: Tensor, right: Tensor) -> Tensor:
+    """Inner products of a vector with a vector or with columns, or of columns with columns."""
+    if left.ndim < right.ndim:
+        return left @ right
+    return torch.linalg.vecdot(left, right, dim=0)
 
 
 def _columns(vector: Tensor, like: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from examples.paper.networks import wide_resnet
+from examples.paper.problems import decay_groups
 from laplace_debias.quadratic import Quadratic
-from laplace_debias.quadratic.objective import decay_groups, decay_mask
+from laplace_debias.quadratic.objective import decay_mask
 
 DECAY = 0.3
 

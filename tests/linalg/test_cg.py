@@ -388,7 +388,7 @@ def test_it_ends_where_either_quadratic_has_no_curvature():
         ({"A": Counted(torch.ones(3, 2).double())}, "the quadratic needs a square operator"),
         ({"tol": -1.0}, "`tol` is"),
         ({"tol": float("nan")}, "`tol` is"),
-        ({"max_iter": 0}, "`max_iter` is 0; expected at least 1"),
+        ({"max_iter": 0}, "max_iter must be at least 1"),
         ({"preconditioner": lambda r: r[:1]}, "The preconditioner maps"),
     ],
 )

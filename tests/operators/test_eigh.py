@@ -9,10 +9,9 @@ from torch import nn
 
 import laplace_debias
 from laplace_debias import Laplace
-from laplace_debias.operators.eigh import eigh, eigvalsh
+from laplace_debias.operators.eigh import eigh
 
 TRUE_EIGH = torch.linalg.eigh
-TRUE_EIGVALSH = torch.linalg.eigvalsh
 
 
 def symmetric(d, dtype=torch.float64, seed=0):
@@ -152,12 +151,11 @@ def _no_convergence(*_, **__):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("function", [eigh, eigvalsh])
-def test_a_matrix_that_is_not_finite_is_refused(function, bad):
+def test_a_matrix_that_is_not_finite_is_refused(bad):
     matrix = symmetric(5)
     matrix[3, 1] = bad
     with pytest.raises(ValueError, match=r"factor A of conv1 .*holds NaN or Inf"):
-        function(matrix, "factor A of conv1")
+        eigh(matrix, "factor A of conv1")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -173,21 +171,8 @@ def test_matrices_near_the_ends_of_the_numbers_are_decomposed(dtype, exponent):
     torch.testing.assert_close(
         values.double() / scale, expected, rtol=tolerance, atol=tolerance * largest
     )
-    torch.testing.assert_close(eigvalsh(matrix * scale), values, rtol=tolerance, atol=0)
     identity = torch.eye(30, dtype=dtype)
     torch.testing.assert_close(vectors.T @ vectors, identity, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("fault", [nan_values, off_by_little, not_converged])
-def test_wrong_eigenvalues_alone_are_computed_again(monkeypatch, fault):
-    matrix = symmetric(20)
-
-    def wrong(matrix):
-        values = TRUE_EIGVALSH(matrix)
-        return fault(values, torch.eye(len(values)))[0]
-
-    monkeypatch.setattr(torch.linalg, "eigvalsh", wrong)
-    torch.testing.assert_close(eigvalsh(matrix), TRUE_EIGH(matrix)[0])
 
 
 @pytest.mark.parametrize("d", [1, 2, 3, 64, 257])

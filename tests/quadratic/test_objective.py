@@ -134,7 +134,7 @@ def test_parameters_reduction_and_progress_are_honoured(capsys):
 
 def test_bad_input_is_named():
     model = network()
-    with pytest.raises(ValueError, match=r"Unknown curvature 'hesian'.*'hessian'"):
+    with pytest.raises(ValueError, match=r"`curvature` is 'hesian'.*Did you mean 'hessian'"):
         Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), "hesian")
     for decay in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="weight_decay must be"):

@@ -1,20 +1,12 @@
 """Extreme eigenpairs of a symmetric operator: Lanczos, ARPACK, subspace iteration."""
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.checks import (
-    check_at_least,
-    check_choice,
-    check_finite,
-    check_generator,
-    check_square,
-    check_symmetric,
-)
+from laplace_debias.linalg.checks import check_choice, check_square, check_symmetric
 from laplace_debias.linalg.eigen.krylov import KrylovBasis, order, ritz_pairs
 from laplace_debias.linalg.eigen.lanczos import capacity, search
 from laplace_debias.linalg.probes import draw
@@ -23,21 +15,11 @@ from laplace_debias.linalg.results import EigenPairs, Status
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_eigh
+from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
 _BOUND_STEPS = 12
 """Lanczos steps that bound the spectrum for the shift of ARPACK and subspace iteration."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Eigenpairs to search for, how exactly, by how many products, and from which random start."""
-
-    k: int
-    which: str
-    tol: float
-    max_matvecs: int
-    generator: torch.Generator | None
 
 
 def select(
@@ -65,14 +47,20 @@ def dense_eigenpairs(products: Products, k: int, which: str) -> EigenPairs:
     return EigenPairs(*selected, products.count, Status.CONVERGED, "converged")
 
 
-def lanczos_eigenpairs(products: Products, wanted: Wanted) -> EigenPairs:
+def lanczos_eigenpairs(
+    products: Products,
+    k: int,
+    which: str,
+    tol: float,
+    max_matvecs: int,
+    generator: torch.Generator | None,
+) -> EigenPairs:
     """Eigenpairs by thick-restart Lanczos from a random start."""
     A, n = products.operator, products.operator.shape[0]
-    k, which, max_matvecs = wanted.k, wanted.which, wanted.max_matvecs
-    basis = KrylovBasis(A, products, n, capacity(n, k, A.dtype.itemsize), wanted.generator)
+    basis = KrylovBasis(A, products, n, capacity(n, k, A.dtype.itemsize), generator)
     # Where all columns fit, multiplying them out is the better way to end a long search.
     limit = n if basis.capacity == n and 2 * n <= max_matvecs else max_matvecs
-    result = search(basis, products, k=k, which=which, tol=wanted.tol, max_matvecs=limit)
+    result = search(basis, products, k=k, which=which, tol=tol, max_matvecs=limit)
     if limit < max_matvecs and not result.was_verified:
         return dense_eigenpairs(products, k, which)
     status, message = Status.CONVERGED, "converged"
@@ -80,14 +68,11 @@ def lanczos_eigenpairs(products: Products, wanted: Wanted) -> EigenPairs:
         status = Status.MAX_ITER
         message = _unconverged(result.pairs.residuals[:k], result.goal, products.count)
     elif not result.was_verified:
-        last = float(order(result.pairs.values[:k], which).min())
-        beyond = {"largest": "above", "smallest": "below", "magnitude": "of magnitude above"}[which]
         status = Status.UNVERIFIED
         message = (
             f"converged, but `max_matvecs` = {max_matvecs} ended the search for further pairs: a "
-            f"further copy of a multiple eigenvalue, or another one {beyond} "
-            f"{-last if which == 'smallest' else last:.4g}, is not verified to be absent; raise it "
-            "to be sure"
+            "further copy of a multiple eigenvalue, or one beyond the last of these, is not "
+            "verified to be absent; raise it to be sure"
         )
     pairs, device = result.pairs, basis.vectors.device
     rotation = pairs.combinations[:, :k].to(basis.vectors)
@@ -105,7 +90,14 @@ def _unconverged(residuals: Tensor, goal: float, count: int) -> str:
     )
 
 
-def arpack_eigenpairs(products: Products, wanted: Wanted) -> EigenPairs:
+def arpack_eigenpairs(
+    products: Products,
+    k: int,
+    which: str,
+    tol: float,
+    max_matvecs: int,
+    generator: torch.Generator | None,
+) -> EigenPairs:
     """Eigenpairs by SciPy's ARPACK."""
     # Slow to import, and few need it.
     from scipy.sparse.linalg import ArpackError, ArpackNoConvergence
@@ -113,20 +105,19 @@ def arpack_eigenpairs(products: Products, wanted: Wanted) -> EigenPairs:
     from scipy.sparse.linalg import eigsh as arpack
 
     A, n = products.operator, products.operator.shape[0]
-    k, which = wanted.k, wanted.which
     num_vectors = min(n, max(2 * k + 1, k + 40))
     least = _BOUND_STEPS + 2 * num_vectors - k
-    _check_products(wanted, least, f"ARPACK holds {num_vectors} vectors")
-    restarts = (wanted.max_matvecs - _BOUND_STEPS - num_vectors) // (num_vectors - k)
+    _check_products(max_matvecs, least, f"ARPACK holds {num_vectors} vectors")
+    restarts = (max_matvecs - _BOUND_STEPS - num_vectors) // (num_vectors - k)
     # ARPACK's tolerance is relative to each eigenvalue, so that those near zero never converge.
     # Shifted by the unwanted end of the spectrum, the wanted ones are the largest.
-    shift = _far_end(products, wanted)
+    shift = _far_end(products, which, generator)
 
     def multiply(vector: np.ndarray) -> np.ndarray:
         column = torch.from_numpy(vector.ravel()).to(A.device, A.dtype)
         return (products(column) - shift * column).cpu().numpy()
 
-    start = draw(A, 1, "gaussian", wanted.generator)[:, 0].cpu().numpy()
+    start = draw(A, 1, "gaussian", generator)[:, 0].cpu().numpy()
     status, message = (
         Status.UNVERIFIED,
         "converged; ARPACK may have missed copies of an eigenvalue",
@@ -139,7 +130,7 @@ def arpack_eigenpairs(products: Products, wanted: Wanted) -> EigenPairs:
             v0=start,
             ncv=num_vectors,
             maxiter=restarts,
-            tol=wanted.tol,
+            tol=tol,
         )
     except ArpackNoConvergence as error:
         found, status = error.eigenvectors, Status.MAX_ITER
@@ -149,7 +140,7 @@ def arpack_eigenpairs(products: Products, wanted: Wanted) -> EigenPairs:
         )
     except ArpackError:
         # It refuses operators that map its start to zero, such as multiples of the identity.
-        return lanczos_eigenpairs(products, wanted)
+        return lanczos_eigenpairs(products, k, which, tol, max_matvecs, generator)
     vectors = torch.from_numpy(np.ascontiguousarray(found)).to(A.device, A.dtype)
     images = products(vectors) if vectors.shape[1] else vectors
     values = (vectors * images).sum(dim=0)
@@ -158,13 +149,20 @@ def arpack_eigenpairs(products: Products, wanted: Wanted) -> EigenPairs:
     return EigenPairs(*selected, products.count, status, message)
 
 
-def subspace_iteration(products: Products, wanted: Wanted) -> EigenPairs:
+def subspace_iteration(
+    products: Products,
+    k: int,
+    which: str,
+    tol: float,
+    max_matvecs: int,
+    generator: torch.Generator | None,
+) -> EigenPairs:
     """Eigenpairs from products with a block, with a Rayleigh–Ritz step after each."""
-    A, n, k = products.operator, products.operator.shape[0], wanted.k
+    A, n = products.operator, products.operator.shape[0]
     width = min(n, k + max(k, 10))
-    _check_products(wanted, width + _BOUND_STEPS, f"the block has {width} vectors")
-    shift = _far_end(products, wanted)
-    block = torch.linalg.qr(draw(A, width, "gaussian", wanted.generator)).Q
+    _check_products(max_matvecs, width + _BOUND_STEPS, f"the block has {width} vectors")
+    shift = _far_end(products, which, generator)
+    block = torch.linalg.qr(draw(A, width, "gaussian", generator)).Q
     rounding = 10 * torch.finfo(A.dtype).eps
     # The block may hold none of the largest eigenvalues, to which the tolerance is relative.
     scale = abs(shift)
@@ -176,35 +174,35 @@ def subspace_iteration(products: Products, wanted: Wanted) -> EigenPairs:
         values, rotation = eigh((projection + projection.T) / 2, "the projected operator")
         block, images = block @ rotation, images @ rotation
         residuals = (images - block * values).norm(dim=0)
-        selected = select(values, block, residuals, k, wanted.which)
-        goal = max(wanted.tol, rounding) * max(scale, float(values.abs().max()))
+        selected = select(values, block, residuals, k, which)
+        goal = max(tol, rounding) * max(scale, float(values.abs().max()))
         if (selected[2] <= goal).all():
             return EigenPairs(*selected, products.count, Status.CONVERGED, "converged")
-        if products.count + width > wanted.max_matvecs:
+        if products.count + width > max_matvecs:
             message = _unconverged(selected[2], goal, products.count)
             return EigenPairs(*selected, products.count, Status.MAX_ITER, message)
         block = torch.linalg.qr(images - shift * block).Q
 
 
-def _check_products(wanted: Wanted, least: int, why: str) -> None:
-    if wanted.max_matvecs < least:
+def _check_products(max_matvecs: int, least: int, why: str) -> None:
+    if max_matvecs < least:
         raise ValueError(
-            f"`max_matvecs` is {wanted.max_matvecs}; expected at least {least}: {why} for "
-            f"{wanted.k} pairs. Raise it, or use method='lanczos'."
+            f"`max_matvecs` is {max_matvecs}; expected at least {least}: {why}. Raise it, or use "
+            "method='lanczos'."
         )
 
 
-def _far_end(products: Products, wanted: Wanted) -> float:
+def _far_end(products: Products, which: str, generator: torch.Generator | None) -> float:
     """A bound of the unwanted end of the spectrum: from there the wanted end is the largest."""
-    if wanted.which == "magnitude":
+    if which == "magnitude":
         return 0.0
     A, n = products.operator, products.operator.shape[0]
-    basis = KrylovBasis(A, products, n, min(n, _BOUND_STEPS), wanted.generator)
+    basis = KrylovBasis(A, products, n, min(n, _BOUND_STEPS), generator)
     basis.add_random()
     for _ in range(basis.capacity):
         if not basis.expand(0):
             break
-    unwanted = "smallest" if wanted.which == "largest" else "largest"
+    unwanted = "smallest" if which == "largest" else "largest"
     pairs = ritz_pairs(basis, unwanted)
     end, error = float(pairs.values[0]), float(pairs.residuals[0])
     return end + math.copysign(error, 1 if unwanted == "largest" else -1)
@@ -277,7 +275,7 @@ def eigsh(
         2000. Lehoucq, Sorensen, Yang. ARPACK users' guide. SIAM, 1998. Saad. Numerical methods for
         large eigenvalue problems. SIAM, 2011, chapter 5.
     """
-    n = check_square(A, "eigenpairs")
+    n = check_square(A, "eigenpairs", generator)
     check_choice(method, METHODS, "method")
     check_choice(which, WHICH, "which")
     if not 1 <= k <= n:
@@ -288,9 +286,7 @@ def eigsh(
         raise ValueError(f"`tol` is {tol}; expected a positive relative residual.")
     if max_matvecs is None:
         max_matvecs = max(10_000, 1000 * k) if method == "power" else max(1000, 50 * k)
-    check_at_least(max_matvecs, k, "max_matvecs", "one for each of `k` pairs")
-    check_generator(generator, A)
-    check_finite(A)
+    whole(max_matvecs, "max_matvecs", least=k)
     closed_form = exact_eigh(A)
     if closed_form is not None:
         values, vectors = closed_form
@@ -301,8 +297,7 @@ def eigsh(
         if n <= max(_SMALL, 2 * k) and max_matvecs >= n:
             result = dense_eigenpairs(P, k, which)
         else:
-            wanted = Wanted(k, which, tol, max_matvecs, generator)
-            result = METHODS[method](P, wanted)
+            result = METHODS[method](P, k, which, tol, max_matvecs, generator)
     if not result.converged:
         warn(result.message, RuntimeWarning)
     return result

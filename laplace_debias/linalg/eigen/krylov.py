@@ -101,11 +101,6 @@ class KrylovBasis:
             self._coupling[:, row] = outside
             self._keep_residual(residual, row)
 
-    def add(self, direction: Float[Tensor, " n"]) -> None:
-        """Makes a unit vector pending, the first one of an empty basis."""
-        assert self.size + len(self._pending) == 0, "it would have to be orthogonal to the others"
-        self._add_pending(direction)
-
     def add_random(self) -> bool:
         """Adds a random pending direction, if the basis leaves room for one."""
         n = self._vectors.shape[1]
@@ -118,7 +113,7 @@ class KrylovBasis:
             device=self._vectors.device,
         )
         direction, _, _ = self._orthogonalise(direction / direction.norm())
-        self._add_pending(direction / direction.norm())
+        self.add(direction / direction.norm())
         return True
 
     def expand(self, index: int) -> bool:
@@ -168,11 +163,12 @@ class KrylovBasis:
         rounding = 10 * torch.finfo(residual.dtype).eps * self.scale
         if norm <= rounding or self.size + len(self._pending) >= self._vectors.shape[1]:
             return False
-        self._add_pending(residual / norm)
+        self.add(residual / norm)
         self._coupling[-1, row] = norm
         return True
 
-    def _add_pending(self, direction: Tensor) -> None:
+    def add(self, direction: Float[Tensor, " n"]) -> None:
+        """Makes a unit vector pending, which is orthogonal to all others."""
         self._pending = torch.cat([self._pending, direction[None]])
         row = torch.zeros(1, self.capacity, dtype=torch.float64)
         self._coupling = torch.cat([self._coupling, row])

@@ -7,7 +7,7 @@ import torch
 
 from laplace_debias.linalg.eigen.krylov import KrylovBasis, RitzPairs, order, ritz_pairs
 from laplace_debias.linalg.products import Products
-from laplace_debias.operators.eigh import eigh, eigvalsh
+from laplace_debias.operators.eigh import eigh
 
 _BASIS_BYTES = 2**31
 
@@ -33,7 +33,7 @@ class CompletenessCheck:
 
     def has_found(self, goal: float) -> bool:
         """Whether the sequence has come upon an eigenvalue beyond the last of the wanted."""
-        values = eigvalsh(
+        values, _ = eigh(
             self._basis.projected[self.start :, self.start :], "the projected operator"
         )
         return bool((order(values, self._which) > self._last + goal).any())

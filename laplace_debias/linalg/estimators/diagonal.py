@@ -2,7 +2,7 @@
 
 import torch
 
-from laplace_debias.linalg.checks import check_finite, check_generator, check_square
+from laplace_debias.linalg.checks import check_square
 from laplace_debias.linalg.estimators.quadratic_forms import RunningMoments
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
@@ -42,10 +42,8 @@ def diagonal(
         Bekas, Kokiopoulou, Saad. An estimator for the diagonal of a matrix. Applied Numerical
         Mathematics, 2007.
     """
-    n = check_square(A, "diagonal")
+    n = check_square(A, "diagonal", generator)
     whole(num_matvecs, "num_matvecs")
-    check_generator(generator, A)
-    check_finite(A)
     closed_form = exact_diagonal(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)

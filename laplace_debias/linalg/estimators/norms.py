@@ -2,12 +2,7 @@
 
 import torch
 
-from laplace_debias.linalg.checks import (
-    check_at_least,
-    check_finite,
-    check_generator,
-    check_operator,
-)
+from laplace_debias.linalg.checks import check_generator, check_operator
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.eigen.lanczos import capacity, search
 from laplace_debias.linalg.estimators.quadratic_forms import mean_of
@@ -15,7 +10,9 @@ from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import check_finite
 from laplace_debias.operators.exact import exact_frobenius_norm, exact_spectral_norm
+from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
 
@@ -45,7 +42,7 @@ def frobenius_norm(
         ValueError: A product is not finite, a number too small, or the generator on another device.
     """
     check_operator(A)
-    check_at_least(num_matvecs, 1, "num_matvecs", "one for a probe")
+    whole(num_matvecs, "num_matvecs")
     check_generator(generator, A)
     check_finite(A)
     closed_form = exact_frobenius_norm(A)
@@ -105,7 +102,7 @@ def spectral_norm(
     check_operator(A)
     if not tol > 0:
         raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
-    check_at_least(max_matvecs, 2, "max_matvecs", "one product with A and one with its adjoint")
+    whole(max_matvecs, "max_matvecs", least=2)
     check_generator(generator, A)
     check_finite(A)
     closed_form = exact_spectral_norm(A)

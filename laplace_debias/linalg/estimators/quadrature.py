@@ -7,19 +7,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.checks import (
-    check_at_least,
-    check_finite,
-    check_generator,
-    check_square,
-    check_symmetric,
-)
+from laplace_debias.linalg.checks import check_square, check_symmetric
 from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.operators.base import LinearOperator
-from laplace_debias.operators.eigh import eigh, eigvalsh
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import eigenvalues
+from laplace_debias.system.checks import whole
 
 _BASIS_ELEMENTS = 2**28
 """Entries of all Lanczos vectors, or of a whole matrix, held at once: 1 GiB in float32."""
@@ -84,25 +79,19 @@ def lanczos_quadrature(
         Golub, Meurant. Matrices, moments and quadrature with applications. 2010. Ubaru, Chen, Saad.
         Fast estimation of tr(f(A)) via stochastic Lanczos quadrature. SIMAX, 2017.
     """
-    n = check_square(A, "spectrum")
-    check_at_least(num_probes, 1, "num_probes")
-    check_at_least(num_steps, 2, "num_steps", "one node does not show the spread")
-    check_generator(generator, A)
-    check_finite(A)
+    n = check_square(A, "spectrum", generator)
+    whole(num_probes, "num_probes")
+    whole(num_steps, "num_steps", least=2)
     values = eigenvalues(A)
     if values is not None:
         return _of_eigenvalues(values, 0)
     total = num_probes * num_steps
-    if total >= n and n**2 <= _BASIS_ELEMENTS:
-        total = n
-    with Products(A, progress=progress, total=total, label=label) as products:
-        if total == n and n**2 <= _BASIS_ELEMENTS:
+    is_small = n <= total and n**2 <= _BASIS_ELEMENTS
+    with Products(A, progress=progress, total=n if is_small else total, label=label) as products:
+        if is_small:
             matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
-            scale = float(matrix.norm(dim=0).max())
-            check_symmetric(A, (matrix - matrix.T).abs(), scale)
-            return _of_eigenvalues(
-                eigvalsh((matrix + matrix.T) / 2, "the operator"), products.count
-            )
+            check_symmetric(A, (matrix - matrix.T).abs(), float(matrix.norm(dim=0).max()))
+            return _of_eigenvalues(eigh((matrix + matrix.T) / 2, "the operator")[0], products.count)
         together = max(1, _BASIS_ELEMENTS // (n * num_steps))
         parts = []
         forms = None if function is None else QuadraticForms(is_symmetric=True)
@@ -111,7 +100,11 @@ def lanczos_quadrature(
             alphas, betas, basis = _tridiagonal(products, probes / n**0.5, num_steps)
             parts.append((alphas, betas))
             if forms is not None and function is not None:
-                forms.add(probes, n**0.5 * _of_function(alphas, betas, basis, function))
+                nodes, vectors = _decomposed(alphas, betas)
+                first = vectors[:, 0]
+                values = values_at(nodes, first**2, function) * first
+                images = ((vectors @ values[:, :, None]).mT @ basis)[:, 0].T
+                forms.add(probes, n**0.5 * images)
             del basis
         alphas, betas = (torch.cat(part) for part in zip(*parts, strict=True))
     nodes, weights = _gauss(alphas, betas)
@@ -131,16 +124,6 @@ def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tenso
             "clamp within the function."
         )
     return torch.zeros_like(nodes).masked_scatter(counts, values)
-
-
-def _of_function(
-    alphas: Tensor, betas: Tensor, basis: Tensor, function: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """f(A) times the unit vectors that Lanczos started from, `[n, p]`."""
-    nodes, vectors = _decomposed(alphas, betas)
-    first = vectors[:, 0]
-    coefficients = vectors @ (values_at(nodes, first**2, function) * first)[:, :, None]
-    return (coefficients.mT @ basis)[:, 0].T
 
 
 def _of_eigenvalues(values: Tensor, num_matvecs: int) -> Quadrature:

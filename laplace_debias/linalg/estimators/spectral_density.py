@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.checks import check_at_least, check_choice
+from laplace_debias.linalg.checks import check_choice
 from laplace_debias.linalg.estimators.function_trace import with_bias
 from laplace_debias.linalg.estimators.quadrature import Quadrature, lanczos_quadrature
 from laplace_debias.linalg.results import SpectralDensity
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
 SCALES = ("linear", "log")
@@ -85,7 +86,7 @@ def spectral_density(
         Papyan. The full spectrum of deepnet Hessians at scale. 2018 (logarithmic scale).
     """
     check_choice(scale, SCALES, "scale")
-    check_at_least(num_points, 2, "num_points", "two ends")
+    whole(num_points, "num_points", least=2)
     if width is not None and not width > 0:
         raise ValueError(f"`width` is {width}; expected a positive standard deviation.")
     if floor is not None and scale == "linear":
@@ -103,7 +104,11 @@ def spectral_density(
     negative_fraction = float((rule.weights * (rule.nodes < -floor)).sum(dim=1).mean())
 
     def placed(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return _placed(nodes, weights, scale, floor)
+        # Where the scale has the nodes; on a logarithmic one zeros weigh nothing.
+        if scale == "linear":
+            return nodes, weights
+        null = nodes.abs() <= floor
+        return torch.where(null, torch.ones_like(nodes), nodes).abs().log10(), weights * ~null
 
     places, weights = placed(rule.nodes, rule.weights)
     if scale == "log" and not (weights > 0).any():
@@ -158,14 +163,6 @@ def _grid(
         )
     grid = torch.linspace(low, high, num_points, dtype=places.dtype, device=places.device)
     return grid, width
-
-
-def _placed(nodes: Tensor, weights: Tensor, scale: str, floor: float) -> tuple[Tensor, Tensor]:
-    """Where the scale has the nodes; on a logarithmic one zeros weigh nothing."""
-    if scale == "linear":
-        return nodes, weights
-    null = nodes.abs() <= floor
-    return torch.where(null, torch.ones_like(nodes), nodes).abs().log10(), weights * ~null
 
 
 Placed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

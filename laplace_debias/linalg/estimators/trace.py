@@ -5,19 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.checks import (
-    check_at_least,
-    check_choice,
-    check_finite,
-    check_generator,
-    check_square,
-)
+from laplace_debias.linalg.checks import check_choice, check_square
 from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_trace
+from laplace_debias.system.checks import whole
 
 
 def trace(
@@ -62,12 +57,10 @@ def trace(
         smoothing splines. 1989. Meyer, Musco, Musco, Woodruff. Hutch++: optimal stochastic trace
         estimation. SOSA, 2021.
     """
-    n = check_square(A, "trace")
+    n = check_square(A, "trace", generator)
     check_choice(method, _METHODS, "method")
-    estimate, least, why = _METHODS[method]
-    check_at_least(num_matvecs, least, "num_matvecs", why)
-    check_generator(generator, A)
-    check_finite(A)
+    estimate, least = _METHODS[method]
+    whole(num_matvecs, "num_matvecs", least)
     closed_form = exact_trace(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)
@@ -106,7 +99,8 @@ def _hutch_plus_plus(products: Products, total: int, generator: torch.Generator 
 
 
 Method = Callable[[Products, int, torch.Generator | None], Parts]
-_METHODS: dict[str, tuple[Method, int, str]] = {
-    "hutchinson": (_hutchinson, 1, "one for a probe"),
-    "hutch++": (_hutch_plus_plus, 3, "for the sketch, its basis and a probe"),
+# With the fewest products: Hutch++ needs one for the sketch, its basis and a probe.
+_METHODS: dict[str, tuple[Method, int]] = {
+    "hutchinson": (_hutchinson, 1),
+    "hutch++": (_hutch_plus_plus, 3),
 }

@@ -16,6 +16,7 @@ from laplace_debias.linalg.checks import check_operator
 from laplace_debias.linalg.results import DebiasedSolution, Iterate, Solution, Status
 from laplace_debias.linalg.solvers.line_searches import LineSearches, Verdict
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.system.checks import whole
 
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
 
@@ -84,12 +85,12 @@ def cg(
         Hestenes and Stiefel (1952), Methods of conjugate gradients for solving linear systems.
     """
     check_operator(A)
-    max_iter = _max_iter(max_iter, A)
+    iterations = _iterations(max_iter, A, progress, "cg")
     run = LineSearches(A, b, x0, tol, keep_directions)
     directions = _ConjugateDirections(preconditioner)
     if callback is not None:
         callback(run.iterate())
-    for _ in _bar(max_iter, progress, "cg"):
+    for _ in iterations:
         if run.done:
             break
         if run.step(directions.next(run)):
@@ -156,13 +157,13 @@ def debiased_cg(
     ]
     if systems[0] != systems[1]:
         raise ValueError(f"The two systems must be alike, got {' and '.join(systems)}.")
-    max_iter = _max_iter(max_iter, A)
+    iterations = _iterations(max_iter, A, progress, "debiased cg")
     single = LineSearches(A, b, x0, tol, keep_directions)
     debiased = LineSearches(A2, b2, x0, tol)
     directions = _ConjugateDirections(preconditioner)
     if callback is not None:
         callback(single.iterate(), debiased.iterate())
-    for _ in _bar(max_iter, progress, "debiased cg"):
+    for _ in iterations:
         debiased.end(~single.running, Status.EXHAUSTED)
         single.end(~debiased.running, Status.STOPPED)
         if single.done:
@@ -240,13 +241,9 @@ class _ConjugateDirections:
         return direction
 
 
-def _max_iter(max_iter: int | None, A: LinearOperator) -> int:
-    if max_iter is None:
-        return 10 * A.shape[0]
-    if max_iter < 1:
-        raise ValueError(f"`max_iter` is {max_iter}; expected at least 1.")
-    return max_iter
-
-
-def _bar(max_iter: int, progress: bool, what: str) -> Iterable[int]:
-    return tqdm(range(max_iter), desc=what, unit="iteration", leave=False, disable=not progress)
+def _iterations(
+    max_iter: int | None, A: LinearOperator, progress: bool, what: str
+) -> Iterable[int]:
+    """Their numbers, with a progress bar."""
+    count = 10 * A.shape[0] if max_iter is None else whole(max_iter, "max_iter")
+    return tqdm(range(count), desc=what, unit="iteration", leave=False, disable=not progress)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laplace_debias.linalg.checks import check_finite, check_square
+from laplace_debias.linalg.checks import check_square
 from laplace_debias.linalg.solvers.conjugate_gradient import Preconditioner, cg
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_inverse
-from laplace_debias.operators.structures.wrappers import Wrapper
+from laplace_debias.operators.structures.wrappers import SelfAdjoint
 from laplace_debias.system.shown import warn
 
 
@@ -38,7 +38,6 @@ def inverse(
         RuntimeWarning: Upon a product, if its solve did not converge; with the remedy.
     """
     check_square(A, "inverse")
-    check_finite(A)
     closed_form = exact_inverse(A)
     if closed_form is not None:
         return closed_form
@@ -52,17 +51,12 @@ def inverse(
 
 
 @dataclass(frozen=True, eq=False)
-class Inverse(Wrapper):
+class Inverse(SelfAdjoint):
     """An inverse whose products are solves; made by `inverse`."""
 
     tol: float
     max_iter: int | None
     preconditioner: Preconditioner | None
-
-    @property
-    def T(self) -> "Inverse":  # noqa: N802
-        """The operator itself: it is symmetric."""
-        return self
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         solution = cg(self.operator, matrix, self.tol, self.max_iter, self.preconditioner)

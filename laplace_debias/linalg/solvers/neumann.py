@@ -4,18 +4,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.checks import (
-    check_at_least,
-    check_generator,
-    check_right_side,
-    check_square,
-)
+from laplace_debias.linalg.checks import check_right_side, check_square
 from laplace_debias.linalg.estimators.norms import spectral_norm
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import LinearSolution, Status
 from laplace_debias.linalg.solvers.conjugate_gradient import Preconditioner, precondition
 from laplace_debias.operators.base import LinearOperator
-from laplace_debias.system.checks import real
+from laplace_debias.system.checks import real, whole
 
 _GROWTH = 10.0
 """Growth of the residual at which the series counts as diverging."""
@@ -66,10 +61,9 @@ def neumann(
         Lorraine, Vicol, Duvenaud. Optimizing millions of hyperparameters by implicit
         differentiation. AISTATS, 2020.
     """
-    check_square(A, "Neumann series")
+    check_square(A, "Neumann series", generator)
     check_right_side(A, b, "b")
-    check_at_least(num_terms, 1, "num_terms")
-    check_generator(generator, A)
+    whole(num_terms, "num_terms")
     if scale is not None and not scale > 0:
         raise ValueError(f"`scale` is {scale}; expected a positive number below 2 / λ_max.")
     if tol is not None and not real(tol, "tol") > 0:

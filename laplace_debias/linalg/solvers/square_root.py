@@ -7,20 +7,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.checks import (
-    check_at_least,
-    check_finite,
-    check_generator,
-    check_right_side,
-    check_square,
-)
+from laplace_debias.linalg.checks import check_generator, check_right_side, check_square
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_inverse, exact_sqrt, least_eigenvalue_bound
-from laplace_debias.operators.structures.wrappers import Wrapper
+from laplace_debias.operators.structures.wrappers import SelfAdjoint
+from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
 _MAX_ITER = 200
@@ -66,7 +61,7 @@ def sample_gaussian(
     check_right_side(precision, mean, "mean")
     if mean.ndim != 1:
         raise ValueError(f"`mean` has shape {tuple(mean.shape)}; expected ({len(mean)},).")
-    check_at_least(num_samples, 1, "num_samples")
+    whole(num_samples, "num_samples")
     check_generator(generator, precision)
     noise = draw(precision, num_samples, "gaussian", generator)
     return mean + (root @ noise).T
@@ -129,8 +124,7 @@ def inverse_sqrt(
     if not tol > 0:
         raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
     if max_iter is not None:
-        check_at_least(max_iter, 1, "max_iter")
-    check_finite(A)
+        whole(max_iter, "max_iter")
     inverse = exact_inverse(A)
     closed_form = None if inverse is None else exact_sqrt(inverse)
     if closed_form is not None:
@@ -141,7 +135,7 @@ def inverse_sqrt(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class InverseRoot(Wrapper):
+class InverseRoot(SelfAdjoint):
     """The inverse root of an operator; its products are Lanczos runs. Made by `inverse_sqrt`.
 
     `least` is a lower bound of the eigenvalues; without one the least Ritz value takes its place.
@@ -151,14 +145,7 @@ class InverseRoot(Wrapper):
     tol: float
     max_iter: int
 
-    is_symmetric = True
-
     is_positive_semidefinite = True
-
-    @property
-    def T(self) -> "InverseRoot":  # noqa: N802
-        """The operator itself: it is symmetric."""
-        return self
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         with Products(self.operator) as products:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.operators.algebra import Scaled, Sum
-from laplace_debias.operators.base import LinearOperator, check_square
+from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact.spectrum import (
     NoClosedFormError,
     eigenvalues,
@@ -26,30 +26,18 @@ from laplace_debias.operators.structures.wrappers import Assumed, Permuted
 
 
 def exact_trace(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """The trace of an operator `[n, n]`, None without a closed form.
-
-    Raises:
-        ValueError: If the operator is not square.
-    """
-    check_square(operator)
+    """The trace of an operator `[n, n]`, None without a closed form."""
     return or_none(_trace, operator)
 
 
 def exact_diagonal(operator: LinearOperator) -> Float[Tensor, " n"] | None:
-    """The diagonal of an operator `[n, n]`, None without a closed form.
-
-    Raises:
-        ValueError: If the operator is not square.
-    """
-    check_square(operator)
+    """The diagonal of an operator `[n, n]`, None without a closed form."""
     return or_none(_diagonal, operator)
 
 
 def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     """The root of the sum of all squared entries, None without a closed form."""
-    if isinstance(operator, Dense):
-        return operator.matrix.norm()
-    values = eigenvalues(operator)
+    values = operator.matrix if isinstance(operator, Dense) else eigenvalues(operator)
     return None if values is None else values.norm()
 
 

@@ -8,19 +8,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.operators.algebra import Scaled
-from laplace_debias.operators.base import LinearOperator, check_square
+from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import scale
-from laplace_debias.operators.eigh import eigvalsh
 from laplace_debias.operators.exact.spectrum import (
     NoClosedFormError,
-    eigenvalues,
-    exact_function,
-    known,
+    eigenvalues_of,
+    function_of,
     low_rank_eigh,
     or_none,
     pass_on,
     shown,
     squares,
+    symmetric_matrix,
 )
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -35,9 +34,8 @@ def exact_inverse(operator: LinearOperator) -> LinearOperator | None:
     """The inverse of an operator `[n, n]`, in the same structure; None without a closed form.
 
     Raises:
-        ValueError: If the operator is not square, or singular.
+        ValueError: If the operator is singular.
     """
-    check_square(operator)
     return or_none(_inverse, operator)
 
 
@@ -45,15 +43,14 @@ def exact_logdet(operator: LinearOperator) -> Float[Tensor, ""] | None:
     """The logarithm of the determinant of a symmetric operator, None without a closed form.
 
     Raises:
-        ValueError: If the operator is not square, or an eigenvalue is not positive.
+        ValueError: If an eigenvalue is not positive.
     """
-    check_square(operator)
-    return or_none(_logdet, operator) if operator.is_symmetric else None
+    return or_none(_logdet, operator)
 
 
 @singledispatch
 def _inverse(operator: LinearOperator) -> LinearOperator:
-    return known(exact_function(operator, _resolved_reciprocal))
+    return function_of(operator, _resolved_reciprocal)
 
 
 @_inverse.register
@@ -78,8 +75,6 @@ def _(operator: EigenKronecker) -> LinearOperator:
 @_inverse.register
 def _(operator: Dense) -> LinearOperator:
     matrix = operator.matrix
-    if not bool(matrix.isfinite().all()):
-        raise ValueError("The operator holds NaN or Inf: look for them where it was built.")
     if not len(matrix):
         return operator
     LU, pivots, info = torch.linalg.lu_factor_ex(matrix)
@@ -109,7 +104,7 @@ def _(operator: LowRankPlusDiagonal) -> LinearOperator:
     is_positive = bool((magnitudes >= 0).all() & (diagonal > 0).all())
     reciprocal = _checked_reciprocal if is_positive else _resolved_reciprocal
     if diagonal.ndim == 0:
-        return known(exact_function(operator, reciprocal))
+        return function_of(operator, reciprocal)
     if not bool((diagonal > 0).all()):
         raise NoClosedFormError
     # Woodbury between D^-½ and D^-½, where it is a function of eigenvalues: accurate however far
@@ -139,15 +134,15 @@ def _(operator: Permuted) -> LinearOperator:
 
 @singledispatch
 def _logdet(operator: LinearOperator) -> Tensor:
-    return _checked_log(known(eigenvalues(operator))).sum()
+    return _checked_log(eigenvalues_of(operator)).sum()
 
 
 @_logdet.register
 def _(operator: Dense) -> Tensor:
-    root, info = torch.linalg.cholesky_ex(operator.matrix)
+    root, info = torch.linalg.cholesky_ex(symmetric_matrix(operator))
     if bool(info != 0):
         # The factorisation stops at the first minor that is not positive.
-        return _checked_log(eigvalsh(operator.matrix, "a dense operator")).sum()
+        return _checked_log(eigenvalues_of(operator)).sum()
     return 2 * root.diagonal().log().sum()
 
 
@@ -159,7 +154,7 @@ def _(operator: BlockDiagonal[Any]) -> Tensor:
 @_logdet.register
 def _(operator: LowRankPlusDiagonal) -> Tensor:
     if not bool((operator.diagonal > 0).all()):
-        return _checked_log(known(eigenvalues(operator))).sum()
+        return _checked_log(eigenvalues_of(operator)).sum()
     # The matrix determinant lemma: A and I + D^-½UMUᵀD^-½ are positive definite together.
     ratios, _ = low_rank_eigh(operator, operator.diagonal.reshape(-1, 1).rsqrt())
     diagonal = operator.diagonal.expand(len(operator.U))

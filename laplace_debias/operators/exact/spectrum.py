@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.operators.algebra import Scaled, Sum
-from laplace_debias.operators.base import LinearOperator, check_square
-from laplace_debias.operators.dispatch import identity_multiple
-from laplace_debias.operators.eigh import eigh, eigvalsh
+from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.dispatch import check_finite, identity_multiple
+from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
 from laplace_debias.operators.structures.diagonal import Diagonal, Identity
@@ -33,19 +33,15 @@ class NoClosedFormError(Exception):
     """There is no closed form."""
 
 
-def or_none(function: Callable[..., Value], *arguments: Any) -> Value | None:
+def or_none(
+    function: Callable[..., Value], operator: LinearOperator, *arguments: Any
+) -> Value | None:
     """The value that the function returns, None if it finds no closed form."""
+    check_finite(operator)
     try:
-        return function(*arguments)
+        return function(operator, *arguments)
     except NoClosedFormError:
         return None
-
-
-def known(value: Value | None) -> Value:
-    """The value; without one there is no closed form."""
-    if value is None:
-        raise NoClosedFormError
-    return value
 
 
 def squares(operators: Collection[LinearOperator]) -> Collection[LinearOperator]:
@@ -69,17 +65,13 @@ def exact_eigh(
 
     The eigenvectors are the columns of an orthogonal operator. Dense matrices and dense factors are
     decomposed; the vectors of a composed operator stay composed.
-
-    Raises:
-        ValueError: If the operator is not square.
     """
-    check_square(operator)
-    return or_none(_eigh, operator) if operator.is_symmetric else None
+    return or_none(_eigh, operator)
 
 
 def eigenvalues(operator: LinearOperator) -> Tensor | None:
     """All eigenvalues of a symmetric operator in any order, None without a closed form."""
-    return or_none(_eigenvalues, operator) if operator.is_symmetric else None
+    return or_none(eigenvalues_of, operator)
 
 
 def exact_function(operator: LinearOperator, function: Spectrum) -> LinearOperator | None:
@@ -87,12 +79,8 @@ def exact_function(operator: LinearOperator, function: Spectrum) -> LinearOperat
 
     The function maps eigenvalues entry by entry, and may be called for each block. None without a
     closed form.
-
-    Raises:
-        ValueError: If the operator is not square.
     """
-    check_square(operator)
-    return or_none(_function, operator, function) if operator.is_symmetric else None
+    return or_none(function_of, operator, function)
 
 
 def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
@@ -101,7 +89,7 @@ def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
     Eigenvalues that are negative by no more than rounding count as zero.
 
     Raises:
-        ValueError: If the operator is not square, or has a negative eigenvalue.
+        ValueError: If the operator has a negative eigenvalue.
     """
     return exact_function(operator, _checked_sqrt)
 
@@ -145,6 +133,13 @@ def shown(operator: Assumed) -> LinearOperator:
     return inner
 
 
+def symmetric_matrix(operator: Dense) -> Tensor:
+    """The matrix, which has real eigenvalues; else there is no closed form."""
+    if not operator.is_symmetric:
+        raise NoClosedFormError
+    return operator.matrix
+
+
 @singledispatch
 def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
     raise NoClosedFormError
@@ -162,7 +157,7 @@ def _(operator: Diagonal) -> tuple[Tensor, LinearOperator]:
 
 @_eigh.register
 def _(operator: Dense) -> tuple[Tensor, LinearOperator]:
-    values, vectors = eigh(operator.matrix, "a dense operator")
+    values, vectors = eigh(symmetric_matrix(operator), "a dense operator")
     return values.flip(0), Dense(vectors.flip(1))
 
 
@@ -183,14 +178,14 @@ def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator]:
 
 @_eigh.register
 def _(operator: Kronecker) -> tuple[Tensor, LinearOperator]:
-    pairs = [known(exact_eigh(factor)) for factor in operator.factors]
+    pairs = [_eigh(factor) for factor in operator.factors]
     values = reduce(torch.kron, [values for values, _ in pairs])
     return values, Kronecker(*(vectors for _, vectors in pairs))
 
 
 @_eigh.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any]) -> tuple[Tensor, LinearOperator]:
-    pairs = [known(exact_eigh(block)) for block in operator.blocks.values()]
+    pairs = [_eigh(block) for block in operator.blocks.values()]
     vectors = {name: of_block for name, (_, of_block) in zip(operator.blocks, pairs, strict=True)}
     return torch.cat([values for values, _ in pairs]), BlockDiagonal(vectors)
 
@@ -203,9 +198,13 @@ def _(operator: Scaled) -> tuple[Tensor, LinearOperator]:
 
 @_eigh.register
 def _(operator: Sum) -> tuple[Tensor, LinearOperator]:
-    rest, shift = _split_shift(operator)
-    values, vectors = known(exact_eigh(rest))
-    return values + shift, vectors
+    # A and c if the sum is A + c·I.
+    multiples = [identity_multiple(term) for term in operator.terms]
+    rest = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
+    if len(rest) != 1:
+        raise NoClosedFormError
+    values, vectors = _eigh(rest[0])
+    return values + sum(multiple for multiple in multiples if multiple is not None), vectors
 
 
 @_eigh.register
@@ -220,26 +219,22 @@ pass_on(_eigh, Assumed, shown)
 
 
 @singledispatch
-def _eigenvalues(operator: LinearOperator) -> Tensor:
+def eigenvalues_of(operator: LinearOperator) -> Tensor:
+    """All eigenvalues in any order."""
     return _eigh(operator)[0]
 
 
-@_eigenvalues.register
-def _(operator: Dense) -> Tensor:
-    return eigvalsh(operator.matrix, "a dense operator")
-
-
-@_eigenvalues.register
+@eigenvalues_of.register
 def _(operator: EigenKronecker) -> Tensor:
     return operator.eigenvalues.flatten()
 
 
-@_eigenvalues.register(BlockDiagonal)
+@eigenvalues_of.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any]) -> Tensor:
-    return torch.cat([known(eigenvalues(block)) for block in operator.blocks.values()])
+    return torch.cat([eigenvalues_of(block) for block in operator.blocks.values()])
 
 
-@_eigenvalues.register
+@eigenvalues_of.register
 def _(operator: LowRankPlusDiagonal) -> Tensor:
     if operator.diagonal.ndim != 0:
         raise NoClosedFormError
@@ -247,39 +242,40 @@ def _(operator: LowRankPlusDiagonal) -> Tensor:
     return torch.cat([values, values.new_zeros(len(vectors) - len(values))]) + operator.diagonal
 
 
-pass_on(_eigenvalues, Assumed, shown)
-pass_on(_eigenvalues, Permuted)
+pass_on(eigenvalues_of, Assumed, shown)
+pass_on(eigenvalues_of, Permuted)
 
 
 @singledispatch
-def _function(operator: LinearOperator, function: Spectrum) -> LinearOperator:
-    values, vectors = known(exact_eigh(operator))
+def function_of(operator: LinearOperator, function: Spectrum) -> LinearOperator:
+    """The operator with a function of its eigenvalues."""
+    values, vectors = _eigh(operator)
     return assume(vectors @ Diagonal(function(values)) @ vectors.T, symmetric=True)
 
 
-@_function.register
+@function_of.register
 def _(operator: Diagonal, function: Spectrum) -> LinearOperator:
     return Diagonal(function(operator.values))
 
 
-@_function.register
+@function_of.register
 def _(operator: EigenKronecker, function: Spectrum) -> LinearOperator:
     return operator.apply(function)
 
 
-@_function.register
+@function_of.register
 def _(operator: Dense, function: Spectrum) -> LinearOperator:
-    values, vectors = eigh(operator.matrix, "a dense operator")
+    values, vectors = eigh(symmetric_matrix(operator), "a dense operator")
     matrix = vectors * function(values) @ vectors.T
     return Dense((matrix + matrix.T) / 2)
 
 
-@_function.register(BlockDiagonal)
+@function_of.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any], function: Spectrum) -> LinearOperator:
-    return operator.map(lambda _, block: known(exact_function(block, function)))
+    return operator.map(lambda _, block: function_of(block, function))
 
 
-@_function.register
+@function_of.register
 def _(operator: LowRankPlusDiagonal, function: Spectrum) -> LinearOperator:
     if operator.diagonal.ndim != 0:
         raise NoClosedFormError
@@ -290,25 +286,16 @@ def _(operator: LowRankPlusDiagonal, function: Spectrum) -> LinearOperator:
     return LowRankPlusDiagonal(vectors, everywhere[:-1] - rest, rest)
 
 
-@_function.register
+@function_of.register
 def _(operator: Permuted, function: Spectrum) -> LinearOperator:
-    return operator.replaced(known(exact_function(operator.operator, function)))
+    return operator.replaced(function_of(operator.operator, function))
 
 
-pass_on(_function, Assumed, shown)
+pass_on(function_of, Assumed, shown)
 
 
 def _identity(size: int, like: LinearOperator) -> Identity:
     return Identity(size, like.dtype, like.device)
-
-
-def _split_shift(operator: Sum) -> tuple[LinearOperator, Any]:
-    """A and c if the sum is A + c·I."""
-    multiples = [identity_multiple(term) for term in operator.terms]
-    rest = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
-    if len(rest) != 1:
-        raise NoClosedFormError
-    return rest[0], sum(multiple for multiple in multiples if multiple is not None)
 
 
 def _checked_sqrt(values: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from laplace_debias.operators.base import Composed, LinearOperator
+from laplace_debias.operators.base import Joined, LinearOperator, unify
 from laplace_debias.operators.dispatch import (
     Scalar,
     add,
@@ -17,18 +17,14 @@ from laplace_debias.operators.dispatch import (
     named_range,
     scale,
     shift,
-    submatrix,
-    unify,
 )
-from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.structures.diagonal import Identity
-from laplace_debias.operators.structures.wrappers import SubMatrix
 
 Block = TypeVar("Block", bound=LinearOperator)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockDiagonal(Composed, Generic[Block]):
+class BlockDiagonal(Joined, Generic[Block]):
     """Named square blocks along the diagonal, in order.
 
     `A.blocks[name]` is a block; as indices names stand for the blocks' rows and columns. Blocks
@@ -36,15 +32,12 @@ class BlockDiagonal(Composed, Generic[Block]):
 
     Args:
         blocks: From a block's name to its operator; the order is the order along the diagonal.
-        layout: How named parameters lie in rows and columns, if they do.
 
     Raises:
-        ValueError: If there is no block, one is not square, their dtypes or devices differ, or the
-            layout is of another size.
+        ValueError: If there is no block, one is not square, or their dtypes or devices differ.
     """
 
     blocks: Mapping[str, Block]
-    layout: ParameterLayout | None = None
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -54,10 +47,6 @@ class BlockDiagonal(Composed, Generic[Block]):
                 raise ValueError(f"The block {name!r} is not square, but of shape {block.shape}.")
         unified = unify(list(self.blocks.values()))
         object.__setattr__(self, "blocks", dict(zip(self.blocks, unified, strict=True)))
-        if self.layout is not None and self.layout.size != sum(self.sizes):
-            raise ValueError(
-                f"A layout of {self.layout.size} parameters does not fit {sum(self.sizes)} rows."
-            )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,16 +57,6 @@ class BlockDiagonal(Composed, Generic[Block]):
     def sizes(self) -> list[int]:
         """The number of rows of every block, in order."""
         return [block.shape[0] for block in self.blocks.values()]
-
-    @property
-    def is_symmetric(self) -> bool:
-        """True if every block is."""
-        return all(block.is_symmetric for block in self.blocks.values())
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """True if every block is."""
-        return all(block.is_positive_semidefinite for block in self.blocks.values())
 
     @property
     def T(self) -> "BlockDiagonal[Any]":  # noqa: N802
@@ -91,8 +70,7 @@ class BlockDiagonal(Composed, Generic[Block]):
 
     def map(self, function: Callable[[str, Block], LinearOperator]) -> "BlockDiagonal[Any]":
         """Replace every block by `function(name, block)`."""
-        blocks = {name: function(name, block) for name, block in self.blocks.items()}
-        return BlockDiagonal(blocks, self.layout)
+        return BlockDiagonal({name: function(name, block) for name, block in self.blocks.items()})
 
 
 def _pairwise(
@@ -103,10 +81,7 @@ def _pairwise(
     """Combine block with block if names and sizes are the same, in the same order."""
     if list(left.blocks) != list(right.blocks) or left.sizes != right.sizes:
         return None
-    if None not in (left.layout, right.layout) and left.layout != right.layout:
-        return None
-    blocks = {name: combine(block, right.blocks[name]) for name, block in left.blocks.items()}
-    return BlockDiagonal(blocks, left.layout or right.layout)
+    return left.map(lambda name, block: combine(block, right.blocks[name]))
 
 
 add.register(BlockDiagonal, BlockDiagonal)(partial(_pairwise, add))
@@ -128,20 +103,7 @@ def _(operator: BlockDiagonal[Any], scalar: Scalar) -> LinearOperator | None:
 
 @named_range.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any], name: str) -> range:
-    if name in operator.blocks:
-        end = dict(zip(operator.blocks, accumulate(operator.sizes), strict=True))[name]
-        return range(end - operator.blocks[name].shape[0], end)
-    if operator.layout is not None:
-        return operator.layout.range(name)
-    raise KeyError(f"There is no block {name!r}: the names are {list(operator.blocks)}.")
-
-
-@submatrix.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any], rows: Tensor, columns: Tensor) -> LinearOperator:
-    if rows.equal(columns):
-        for name, block in operator.blocks.items():
-            span = named_range(operator, name)
-            whole = torch.arange(span.start, span.stop, device=rows.device)
-            if rows.equal(whole):
-                return block
-    return SubMatrix(operator, rows, columns)
+    if name not in operator.blocks:
+        raise KeyError(f"There is no block {name!r}: the names are {list(operator.blocks)}.")
+    end = dict(zip(operator.blocks, accumulate(operator.sizes), strict=True))[name]
+    return range(end - operator.blocks[name].shape[0], end)

@@ -11,7 +11,6 @@ from laplace_debias.operators.base import LinearOperator, Symmetric
 from laplace_debias.operators.dispatch import (
     Scalar,
     add,
-    adopt,
     identity_multiple,
     multiply,
     scale,
@@ -138,10 +137,9 @@ class Identity(Symmetric):
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         return Identity(self.n, target.dtype, target.device)
 
-
-@adopt.register
-def _(operator: Identity, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-    return Identity(operator.n, operator._dtype or dtype, operator._device or device)
+    def adopted(self, dtype: torch.dtype, device: torch.device) -> "Identity":
+        """With the dtype and the device, where it was given none."""
+        return Identity(self.n, self._dtype or dtype, self._device or device)
 
 
 @identity_multiple.register

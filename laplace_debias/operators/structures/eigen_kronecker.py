@@ -149,35 +149,28 @@ class EigenKronecker(Symmetric):
         Args:
             matrices: V, `[*batch, *groups, d_out, d_in]`.
         """
-        if self.U_G is not None:
-            along = _times(self.U_G.mT, matrices)
-            if is_thin(self.U_G):
-                along = torch.cat([along, matrices - _times(self.U_G, along)], -2)
-            matrices = along
-        if self.U_A is None:
-            return matrices
-        along = _times_right(matrices, self.U_A)
-        if is_thin(self.U_A):
-            along = torch.cat([along, matrices - _times_right(along, self.U_A.mT)], -1)
-        return along
+        for side, U in ((-2, self.U_G), (-1, self.U_A)):
+            if U is not None:
+                along = _along(matrices, U, side)
+                if is_thin(U):
+                    along = torch.cat([along, matrices - _along(along, U.mT, side)], side)
+                matrices = along
+        return matrices
 
     def from_eigenbasis(
         self, coordinates: Float[Tensor, "*batch rows columns"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
         r"""The inverse of `to_eigenbasis`, $U_G C U_A^\top$."""
-        # Of thin directions F C = U (C₁ - Uᵀ C₂) + C₂, with C₁ along them and C₂ the rest.
-        if self.U_G is not None:
-            along, rest = coordinates.tensor_split([self.U_G.shape[-1]], -2)
-            if not is_thin(self.U_G):
-                coordinates = _times(self.U_G, along)
+        for side, U in ((-2, self.U_G), (-1, self.U_A)):
+            if U is None:
+                continue
+            along, rest = coordinates.tensor_split([U.shape[-1]], side)
+            if is_thin(U):
+                # F C = U (C₁ - Uᵀ C₂) + C₂, with C₁ along the directions and C₂ the rest.
+                coordinates = _along(along - _along(rest, U, side), U.mT, side) + rest
             else:
-                coordinates = _times(self.U_G, along - _times(self.U_G.mT, rest)) + rest
-        if self.U_A is None:
-            return coordinates
-        along, rest = coordinates.tensor_split([self.U_A.shape[-1]], -1)
-        if not is_thin(self.U_A):
-            return _times_right(along, self.U_A.mT)
-        return _times_right(along - _times_right(rest, self.U_A), self.U_A.mT) + rest
+                coordinates = _along(along, U.mT, side)
+        return coordinates
 
     def kept(self, side: int, order: Int[Tensor, "*groups r"], rank: int) -> "EigenKronecker":
         """The operator with some directions of one side alone, of the same trace.
@@ -267,13 +260,14 @@ def _rotated(rows: Tensor, U: Tensor) -> Tensor:
     return rows @ U if U.ndim == 2 else torch.einsum("...gd,gde->...ge", rows, U)
 
 
-def _times(U: Tensor, matrices: Tensor) -> Tensor:
+def _along(matrices: Tensor, U: Tensor, side: int) -> Tensor:
+    """Matrices times U from the right (side -1), or its transpose times them (side -2)."""
+    if U.ndim == 2:
+        return matrices @ U if side == -1 else U.mT @ matrices
     # Of several groups `@` would copy U for every matrix.
-    return U @ matrices if U.ndim == 2 else torch.einsum("gij,...gjk->...gik", U, matrices)
-
-
-def _times_right(matrices: Tensor, U: Tensor) -> Tensor:
-    return matrices @ U if U.ndim == 2 else torch.einsum("...gij,gjk->...gik", matrices, U)
+    if side == -1:
+        return torch.einsum("...gij,gjk->...gik", matrices, U)
+    return torch.einsum("gij,...gjk->...gik", U.mT, matrices)
 
 
 def _combined(

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laplace_debias.operators.base import Composed, LinearOperator
-from laplace_debias.operators.dispatch import Scalar, multiply, scale, unify
+from laplace_debias.operators.base import Joined, LinearOperator, unify
+from laplace_debias.operators.dispatch import Scalar, multiply, scale
 from laplace_debias.operators.structures.dense import Dense
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
-class Kronecker(Composed):
+class Kronecker(Joined):
     r"""The Kronecker product $A \otimes B \otimes \cdots$.
 
     On a matrix $V$ flattened row-major $(A \otimes B)\,\mathrm{vec}\,V$ is
@@ -39,16 +39,6 @@ class Kronecker(Composed):
         return math.prod(rows), math.prod(columns)
 
     @property
-    def is_symmetric(self) -> bool:
-        """True if every factor is."""
-        return all(factor.is_symmetric for factor in self.factors)
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """True if every factor is."""
-        return all(factor.is_positive_semidefinite for factor in self.factors)
-
-    @property
     def T(self) -> "Kronecker":  # noqa: N802
         """The product of the factors' adjoints."""
         return Kronecker(*(factor.T for factor in self.factors))
@@ -66,10 +56,9 @@ class Kronecker(Composed):
 @multiply.register(Kronecker, Kronecker)
 def _(left: Kronecker, right: Kronecker) -> LinearOperator | None:
     pairs = list(zip(left.factors, right.factors, strict=False))
-    fit = len(left.factors) == len(right.factors) and all(
-        a.shape[1] == b.shape[0] for a, b in pairs
-    )
-    return Kronecker(*(multiply(a, b) for a, b in pairs)) if fit else None
+    if len(left.factors) != len(right.factors) or any(a.shape[1] != b.shape[0] for a, b in pairs):
+        return None
+    return Kronecker(*(multiply(a, b) for a, b in pairs))
 
 
 @scale.register

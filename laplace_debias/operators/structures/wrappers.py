@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from laplace_debias.operators.base import Composed, LinearOperator, check_square
+from laplace_debias.operators.base import Joined, LinearOperator, check_square
 from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale, shift, submatrix
 from laplace_debias.operators.layout import ParameterLayout
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Wrapper(Composed):
+class Wrapper(Joined):
     """An operator that wraps another one and has its properties, unless a subclass overrides them.
 
     A subclass gives `_matmat` and `T`.
@@ -28,38 +28,32 @@ class Wrapper(Composed):
         return self.operator.shape
 
     @property
-    def is_symmetric(self) -> bool:
-        """Whether the operator is."""
-        return self.operator.is_symmetric
-
-    @property
-    def is_positive_semidefinite(self) -> bool:
-        """Whether the operator is."""
-        return self.operator.is_positive_semidefinite
-
-    @property
     def layout(self) -> ParameterLayout | None:
         """Layout of the operator."""
         return self.operator.layout
 
 
+class SelfAdjoint(Wrapper):
+    """A wrapper that is symmetric."""
+
+    is_symmetric = True
+
+    @property
+    def T(self) -> "SelfAdjoint":  # noqa: N802
+        """The operator itself."""
+        return self
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class Assumed(Wrapper):
+class Assumed(SelfAdjoint):
     """A symmetric operator whose structure does not show the symmetry; made by `assume`."""
 
     positive_semidefinite: bool
-
-    is_symmetric = True
 
     @property
     def is_positive_semidefinite(self) -> bool:
         """Whether it is assumed."""
         return self.positive_semidefinite
-
-    @property
-    def T(self) -> "Assumed":  # noqa: N802
-        """The operator itself."""
-        return self
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         return self.operator @ matrix
