@@ -408,7 +408,7 @@ class Composed(LinearOperator):
 
     @property
     def parts(self) -> list[Any]:
-        """What the first field holds."""
+        """The tensor, the operator or the operators that the first field holds."""
         part = next(iter(vars(self).values()))
         if isinstance(part, Mapping):
             return list(part.values())
