@@ -47,12 +47,13 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
     """
     arrays = read_archive(path)
     was_whole = "x" in arrays and "y" in arrays and "x_train" not in arrays
+    notes: tuple[str, ...] = ()
     if was_whole:
         indices, note = parted(len(arrays["y"]), settings, str(path), "examples")
         parts = {
             name: (arrays["x"][i.numpy()], arrays["y"][i.numpy()]) for name, i in indices.items()
         }
-        notes: tuple[str, ...] = (note,)
+        notes = (note,)
     else:
         needed = [name for name in _NAMES if "_val" not in name or f"x{name[1:]}" in arrays]
         missing = [name for name in needed if name not in arrays]
@@ -63,11 +64,8 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
                 "y_val may be missing), or x and y"
             )
         parts = {
-            part: (arrays[f"x_{part}"], arrays[f"y_{part}"])
-            for part in ("train", "val", "test")
-            if f"x_{part}" in arrays
+            name[2:]: (arrays[name], arrays[f"y{name[1:]}"]) for name in needed if name[0] == "x"
         }
-        notes = ()
     task = settings.task or task_of(parts["train"][1], f"y_train of {path}")
     pixels = image_pixels(parts["train"][0], settings)
     if pixels is None and settings.pixels is not None:

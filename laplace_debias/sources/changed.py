@@ -47,48 +47,42 @@ class Corruption:
     """
 
     def __init__(self, pixels: Pixels, severity: int, seed: int) -> None:
-        self._pixels = pixels
-        self._severity = severity
-        self._seed = seed
+        self._pixels, self._severity, self._seed = pixels, severity, seed
         self._kept: dict[int, UInt8[Tensor, "batch channels height width"]] = {}
-        self._bytes = 0
 
     def __call__(self, x: Float[Tensor, "batch channels height width"], offset: int) -> Tensor:
         """The images corrupted, of which the first is number `offset`."""
         made = self._kept.get(offset)
         if made is None or len(made) != len(x):
             made = corrupt(self._pixels.pixels(x), self._severity, seed=self._seed, offset=offset)
-            if self._bytes + made.nbytes <= _KEPT_BYTES:
+            if made.nbytes + sum(one.nbytes for one in self._kept.values()) <= _KEPT_BYTES:
                 self._kept[offset] = made
-                self._bytes += made.nbytes
         return self._pixels.inputs(made).to(x.dtype)
 
 
-class ShuffledPatches:
-    """Images cut into 4 × 4 patches, which change places; each image in its own way."""
+def shuffled_patches(
+    x: Float[Tensor, "batch channels height width"], offset: int, seed: int
+) -> Tensor:
+    """Images cut into 4 × 4 patches, which change places; each image in its own way.
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __call__(self, x: Float[Tensor, "batch channels height width"], offset: int) -> Tensor:
-        """The images, of which the first is number `offset`."""
-        height, width = (side // _GRID for side in x.shape[2:])
-        if not height or not width:
-            raise ValueError(f"images of {x.shape[2]} × {x.shape[3]} pixels have no 4 × 4 patches")
-        # What the grid does not cover, at the right and at the bottom, stays where it is.
-        inner = x[:, :, : _GRID * height, : _GRID * width]
-        patches = inner.unflatten(3, (_GRID, width)).unflatten(2, (_GRID, height))
-        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
-        places = torch.stack([self._places(offset + n) for n in range(len(x))])
-        patches = patches[torch.arange(len(x))[:, None], places]
-        moved = patches.unflatten(1, (_GRID, _GRID)).permute(0, 3, 1, 4, 2, 5)
-        result = x.clone()
-        result[:, :, : _GRID * height, : _GRID * width] = moved.flatten(4, 5).flatten(2, 3)
-        return result
-
-    def _places(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed((self._seed << 32) + number)
-        return torch.randperm(_GRID**2, generator=generator)
+    The first of the images is number `offset`.
+    """
+    height, width = (side // _GRID for side in x.shape[2:])
+    if not height or not width:
+        raise ValueError(f"images of {x.shape[2]} × {x.shape[3]} pixels have no 4 × 4 patches")
+    # What the grid does not cover, at the right and at the bottom, stays where it is.
+    inner = x[:, :, : _GRID * height, : _GRID * width]
+    patches = inner.unflatten(3, (_GRID, width)).unflatten(2, (_GRID, height))
+    patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+    places = []
+    for n in range(len(x)):
+        generator = torch.Generator().manual_seed((seed << 32) + offset + n)
+        places.append(torch.randperm(_GRID**2, generator=generator))
+    patches = patches[torch.arange(len(x))[:, None], torch.stack(places)]
+    moved = patches.unflatten(1, (_GRID, _GRID)).permute(0, 3, 1, 4, 2, 5)
+    result = x.clone()
+    result[:, :, : _GRID * height, : _GRID * width] = moved.flatten(4, 5).flatten(2, 3)
+    return result
 
 
 def drawn_digits(shape: tuple[int, ...], pixels: Pixels) -> Examples:

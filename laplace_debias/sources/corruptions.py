@@ -44,14 +44,10 @@ def corrupt(
         Hendrycks & Dietterich (2019), Section 3; the paper, Appendix B.1 (data).
     """
     kinds = KINDS if kinds is None else kinds
-    if not kinds:
-        raise ValueError("kinds is empty; expected at least one corruption")
     if severity not in (1, 2, 3, 4, 5):
         raise ValueError(f"severity {severity}; expected 1, 2, 3, 4 or 5")
     if images.shape[1] not in (1, 3):
         raise ValueError(f"images of {images.shape[1]} channels; expected 1 (grey) or 3 (RGB)")
-    if seed < 0 or offset < 0:
-        raise ValueError(f"seed {seed} and offset {offset}; expected non-negative numbers")
     result = torch.empty_like(images, device="cpu")
     for n, image in enumerate(images.cpu().numpy()):
         name = list(kinds)[np.random.default_rng((seed, offset + n)).integers(len(kinds))]

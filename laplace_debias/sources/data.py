@@ -1,7 +1,6 @@
 """Data by name: what is there before the network is known."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -45,12 +44,12 @@ def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module
         return _read(table_parts(files, settings))
     if path.is_dir():
         _check_options(settings, "a folder of images", *_OF_TABLES)
-        folder = find_image_folder(path)
+        classes, found = find_image_folder(path)
         if settings.task not in (None, "classification", "binary"):
             raise ValueError(f"task is {settings.task}; class folders make a classification")
-        if settings.task == "binary" and len(folder.classes) != 2:
-            raise ValueError(f"task is binary; {path} has {len(folder.classes)} classes, not two")
-        return len(folder.classes), partial(folder.open, settings)
+        if settings.task == "binary" and len(classes) != 2:
+            raise ValueError(f"task is binary; {path} has {len(classes)} classes, not two")
+        return len(classes), partial(_opened, path, classes, found, settings)
     raise ValueError(f"--data {path} has an unknown format; expected {_KINDS}")
 
 
@@ -102,49 +101,47 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
 _PARTS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    """An image folder, of which no image is decoded yet.
+def _opened(
+    root: Path,
+    classes: tuple[str, ...],
+    parts: dict[str, list[tuple[Path, int]]],
+    settings: SourceSettings,
+    model: nn.Module,
+) -> Parts:
+    """The parts of an image folder as the network takes them."""
+    of_classes = {label: file for files in parts.values() for file, label in files}
+    view, notes = view_of(settings, model, of_classes.values())
+    was_whole = "all" in parts
+    if was_whole:
+        files = parts["all"]
+        indices, note = parted(len(files), settings, str(root), "images")
+        parts = {name: [files[i] for i in some.tolist()] for name, some in indices.items()}
+        notes += (note,)
+    found = {
+        name: ImageFiles(tuple(f for f, _ in files), tuple(label for _, label in files), view)
+        for name, files in parts.items()
+    }
+    return Parts(
+        train=found["train"],
+        validation=found.get("val"),
+        test=found["test"],
+        task="classification",
+        num_outputs=len(classes),
+        classes=classes,
+        input_name="image",
+        pixels=view.pixels,
+        view=view,
+        was_whole=was_whole,
+        notes=notes,
+    )
 
-    `parts` has files and labels of `train`, `val` and `test`; of `all` alone where there are no
-    parts.
+
+def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple[Path, int]]]]:
+    """Look at a folder with `train/CLASS`, `test/CLASS`, perhaps `val/CLASS`; or with `CLASS`.
+
+    Returns the classes, and files and labels of `train`, `val` and `test`; of `all` alone where
+    there are no parts. No image is decoded.
     """
-
-    root: Path
-    classes: tuple[str, ...]
-    parts: dict[str, list[tuple[Path, int]]]
-
-    def open(self, settings: SourceSettings, model: nn.Module) -> Parts:
-        """Its parts as the network takes them."""
-        parts = self.parts
-        of_classes = {label: file for files in parts.values() for file, label in files}
-        view, notes = view_of(settings, model, of_classes.values())
-        if "all" in parts:
-            files = parts["all"]
-            indices, note = parted(len(files), settings, str(self.root), "images")
-            parts = {name: [files[i] for i in some.tolist()] for name, some in indices.items()}
-            notes += (note,)
-        found = {
-            name: ImageFiles(tuple(f for f, _ in files), tuple(label for _, label in files), view)
-            for name, files in parts.items()
-        }
-        return Parts(
-            train=found["train"],
-            validation=found.get("val"),
-            test=found["test"],
-            task="classification",
-            num_outputs=len(self.classes),
-            classes=self.classes,
-            input_name="image",
-            pixels=view.pixels,
-            view=view,
-            was_whole="all" in self.parts,
-            notes=notes,
-        )
-
-
-def find_image_folder(root: Path) -> ImageFolder:
-    """Look at a folder with `train/CLASS`, `test/CLASS`, perhaps `val/CLASS`; or with `CLASS`."""
     there = {
         part: next((root / name for name in names if (root / name).is_dir()), None)
         for part, names in _PARTS.items()
@@ -152,7 +149,7 @@ def find_image_folder(root: Path) -> ImageFolder:
     found = {part: folder for part, folder in there.items() if folder is not None}
     if not found:
         classes, files = _classes_of(root)
-        return ImageFolder(root, classes, {"all": files})
+        return classes, {"all": files}
     for part in ("train", "test"):
         if part not in found:
             raise ValueError(
@@ -175,7 +172,7 @@ def find_image_folder(root: Path) -> ImageFolder:
                 "or rename them"
             )
         parts[part] = files
-    return ImageFolder(root, classes, parts)
+    return classes, parts
 
 
 def _classes_of(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.sources.arrays import as_inputs, read_archive
-from laplace_debias.sources.image_files import ImageFiles, View, images_below, size_of, unchanged
+from laplace_debias.sources.image_files import ImageFiles, View, header, images_below, unchanged
 from laplace_debias.sources.imports import called, imported, is_import_path
 from laplace_debias.sources.parts import Examples, Part, Parts
 from laplace_debias.sources.pixels import Pixels
@@ -64,12 +64,10 @@ class Reader:
                 f"{shape}; for images of loaders of your own give --mean and --std"
             )
         channels, height, width = self.shape
-        if channels not in (1, 3):
-            raise ValueError(f"{what}: the network takes {channels} channels; expected 1 or 3")
         view = self.parts.view
         if view is None or not view.any_size:
             view = View(unchanged, self.parts.pixels, channels == 1).of_size(height, width)
-        wide, high = size_of(files[0])
+        (wide, high), _ = header(files[0])
         notes: tuple[str, ...] = ()
         if (high, wide) != (height, width):
             notes = (
@@ -87,8 +85,6 @@ class Reader:
                 "x_test"
             )
         x, pixels = as_inputs(arrays[name], str(path)), None
-        if len(x) == 0:
-            raise ValueError(f"{what}: {path} has no inputs; expected at least one")
         if x.dtype == torch.uint8 and x.ndim == 4:
             if self.parts.pixels is None:
                 raise ValueError(

@@ -61,7 +61,7 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         """One image, normalised, float32 [C, H, W], and its label."""
         file = self.files[index]
         image = opened(file, self.view.is_grey)
-        if not self.view.any_size and index and image.size != (size := size_of(self.files[0])):
+        if not self.view.any_size and index and image.size != (size := header(self.files[0])[0]):
             raise ValueError(
                 f"{file} has {image.size[1]} × {image.size[0]} pixels, others {size[1]} × "
                 f"{size[0]}; give --image_size, to which all are resized"
@@ -90,10 +90,10 @@ def opened(file: Path, is_grey: bool = False) -> Any:
         return picture.convert("L" if is_grey else "RGB")
 
 
-def size_of(file: Path) -> tuple[int, int]:
-    """Width and height of a picture, pixels; it is not decoded."""
+def header(file: Path) -> tuple[tuple[int, int], str]:
+    """Width and height of a picture, pixels, and Pillow's mode; it is not decoded."""
     with _open(file) as picture:
-        return picture.size
+        return picture.size, picture.mode
 
 
 def images_below(folder: Path) -> list[Path]:
@@ -111,12 +111,7 @@ def _is_grey(settings: SourceSettings, model: nn.Module, some: Iterable[Path]) -
     if first in (1, 3):
         return first == 1
     given = [len(numbers) for numbers in (settings.mean, settings.std) if numbers is not None]
-    return 1 in given if given else all(_mode_of(file) in _GREY for file in some)
-
-
-def _mode_of(file: Path) -> str:
-    with _open(file) as picture:
-        return picture.mode
+    return 1 in given if given else all(header(file)[1] in _GREY for file in some)
 
 
 def view_of(
@@ -145,11 +140,11 @@ def view_of(
             "normalised images, give both.",
         )
     is_grey = _is_grey(settings, model, some)
-    numbers, channels = max(len(pixels.mean), len(pixels.std)), 1 if is_grey else 3
-    if numbers not in (1, channels):
+    numbers, channels = {len(pixels.mean), len(pixels.std)}, 1 if is_grey else 3
+    if not numbers <= {1, channels}:
         raise ValueError(
-            f"--mean and --std have {numbers} numbers, the network takes {channels} channels: give "
-            "as many numbers in --mean and --std, or one for all channels"
+            f"--mean and --std have {max(numbers)} numbers, the network takes {channels} channels: "
+            "give as many numbers in --mean and --std, or one for all channels"
         )
     view = View(unchanged, pixels, is_grey)
     size = settings.image_size

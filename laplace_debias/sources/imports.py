@@ -33,17 +33,13 @@ def imported(path: str, option: str) -> Any:
     importlib.invalidate_caches()
     try:
         value: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(f"{missing}."):
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             raise ValueError(
                 f"{option} {path}: there is no module {missing}; run the command in the folder "
                 f"that holds {missing.replace('.', '/')}.py (this is {here}), or install it"
             ) from error
-        raise ValueError(
-            f"{option} {path}: {module_name} needs the module {missing}, which is not installed"
-        ) from error
-    except Exception as error:
         raise ValueError(
             f"{option} {path}: importing {module_name} raised {described(error)}; --traceback "
             "shows where"

@@ -1,13 +1,14 @@
 """From settings to a trained network and its data."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.sources.changed import Changed, Corruption, ShuffledPatches, drawn_digits
+from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, shuffled_patches
 from laplace_debias.sources.data import find_data
 from laplace_debias.sources.further import Further, Reader
 from laplace_debias.sources.imports import described
@@ -105,7 +106,7 @@ def _ood(settings: SourceSettings, reader: Reader) -> Mapping[str, tuple[Batches
             _images(reader, f"ood {name}")
             limit = "test_examples" if settings.ood_examples is None else "ood_examples"
             batches, _ = batches_of(parts.test, settings, limit)
-            found[name] = Changed(batches, ShuffledPatches(settings.seed)), ()
+            found[name] = Changed(batches, partial(shuffled_patches, seed=settings.seed)), ()
             continue
         if source == "builtin:digits":
             pixels = _images(reader, f"ood {name}")
@@ -135,12 +136,10 @@ def _device_from(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
+        return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"no device {name!r} ({reason}); expected 'cpu' or 'cuda'") from error
-    return device
 
 
 @torch.no_grad()
@@ -174,10 +173,8 @@ def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | No
 
 
 def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
-    first = next(iter(model.parameters()), None)
-    device = torch.device("cpu") if first is None else first.device
     try:
-        found = model(x.to(device))
+        found = model(x.to(next(model.parameters(), x).device))
     except Exception as error:
         raise ValueError(
             f"the network cannot take inputs of shape {list(x.shape)} and dtype {x.dtype}: "

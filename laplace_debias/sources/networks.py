@@ -1,5 +1,6 @@
 """Networks by name: import path, timm, torchvision."""
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,16 +18,7 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
         if settings.checkpoint is None:
             notes = (f"No checkpoint: the weights are those that {settings.model} gives.",)
     else:
-        if settings.checkpoint is None and not settings.pretrained:
-            raise ValueError(
-                f"{settings.timm or settings.torchvision} has no trained weights; give "
-                "--checkpoint, or --pretrained for the published ones"
-            )
-        arguments = dict(settings.model_args)
-        # Published weights have the classes that they were trained on.
-        if num_outputs is not None and not settings.pretrained:
-            arguments.setdefault("num_classes", num_outputs)
-        model = _timm(settings, arguments) if settings.timm else _torchvision(settings, arguments)
+        model = _published(settings, num_outputs)
     if settings.checkpoint is not None:
         load_weights(model, settings.checkpoint)
     return model.eval(), notes
@@ -46,35 +38,34 @@ def _own(path: str, arguments: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _timm(settings: SourceSettings, arguments: dict[str, Any]) -> nn.Module:
-    import timm
+def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
+    """An architecture of timm or torchvision."""
+    name, pretrained = settings.timm or settings.torchvision or "", settings.pretrained
+    if settings.checkpoint is None and not pretrained:
+        raise ValueError(
+            f"{name} has no trained weights; give --checkpoint, or --pretrained for the published "
+            "ones"
+        )
+    if settings.timm:
+        import timm
 
-    name = settings.timm or ""
-    names = timm.list_models() + timm.list_pretrained()
-    if not timm.is_model(name.partition(".")[0]):
-        raise ValueError(f"there is no timm architecture {name!r}{nearest(name, names)}")
-    return _made(timm.create_model, name, "timm", settings.pretrained, arguments)
+        library, names = "timm", timm.list_models() + timm.list_pretrained()
+        is_there = timm.is_model(name.partition(".")[0])
+        make: Any = partial(timm.create_model, name, pretrained=pretrained)
+    else:
+        from torchvision import models
 
-
-def _torchvision(settings: SourceSettings, arguments: dict[str, Any]) -> nn.Module:
-    from torchvision import models
-
-    name = settings.torchvision or ""
-    names = models.list_models()
-    if name not in names:
-        raise ValueError(f"there is no torchvision architecture {name!r}{nearest(name, names)}")
-
-    def make(name: str, pretrained: bool, **options: Any) -> nn.Module:
-        return models.get_model(name, weights="DEFAULT" if pretrained else None, **options)
-
-    return _made(make, name, "torchvision", settings.pretrained, arguments)
-
-
-def _made(
-    make: Any, name: str, library: str, pretrained: bool, arguments: dict[str, Any]
-) -> nn.Module:
+        library, names = "torchvision", models.list_models()
+        is_there = name in names
+        make = partial(models.get_model, name, weights="DEFAULT" if pretrained else None)
+    if not is_there:
+        raise ValueError(f"there is no {library} architecture {name!r}{nearest(name, names)}")
+    arguments = dict(settings.model_args)
+    # Published weights have the classes that they were trained on.
+    if num_outputs is not None and not pretrained:
+        arguments.setdefault("num_classes", num_outputs)
     try:
-        return make(name, pretrained=pretrained, **arguments)
+        return make(**arguments)
     except Exception as error:
         if pretrained and not isinstance(error, TypeError):
             raise ConnectionError(

@@ -164,7 +164,7 @@ def batches_of(
     name = "data" if limit is None else f"{limit.removesuffix('_examples')} data"
     wanted = None if limit is None else getattr(settings, limit)
     options: dict[str, Any] = {}
-    size = settings.batch_size
+    size, workers = settings.batch_size, settings.workers
     dataset: Any = part
     if isinstance(part, DataLoader):
         sampler = part.sampler
@@ -175,29 +175,22 @@ def batches_of(
             return _as_they_are(part, settings, limit, name)
         dataset = part.dataset
         options = {"collate_fn": part.collate_fn, "worker_init_fn": part.worker_init_fn}
-        size = size or part.batch_size
-        options["num_workers"] = settings.workers or part.num_workers
+        size, workers = size or part.batch_size, workers or part.num_workers
     elif not (hasattr(part, "__getitem__") and isinstance(part, Dataset)):
         return _as_they_are(part, settings, limit, name)
     number = len(dataset)
     if number == 0:
         raise ValueError(f"the {name} is empty; expected at least one example")
-    if limit == "ood_examples" and wanted is not None:
-        # One number for all sets, some of which may be smaller.
-        wanted = min(wanted, number)
-    if wanted is not None and wanted > number:
+    # The number of examples of OOD sets is one for all, and some may be smaller.
+    if wanted is not None and wanted > number and limit != "ood_examples":
         raise ValueError(f"{limit} is {wanted}; the {name} has {number} examples: lower it")
     generator = torch.Generator().manual_seed(settings.seed)
-    if mixed:
-        indices = torch.randperm(number, generator=generator)[:wanted]
-    elif wanted is not None:
-        indices = torch.randperm(number, generator=generator)[:wanted].sort().values
-    else:
-        indices = torch.arange(number)
-    options.setdefault("num_workers", settings.workers)
+    indices = torch.randperm(number, generator=generator)[:wanted]
+    indices = indices if mixed else indices.sort().values
     loader: DataLoader[Any] = DataLoader(
         Subset(dataset, indices.tolist()),
         batch_size=size or USUAL_BATCH,
+        num_workers=workers,
         # Its own, so that reading draws nothing from torch's global one.
         generator=torch.Generator().manual_seed(settings.seed),
         **options,

@@ -135,10 +135,6 @@ class SourceSettings:
                 )
         if self.std is not None and not min(self.std, default=0.0) > 0:
             raise ValueError(f"std is {self.std}; expected positive numbers, one a channel")
-        if self.mean is not None and self.std is not None and len(self.mean) != len(self.std):
-            raise ValueError(
-                f"mean has {len(self.mean)} numbers, std {len(self.std)}; expected one a channel"
-            )
 
     def _check_network(self) -> None:
         given = [

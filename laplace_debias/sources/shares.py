@@ -1,7 +1,7 @@
 """Batches that several processes share: cut into parts, or dealt out whole."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
@@ -38,28 +38,23 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
 
     Yields the number of the batch among all, that of its first example, inputs and targets.
     """
-    for number, first, batch in _dealt(batches, read):
-        yield number, first, *read(batch)
-
-
-def _dealt(batches: Any, read: BatchReader) -> Iterator[tuple[int, int, Any]]:
-    ranks = current()
+    ranks, source = current(), cast(Any, batches)
     if isinstance(batches, Changed):
-        for number, first, batch in _dealt(batches.source, read):
-            yield number, first, batches.made(batch, first)
+        for number, first, x, y in dealt(batches.source, read):
+            yield number, first, *batches.made((x, y), first)
     elif ranks.size > 1 and _is_plain(batches):
-        indices = list(batches.batch_sampler)
+        indices = list(source.batch_sampler)
         mine = range(ranks.rank, len(indices), ranks.size)
-        size = batches.batch_size
-        loader = _with_batches(batches, [indices[number] for number in mine])
+        loader = _with_batches(source, [indices[number] for number in mine])
         for number, batch in zip(mine, loader, strict=True):
-            yield number, number * size, batch
+            yield number, number * source.batch_size, *read(batch)
     else:
         first = 0
         for number, batch in enumerate(batches):
+            x, y = read(batch)
             if number % ranks.size == ranks.rank:
-                yield number, first, batch
-            first += num_examples(read(batch)[0])
+                yield number, first, x, y
+            first += num_examples(x)
 
 
 def _is_plain(batches: Any) -> bool:

@@ -47,13 +47,11 @@ def read_table(path: Path) -> Any:
 
 def table_parts(files: dict[str, Path], settings: SourceSettings) -> Parts:
     """The parts of a table, standardised by its training rows."""
-    if "all" not in files:
-        for part in ("train", "test"):
-            if part not in files:
-                folder = next(iter(files.values())).parent
-                raise ValueError(f"{folder} has no {part}.csv or {part}.parquet")
-    tables = {part: read_table(path) for part, path in files.items()}
     first = next(iter(files.values()))
+    missing = [part for part in ("train", "test") if part not in files and "all" not in files]
+    if missing:
+        raise ValueError(f"{first.parent} has no {missing[0]}.csv or {missing[0]}.parquet")
+    tables = {part: read_table(path) for part, path in files.items()}
     notes: tuple[str, ...] = ()
     target = _target(tables, files, settings)
     whole = tables.pop("all", None)

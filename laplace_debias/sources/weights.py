@@ -87,12 +87,10 @@ def _pickled(path: Path) -> Any:
 
 def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
     """The state dict in what a file holds."""
-    seen = []
     while isinstance(found, Mapping):
         tensors = {k: v for k, v in found.items() if isinstance(v, Tensor)}
         nested = [k for k in _NESTS if isinstance(found.get(k), Mapping)]
         if nested:
-            seen.append(nested[0])
             found = found[nested[0]]
         elif tensors:
             return tensors
@@ -100,8 +98,7 @@ def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
             break
     keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
     raise ValueError(
-        f"{path} holds no state dict{f' under {seen[-1]}' if seen else ''}, but {keys[:200]}; save "
-        "torch.save(model.state_dict(), PATH)"
+        f"{path} holds no state dict, but {keys[:200]}; save torch.save(model.state_dict(), PATH)"
     )
 
 

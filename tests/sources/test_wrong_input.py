@@ -75,7 +75,7 @@ WRONG = {
     "ood value": ([*IMAGES, "--ood"], "--ood: expected --ood NAME=PATH"),
     "severity": ([*IMAGES, "--corruptions=[6]"], "expected severities in 1 … 5"),
     "std": ([*IMAGES, "--std=[0.0]"], "expected positive numbers"),
-    "mean": ([*IMAGES, "--mean=[0.5]", "--std=[1.0, 1.0, 1.0]"], "mean has 1 numbers, std 3"),
+    "mean": ([*IMAGES, "--mean=[0.5, 0.5]", "--std=1,1,1"], "as many numbers in --mean"),
     "channels": ([*IMAGES, "--mean=0.5,0.5", "--std=1,1"], "as many numbers in --mean"),
     "limit": ([*ROWS, "--train_examples=31"], "train data has 30 examples: lower it"),
     "target": ([*ROWS, "--target=y"], "target given with a .npz file"),
