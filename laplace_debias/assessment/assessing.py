@@ -69,7 +69,7 @@ def assess(
         "methods": {method.key: dataclasses.asdict(method) for method in methods},
         "model": checksum(loaded.model),
         "others": [checksum(model) for model in loaded.others],
-        "data": {part.name: _marks_of(part.batches) for part in sets},
+        "data": {name: _marks_of(batches) for name, batches in sets.items()},
         "num_train": loaded.num_train,
     }
     folder, ranks = Path(output), current()

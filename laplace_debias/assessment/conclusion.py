@@ -36,11 +36,9 @@ def conclude(run: Row, found: Row) -> list[str]:
     """The verdict on `run.json` and `metrics.json`, a sentence or two an entry."""
     verdict = _Verdict(run, found)
     doubts = list(verdict.doubts())
-    told = [verdict.doubted(doubts)] if doubts else []
-    told.append(verdict.measured())
-    if not doubts:
-        told += verdict.remedy()
-    return [*told, *verdict.shifted(), *verdict.foreign()]
+    first = [verdict.doubted(doubts)] if doubts else []
+    remedy = [] if doubts else verdict.remedy()
+    return [*first, verdict.measured(), *remedy, *verdict.shifted(), *verdict.foreign()]
 
 
 def number(value: float) -> str:
@@ -77,10 +75,11 @@ class _Verdict:
             (row["method"], row["metric"], row["set"], row.get("score")): _with_ends(row)
             for row in found["rows"]
         }
-        self._differences = [_with_ends(row) for row in found["differences"]]
         self._changes = {
-            (row["method"], row["reference"], row["metric"], row["set"]): row
-            for row in self._differences
+            (row["method"], row["reference"], row["metric"], row["set"], row.get("score")): (
+                _with_ends(row)
+            )
+            for row in found["differences"]
         }
         self._recommended: Row | None = found.get("recommended")
 
@@ -92,18 +91,17 @@ class _Verdict:
 
     def _change(self, method: str, other: str, metric: str, of: str = "test") -> Row:
         """Method less other, on the examples of both."""
-        if (method, other, metric, of) in self._changes:
-            return self._changes[method, other, metric, of]
-        row = self._changes[other, method, metric, of]
+        if (method, other, metric, of, None) in self._changes:
+            return self._changes[method, other, metric, of, None]
+        row = self._changes[other, method, metric, of, None]
         return {**row, "value": -row["value"], "low": -row["high"], "high": -row["low"]}
 
     def _significant(self, method: str, other: str) -> tuple[dict[str, Row], dict[str, Row]]:
         """The criteria in which a method is better, and in which it is worse, significantly."""
         rows = {metric: self._change(method, other, metric) for metric in self._criteria}
         rows = {m: row for m, row in rows.items() if abs(row["value"]) >= _SMALLEST.get(m, 0)}
-        signs = {metric: _sign(row) for metric, row in rows.items()}
-        better = {metric: row for metric, row in rows.items() if signs[metric] < 0}
-        return better, {metric: row for metric, row in rows.items() if signs[metric] > 0}
+        better = {metric: row for metric, row in rows.items() if _sign(row) < 0}
+        return better, {metric: row for metric, row in rows.items() if _sign(row) > 0}
 
     def _is_better(self, method: str, other: str) -> bool:
         better, worse = self._significant(method, other)
@@ -305,12 +303,7 @@ class _Verdict:
         chosen = self._recommended
         if chosen is None or (chosen["method"], chosen["score"]) == (row["method"], row["score"]):
             return told
-        (change,) = (
-            other
-            for other in self._differences
-            if (other["set"], other["metric"]) == (of, "auroc")
-            and (other["method"], other["score"]) == (chosen["method"], chosen["score"])
-        )
+        change = self._changes[chosen["method"], row["method"], "auroc", of, chosen["score"]]
         on = f"on the same {self._inputs(change['num_examples'])} the recommended score"
         if not _sign(change):
             return f"{told}; {on} makes no clear difference ({_ends(change)})"

@@ -26,11 +26,12 @@ def measure(run: Run) -> None:
     """Measure what is written, choose the examples to look at, and mark the run complete."""
     with run.stage("measure"):
         tables = {
-            (method.key, part.name): read_predictions(run.path(method, part))
+            (method.key, name): read_predictions(run.path(method, name))
             for method in run.methods
-            for part in run.sets
+            for name in run.sets
         }
-        compared = Comparison(tables, {part.name: part.role for part in run.sets}, run.loaded.task)
+        roles = {entry["name"]: entry["role"] for entry in run.said["sets"]}
+        compared = Comparison(tables, roles, run.loaded.task)
         found = {
             "rows": compared.rows(),
             "differences": list(compared.differences()),
@@ -40,7 +41,7 @@ def measure(run: Run) -> None:
         of_test = {method.key: tables[method.key, TEST] for method in run.methods}
         write_examples(run.folder, run.loaded, of_test, run.methods[0].key)
         for method in run.methods:
-            told = [run.told(method, part) for part in run.sets]
+            told = [run.told(method, name) for name in run.sets]
             seconds = sum(part["seconds"] for part in told)
             entry = run.entry(method.key)
             entry["seconds"]["predict"] = seconds
@@ -83,15 +84,9 @@ def recommended(methods: Sequence[Method], task: str) -> dict[str, str] | None:
     return {"method": last.key, "score": "entropy"}
 
 
-def common(ours: Table, theirs: Table) -> tuple[Table, Table]:
-    """The rows of both tables that are of the same examples, in one order."""
-    here = torch.isin(ours["index"], theirs["index"])
-    there = torch.isin(theirs["index"], ours["index"])
-    return _where(ours, here), _where(theirs, there)
-
-
-def _where(table: Table, rows: Tensor) -> Table:
-    # Indices ascend in both, so the rows come in one order.
+def common(table: Table, other: Table) -> Table:
+    """The rows of a table that are of examples of the other, in ascending order in both."""
+    rows = torch.isin(table["index"], other["index"])
     return table if bool(rows.all()) else {name: column[rows] for name, column in table.items()}
 
 
@@ -111,9 +106,7 @@ class Comparison:
             {"method": method, "set": name, **row, **({"score": score} if score else {})}
             | {"num_examples": len(table["index"])}
             for (method, name), table in self._tables.items()
-            for score, report in self._reports(
-                method, name, table, self._tables[method, TEST]
-            ).items()
+            for score, report in self._reports(method, name, method).items()
             for row in report.rows()
         ]
 
@@ -135,41 +128,39 @@ class Comparison:
                 yield from self._difference(method, reference, name)
 
     def _difference(self, method: str, reference: str, name: str) -> Iterator[dict[str, Any]]:
-        ours, theirs = common(self._tables[method, name], self._tables[reference, name])
-        our_test, their_test = common(self._tables[method, TEST], self._tables[reference, TEST])
-        mine = self._reports(method, name, ours, our_test)
-        other = self._reports(reference, name, theirs, their_test)
+        mine = self._reports(method, name, reference)
+        other = self._reports(reference, name, method)
         reference_score, against = next(iter(other.items()))
+        shared = common(self._tables[method, name], self._tables[reference, name])
         told = {"method": method, "reference": reference, "set": name}
         for score, report in mine.items():
             if (method, score) == (reference, reference_score):
                 continue
             scores = {"score": score, "reference_score": reference_score} if score else {}
             for row in metrics.compare(report, against).rows():
-                yield {**told, **row, **scores, "num_examples": len(ours["index"])}
+                yield {**told, **row, **scores, "num_examples": len(shared["index"])}
 
-    def _reports(
-        self, method: str, name: str, table: Table, test: Table
-    ) -> dict[str, metrics.Report]:
-        """The reports of rows of a method's tables: of an OOD set by score, else a single one."""
+    def _reports(self, method: str, name: str, other: str) -> dict[str, metrics.Report]:
+        """A method's reports on examples of another's: of an OOD set by score, else one."""
+        table, test = (
+            common(self._tables[method, of], self._tables[other, of]) for of in (name, TEST)
+        )
         key = method, name, len(table["index"]), len(test["index"])
-        if key not in self._known:
-            if self._roles[name] == "ood":
-                inside, outside = scores_of(test, self._task), scores_of(table, self._task)
-                self._known[key] = {
-                    score: metrics.evaluate_ood(inside[score], outside[score])
-                    for score in inside
-                    if score in outside
-                }
-            else:
-                self._known[key] = {"": report_of_table(table, self._task)}
-        return self._known[key]
-
-
-def report_of_table(table: Table, task: str) -> metrics.Report:
-    """The metrics of labelled predictions."""
-    if task == "regression":
-        mean, deviation = table["mean"], table["standard_deviation"]
-        return metrics.evaluate_regression(mean, deviation, table["target"])
-    evaluate = metrics.evaluate_multilabel if task == "multilabel" else metrics.evaluate
-    return evaluate(table["probs"], table["label"].long())
+        if key in self._known:
+            return self._known[key]
+        if self._roles[name] == "ood":
+            inside, outside = scores_of(test, self._task), scores_of(table, self._task)
+            found = {
+                score: metrics.evaluate_ood(inside[score], outside[score])
+                for score in inside
+                if score in outside
+            }
+        elif self._task == "regression":
+            mean, deviation = table["mean"], table["standard_deviation"]
+            found = {"": metrics.evaluate_regression(mean, deviation, table["target"])}
+        else:
+            is_multilabel = self._task == "multilabel"
+            evaluate = metrics.evaluate_multilabel if is_multilabel else metrics.evaluate
+            found = {"": evaluate(table["probs"], table["label"].long())}
+        self._known[key] = found
+        return found

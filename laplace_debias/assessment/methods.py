@@ -46,15 +46,6 @@ class PosteriorChoice:
         if self.fit_examples is not None and self.mode == "auto":
             raise ValueError("mode=auto finds how many examples it takes: leave out fit_examples")
 
-    @property
-    def described(self) -> str:
-        """A description in one sentence."""
-        most = "" if self.fit_examples is None else f" (at most {self.fit_examples:,} examples)"
-        return (
-            f"A Laplace approximation ({self.curvature}) over the parameters {self.params!r}, "
-            f"mode {self.mode!r}{most}."
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
@@ -169,11 +160,11 @@ def chosen_methods(
     if names is None:
         methods = list(default_methods(task, has_validation))
     else:
-        methods = [method for method in BUILT_IN.values() if method.key in {NETWORK.key, *names}]
-    methods = [
-        replace(method, examples=examples) if method.key == LAPLACE.key else method
-        for method in methods
-    ]
+        methods = [
+            replace(method, examples=examples) if method is LAPLACE else method
+            for method in BUILT_IN.values()
+            if method.key in {NETWORK.key, *names}
+        ]
     for key, choice in posteriors.items():
         if key in BUILT_IN:
             raise ValueError(
@@ -189,7 +180,13 @@ def method_of(
 ) -> Method:
     """The method of a posterior."""
     text = "The posterior of a file, as it is there."
-    text = text if isinstance(posterior, Path) else posterior.described
+    if isinstance(posterior, PosteriorChoice):
+        number = posterior.fit_examples
+        most = "" if number is None else f" (at most {number:,} examples)"
+        text = (
+            f"A Laplace approximation ({posterior.curvature}) over the parameters "
+            f"{posterior.params!r}, mode {posterior.mode!r}{most}."
+        )
     return Method(key=key, label=label, describes=text, posterior=posterior, examples=examples)
 
 

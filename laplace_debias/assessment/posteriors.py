@@ -13,9 +13,8 @@ from laplace_debias.assessment.predictions import Chosen, network_outputs, of_ne
 from laplace_debias.curvature.fits.kinds import WITH_FACTORS
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, BatchReader
-from laplace_debias.curvature.network.inputs import join, num_examples, take
+from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.laplace import Laplace
-from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
 from laplace_debias.system.ranks import alone
@@ -64,9 +63,8 @@ def _first(loaded: Loaded, choice: PosteriorChoice) -> Batches:
     read, pairs = BatchReader(loaded.model), []
     for batch in loaded.train:
         x, y = read(batch)
-        size = min(num_examples(x), missing)
-        pairs.append((take(x, slice(size)), y[:size]))
-        missing -= size
+        pairs.append((take(x, slice(missing)), y[:missing]))
+        missing -= len(pairs[-1][1])
         if not missing:
             break
     if times is None:
@@ -86,38 +84,28 @@ def tuned(
     and where that has no optimum not at all. A posterior that was read from a file stays as it is.
     Returns the content of `sweeps/METHOD.json`, and notes for the reader.
     """
+    sweep: dict[str, Any] = {"metric": None, "rows": [], "chosen": la.prior_precision.tolist()}
+    sweep |= {"flat": None, "sigma": None}
     if isinstance(choice, Path):
-        return _sweep_of(la, None), ()
+        return sweep, ()
     # Of the empirical Fisher the best noise has no closed form: it stays the network's.
     with_noise = isinstance(la.likelihood, Gaussian) and choice.fisher != "empirical"
     if validation is not None:
         found = la.tune(validation, sigma=with_noise)
-        return _sweep_of(la, found), found.notes
-    try:
-        found = la.tune_evidence(sigma=with_noise)
-    except ValueError as error:
-        return _sweep_of(la, None), (f"The prior precision was not tuned and is 1: {error}",)
-    return _sweep_of(la, found), found.notes
-
-
-def _sweep_of(la: Laplace, found: Tuning | None) -> dict[str, Any]:
-    if found is None:
-        chosen = la.prior_precision.tolist()
-        return {"metric": None, "rows": [], "chosen": chosen, "flat": None, "sigma": None}
+    else:
+        try:
+            found = la.tune_evidence(sigma=with_noise)
+        except ValueError as error:
+            return sweep, (f"The prior precision was not tuned and is 1: {error}",)
     rows = []
     for row in found.table:
-        value, error = row[found.metric], row.get("standard_error")
-        half = None if error is None else _LEVEL * error
-        ends = (None, None) if half is None else (value - half, value + half)
-        at = row["prior_precision"]
-        rows.append({"prior_precision": at, "value": value, "low": ends[0], "high": ends[1]})
-    return {
-        "metric": found.metric,
-        "rows": rows,
-        "chosen": found.prior_precision,
-        "flat": None if found.flat is None else list(found.flat),
-        "sigma": found.sigma,
-    }
+        value, deviation = row[found.metric], row.get("standard_error")
+        half = math.nan if deviation is None else _LEVEL * deviation
+        ends = {"low": value - half, "high": value + half}
+        rows.append({"prior_precision": row["prior_precision"], "value": value, **ends})
+    flat = None if found.flat is None else list(found.flat)
+    sweep |= {"metric": found.metric, "rows": rows, "chosen": found.prior_precision}
+    return sweep | {"flat": flat, "sigma": found.sigma}, found.notes
 
 
 def thinned(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) -> tuple[str, ...]:
@@ -148,14 +136,11 @@ def of_training(loaded: Loaded) -> dict[str, Any]:
     `num_examples` and `rows` are as `metrics.json` has them; `uniform_nll` is a guess's, in
     nats.
     """
-    outputs, targets, missing = [], [], _JUDGED
+    outputs, targets = [], []
     with alone():
-        for x, y in Chosen(loaded.model, loaded.train):
-            outputs.append(network_outputs(loaded.model, take(x, slice(missing))))
-            targets.append(y[:missing].cpu())
-            missing -= len(targets[-1])
-            if not missing:
-                break
+        for x, y in Chosen(loaded.model, loaded.train, torch.arange(_JUDGED)):
+            outputs.append(network_outputs(loaded.model, x))
+            targets.append(y.cpu())
     f, y = torch.cat(outputs), torch.cat(targets)
     if loaded.task == "regression":
         y = y.double().reshape(f.shape)

@@ -66,15 +66,17 @@ class Chosen:
         """The batches, with the place of the first example among those of all processes."""
         device = next(self._model.parameters()).device
         for _, first, x, y in dealt(self._batches, BatchReader(self._model)):
-            place = first
-            if self._chosen is not None:
-                end = first + num_examples(x)
-                some = self._chosen[(self._chosen >= first) & (self._chosen < end)] - first
-                if not len(some):
-                    continue
-                x, y = take(x, some), y[some]
-                place = int((self._chosen < first).sum())
-            yield place, move(x, device, None), y
+            if self._chosen is None:
+                yield first, move(x, device, None), y
+                continue
+            start, end = torch.searchsorted(
+                self._chosen, torch.tensor([first, first + num_examples(x)])
+            ).tolist()
+            if start < end:
+                some = self._chosen[start:end] - first
+                yield start, move(take(x, some), device, None), y[some]
+            if end == len(self._chosen):
+                return
 
 
 @torch.no_grad()
@@ -123,7 +125,11 @@ def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
     variances = covariance.diagonal(dim1=-2, dim2=-1) if is_small else covariance
     table = _unknown(len(mean)) | {"variance": variances.double().mean(1).cpu()}
     if is_small:
-        draws = _draws(mean, covariance)
+        # At the Sobol points that links take, the same for every example.
+        values, vectors = eigh(covariance.double().cpu(), "the functional covariance")
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        points = links.normal_points(mean.shape[1])
+        draws = mean.double().cpu() + torch.einsum("bij,sj->sbi", root, points)
         _, table["aleatoric"], table["mutual_information"] = of_draws(la.likelihood, draws)
         scores = scores_of_moments(la.likelihood, mean.double(), covariance.double())
         table |= {name: score.cpu() for name, score in scores.items()}
@@ -133,14 +139,6 @@ def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
     predictive: Any = links.predictive(la.likelihood, link, mean, given)
     of_labels = getattr(predictive, "base_dist", predictive)
     return {"log_probs": of_labels.logits.reshape(mean.shape).double().cpu(), **table}
-
-
-def _draws(mean: Tensor, covariance: Tensor) -> Float[Tensor, "samples n outputs"]:
-    """Samples of the logits, at the Sobol points that links take, the same for every example."""
-    values, vectors = eigh(covariance.double().cpu(), "the functional covariance")
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    points = links.normal_points(mean.shape[1])
-    return mean.double().cpu() + torch.einsum("bij,sj->sbi", root, points)
 
 
 def predict_set(
@@ -213,18 +211,16 @@ def _entropy(log_probs: Tensor, task: str) -> Float[Tensor, " n"]:
 
 def written(table: Table, task: str, has_labels: bool) -> Table:
     """The columns of `predictions/METHOD/SET.parquet`."""
-    table = dict(table)
-    targets = table.pop("targets")
-    columns = {"index": table.pop("index")}
+    columns, kept = {"index": table["index"]}, table.keys() - {"index", "targets", "log_probs"}
+    others = {name: column for name, column in table.items() if name in kept}
     if task == "regression":
         if has_labels:
-            columns["target"] = targets.double().reshape(table["mean"].shape)
-        return {name: _narrow(column) for name, column in {**columns, **table}.items()}
+            columns["target"] = table["targets"].double().reshape(table["mean"].shape)
+        return {name: _narrow(column) for name, column in {**columns, **others}.items()}
     if has_labels:
-        columns["label"] = _narrow(targets.long())
-    log_probs = table.pop("log_probs")
-    probs, entropy = probs_of(log_probs, task), _entropy(log_probs, task)
-    return {**columns, "probs": probs, "entropy": entropy, **table}
+        columns["label"] = _narrow(table["targets"].long())
+    columns["probs"] = probs_of(table["log_probs"], task)
+    return {**columns, "entropy": _entropy(table["log_probs"], task), **others}
 
 
 def probs_of(log_probs: Float[Tensor, "n outputs"], task: str) -> Float[Tensor, "n classes"]:

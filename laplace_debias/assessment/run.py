@@ -1,7 +1,6 @@
 """A run under way: network, data, methods, and `run.json`, which is written after each stage."""
 
 import platform
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,40 +17,27 @@ from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.predictions import Chosen
 from laplace_debias.assessment.run_folder import table_says, write_json
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.report.run_folder import FORMAT, predictions_path
+from laplace_debias.report.run_folder import FORMAT, NAME, predictions_path
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import current
 from laplace_debias.system.shown import plain
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-pytorch", "timm")
 _KEPT = ("created", "sets", "methods", "sigma", "training", "notes", "seconds")
 """Entries of `run.json` that a run keeps when it goes on."""
 
 
-@dataclass(frozen=True)
-class DataSet:
-    """A set that methods are judged on, as `sets` of `run.json` has it, with its batches."""
-
-    name: str
-    role: str
-    batches: Batches
-    severity: int | None = None
-
-
-def sets_of(loaded: Loaded) -> list[DataSet]:
-    """The test set, its corrupted versions, the OOD sets."""
-    sets = [DataSet("test", "test", loaded.test)]
-    for severity, batches in sorted(loaded.shifts.items()):
-        sets.append(DataSet(f"shift-{severity}", "shift", batches, severity=severity))
-    taken = {part.name for part in sets}
+def sets_of(loaded: Loaded) -> dict[str, Batches]:
+    """The sets that methods are judged on: the test set, its corrupted versions, the OOD sets."""
+    sets = {"test": loaded.test}
+    sets |= {f"shift-{severity}": loaded.shifts[severity] for severity in sorted(loaded.shifts)}
     for name, batches in loaded.ood.items():
-        if name in taken or not _NAME.fullmatch(name):
+        if name in sets or not NAME.fullmatch(name):
             raise ValueError(
                 f"the OOD set {name!r} cannot be a file's name: rename it with letters, digits, "
                 "'.', '_' and '-', and not test or shift-1 …"
             )
-        sets.append(DataSet(name, "ood", batches))
+        sets[name] = batches
     return sets
 
 
@@ -62,7 +48,7 @@ class Run:
     loaded: Loaded
     folder: Path
     methods: Sequence[Method]
-    sets: Sequence[DataSet]
+    sets: Mapping[str, Batches]
     seed: int
     say_line: Callable[[str], object] | None
     said: dict[str, Any] = field(default_factory=dict)
@@ -95,9 +81,13 @@ class Run:
             "num_train": loaded.num_train,
             "num_parameters": sum(p.numel() for p in loaded.model.parameters()),
             "sets": [
-                {k: v for k, v in vars(part).items() if k != "batches" and v is not None}
-                | {"num_examples": None}
-                for part in self.sets
+                {"name": "test", "role": "test", "num_examples": None},
+                *(
+                    {"name": f"shift-{level}", "role": "shift", "severity": level}
+                    | {"num_examples": None}
+                    for level in sorted(loaded.shifts)
+                ),
+                *({"name": name, "role": "ood", "num_examples": None} for name in loaded.ood),
             ],
             "methods": [_entry(method) for method in self.methods],
             "sigma": None,
@@ -131,14 +121,14 @@ class Run:
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
         self.write()
 
-    def path(self, method: Method, part: DataSet) -> Path:
+    def path(self, method: Method, name: str) -> Path:
         """Where a method's predictions for a set are written."""
-        return predictions_path(self.folder, method.key, part.name)
+        return predictions_path(self.folder, method.key, name)
 
-    def told(self, method: Method, part: DataSet) -> dict[str, Any]:
+    def told(self, method: Method, name: str) -> dict[str, Any]:
         """The description of a complete table of predictions; empty if there is none."""
         ranks = current()
-        found = table_says(self.path(method, part)) if ranks.rank == 0 else None
+        found = table_says(self.path(method, name)) if ranks.rank == 0 else None
         return ranks.from_rank(found, 0) or {}
 
     def say(self, what: str) -> None:

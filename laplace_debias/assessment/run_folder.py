@@ -37,9 +37,7 @@ def open_folder(
         raise FileExistsError(f"{folder} is a file; name a folder as --output")
     run = read_meta(folder) if (folder / "run.json").exists() else None
     if run is None:
-        others = sorted(e.name for e in folder.iterdir()) if folder.is_dir() else []
-        others = [name for name in others if name[:1] != "."]
-        if others:
+        if others := sorted(path.name for path in folder.glob("[!.]*")):
             raise FileExistsError(
                 f"{folder} holds other files ({', '.join(others[:3])}"
                 f"{', …' if len(others) > 3 else ''}); name an empty folder as --output"

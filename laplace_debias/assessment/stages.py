@@ -27,7 +27,7 @@ from laplace_debias.assessment.predictions import (
     with_temperature,
     written,
 )
-from laplace_debias.assessment.run import DataSet, Run
+from laplace_debias.assessment.run import Run
 from laplace_debias.assessment.run_folder import write_json, write_table
 from laplace_debias.assessment.temperature import BOUNDS, fit_temperature
 from laplace_debias.curvature.network.batches import Batches
@@ -41,8 +41,6 @@ from laplace_debias.system.ranks import alone, current
 
 Member = tuple[Loaded, Laplace | None]
 """A network with its data, and its posterior where it has one."""
-Predicted = tuple[Table, float]
-"""A table of predictions, and the seconds that they took."""
 SHORT = 60.0
 """Seconds above which the time is told before."""
 AFFORDED = 600.0
@@ -70,7 +68,7 @@ def fit(run: Run) -> dict[str, list[Member]]:
                 (replace(run.loaded, model=model), _posterior(run, method, model, number))
                 for number, model in enumerate(models, start=1)
             ]
-            if method.has_temperature:
+            if method.has_temperature and run.entry(method.key)["temperature"] is None:
                 _find_temperature(run, method)
             run.write()
     return members
@@ -125,11 +123,6 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
             path.parent.mkdir(parents=True, exist_ok=True)
         la.save(path)
     # Read back also by the run that wrote it, so that one that goes on gives the same numbers.
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path}, which rank 0 has written, is not seen by rank {current().rank}: give a "
-            "folder that all machines share"
-        )
     la = Laplace.load(path, model)
     run.entry(method.key).update(
         prior_precision=None if method.of_all else la.prior_precision.tolist(),
@@ -149,7 +142,7 @@ def _took(run: Run, method: Method, what: str, start: float) -> None:
 def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
     """Choose how many examples are predicted where nobody said; tell how long it takes."""
     passes = 0 if isinstance(method.posterior, Path) else _PASSES_OF_TUNING
-    sets = [part.batches for part in run.sets] + [run.loaded.validation] * passes
+    sets = [*run.sets.values(), *([run.loaded.validation] * passes)]
     sizes = [size_of(batches) for batches in sets if batches is not None]
     each = current().from_rank(seconds_an_example(la, run.loaded) / current().size, 0)
     examples = method.examples
@@ -194,14 +187,12 @@ def most_examples(sizes: Sequence[float], number: float) -> int | None:
 
 
 def _find_temperature(run: Run, method: Method) -> None:
-    """Fit the network's temperature on the validation examples, unless it is known."""
-    entry, start = run.entry(method.key), time.perf_counter()
-    if entry["temperature"] is not None:
-        return
+    """Fit the network's temperature on the validation examples."""
+    start = time.perf_counter()
     assert run.loaded.validation is not None
     found, _ = predict_set(run.loaded, run.loaded.validation, None, None, None)
     best = fit_temperature(found["log_probs"], found["targets"], run.loaded.task)
-    entry["temperature"] = best
+    run.entry(method.key)["temperature"] = best
     _took(run, method, "tune", start)
     if best in BOUNDS:
         run.note(
@@ -232,38 +223,39 @@ def seconds_an_example(la: Laplace, loaded: Loaded) -> float:
 
 def predict(run: Run, members: Mapping[str, Sequence[Member]]) -> None:
     """Write the predictions of every method for every set, but for those that are complete."""
-    for part in run.sets:
+    for entry in run.said["sets"]:
+        part = entry["name"]
         with run.stage("predict"):
-            of_network: Predicted | None = None
+            of_network = None
             for method in run.methods:
                 if run.told(method, part):
                     continue
-                run.say(f"Predicting {part.name}: {method.label}")
+                run.say(f"Predicting {part}: {method.label}")
                 shares = method.posterior is None and not method.of_all
                 found = of_network if shares else None
                 found = found or _predicted(run, method, part, members[method.key])
                 of_network = found if shares else of_network
-                _write(run, method, part, found)
-            (entry,) = (entry for entry in run.said["sets"] if entry["name"] == part.name)
+                (table, seconds), task = found, run.loaded.task
+                if method.has_temperature:
+                    temperature = run.entry(method.key)["temperature"]
+                    table = with_temperature(table, temperature, task)
+                told = {"num_examples": len(table["index"]), "seconds": seconds}
+                write_table(
+                    run.path(method, part), written(table, task, entry["role"] != "ood"), told
+                )
             entry["num_examples"] = run.told(run.methods[0], part)["num_examples"]
 
 
-def _predicted(run: Run, method: Method, part: DataSet, members: Sequence[Member]) -> Predicted:
-    """Predict a set with a method, without its temperature."""
+def _predicted(
+    run: Run, method: Method, part: str, members: Sequence[Member]
+) -> tuple[Table, float]:
+    """A method's table for a set, without its temperature, and the seconds that it took."""
     positions, examples = None, run.entry(method.key)["examples"]
     if examples is not None:
         # The network comes first and predicts all: its table knows how many there are.
         size = run.told(run.methods[0], part)["num_examples"]
         positions = chosen_positions(size, examples, run.seed)
     sigma, task = run.said["sigma"], run.loaded.task
-    found = [predict_set(one, part.batches, la, positions, sigma) for one, la in members]
+    found = [predict_set(one, run.sets[part], la, positions, sigma) for one, la in members]
     table = mixed([table for table, _ in found], task) if method.of_all else found[0][0]
     return table, sum(seconds for _, seconds in found)
-
-
-def _write(run: Run, method: Method, part: DataSet, found: Predicted) -> None:
-    (table, seconds), task = found, run.loaded.task
-    if method.has_temperature:
-        table = with_temperature(table, run.entry(method.key)["temperature"], task)
-    told = {"num_examples": len(table["index"]), "seconds": seconds}
-    write_table(run.path(method, part), written(table, task, part.role != "ood"), told)

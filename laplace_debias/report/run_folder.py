@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 FORMAT = 1
-_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _COLUMNS = ["method", "set", "metric", "value", "low", "high", "score", "reference"]
 _AGAIN = "run `laplace-debias report` again with the same settings, which goes on where it stopped"
 
@@ -84,7 +84,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
             *(m["key"] for m in meta["methods"]),
             *(data["name"] for data in meta["sets"]),
         ]:
-            if not _KEY.fullmatch(name):
+            if not NAME.fullmatch(name):
                 raise ValueError(
                     f"the name {name!r} has more than letters, digits, '.', '_' and '-'"
                 )

@@ -39,7 +39,6 @@ FONT_SIZE = 10.0
 """Size of text in points; ticks are a little smaller, titles a little larger."""
 
 _DPI = 150
-_SUFFIXES = (".png", ".pdf")
 _METHOD_COLOURS = {
     "MAP": "#7F7F7F",
     "vanilla": "#7F7F7F",
@@ -86,12 +85,6 @@ def style_axes(ax: Axes) -> None:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a picture at once and whole, as PNG (150 dots per inch) or PDF."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ValueError(
-            f"the picture's path is {os.fspath(path)!r}; expected a name that ends in "
-            f"{' or '.join(_SUFFIXES)}. Change the suffix."
-        )
+    """Write a picture at once and whole, in the format of its suffix; PNG at 150 dots per inch."""
     with written_atomically(path) as temporary:
-        figure.savefig(temporary, dpi=_DPI, format=suffix[1:])
+        figure.savefig(temporary, dpi=_DPI, format=Path(path).suffix[1:].lower())

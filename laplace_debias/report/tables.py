@@ -78,9 +78,7 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
 
 def _plain(value: object, column: str) -> str | bool | int | float | None:
     """A value as one of Python's own types; scalars of torch and NumPy are converted."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    value = value.item() if isinstance(value, np.generic) else value
+    value = value.item() if isinstance(value, Tensor | np.generic) else value
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise ValueError(

@@ -103,7 +103,6 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
         run=run,
         title=str(run.meta["title"]),
         input_name=str(run.meta.get("input_name") or "example"),
-        facts=_facts(run),
         conclusion=run.meta.get("conclusion") or (),
         notes=run.meta.get("notes") or (),
         main=main,
@@ -117,7 +116,6 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
         examples=example_groups(run),
         parts=parts,
         num_test=num_test,
-        made=_made(run),
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
     )
 
@@ -125,35 +123,6 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
 def _tidy(text: str) -> str:
     """Keeps numbers and their percent signs on one line."""
     return text.replace(" %", "\u00a0%")
-
-
-def _facts(run: Run) -> list[str]:
-    """Facts on the run below its title."""
-    meta, num_test = run.meta, run.test["num_examples"]
-    what = f"{meta.get('input_name') or 'example'}s"
-    classes = len(meta.get("classes") or ())
-    shifts, ood = run.sets("shift"), run.sets("ood")
-    facts = [
-        f"{meta['task']}, {classes} classes" if classes else str(meta["task"]),
-        f"{num_test:,} test {what}" if num_test else "",
-        f"{len(shifts)} severities of corruption" if shifts else "",
-        f"{len(ood)} out-of-distribution set{'s'[: len(ood) != 1]}" if ood else "",
-        f"{meta['num_parameters']:,} parameters" if meta.get("num_parameters") else "",
-        f"trained on {meta['num_train']:,} {what}" if meta.get("num_train") else "",
-    ]
-    return [fact for fact in facts if fact]
-
-
-def _made(run: Run) -> list[tuple[str, str]]:
-    """How the run was made, names and values."""
-    meta = run.meta
-    stages, versions = meta.get("seconds") or {}, meta.get("versions") or {}
-    values = {
-        **{name.capitalize(): meta.get(name) for name in ("created", "seed", "device", "threads")},
-        "Time": ", ".join(f"{stage} {duration(value)}" for stage, value in stages.items()),
-        "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-    }
-    return [(name, str(value)) for name, value in values.items() if value not in (None, "")]
 
 
 def _swatch(look: Look) -> dict[str, str]:
