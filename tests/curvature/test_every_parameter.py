@@ -74,6 +74,24 @@ def test_a_loaded_posterior_predicts_the_same_whatever_the_batch(name, tmp_path)
     torch.testing.assert_close(small.predict(x).probs, probs)
 
 
+@pytest.mark.parametrize(
+    ("name", "by_calls"),
+    [
+        ("class token", {"token"}),
+        ("custom norm", set()),
+        ("layer scale", set()),
+        ("permuted norm", set()),
+        ("parameter list", {"temperature"}),
+        ("branch on the data", set()),
+    ],
+)
+def test_what_is_multiplied_by_or_added_takes_no_second_run(name, by_calls):
+    model, x, y = unusual_parameters.network(name)
+    measured = [b for b in Laplace(model).fit([(x, y)])._known.blocks if b.role == "entries"]
+    assert {b.name for b in measured if b.calls} == by_calls
+    assert by_calls < {b.name for b in measured}
+
+
 @pytest.mark.parametrize("name", ["tied layers", "custom norm", "class token"])
 def test_the_operator_takes_them_too(name):
     model, x, y = unusual_parameters.network(name)

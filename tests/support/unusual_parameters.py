@@ -177,6 +177,9 @@ NETWORKS = {
     "tied head": lambda: TiedHead(True),
     "tied head by function": lambda: TiedHead(False),
     "custom norm": lambda: _mean(nn.Linear(3, 3), RootMeanSquare()),
+    "permuted norm": lambda: _features(
+        nn.Unflatten(1, (4, 1)), nn.Conv2d(4, 3, (1, 2)), timm.layers.LayerNorm2d(3)
+    ),
     "layer scale": lambda: _mean(nn.Linear(3, 3), timm.layers.LayerScale(3, 0.5)),
     "LSTM": lambda: Recurrent(nn.LSTM, True),
     "LSTM, time first": lambda: Recurrent(nn.LSTM, False),

@@ -197,7 +197,7 @@ def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) ->
     if name not in ("auto", "backpack"):
         raise ValueError(f"Unknown backend={name!r}: use 'auto', 'backpack' or 'hooks'.")
     obstacle = why_not_backpack(model)
-    outside = [block.name for block in blocks if block.calls]
+    outside = [block.name for block in blocks if block.role == "entries"]
     if obstacle is None and outside:
         obstacle = f"{outside} belong to no layer that it knows"
     if obstacle is None:

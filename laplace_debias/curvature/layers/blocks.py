@@ -35,10 +35,11 @@ Sharing = str | Mapping[str, str]
 
 
 class Site(NamedTuple):
-    """Where blocks are measured: at a layer, or at calls of modules that are run once more.
+    """Where blocks are measured: at a layer, at a parameter, or at calls that are run once more.
 
-    At calls, `paths` are those of the modules whose calls read one parameter: they are run once
-    more, example by example, to differentiate them.
+    At a parameter the path is its name: operations multiply by it, or add it. At calls, `paths` are
+    those of the modules whose calls read one parameter: they are run once more, example by example,
+    to differentiate them.
     """
 
     paths: tuple[str, ...]
@@ -66,13 +67,13 @@ class Block:
             weight, whose input factor is diagonal; `"bias"`, or `"scale"` (the weight of a
             normalisation): a vector, whose block is exact; `"depthwise"`: the kernels of a
             convolution with one output channel a group, a vector for each group, whose matrices are
-            exact; `"entries"`: any other parameter, as a vector, whose block is exact and comes
-            from gradients of each example.
+            exact; `"entries"`: any other parameter, as a vector, whose block is exact.
         shape: `(d_out, d_in)`, of one group; what is exact has `d_in = 1`.
         group: Which of query, key and value.
         sharing: `"expand"` or `"reduce"`, for a weight.
         num_groups: How many groups a convolution's weight has.
-        calls: For `"entries"` the paths of the modules whose calls read the parameter.
+        calls: For `"entries"` the paths of the modules whose calls read the parameter; none where
+            the forward pass multiplies by it, or adds it, entry by entry.
         rank: How many directions of a factor are kept; None for all.
         size: The number of parameters in the block.
         site: Where the block is measured.
@@ -109,10 +110,11 @@ class Block:
     def __post_init__(self) -> None:
         role, (d_out, d_in) = self.role, self.shape
         groups = () if self.num_groups == 1 else (self.num_groups,)
+        at = self.name if role == "entries" else self.layer
         derived = vars(self)
         derived.update(
             size=self.num_groups * d_out * d_in,
-            site=Site(self.calls, True) if self.calls else Site((self.layer,)),
+            site=Site(self.calls, True) if self.calls else Site((at,)),
             groups=groups,
             is_exact=role in ("bias", "scale", "depthwise", "entries"),
             is_joint=len(self.parameters) == 2,
@@ -145,7 +147,7 @@ def curvature_blocks(
     weight and bias. `sharing` is for weights that several positions share (Eschenhagen et al.,
     2023): one for all, or by the layers' paths (`"expand"` for the others). `calls` has the
     parameters that are measured at calls of modules, whatever layer they belong to, with the
-    modules' paths; see `resolve`.
+    modules' paths, or at operations, with none; see `resolve`.
     """
     values = [sharing] if isinstance(sharing, str) else list(sharing.values())
     paths = dict(model.named_modules())
@@ -172,9 +174,9 @@ def curvature_blocks(
         if name in merged:
             continue
         if name in by_calls:
-            holders = tuple(by_calls[name])
-            shape = (parameters[name].numel(), 1)
-            blocks.append(Block(name, (name,), holders[0], "entries", shape, calls=holders))
+            holder, *_ = owners[id(parameters[name])]
+            shape, read_by = (parameters[name].numel(), 1), tuple(by_calls[name])
+            blocks.append(Block(name, (name,), holder, "entries", shape, calls=read_by))
             continue
         path, _, key = name.rpartition(".")
         layer = paths[path]

@@ -71,6 +71,9 @@ def rotated_jacobians(
         yield from _looked_up(layer, block, uses, U_G, U_A)
         return
     num_columns = uses[0][1].shape[0]
+    # Of many positions the sum over them is rotated, of few each.
+    positions = sum(g[0, 0].numel() for _, g in uses) // (block.num_groups * block.shape[0])
+    is_summed_first = positions > block.shape[1]
     for part in slices(layer, block, uses[0][0], extra=num_columns * block.size):
         total: Tensor | None = None
         columns = None
@@ -83,10 +86,12 @@ def rotated_jacobians(
             # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
             # every column.
             rows = output_gradients(layer, block, g[:, part]).movedim(0, -3)
-            product = _along(U_G, rows).flatten(-3, -2) @ a.movedim(1, -2)
+            rows = rows if is_summed_first else _along(U_G, rows)
+            product = rows.flatten(-3, -2) @ a.movedim(1, -2)
             total = product if total is None else total.add_(product)
         assert total is not None
         J = total.unflatten(-2, (num_columns, -1))
+        J = _along(U_G, J) if is_summed_first else J
         yield Rotated(part, J.movedim(-3, 1), columns)
 
 

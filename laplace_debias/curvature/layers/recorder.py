@@ -1,12 +1,14 @@
-"""Calls of modules and layers in a forward pass, and which dimensions the examples lie in."""
+"""Calls and operations in a forward pass, and which dimensions the examples lie in."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
@@ -132,6 +134,65 @@ def _fits(seen: _Seen, dims: Dims, batch: int) -> bool:
         dim is None or value.shape[dim] == batch
         for value, dim in zip(values, of_values, strict=True)
     )
+
+
+class OperandRecorder(TorchFunctionMode):
+    """Finds where a forward pass multiplies by a parameter, or adds it, entry by entry.
+
+    Args:
+        parameters: The parameters that are looked for, by name.
+        record: Takes a name, the factor that the parameter is multiplied by and the result, both
+            `[B, positions, size]`; gives the result to go on with.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        record: Callable[[str, Tensor, Tensor], Tensor],
+    ) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._record = record
+
+    def __torch_function__(
+        self, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and record it if it is of this kind."""
+        named = {} if kwargs is None else kwargs
+        output = func(*args, **named)
+        operands: list[tuple[Any, Any]] = []
+        match getattr(func, "__name__", ""):
+            case "mul" | "multiply" if len(args) == 2 and not named:
+                operands = [args, args[::-1]]
+            case "add" if len(args) == 2 and not named:
+                operands = [(of, None) for of in args]
+            case "layer_norm" | "rms_norm" if named.get("weight") is not None:
+                with torch.no_grad():
+                    normalised = func(*args[:2], eps=named["eps"])
+                operands = [(named["weight"], normalised), (named.get("bias"), None)]
+        for operand, factor in operands:
+            output = self._recorded(operand, factor, output)
+        return output
+
+    def _recorded(self, operand: Any, factor: Any, output: Any) -> Any:
+        if not isinstance(operand, Tensor) or operand.ndim > output.ndim or not output.ndim:
+            return output
+        whole = operand if operand._base is None else operand._base
+        is_all = operand.numel() == whole.numel() and operand.is_contiguous()
+        sizes = (*(1,) * (output.ndim - operand.ndim), *operand.shape)
+        if id(whole) not in self._names or not is_all or sizes[0] != 1:
+            return output
+        kept = [dim for dim, size in enumerate(sizes) if size > 1]
+        order = [dim for dim in range(output.ndim) if dim not in kept] + kept
+        if not isinstance(factor, Tensor):
+            factor = output.new_full((), 1.0 if factor is None else factor)
+        rows = [
+            x.permute(order).reshape(len(output), -1, operand.numel())
+            for x in (factor.detach().expand(output.shape), output)
+        ]
+        found = self._record(self._names[id(whole)], *rows)
+        back = sorted(range(output.ndim), key=order.__getitem__)
+        return found.reshape([output.shape[dim] for dim in order]).permute(back)
 
 
 # Layers that treat whatever stands between examples and features alike.

@@ -4,7 +4,8 @@ A layer's class says how its parameters act, and a model may do otherwise: a for
 own, a weight that is read from outside of its layer, windows or time steps in the place of the
 examples. So every block is held against automatic differentiation. A parameter whose block does not
 agree is measured at calls of the module that holds it; if these do not tell either, at those of the
-module around it, and so on; the network itself is the last of them.
+module around it, and so on; the network itself is the last of them. What has no layer, or that of a
+normalisation, is first looked for in operations that multiply by it or add it, entry by entry.
 """
 
 import math
@@ -27,6 +28,7 @@ from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
+from laplace_debias.curvature.network.layer_types import NORMS
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shadow import coarsest_eps, kept_as_it_is
@@ -40,7 +42,8 @@ _MORE = 16
 class Resolved:
     """The findings that an example gave of some parameters.
 
-    `calls` says where parameters are measured that are not at their layers. On `unused` ones the
+    `calls` says where parameters are measured that are not at their layers: at operations if there
+    are none. On `unused` ones the
     outputs do not depend by differentiable operations.
     """
 
@@ -77,6 +80,9 @@ def resolve(
     used = [name for name in names if name not in unused]
     calls: dict[str, tuple[str, ...]] = {}
     owners, right = owners_of_parameters(network), set[Block]()
+    for block in curvature_blocks(network, used, joint, sharing) if used else []:
+        if len(block.calls) == 1:
+            calls[block.name] = ()
     while True:
         blocks = curvature_blocks(network, used, joint, sharing, calls) if used else []
         wrong = _wrong(tap, blocks, right, names, few, more, reference)
@@ -86,8 +92,13 @@ def resolve(
         lost: dict[str, Exception] = {}
         for block, error in wrong.items():
             further = around(network, block.calls) if block.calls else None
+            is_of_norm = block.role in ("scale", "bias") and isinstance(
+                network.get_submodule(block.layer), NORMS
+            )
             for name in block.parameters:
-                if not block.calls:
+                if is_of_norm:
+                    calls[name] = ()
+                elif not block.calls:
                     calls[name] = owners[id(network.get_parameter(name))]
                 elif further is not None:
                     calls[name] = (further,)

@@ -1,6 +1,7 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.calls import Call, CallUses
-from laplace_debias.curvature.layers.recorder import CallRecorder, ExampleDims
+from laplace_debias.curvature.layers.recorder import CallRecorder, ExampleDims, OperandRecorder
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.layer_types import (
@@ -28,7 +29,10 @@ from laplace_debias.system.memory import is_out_of_memory
 
 @dataclass(frozen=True)
 class Use:
-    """One call of a layer: what went in, `[B, ...]`, and its version, and what came out."""
+    """One call of a layer: what went in, `[B, ...]`, and its version, and what came out.
+
+    Of an operation with a parameter the latter's name and factor, and the result.
+    """
 
     layer: str
     x: Tensor
@@ -67,9 +71,14 @@ class Tap:
             expose_projections(self.network)
         self._names, called = names, list[str]()
         self.layers: dict[Site, nn.Module] = {}
+        self._operands: dict[str, Tensor] = {}
         self._has_tables = False
-        for site in names:
-            self.layers[site] = self.network.get_submodule(site.paths[0])
+        for site, of_site in names.items():
+            path = site.paths[0]
+            if path in of_site:
+                self._operands[path] = self.network.get_parameter(path)
+                path = path.rpartition(".")[0]
+            self.layers[site] = self.network.get_submodule(path)
             self._has_tables |= isinstance(self.layers[site], nn.Embedding)
             called += site.paths if site.is_call else ()
         self._recorder = CallRecorder(self.network, list(dict.fromkeys(called)))
@@ -114,7 +123,7 @@ class Tap:
         handles = self._recorder.hook()
         handles += [m.register_forward_hook(lay_out_gradients, prepend=True) for m in self._norms]
         for site, layer in self.layers.items():
-            if not site.is_call:
+            if not site.is_call and site.paths[0] not in self._operands:
                 # Before any hook of the user's that may replace the output: what they do to it is
                 # part of the forward pass, not of the layer.
                 record = partial(self._record, site.paths[0])
@@ -124,8 +133,10 @@ class Tap:
                     handles.append(hook)
                 else:
                     handles += _hook_within(layer, inside, record)
+        operands = OperandRecorder(self._operands, self._record_operand)
+        at_operands = operands if self._operands else nullcontext()
         try:
-            with torch.set_grad_enabled(self._has_graph), kept_as_it_is(self.network):
+            with torch.set_grad_enabled(self._has_graph), kept_as_it_is(self.network), at_operands:
                 outputs = call(self.network, x)
         finally:
             for handle in handles:
@@ -161,6 +172,11 @@ class Tap:
         # The forward pass goes on with a copy, which it may overwrite.
         self._handed_on[path] = (z.flatten(0, 1) if is_merged else z).clone()
         return self._handed_on[path]
+
+    def _record_operand(self, name: str, factor: Tensor, z: Tensor) -> Tensor:
+        z = z if z.requires_grad else z.detach().requires_grad_()
+        self.uses.append(Use(name, factor, z, factor._version))
+        return z.clone()
 
     def _faults(self) -> dict[Site, Exception]:
         """The faults at the sites, for the last forward pass."""
@@ -205,7 +221,8 @@ class Tap:
             outputs.append(self._run(few))
             of_layers: dict[str, list[int]] = {}
             for use in self.uses:
-                of_layers.setdefault(use.layer, []).append(len(use.x))
+                if use.layer not in self._operands:
+                    of_layers.setdefault(use.layer, []).append(len(use.x))
             inputs.append(of_layers)
             calls.append(self._recorder.seen)
         self._recorder.learn(*calls)
@@ -235,7 +252,7 @@ class Tap:
         """The use of a tapped layer whose output is the network's, as it came, if there is one."""
         if outputs._version > 0:
             return None  # Overwritten since: `outputs /= temperature`.
-        uses = [use for use in self.uses if self._handed_on[use.layer] is outputs]
+        uses = [use for use in self.uses if self._handed_on.get(use.layer) is outputs]
         return uses[0] if len(uses) == 1 else None
 
     def backward(

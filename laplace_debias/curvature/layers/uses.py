@@ -186,9 +186,9 @@ def exact_rows(
 ) -> Iterator[tuple[slice, Float[Tensor, "columns part *groups d_out"]]]:
     """Jacobian rows of what has an exact block, with the examples that they belong to.
 
-    Of a bias `Σ_t g_t`, of a scale `Σ_t g_t ⊙ x̂_t`, of a depthwise kernel `Σ_t g_t a_t`, where g is
-    the gradient at the group's one output channel; of any other parameter those that automatic
-    differentiation gives.
+    Of a bias `Σ_t g_t`, of a scale or another factor `Σ_t g_t ⊙ x_t`, of a depthwise kernel
+    `Σ_t g_t a_t`, where g is the gradient at the group's one output channel; of any other parameter
+    those that automatic differentiation gives.
     """
     if isinstance(uses, CallUses):
         yield from uses.rows(block)
@@ -197,6 +197,9 @@ def exact_rows(
     for x, g in uses:
         if block.role == "depthwise":
             rows.append(_kernel_rows(layer, block, x, g))
+            continue
+        if block.role == "entries":
+            rows.append((g * x).sum(2))
             continue
         if block.role == "scale":
             g = g * _normalised(layer, x)

@@ -29,9 +29,9 @@ def shadow(model: nn.Module) -> nn.Module:
     memo: dict[int, object] = {}
     for module in model.modules():
         for kept in vars(module).values():
-            if type(kept) is OrderedDict and not kept:
-                # Ten for every module, of hooks that it does not have: to copy them takes longest.
-                memo[id(kept)] = OrderedDict()
+            if type(kept) in (OrderedDict, dict, set) and not kept:
+                # A dozen for every module, of hooks that it does not have: they would take longest.
+                memo[id(kept)] = type(kept)()
             for value in kept.values() if type(kept) is dict else (kept,):
                 if isinstance(value, Tensor) and not value.is_leaf:
                     # Computed of others, as the weight of a weight norm.

@@ -50,7 +50,7 @@ class BlockMoments:
         self.prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
-        self._operators: dict[str, EigenKronecker] = {}
+        self._operators: dict[int, tuple[EigenKronecker, Tensor]] = {}
         self._runs: dict[int, Runs] = {}
 
     def add_last_layer(
@@ -131,13 +131,12 @@ class BlockMoments:
 
     def _operator(self, index: int) -> tuple[EigenKronecker, Tensor]:
         """A block's curvature, and N·Λ of every coordinate of it, `[*groups, d_out, d_in]`."""
-        name = self.blocks[index].name
-        if name not in self._operators:
-            operator = self.posterior.curvature.blocks[name]
+        if index not in self._operators:
+            operator = self.posterior.curvature.blocks[self.blocks[index].name]
             assert isinstance(operator, EigenKronecker)
-            self._operators[name] = operator.with_whole_outputs(_COMPLETED)
-        operator = self._operators[name]
-        return operator, self.posterior.data_weight * operator.in_frame
+            operator = operator.with_whole_outputs(_COMPLETED)
+            self._operators[index] = operator, self.posterior.data_weight * operator.in_frame
+        return self._operators[index]
 
     def end(self) -> None:
         """Nothing is left to add: every block was added as it came."""

@@ -176,7 +176,8 @@ def can_go_through(head: str, blocks: Sequence[Block], posterior: GaussianPoster
     A weight that the head shares with an embedding does both, and does not go this way.
     """
     # Calls that are run once more give what comes behind the head.
-    paths = [path for block in blocks for path in block.calls]
+    others = [block for block in blocks if block.role == "entries"]
+    paths = [path for block in others for path in block.calls or (block.layer,)]
     is_behind = any(not path or path == head or head.startswith(f"{path}.") for path in paths)
     return DENSE_BLOCK not in posterior.curvature.blocks and not is_behind
 
