@@ -87,7 +87,8 @@ def test_a_loaded_posterior_predicts_the_same_whatever_the_batch(name, tmp_path)
 )
 def test_what_is_multiplied_by_or_added_takes_no_second_run(name, by_calls):
     model, x, y = unusual_parameters.network(name)
-    measured = [b for b in Laplace(model).fit([(x, y)])._known.blocks if b.role == "entries"]
+    la = Laplace(model).fit([(x, y)])
+    measured = [b for b in la._subject.known.blocks if b.role == "entries"]
     assert {b.name for b in measured if b.calls} == by_calls
     assert by_calls < {b.name for b in measured}
 
