@@ -66,7 +66,7 @@ class Full(Scheme):
 
     def check(self, kind: CurvatureKind) -> None:
         """As `Scheme.check`."""
-        if kind.reads_twice and isinstance(self.data, Iterator):
+        if kind.name == "ekfac" and isinstance(self.data, Iterator):
             raise TypeError(
                 f"curvature={kind.name!r} reads the data twice, but this iterator can be read only "
                 "once: pass a DataLoader or a list of batches."

@@ -91,7 +91,14 @@ class Checkpoint:
             told = json.loads(texts["progress"])
             self._mark, found = told.pop("mark"), Progress(**told)
             self._saved = found.num_batches
-            self._put_back(tensors, keys)
+            for name, saved in tensors.items():
+                table, _, of = name.partition("/")
+                values, value = sums[table], saved.to(self._device)
+                if of.startswith("/"):
+                    # The list itself stays: the pass may hold it elsewhere, too.
+                    values.setdefault(keys.get(of[1:], of[1:]), [])[:] = [value]
+                else:
+                    values[keys.get(of, of)] = value
         return found
 
     def has(self, pair: tuple[Any, ...]) -> bool:
@@ -114,9 +121,18 @@ class Checkpoint:
         # The nll may be on a device.
         told = asdict(replace(progress, nll=float(progress.nll)))
         texts = {"progress": json.dumps({**told, "mark": self._digest.hexdigest()})}
+        # By names: `table/block`, of what is joined `table//block`.
+        tensors = {}
+        for table, values in self._sums.items():
+            for key, value in values.items():
+                name = getattr(key, "name", key)
+                if not isinstance(value, list):
+                    tensors[f"{table}/{name}"] = value
+                elif value:
+                    tensors[f"{table}//{name}"] = torch.cat(value)
         try:
             with written_atomically(self._path) as temporary:
-                write_sealed(temporary, texts, self._tensors())
+                write_sealed(temporary, texts, tensors)
         except OSError as error:
             # Days of work are not given up for it.
             warn(f"The state of the fit was not saved, and the fit goes on: {error}")
@@ -136,28 +152,6 @@ class Checkpoint:
                     path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """The sums by names: `table/block`, of what is joined `table//block`."""
-        found = {}
-        for table, values in self._sums.items():
-            for key, value in values.items():
-                name = getattr(key, "name", key)
-                if not isinstance(value, list):
-                    found[f"{table}/{name}"] = value
-                elif value:
-                    found[f"{table}//{name}"] = torch.cat(value)
-        return found
-
-    def _put_back(self, tensors: Mapping[str, Tensor], keys: Mapping[str, Any]) -> None:
-        for name, saved in tensors.items():
-            table, _, of = name.partition("/")
-            values, value = self._sums[table], saved.to(self._device)
-            if of.startswith("/"):
-                # The list itself stays: the pass may hold it elsewhere, too.
-                values.setdefault(keys.get(of[1:], of[1:]), [])[:] = [value]
-            else:
-                values[keys.get(of, of)] = value
 
     def _refuse(self, how: str) -> None:
         raise ValueError(

@@ -11,9 +11,10 @@ or covariance matrix estimator").
 """
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,6 @@ from laplace_debias.curvature.fits.directions import (
     Factor,
     Rows,
     directional_curvature,
-    eigenbasis,
     eigh,
     left_by,
     moments,
@@ -44,12 +44,12 @@ from laplace_debias.curvature.fits.sums import (
     owners_of,
     shared_bases,
 )
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.network.shards import first_places
-from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
+from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.ranks import Ranks
 
@@ -58,12 +58,17 @@ from laplace_debias.system.ranks import Ranks
 class Fold:
     """Some of the examples: this process's pairs, and the number or weight of all processes'.
 
-    `first` is the position of the first one in all data of the fit, fold after fold.
+    A pair's place is that of its first example in all data of the fit, fold after fold.
     """
 
-    pairs: Pairs
+    pairs: list[Any]
+    places: list[int]
     size: float
-    first: int
+
+    @property
+    def placed(self) -> Placed:
+        """The pairs, with their places."""
+        return Placed(self.pairs, lambda number, _: self.places[number])
 
 
 def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
@@ -83,39 +88,20 @@ def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
         xs, *others = zip(*batches, strict=True)
         batches = [(join(xs), *map(torch.cat, others))]
     start, folds = 0, []
-    for fold in range(num_folds):
-        pairs, firsts = [], []
+    for number in range(num_folds):
+        fold = Fold([], [], 0.0)
         for (x, *others), place in zip(batches, places, strict=False):
-            part = slice((fold - place) % num_folds, None, num_folds)
+            part = slice((number - place) % num_folds, None, num_folds)
             if len(others[0][part]):
-                pairs.append((take(x, part), *(of[part] for of in others)))
-                firsts.append(_before(place + part.start, fold, num_folds))
-        size = sum(ranks.exchange(sum(map(weight_of, pairs))))
-        folds.append(Fold(_placed(pairs, firsts), size, start))
-        start += _before(num_examples, fold, num_folds)
-    if not all(fold.size for fold in folds):
-        raise ValueError("All examples of a fold have the weight zero: use fewer folds.")
+                fold.pairs.append((take(x, part), *(of[part] for of in others)))
+                before = place + part.start - number + num_folds - 1
+                fold.places.append(start + before // num_folds)
+        size = sum(ranks.exchange(sum(map(weight_of, fold.pairs))))
+        if not size:
+            raise ValueError("All examples of a fold have the weight zero: use fewer folds.")
+        folds.append(replace(fold, size=size))
+        start += (num_examples - number + num_folds - 1) // num_folds
     return folds
-
-
-def together(folds: Sequence[Fold]) -> Placed:
-    """The examples of all folds, one after the other."""
-    pairs, firsts = [], []
-    for fold in folds:
-        for number, pair in enumerate(fold.pairs):
-            assert isinstance(fold.pairs, Placed)
-            pairs.append(pair)
-            firsts.append(fold.first + fold.pairs.place(number, 0))
-    return _placed(pairs, firsts)
-
-
-def _placed(pairs: list, firsts: Sequence[int]) -> Placed:
-    return Placed(pairs, lambda number, _: firsts[number])
-
-
-def _before(place: int, fold: int, num_folds: int) -> int:
-    """How many examples of a fold come before a place."""
-    return (place - fold + num_folds - 1) // num_folds
 
 
 # Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
@@ -134,48 +120,41 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
     """
     folds = split_folds(problem.ranks, data, num_folds)
     if curvature == "diag":
-        return fit_diagonal(problem, together(folds), None)
-    passes = [factor_sums(problem, fold.pairs, fold.first) for fold in folds]
-    of_folds = [sums for sums, _ in passes]
-    seen = reduce(operator.add, (seen for _, seen in passes))
-    del passes
+        everything = Fold([], [], 0.0)
+        for fold in folds:
+            everything.pairs.extend(fold.pairs)
+            everything.places.extend(fold.places)
+        return fit_diagonal(problem, everything.placed, None)
+    of_folds, seen = [], Seen(0, 0.0, 0, 0)
+    for fold in folds:
+        sums, of_fold = factor_sums(problem, fold.placed)
+        of_folds.append(sums)
+        seen = seen + of_fold
+    del sums
     if curvature == "ekfac":
         # Of several processes each has the factors of the blocks that it owns.
-        totals = {block: _total(of_folds, block) for block in of_folds[0]}
+        totals = {b: (_total(of_folds, b, 0), _total(of_folds, b, 1)) for b in of_folds[0]}
         bases = eigenbases(problem, totals, seen.weight)
         table = exact_crossfit(problem, folds, of_folds, bases)
         of_folds.clear()
         for block, measured in table.items():
             table[block] = bases[block].pooled(measured, problem.dtype)
         return CurvatureFit(assemble(problem, bases, table), seen)
-    bases, table = _of_factors(problem, [fold.size for fold in folds], of_folds)
-    if problem.ranks.size > 1:
-        bases = shared_bases(problem, bases)
-        parts = {block: (of_block,) for block, of_block in table.items()}
-        shared = problem.ranks.share(parts, owners_of(problem))
-        table = {block: of_block for block, (of_block,) in shared.items() if of_block is not None}
-    return CurvatureFit(assemble(problem, bases, table), seen)
+    return CurvatureFit(_of_factors(problem, [fold.size for fold in folds], of_folds), seen)
 
 
 def _of_factors(
     problem: Problem, sizes: Sequence[float], of_folds: list[FactorSums]
-) -> tuple[dict[Block, Eigenbasis], Sums]:
-    """K-FAC's eigenbases and magnitudes, of the blocks whose factors are here."""
-    bases: dict[Block, Eigenbasis] = {}
-    table: Sums = {}
-    num_examples = sum(sizes)
+) -> BlockDiagonal:
+    """K-FAC from the factors of the blocks that are here, which are freed on the way."""
+    parts: dict[Block, list[Tensor | None]] = {}
     for block in [block for block in problem.blocks if block in of_folds[0]]:
-        # A block's factors are freed once it is done with.
-        sum_G, sum_A = _total(of_folds, block)
-        basis = eigenbasis(sum_G / num_examples, sum_A / num_examples, block.name)
-        del sum_G, sum_A
-        G, A = zip(*(sums.pop(block) for sums in of_folds), strict=True)
-        of_G, of_A = _eigenpairs(basis)
-        along_G = crossfit_magnitudes(G, sizes, of_G, problem.dtype)
-        along_A = crossfit_magnitudes(A, sizes, of_A, problem.dtype)
-        bases[block] = basis
-        table[block] = basis.pooled(outer(along_G, along_A), problem.dtype)
-    return bases, table
+        basis, along = _mean_basis(of_folds, sizes, block), []
+        of_block = [sums.pop(block) for sums in of_folds]
+        for factors, known in zip(zip(*of_block, strict=True), basis.sides, strict=True):
+            along.append(crossfit_magnitudes(factors, sizes, known, problem.dtype))
+        parts[block] = [basis.U_G, basis.U_A, basis.pooled(outer(*along), problem.dtype)]
+    return _of_all_ranks(problem, parts)[0]
 
 
 def crossfit_with_replicates(
@@ -190,12 +169,9 @@ def crossfit_with_replicates(
     """
     parts: dict[Block, list[Tensor | None]] = {}
     for block in [block for block in problem.blocks if block in of_folds[0]]:
-        sum_G, sum_A = _total(of_folds, block)
-        basis = eigenbasis(sum_G / sum(sizes), sum_A / sum(sizes), block.name)
-        G, A = zip(*(sums[block] for sums in of_folds), strict=True)
-        sides = []
-        for factors, known in zip((G, A), _eigenpairs(basis), strict=True):
-            others: list[FactorEigenpairs] = []
+        basis, sides = _mean_basis(of_folds, sizes, block), []
+        for side, known in enumerate(basis.sides):
+            factors, others = [sums[block][side] for sums in of_folds], list[FactorEigenpairs]()
             along = crossfit_magnitudes(factors, sizes, known, problem.dtype, others)
             mean = torch.stack([values for values, _ in others]).mean(0)
             # Where the others have no curvature there is nothing but rounding to compare.
@@ -205,18 +181,40 @@ def crossfit_with_replicates(
             sides.append([(along, known[1]), *of_others])
         ((along_G, _), (along_A, _)), *without = zip(*sides, strict=True)
         table = basis.pooled(outer(along_G, along_A), problem.dtype)
-        parts[block] = [basis.U_G, basis.U_A, table, basis.U_G, basis.U_A, basis.magnitudes]
+        plain = outer(basis.along_G, basis.along_A)
+        parts[block] = [basis.U_G, basis.U_A, table, basis.U_G, basis.U_A, plain]
         for (along_G, U_G), (along_A, U_A) in without:
             parts[block] += [U_G, U_A, outer(along_G, along_A)]
-    owners = owners_of(problem)
-    shared = problem.ranks.share(parts, owners)
-    found: list[dict[str, LinearOperator]] = [{} for _ in range(2 + len(sizes))]
-    for block, of_block in shared.items():
-        for number, curvature in enumerate(found):
+    return _of_all_ranks(problem, parts)
+
+
+def _mean_basis(of_folds: Sequence[FactorSums], sizes: Sequence[float], block: Block) -> Eigenbasis:
+    """The eigenbasis of a block's factors over all folds."""
+    along_G, U_G = eigh(_total(of_folds, block, 0) / sum(sizes), f"factor G of {block.name}")
+    along_A, U_A = eigh(_total(of_folds, block, 1) / sum(sizes), f"factor A of {block.name}")
+    return Eigenbasis(U_G, U_A, along_G, along_A)
+
+
+def _total(of_folds: Sequence[FactorSums], block: Block, side: int) -> Factor:
+    return reduce(operator.add, [sums[block][side] for sums in of_folds])
+
+
+def _of_all_ranks(
+    problem: Problem, parts: Mapping[Block, list[Tensor | None]]
+) -> list[BlockDiagonal]:
+    """Curvatures of the blocks of all processes: `U_G`, `U_A` and magnitudes, one after another."""
+    shared = problem.ranks.share(parts, owners_of(problem))
+    curvatures: list[dict[str, EigenKronecker]] = []
+    for block in problem.blocks:
+        of_block = shared.pop(block)
+        for number in range(len(of_block) // 3):
             U_G, U_A, magnitudes = of_block[3 * number : 3 * number + 3]
             assert magnitudes is not None
-            curvature[block.name] = EigenKronecker(U_G, U_A, magnitudes).to(problem.dtype)
-    return [BlockDiagonal(blocks) for blocks in found]
+            if number == len(curvatures):
+                curvatures.append({})
+            found = EigenKronecker(U_G, U_A, magnitudes).to(problem.dtype)
+            curvatures[number][block.name] = found
+    return [BlockDiagonal(blocks) for blocks in curvatures]
 
 
 def crossfit_magnitudes(
@@ -309,7 +307,10 @@ class _Within:
         """A factor's curvature along a basis of the space, and behind it that of the rest."""
         rest = 0.0
         if isinstance(factor, Rows) and self._left > 1:
-            rest = float((factor.trace - along.sum()).clamp_min(0)) / self._left
+            rest = (
+                float((factor.rows.square().sum() + factor.rest - along.sum()).clamp_min(0))
+                / self._left
+            )
         return F.pad(along, (0, self._num_values - along.shape[-1]), value=rest)
 
     def lifted(self, basis: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:
@@ -329,36 +330,22 @@ def exact_crossfit(
     num_examples = sum(fold.size for fold in folds)
     table: Sums = {}
     for number, fold in enumerate(folds):
-        bases = {}
+        bases, others = {}, of_folds[:number] + of_folds[number + 1 :]
         for block in of_folds[0]:
-            sides = zip(
-                _total(of_folds[:number] + of_folds[number + 1 :], block),
-                _eigenpairs(of_all[block]),
-                strict=True,
-            )
-            found: list[FactorEigenpairs] = []
-            for others, (along, U) in sides:
-                mean = others / (num_examples - fold.size)
+            sides: list[FactorEigenpairs] = []
+            for side, (along, U) in enumerate(of_all[block].sides):
+                mean = _total(others, block, side) / (num_examples - fold.size)
                 if U is None:
-                    found.append(eigh(mean))
+                    sides.append(eigh(mean))
                 else:
                     within = _Within(along, U, problem.dtype)
-                    of_others, basis = within.eigenpairs(mean)
-                    found.append((of_others, within.lifted(basis)))
-            (along_G, U_G), (along_A, U_A) = found
+                    values, basis = within.eigenpairs(mean)
+                    sides.append((values, within.lifted(basis)))
+            (along_G, U_G), (along_A, U_A) = sides
             bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
         bases = shared_bases(problem, bases)
-        of_fold = exact_sums(problem, bases, fold.pairs, fold.first)[0]
+        of_fold = exact_sums(problem, bases, fold.placed, 0)[0]
         for block in list(of_fold):
             squares = bases.pop(block).pooled(of_fold.pop(block), problem.dtype)
             add_to(table, block, squares / num_examples)
     return table
-
-
-def _eigenpairs(basis: Eigenbasis) -> tuple[FactorEigenpairs, FactorEigenpairs]:
-    return (basis.along_G, basis.U_G), (basis.along_A, basis.U_A)
-
-
-def _total(of_folds: Sequence[FactorSums], block: Block) -> tuple[Factor, Factor]:
-    G, A = zip(*(sums[block] for sums in of_folds), strict=True)
-    return reduce(operator.add, G), reduce(operator.add, A)

@@ -22,7 +22,6 @@ from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
-    LinearOperator,
     LowRankPlusDiagonal,
 )
 
@@ -83,16 +82,11 @@ def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
         problem, directions, lambda rows: sums[DENSE_BLOCK].addmm_(rows.T, rows), sums=sums
     )
     owned = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(sums.pop(DENSE_BLOCK))}, _ON_FIRST)
-    found = {key: _eigenpairs(owned.pop(key).div_(seen.weight)) for key in list(owned)}
+    found = {}
+    if owned:
+        found[DENSE_BLOCK] = eigh(owned.pop(DENSE_BLOCK).div_(seen.weight), "the curvature")
     along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
-    assert along is not None
-    assert U is not None
-    if magnitudes is not None:
-        on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
-        along = pooled(on_others, along, problem.dtype)
-        seen = seen + measured
-    block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
-    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), seen)
+    return _along(problem, along, U, seen, magnitudes, None)  # type: ignore[arg-type]
 
 
 def fit_low_rank(
@@ -120,13 +114,7 @@ def fit_low_rank(
         [_joined(problem, kept, size)],
         lambda rows: _leading(rows[0], rank, problem.dtype),
     )
-    along = along / seen.weight
-    if magnitudes is not None:
-        on_others, measured = _measured(problem, U, magnitudes, seen.num_examples)
-        along = pooled(on_others, along, problem.dtype)
-        seen = seen + measured
-    U, along = U.to(problem.dtype), along.to(problem.dtype).clamp_min(0)
-    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: LowRankPlusDiagonal(U, along, 0.0)}), seen)
+    return _along(problem, along / seen.weight, U, seen, magnitudes, rank)
 
 
 def fit_crossfit_dense(
@@ -143,14 +131,14 @@ def fit_crossfit_dense(
     for fold in folds:
         of_fold: list[Rows] = []
         sums = {DENSE_BLOCK: of_fold}
-        seen = seen + sweep_rows(problem, fold.pairs, of_fold.append, fold.first, sums)
+        seen = seen + sweep_rows(problem, fold.placed, of_fold.append, 0, sums)
         rows.append(_joined(problem, of_fold, size))
 
     def leading(some: list[Tensor]) -> tuple[Tensor, Tensor]:
         joined = torch.cat(some).to(problem.factor_dtype)
         if rank is not None:
             return _leading(joined, rank, problem.dtype)
-        return _eigenpairs(joined.T @ joined)
+        return eigh(joined.T @ joined, "the curvature")  # type: ignore[return-value]
 
     def crossfitted(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
         values, U = leading(rows)
@@ -164,12 +152,7 @@ def fit_crossfit_dense(
         return pooled(total / seen.weight, values, problem.dtype), U
 
     along, U = _on_first(problem, rows, crossfitted)
-    block: LinearOperator
-    if rank is None:
-        block = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
-    else:
-        block = LowRankPlusDiagonal(U.to(problem.dtype), along.to(problem.dtype), 0.0)
-    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), seen)
+    return _along(problem, along, U, seen, None, rank)
 
 
 def _on_first(
@@ -181,10 +164,7 @@ def _on_first(
     of_all = [problem.ranks.on_all([some]) or [some] for some in rows]
     is_first = problem.ranks.rank == 0
     found = {DENSE_BLOCK: decomposed([some for (some,) in of_all])} if is_first else {}
-    along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
-    assert along is not None
-    assert U is not None
-    return along, U
+    return problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
 
 
 def _joined(problem: Problem, rows: list[Tensor], size: int) -> Rows:
@@ -196,25 +176,30 @@ def _joined(problem: Problem, rows: list[Tensor], size: int) -> Rows:
     return torch.zeros(0, size, dtype=problem.factor_dtype, device=problem.device)
 
 
-def _eigenpairs(C: Float[Tensor, "d d"]) -> tuple[Tensor, Tensor]:
-    values, vectors = eigh(C, "the curvature")
-    assert vectors is not None
-    return values, vectors
+def _along(
+    problem: Problem,
+    along: Float[Tensor, " k"],
+    U: Float[Tensor, "parameters k"],
+    seen: Seen,
+    magnitudes: Pairs | None,
+    rank: int | None,
+) -> CurvatureFit:
+    """The curvature of directions, along which other data may be measured; thin with a rank."""
+    if magnitudes is not None:
+        sums = {DENSE_BLOCK: U.new_zeros(U.shape[1])}
 
+        def measure(rows: Rows) -> None:
+            sums[DENSE_BLOCK].add_((rows @ U.to(rows)).square().sum(0))
 
-def _measured(
-    problem: Problem, U: Float[Tensor, "parameters k"], batches: Pairs, first: int
-) -> tuple[Float[Tensor, " k"], Seen]:
-    """Curvature of the mean loss along the columns of U."""
-    sums = {DENSE_BLOCK: U.new_zeros(U.shape[1])}
-
-    def measure(rows: Rows) -> None:
-        sums[DENSE_BLOCK].add_((rows @ U.to(rows)).square().sum(0))
-
-    seen = sweep_rows(problem, batches, measure, first, sums)
-    along = sums[DENSE_BLOCK]
-    problem.ranks.sum([along])
-    return along / seen.weight, seen
+        measured = sweep_rows(problem, magnitudes, measure, seen.num_examples, sums)
+        problem.ranks.sum([sums[DENSE_BLOCK]])
+        along = pooled(sums[DENSE_BLOCK] / measured.weight, along, problem.dtype)
+        seen = seen + measured
+    if rank is None:
+        full = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
+        return CurvatureFit(BlockDiagonal({DENSE_BLOCK: full}), seen)
+    U, along = U.to(problem.dtype), along.to(problem.dtype).clamp_min(0)
+    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: LowRankPlusDiagonal(U, along, 0.0)}), seen)
 
 
 def _leading(

@@ -71,11 +71,6 @@ class Rows:
         """Whether its directions are those that the rows span alone."""
         return self.most is not None or (self.rows.ndim == 2 and self.rows.shape[1] >= _THIN_FROM)
 
-    @property
-    def trace(self) -> Float[Tensor, ""]:
-        """The trace of the factor."""
-        return self.rows.square().sum() + self.rest
-
 
 def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
     """`rowsᵀ rows`."""
@@ -104,9 +99,9 @@ class Eigenbasis:
     along_A: Float[Tensor, "*groups columns"]
 
     @property
-    def magnitudes(self) -> Float[Tensor, "*groups rows columns"]:
-        """The factors' own curvature along every direction, `λ_i(G) λ_j(A)`."""
-        return outer(self.along_G, self.along_A)
+    def sides(self) -> tuple["Eigenpairs", "Eigenpairs"]:
+        """Eigenvalues and eigenvectors of G, and of A."""
+        return (self.along_G, self.U_G), (self.along_A, self.U_A)
 
     def pooled(
         self, measured: Float[Tensor, "*groups rows columns"], precision: torch.dtype
@@ -133,13 +128,6 @@ def outer(
 ) -> Float[Tensor, "*groups d_out d_in"]:
     """All products of two factors' curvatures, group by group."""
     return along_G.unsqueeze(-1) * along_A.unsqueeze(-2)
-
-
-def eigenbasis(G: Factor, A: Factor, block: str) -> Eigenbasis:
-    """The eigenbasis of `G ⊗ A`; of a diagonal factor, given as a vector, the coordinate axes."""
-    along_G, U_G = eigh(G, f"factor G of {block}")
-    along_A, U_A = eigh(A, f"factor A of {block}")
-    return Eigenbasis(U_G, U_A, along_G, along_A)
 
 
 def eigh(factor: Factor, what: str = "the factor") -> Eigenpairs:
@@ -303,26 +291,23 @@ def ekfac_magnitudes(
     Kronecker-factored eigenbasis".
     """
     is_linear = block.role == "weight" and isinstance(layer, nn.Linear)
+    total: Tensor | None = None
     if is_linear and len(uses) == 1 and uses[0][0].ndim == 2:  # type: ignore[index,arg-type]
         # One position: the square of the outer product is the outer product of the squares.
         x, g = uses[0]  # type: ignore[index]
         a = coordinates(activations(layer, block, x)[:, 0], U_A)
         rows = coordinates(output_gradients(layer, block, g)[..., 0], U_G)
-        return _folded(rows.square().sum(0).T @ a.square(), U_G, U_A)
-    total: Tensor | None = None
-    for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
-        squares = J.square().sum((0, 1))
-        if columns is None:
-            total = squares if total is None else total.add_(squares)
-        else:
-            if total is None:
-                # Of thin directions a frame has as many columns more.
-                width = block.shape[1] + (U_A.shape[-1] if is_thin(U_A) else 0)
-                total = squares.new_zeros(len(squares), width)
-            total.index_add_(1, columns, squares)
+        total = rows.square().sum(0).T @ a.square()
+    else:
+        for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
+            squares = J.square().sum((0, 1))
+            if columns is None:
+                total = squares if total is None else total.add_(squares)
+            else:
+                if total is None:
+                    # Of thin directions a frame has as many columns more.
+                    width = block.shape[1] + (U_A.shape[-1] if is_thin(U_A) else 0)
+                    total = squares.new_zeros(len(squares), width)
+                total.index_add_(1, columns, squares)
     assert total is not None
-    return _folded(total, U_G, U_A)
-
-
-def _folded(squares: Tensor, U_G: Tensor | None, U_A: Tensor | None) -> Tensor:
-    return folded(folded(squares, U_A).mT, U_G).mT
+    return folded(folded(total, U_A).mT, U_G).mT

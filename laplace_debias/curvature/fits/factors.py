@@ -52,42 +52,34 @@ _WIDE = 16
 _SYMMETRIC_FROM = 256
 
 
-def measured_gradients(
+def gradient_factor(
     layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None, as_rows: bool = False
 ) -> Factor:
-    """G of one block on one batch: rows if they are fewer than G's and G is wide.
-
-    Several chunks of a batch are cheaper to multiply together: writing G costs more than they do.
-    With `as_rows` it is rows, however many.
-    """
-    d_out = block.shape[0]
-    if not (as_rows or block.has_diagonal_G or d_out < _WIDE):
-        if isinstance(uses, CallUses):
-            num_rows = uses.num_columns * uses.num_examples
-        elif block.is_exact or _is_reduced(block):
-            num_rows = uses[0][1].shape[:2].numel()
-        else:
-            num_rows = sum(g.numel() for _, g in uses) // (block.num_groups * d_out)
-        as_rows = num_rows < d_out
-    if as_rows:
-        return Rows(torch.cat(list(gradient_rows(layer, block, uses, masks))))
-    return gradient_factor(layer, block, uses, masks)
-
-
-def gradient_factor(
-    layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
-) -> Float[Tensor, "*groups d_out d_out"] | Float[Tensor, " d_out"]:
     """G of one block on one batch, summed over its examples; of a diagonal block as a vector.
 
     A use has the input `[B, ...]` and the gradients at the output `[K, B, ...]`, one for each
     column of the loss Hessian's root; its mask the positions that take part, `[B, T]`. Several uses
-    count as further positions.
+    count as further positions. It is rows if they are fewer than G's and G is wide, as several
+    chunks of a batch are cheaper to multiply together: writing G costs more than they do. With
+    `as_rows` it is rows, however many.
     """
-    if not (isinstance(uses, CallUses) or block.is_exact or _is_reduced(block)):
-        is_masked = _counted(layer, block, [x for x, _ in uses], masks) is not None
-        if not is_masked and not block.has_diagonal_G:
-            parts = _columns(layer, block, uses)
-            return reduce(torch.add, map(_gram, parts)) / sum(part.shape[-1] for part in parts)
+    d_out, has_positions = block.shape[0], False
+    if isinstance(uses, CallUses):
+        num_rows = uses.num_columns * uses.num_examples
+    elif block.is_exact or _is_reduced(block):
+        num_rows = uses[0][1].shape[:2].numel()
+    else:
+        num_rows, has_positions = sum(g.numel() for _, g in uses), not block.has_diagonal_G
+        num_rows //= block.num_groups * d_out
+    if as_rows or (num_rows < d_out and d_out >= _WIDE and not block.has_diagonal_G):
+        return Rows(torch.cat(list(gradient_rows(layer, block, uses, masks))))
+    if (
+        has_positions
+        and not isinstance(uses, CallUses)
+        and _counted(layer, block, [x for x, _ in uses], masks) is None
+    ):
+        parts = _columns(layer, block, uses)
+        return reduce(torch.add, map(_gram, parts)) / sum(part.shape[-1] for part in parts)
     square = _squares if block.has_diagonal_G else moments
     return reduce(torch.add, map(square, gradient_rows(layer, block, uses, masks)))
 
@@ -130,7 +122,7 @@ def _is_reduced(block: Block) -> bool:
     return block.sharing == "reduce" and block.role == "weight"
 
 
-def measured_inputs(
+def input_factors(
     layer: nn.Module,
     block: Block,
     inputs: Sequence[Tensor],
@@ -195,11 +187,17 @@ def input_factor(
         return counts.to(layer.weight.dtype)
     of_A = [block.shape[1]] * (1 if block.has_diagonal_A else 2)
     A = layer.weight.new_zeros(*block.groups, *of_A)
-    if masks is None and block.sharing == "expand" and _is_fast(layer, block, inputs):
-        for x in inputs:
-            _add_patches(A, layer, block, x)
-        return A
-    return reduce(_add_moments, input_rows(layer, block, inputs, masks), A)
+    is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
+    if is_plain and isinstance(layer, CONVOLUTIONS) and has_displacements(layer):
+        images = [x[:, : x.shape[1] // block.num_groups] for x in inputs]
+        if min(image.numel() * image.shape[1] for image in images) >= LARGE:
+            # Without patches.
+            for x in inputs:
+                _add_patches(A, layer, block, x)
+            return A
+    for rows in input_rows(layer, block, inputs, masks):
+        _add_moments(A, rows)
+    return A
 
 
 def input_rows(
@@ -216,14 +214,6 @@ def input_rows(
                 yield rows.flatten(0, 1)
             else:
                 yield chosen(rows[None], masks[index][some])[0]
-
-
-def _is_fast(layer: nn.Module, block: Block, uses: Sequence[Tensor]) -> bool:
-    """Whether A is computed without patches."""
-    if block.has_diagonal_A or not isinstance(layer, CONVOLUTIONS) or not has_displacements(layer):
-        return False
-    sizes = [(x[:, : x.shape[1] // block.num_groups]).shape for x in uses]
-    return all(size.numel() * size[1] >= LARGE for size in sizes)
 
 
 def _add_patches(A: Tensor, layer: Any, block: Block, x: Tensor) -> None:
@@ -247,16 +237,15 @@ def _mean_activations(
     """ā, the mean over the positions of all uses."""
     sums, positions = [], 0
     for index, x in enumerate(uses):
-        of_slices, num_positions = [], 0
+        of_slices = []
         for part in slices(layer, block, x):
             rows = activations(layer, block, x[part])
-            num_positions = rows.shape[1]
             if masks is not None:
                 # Not a product: what is padded may be infinite.
                 mask = masks[index][part].view(*rows.shape[:2], *[1] * (rows.ndim - 2))
                 rows = rows.where(mask, 0)
             of_slices.append(rows.sum(1))
-        positions += num_positions
+        positions += rows.shape[1]
         sums.append(torch.cat(of_slices))
     total = torch.stack(sums).sum(0)
     if masks is None:
@@ -272,22 +261,22 @@ def _squares(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
 
 def _add_moments(
     total: Float[Tensor, "*groups d d"] | Float[Tensor, " d"], rows: Float[Tensor, "n *groups d"]
-) -> Float[Tensor, "*groups d d"] | Float[Tensor, " d"]:
+) -> None:
     """Add `rowsᵀ rows` to a sum, or its diagonal to a vector.
 
     Of each two symmetric halves one is computed where that pays.
     """
+    size = rows.shape[-1]
     if total.ndim == 1:
-        return total.add_(_squares(rows))
-    if rows.ndim == 3:
-        return total.add_(moments(rows))
-    size = rows.shape[1]
-    if size < _SYMMETRIC_FROM:
-        return total.addmm_(rows.T, rows)
-    step = -(-size // 8)
-    for start in range(0, size, step):
-        stop = min(start + step, size)
-        product = rows[:, start:stop].T @ rows[:, start:]
-        total[start:stop, start:] += product
-        total[stop:, start:stop] += product[:, stop - start :].T
-    return total
+        total.add_(_squares(rows))
+    elif rows.ndim == 3:
+        total.add_(moments(rows))
+    elif size < _SYMMETRIC_FROM:
+        total.addmm_(rows.T, rows)
+    else:
+        step = -(-size // 8)
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            product = rows[:, start:stop].T @ rows[:, start:]
+            total[start:stop, start:] += product
+            total[stop:, start:stop] += product[:, stop - start :].T

@@ -53,11 +53,6 @@ class CurvatureKind:
         return self.name in DENSE
 
     @property
-    def reads_twice(self) -> bool:
-        """Whether a fit reads data twice that gives both directions and magnitudes."""
-        return self.name == "ekfac"
-
-    @property
     def num_directions(self) -> int | None:
         """Directions of `"lowrank"`, at most; None of the others."""
         return int(self.rank or _RANK) if self.name == "lowrank" else None

@@ -17,7 +17,7 @@ from laplace_debias.curvature.fits.directions import (
     eigh_of_each,
     moments,
 )
-from laplace_debias.curvature.fits.factors import measured_gradients, measured_inputs
+from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
 from laplace_debias.curvature.fits.sweep import Problem, Seen, Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
@@ -127,9 +127,9 @@ def factor_pass(
     def measure(
         layer: nn.Module, block: Block, uses: Uses, masks: Masks | None, xs: Sequence[Tensor] | None
     ) -> tuple[Factor, Iterable[Factor]]:
-        G = measured_gradients(layer, block, uses, masks, as_rows(block, 0))
+        G = gradient_factor(layer, block, uses, masks, as_rows(block, 0))
         # One after the other: rows may come in many parts.
-        return G, () if xs is None else measured_inputs(layer, block, xs, masks, as_rows(block, 1))
+        return G, () if xs is None else input_factors(layer, block, xs, masks, as_rows(block, 1))
 
     def add_both(block: Block, measured: tuple[Factor, Iterable[Factor]]) -> None:
         G, parts_of_A = measured
@@ -187,7 +187,7 @@ class ForwardPasses:
         for block in self._blocks:
             of_layer = [use.x for use in uses if use.layer == block.layer]
             layer, of_masks = tap.network.get_submodule(block.layer), masks.get(block.layer)
-            for A in measured_inputs(layer, block, of_layer, of_masks, block.is_streamed(1)):
+            for A in input_factors(layer, block, of_layer, of_masks, block.is_streamed(1)):
                 running.add(block, 1, A)
         return outputs
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
@@ -22,14 +22,11 @@ class Uniforms:
 
         Numbers at entries that count are those of an example without the others.
         """
-        rows = like.reshape(like.shape[0], -1)
-        columns = None if counted is None else places(counted.expand_as(like).flatten(1))
+        rows, columns = like.reshape(like.shape[0], -1), None
+        if counted is not None:
+            # The number of an entry among those of its row that count; anything for the others.
+            columns = (counted.expand_as(like).flatten(1).cumsum(1) - 1).clamp_min(0)
         return keyed_uniforms(*self._key, rows, columns).reshape(like.shape)
-
-
-def places(counted: Bool[Tensor, "batch entries"]) -> Int[Tensor, "batch entries"]:
-    """The number of an entry among those of its row that count; anything for the others."""
-    return (counted.cumsum(1) - 1).clamp_min(0)
 
 
 def keyed_uniforms(
@@ -49,19 +46,16 @@ def keyed_uniforms(
         columns = torch.arange(like.shape[1], device=like.device)[None, :]
     state = torch.full_like(rows, seed)
     for key in (torch.full_like(rows, stream), rows, columns):
-        state = _mix(state + (key + 1) * -7046029254386353131)  # 0x9E3779B97F4A7C15, signed
+        state = state + (key + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15, signed
+        state = (state ^ _shift(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+        state = (state ^ _shift(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+        state = state ^ _shift(state, 31)
     return (_shift(state, 11).double() + 0.5) / 2**53
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:
     """Logical shift to the right of int64."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(values: Tensor) -> Tensor:
-    values = (values ^ _shift(values, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    values = (values ^ _shift(values, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return values ^ _shift(values, 31)
 
 
 LossFunction = Callable[[Any, Tensor], Tensor]
@@ -150,6 +144,8 @@ class NegativeLogLikelihood(OutputLoss):
     reduction = "mean"
     # A likelihood may be a user's own.
     is_recordable = False
+    # Where outputs and targets of their shape have the classes.
+    class_dim = -1
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
@@ -163,6 +159,7 @@ class NegativeLogLikelihood(OutputLoss):
 
         The second is left out where all count and have weight 1, the third where all have.
         """
+        targets = targets.movedim(self.class_dim, -1) if targets.ndim == ndim else targets
         positions = targets.shape[: ndim - 1]
         rows = targets.flatten(0, ndim - 2)
         counted = self.likelihood.counted(rows)
@@ -180,11 +177,12 @@ class NegativeLogLikelihood(OutputLoss):
 
     def counted(self, labels: Labels) -> Tensor | None:
         """Positions that the likelihood counts."""
-        return None if len(labels) == 1 else labels[1]
+        return None if len(labels) == 1 else labels[1].movedim(-1, self.class_dim)
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Σ ℓ, summed in double precision."""
-        return self.likelihood.nll(outputs.flatten(0, -2), labels[0]).double().sum()
+        terms = outputs.movedim(self.class_dim, -1).flatten(0, -2)
+        return self.likelihood.nll(terms, labels[0]).double().sum()
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """ℓ of each example, float64."""
@@ -193,12 +191,21 @@ class NegativeLogLikelihood(OutputLoss):
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """∇ ℓ at every position that counts."""
+        outputs = outputs.movedim(self.class_dim, -1)
         gradient = self.likelihood.gradient(outputs.flatten(0, -2), labels[0])
-        return _placed(gradient.unsqueeze(0), outputs, labels[:2])[0]
+        placed = _placed(gradient.unsqueeze(0), outputs, labels[:2])[0]
+        return placed.movedim(-1, self.class_dim)
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The likelihood's columns, each at one position."""
-        return each_at_one_position(self._root(outputs, labels))
+        """The likelihood's columns, each at one position and zero at all others."""
+        columns = self._root(outputs, labels)
+        positions = columns.shape[2:-1]
+        if not positions:
+            return columns
+        columns = columns.flatten(2, -2)
+        at = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
+        columns = columns.unsqueeze(1) * at[:, None, :, None]
+        return columns.flatten(0, 1).unflatten(2, positions)
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """By the root, position by position."""
@@ -222,10 +229,12 @@ class NegativeLogLikelihood(OutputLoss):
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """∇ of −log p at labels drawn from p(y | f), times the roots of the curvature weights."""
+        outputs = outputs.movedim(self.class_dim, -1)
         terms = outputs.flatten(0, -2)
         numbers = uniforms(outputs, None if len(labels) == 1 else labels[1]).reshape(terms.shape)
         gradient = self.likelihood.drawn_gradient(terms, numbers)
-        return _placed(gradient.unsqueeze(0), outputs, labels)[0]
+        placed = _placed(gradient.unsqueeze(0), outputs, labels)[0]
+        return placed.movedim(-1, self.class_dim)
 
     def _root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """The likelihood's columns, weights included, `[K, B, ..., C]`."""
@@ -252,16 +261,3 @@ def flat_terms(
             "`outputs.movedim(1, -1)` in the model)."
         )
     return outputs.flatten(0, -2), targets.flatten(0, len(positions) - 1)
-
-
-def each_at_one_position(
-    columns: Float[Tensor, "columns batch *positions outputs"],
-) -> Float[Tensor, "all batch *positions outputs"]:
-    """Of columns that all positions have, T times as many, each of them zero at all but one."""
-    positions = columns.shape[2:-1]
-    if not positions:
-        return columns
-    columns = columns.flatten(2, -2)
-    at = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
-    columns = columns.unsqueeze(1) * at[:, None, :, None]
-    return columns.flatten(0, 1).unflatten(2, positions)

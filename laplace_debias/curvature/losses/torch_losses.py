@@ -57,12 +57,14 @@ def output_loss(loss: Loss, reduction: str | None) -> OutputLoss:
         raise ValueError(
             f'{name} has reduction={stated!r}: an operator needs a scalar loss, "mean" or "sum".'
         )
-    if _is(loss, nn.CrossEntropyLoss):
-        return CrossEntropy(loss)  # type: ignore[arg-type]
-    if _is(loss, nn.MSELoss):
-        return SquaredError(loss)  # type: ignore[arg-type]
-    if _is(loss, nn.BCEWithLogitsLoss):
-        return BinaryCrossEntropy(loss)  # type: ignore[arg-type]
+    for kind, in_closed_form in (
+        (nn.CrossEntropyLoss, CrossEntropy),
+        (nn.MSELoss, SquaredError),
+        (nn.BCEWithLogitsLoss, BinaryCrossEntropy),
+    ):
+        # A subclass may compute something else.
+        if isinstance(loss, kind) and type(loss).forward is kind.forward:
+            return in_closed_form(loss)  # type: ignore[arg-type]
     for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
         if stated == "mean" and getattr(loss, argument, neutral) not in (None, neutral):
             raise ValueError(
@@ -74,11 +76,6 @@ def output_loss(loss: Loss, reduction: str | None) -> OutputLoss:
     return AnyLoss(loss, stated, getattr(loss, "ignore_index", silent))
 
 
-def _is(loss: LossFunction, kind: type[nn.Module]) -> bool:
-    """Whether a loss computes what torch's class does; a subclass may not."""
-    return isinstance(loss, kind) and type(loss).forward is kind.forward
-
-
 class CrossEntropy(NegativeLogLikelihood):
     r"""`nn.CrossEntropyLoss` of logits `[B, C]` or `[B, C, d1, ...]`.
 
@@ -88,6 +85,7 @@ class CrossEntropy(NegativeLogLikelihood):
     """
 
     is_recordable = True
+    class_dim = 1
 
     def __init__(self, loss: nn.CrossEntropyLoss) -> None:
         self._weight = _non_negative(loss.weight, "weight")
@@ -123,10 +121,6 @@ class CrossEntropy(NegativeLogLikelihood):
         elif not (targets.isfinite() & (targets >= 0)).all():
             raise ValueError("Class probabilities must be finite and not negative.")
 
-    def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """As those of the likelihood: the classes of probabilities are put last."""
-        return super().labels(targets.movedim(1, -1) if targets.ndim == ndim else targets, ndim)
-
     def count(self, targets: Tensor) -> float:
         """The sum of the weights of the targets that are not ignored."""
         if targets.is_floating_point():
@@ -135,18 +129,6 @@ class CrossEntropy(NegativeLogLikelihood):
         if self._weight is None:
             return float(len(valid))
         return float(self._weight.to(targets.device, torch.float64)[valid].sum())
-
-    def counted(self, labels: Labels) -> Tensor | None:
-        """Targets that are not ignored, nor of a class whose weight is zero."""
-        return None if len(labels) == 1 else labels[1].movedim(-1, 1)
-
-    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The value that torch computes, summed in double precision."""
-        return super().value(outputs.movedim(1, -1), labels)
-
-    def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """T p − t, with t the weighted target distribution and T its sum."""
-        return super().gradient(outputs.movedim(1, -1), labels).movedim(-1, 1)
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """The map of v to T (p ∘ v − p pᵀv)."""
@@ -160,10 +142,6 @@ class CrossEntropy(NegativeLogLikelihood):
         """√T times the columns of `Categorical.hessian_root`, each at one position."""
         return super().root(outputs.movedim(1, -1), labels).movedim(-1, 2)
 
-    def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
-        """√T (p − e_y), y drawn from the softmax at every position."""
-        return super().drawn_gradient(outputs.movedim(1, -1), labels, uniforms).movedim(-1, 1)
-
 
 class SquaredError(OutputLoss):
     r"""`nn.MSELoss`: terms $(f - y)^2$, the negative log-likelihood of a Gaussian of variance ½."""
@@ -173,8 +151,7 @@ class SquaredError(OutputLoss):
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Finite floating-point targets of the outputs' shape."""
-        shape = outputs.shape
-        _check_like_outputs("MSELoss", shape, targets)
+        _check_like_outputs("MSELoss", outputs.shape, targets)
 
     def count(self, targets: Tensor) -> float:
         """The number of entries."""
@@ -225,8 +202,11 @@ class BinaryCrossEntropy(OutputLoss):
                 f"BCEWithLogitsLoss needs targets in [0, 1], got {float(targets.min())} … "
                 f"{float(targets.max())}."
             )
+        one = (1, *shape[1:])
         for name, weight in (("weight", self._weight), ("pos_weight", self._pos_weight)):
-            if weight is not None and not _broadcasts(weight.shape, (1, *shape[1:])):
+            sizes = () if weight is None else zip(weight.shape[::-1], one[::-1], strict=False)
+            are_alike = all(size in (1, of_one) for size, of_one in sizes)
+            if weight is not None and not (are_alike and weight.ndim <= len(one)):
                 raise ValueError(
                     f"BCEWithLogitsLoss has {name} of shape {tuple(weight.shape)}, which does not "
                     f"broadcast to the outputs of one example, {tuple(shape[1:])}: give one for "
@@ -361,10 +341,3 @@ def _check_like_outputs(name: str, shape: torch.Size, targets: Tensor) -> None:
             f"{name} needs targets of the outputs' shape {tuple(shape)}, got "
             f"{tuple(targets.shape)}: use `targets.reshape(...)`."
         )
-
-
-def _broadcasts(shape: torch.Size, to: tuple[int, ...]) -> bool:
-    try:
-        return torch.broadcast_shapes(shape, to) == torch.Size(to)
-    except RuntimeError:
-        return False

@@ -92,9 +92,8 @@ class Bernoulli(_Sigmoids):
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> BernoulliDistribution:
         r"""Sigmoid of the logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$; shape `[B]`."""
-        if covariance is None:
-            return BernoulliDistribution(logits=mean[..., 0])
-        return BernoulliDistribution(logits=probit(mean, covariance)[..., 0])
+        logits = mean if covariance is None else probit(mean, covariance)
+        return BernoulliDistribution(logits=logits[..., 0])
 
     def mixture(self, samples: Tensor) -> BernoulliDistribution:
         """The mean of the sigmoids."""

@@ -232,9 +232,8 @@ class Categorical(Likelihood):
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
         r"""Softmax of the logits, each divided by $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$."""
-        if covariance is None:
-            return CategoricalDistribution(logits=mean)
-        return CategoricalDistribution(logits=probit(mean, covariance))
+        logits = mean if covariance is None else probit(mean, covariance)
+        return CategoricalDistribution(logits=logits)
 
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
         """The mean of the softmaxes."""
