@@ -16,7 +16,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias import metrics
-from laplace_debias.assessment.temperature import tempered
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
 from laplace_debias.laplace import Laplace, links
@@ -178,7 +177,8 @@ def predict_set(
 
 def with_temperature(table: Table, temperature: float, task: str) -> Table:
     """The same divided by a temperature; what is known of the posterior is not of these."""
-    log_probs = tempered(table["log_probs"], temperature, task)
+    log_probs = table["log_probs"].double() / temperature
+    log_probs = log_probs.log_softmax(1) if task == "classification" else log_probs
     return table | {"log_probs": log_probs} | _unknown(len(log_probs))
 
 

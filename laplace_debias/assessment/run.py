@@ -113,11 +113,11 @@ class Run:
         return next(entry for entry in self.said["methods"] if entry["key"] == key)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time of a stage to what earlier calls took for it."""
+    def stage(self, name: str, method: Method | None = None) -> Iterator[None]:
+        """Add the time of a stage, or a method's of it, to what earlier calls took for it."""
         start = time.perf_counter()
         yield
-        seconds = self.said["seconds"]
+        seconds = (self.said if method is None else self.entry(method.key))["seconds"]
         seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
         self.write()
 

@@ -100,24 +100,23 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
     if not current().from_rank(path.exists(), 0):
         verb = "Reading" if isinstance(choice, Path) else "Fitting"
         run.say(f"{verb} {label}{f', checkpoint {number}' if method.of_all else ''}")
-        start, resume = time.perf_counter(), run.folder / "state" / f"{name}.fit"
-        la = fitted(loaded, choice, run.said["sigma"], run.seed, resume)
-        _took(run, method, "fit", start)
+        with run.stage("fit", method):
+            resume = run.folder / "state" / f"{name}.fit"
+            la = fitted(loaded, choice, run.said["sigma"], run.seed, resume)
         _choose_examples(run, la, method)
-        start, validation = time.perf_counter(), loaded.validation
-        if validation is not None:
-            examples, positions = run.entry(method.key)["examples"], None
-            if examples is not None:
-                positions = chosen_positions(run.num_validation, examples, run.seed)
-            validation = Chosen(model, validation, positions)
-        sweep, notes = tuned(la, choice, validation)
-        notes += thinned(la, choice, loaded)
-        if isinstance(choice, PosteriorChoice) and choice.mode == "auto":
-            notes += (str(la.fit_report),)
-        for note in notes:
-            run.note(f"{label}: {note}")
-        write_json(sweep_path, sweep)
-        _took(run, method, "tune", start)
+        with run.stage("tune", method):
+            validation, positions = loaded.validation, None
+            if validation is not None:
+                if (examples := run.entry(method.key)["examples"]) is not None:
+                    positions = chosen_positions(run.num_validation, examples, run.seed)
+                validation = Chosen(model, validation, positions)
+            sweep, notes = tuned(la, choice, validation)
+            notes += thinned(la, choice, loaded)
+            if isinstance(choice, PosteriorChoice) and choice.mode == "auto":
+                notes += (str(la.fit_report),)
+            for note in notes:
+                run.note(f"{label}: {note}")
+            write_json(sweep_path, sweep)
         # The last of its files: where it is, they are.
         if current().rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,12 +130,6 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
         bytes=number * path.stat().st_size,
     )
     return la
-
-
-def _took(run: Run, method: Method, what: str, start: float) -> None:
-    seconds = run.entry(method.key)["seconds"]
-    seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - start
-    run.write()
 
 
 def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
@@ -188,12 +181,11 @@ def most_examples(sizes: Sequence[float], number: float) -> int | None:
 
 def _find_temperature(run: Run, method: Method) -> None:
     """Fit the network's temperature on the validation examples."""
-    start = time.perf_counter()
     assert run.loaded.validation is not None
-    found, _ = predict_set(run.loaded, run.loaded.validation, None, None, None)
-    best = fit_temperature(found["log_probs"], found["targets"], run.loaded.task)
-    run.entry(method.key)["temperature"] = best
-    _took(run, method, "tune", start)
+    with run.stage("tune", method):
+        found, _ = predict_set(run.loaded, run.loaded.validation, None, None, None)
+        best = fit_temperature(found["log_probs"], found["targets"], run.loaded.task)
+        run.entry(method.key)["temperature"] = best
     if best in BOUNDS:
         run.note(
             f"The temperature of {method.label} is {best:g}, the end of the search range: "

@@ -59,11 +59,3 @@ def fit_temperature(
     if slope(high) >= 0:
         return BOUNDS[1]
     return math.exp(brentq(slope, low, high, xtol=1e-12, rtol=1e-14))
-
-
-def tempered(
-    log_probs: Float[Tensor, "n outputs"], temperature: float, kind: str
-) -> Float[Tensor, "n outputs"]:
-    """Logits, or logarithms of probabilities, divided by a temperature; normalised for classes."""
-    scaled = log_probs.double() / temperature
-    return scaled.log_softmax(1) if kind == "classification" else scaled

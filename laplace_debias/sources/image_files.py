@@ -1,7 +1,6 @@
 """Folders of images, decoded when fetched."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -71,28 +70,21 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         return self.view.pixels.inputs(pixels), torch.tensor(self.labels[index])
 
 
-@contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """A picture, not decoded yet."""
+def opened(file: Path, is_grey: bool = False) -> Any:
+    """A picture, decoded."""
     try:
         with PIL.Image.open(file) as picture:
-            yield picture
+            if picture.mode[0] in "IF":  # Pillow would clip them
+                raise ValueError("more than 8 bits a pixel")
+            return picture.convert("L" if is_grey else "RGB")
     # On broken bytes Pillow's decoders raise errors of any type.
     except Exception as error:
         raise ValueError(f"{file} is no readable image ({error}); replace it") from error
 
 
-def opened(file: Path, is_grey: bool = False) -> Any:
-    """A picture, decoded."""
-    with _open(file) as picture:
-        if picture.mode[0] in "IF":  # Pillow would clip them
-            raise ValueError("more than 8 bits a pixel")
-        return picture.convert("L" if is_grey else "RGB")
-
-
 def header(file: Path) -> tuple[tuple[int, int], str]:
     """Width and height of a picture, pixels, and Pillow's mode; it is not decoded."""
-    with _open(file) as picture:
+    with PIL.Image.open(file) as picture:
         return picture.size, picture.mode
 
 

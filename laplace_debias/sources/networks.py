@@ -14,7 +14,18 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
     """The trained network of the settings, on the CPU, in evaluation mode; and notes."""
     notes: tuple[str, ...] = ()
     if settings.model is not None:
-        model = _own(settings.model, settings.model_args)
+        model = imported(settings.model, "model")
+        if isinstance(model, nn.Module) and settings.model_args:
+            raise ValueError(
+                f"model {settings.model} is a network already, which takes no model_args"
+            )
+        if not isinstance(model, nn.Module):
+            model = called(settings.model, model, settings.model_args, "model")
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"model {settings.model} returned {type(model).__name__}; expected a "
+                "torch.nn.Module"
+            )
         if settings.checkpoint is None:
             notes = (f"No checkpoint: the weights are those that {settings.model} gives.",)
     else:
@@ -22,20 +33,6 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
     if settings.checkpoint is not None:
         load_weights(model, settings.checkpoint)
     return model.eval(), notes
-
-
-def _own(path: str, arguments: dict[str, Any]) -> nn.Module:
-    source = imported(path, "model")
-    if isinstance(source, nn.Module):
-        if arguments:
-            raise ValueError(f"model {path} is a network already, which takes no model_args")
-        return source
-    model = called(path, source, arguments, "model")
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model {path} returned {type(model).__name__}; expected a torch.nn.Module"
-        )
-    return model
 
 
 def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 from a_run import shortened, write_json
 
 from laplace_debias.report.names import decimals, duration, number, significant, size
-from laplace_debias.report.page import calibration, ood, sections
+from laplace_debias.report.page import calibration, sections
 from laplace_debias.report.page.panel import drawing, looks
 from laplace_debias.report.page.table import (
     difference_tables,
@@ -86,7 +86,7 @@ def test_risk_coverage_is_the_error_rate_of_those_kept(run_of_images, run, drawn
 
 
 def test_histograms_of_uncertainty_add_up(run, drawn):
-    picture = ood.score_histograms(run, looks_of(run), "static")
+    picture = sections.score_histograms(run, looks_of(run), "static")
     shares = [numbers_in(point.text)[0] for point in picture.points]
     assert all(0 < share <= 100 for share in shares)
     assert {point.method for point in picture.points} == {m["key"] for m in run.methods}

@@ -203,8 +203,7 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
 def _residuals(run: Run, method: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Residuals on the test set and their predicted standard deviations."""
     names = ("target", "mean", "standard_deviation")
-    columns = [run.column(method, run.test["name"], name) for name in names]
-    if any(column is None for column in columns):
+    target, mean, deviation = (run.column(method, run.test["name"], name) for name in names)
+    if target is None or mean is None or deviation is None:
         return None
-    target, mean, deviation = (column.ravel() for column in columns if column is not None)
-    return target - mean, deviation
+    return (target - mean).ravel(), deviation.ravel()

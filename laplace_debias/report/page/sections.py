@@ -2,15 +2,26 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
 
 from laplace_debias.metrics import METRICS
-from laplace_debias.report.names import decimals, known_first, number
-from laplace_debias.report.page import calibration, ood, posterior
-from laplace_debias.report.page.panel import Look, Panel, Picture
+from laplace_debias.report.names import decimals, known_first, number, significant
+from laplace_debias.report.page import calibration
+from laplace_debias.report.page.panel import Look, Panel, Picture, log_axis
 from laplace_debias.report.run_folder import Run
+from laplace_debias.report.style import INK
 
 _BY_SEVERITY = ("accuracy", "nll", "overconfidence", "brier", "rmse", "scaled_error", "crps")
 _MOST_METRICS = 4
+_BINS = 40
+_ROW = 1.42
+_UNCERTAINTIES = {
+    "epistemic": "Predicted standard deviation without the noise",
+    "entropy": "Entropy of the predictive (nats)",
+}
 _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "reliability-test-")
 
 
@@ -27,12 +38,12 @@ def drawn(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
         found["selective"] = [
             calibration.risk_coverage(run, looks, data, title) for title, data in kept.items()
         ]
-    found["ood"] = [ood.score_histograms(run, looks, data["name"]) for data in run.sets("ood")]
+    found["ood"] = [score_histograms(run, looks, data["name"]) for data in run.sets("ood")]
     is_shifted = run.rows["set"].isin([data["name"] for data in shifts])
     metrics = known_first(run.rows[is_shifted]["metric"])
     metrics = [name for name in _BY_SEVERITY if name in metrics][:_MOST_METRICS]
     found["shift"] = [severity(run, looks, name) for name in metrics]
-    found["tuning"] = [posterior.sweep(run, look) for look in looks.values()]
+    found["tuning"] = [sweep(run, look) for look in looks.values()]
     return {key: [one for one in some if one is not None] for key, some in found.items()}
 
 
@@ -44,6 +55,56 @@ def first_picture(pictures: Sequence[Picture]) -> Picture | None:
     picture = shown[0][1]
     alt = f"In short: {picture.alt}"
     return replace(picture, name=f"first-{picture.name}", alt=alt)
+
+
+def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
+    """One row a method: uncertainty on the test set as a line, on another set filled.
+
+    Heights are square roots of shares, so that rare values are seen beside the many near zero.
+    """
+    score = "epistemic" if run.is_regression else "entropy"
+    rows = []
+    for key in methods:
+        columns = [run.column(key, name, score) for name in (run.test["name"], data)]
+        # Of several outputs the mean.
+        pair = [x.reshape(len(x), -1).mean(1) for x in columns if x is not None]
+        if len(pair) == 2:
+            rows.append((key, *pair))
+    if not rows:
+        return None
+    most = max(np.quantile(values, 0.999) for _, *pair in rows for values in pair)
+    edges = np.linspace(0, max(float(most), 1e-12), _BINS + 1)
+    panel = Panel(f"uncertainty-{data}", 0.75 + 0.66 * len(rows))
+    ax = panel.axes[0]
+    ax.grid(visible=False, axis="y")
+    medians = []
+    for index, (key, familiar, other) in enumerate(rows):
+        look, base = methods[key], -_ROW * index
+        shares = [
+            np.histogram(np.minimum(values, edges[-1]), edges)[0] / len(values)
+            for values in (other, familiar)
+        ]
+        tallest = max(share.max() for share in shares)
+        filled: dict[str, Any] = {"color": look.colour, "alpha": 0.6, "fill": True, "lw": 0}
+        outline: dict[str, Any] = {"color": INK, "lw": 1}
+        for who, counts, line in zip((data, "test"), shares, (filled, outline), strict=True):
+            heights = base + np.sqrt(counts / tallest)
+            panel.of(key, ax.stairs(heights, edges, baseline=base, **line))
+            places = np.flatnonzero(counts)[:: max(1, _BINS // 14)]
+            texts = [
+                f"{look.label}, {who}\n{number(100 * counts[i], 1)} % from "
+                f"{significant(edges[i], 2)} to {significant(edges[i + 1], 2)}"
+                for i in places
+            ]
+            panel.note(ax, key, (edges[places] + edges[places + 1]) / 2, heights[places], texts)
+        middle = np.median(familiar), np.median(other)
+        medians.append(f"{look.label} {significant(middle[0], 2)} and {significant(middle[1], 2)}")
+        panel.of(key, ax.text(0, base + 1.04, look.label, va="bottom", fontsize=9, color=INK))
+    ax.set(xlim=(0, edges[-1]), xlabel=_UNCERTAINTIES[score], yticks=[])
+    ax.set_ylim(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02)
+    ax.spines["left"].set_visible(False)
+    alt = f"Histograms of uncertainty, test and {data}; medians: {'; '.join(medians)}."
+    return panel.finish(data, alt)
 
 
 def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
@@ -85,3 +146,55 @@ def _interval(value: float, low: float, high: float) -> str:
     if not high >= low:
         return number(value, places)
     return f"{number(value, places)} ({number(low, places)} … {number(high, places)})"
+
+
+def sweep(run: Run, look: Look) -> Picture | None:
+    """A metric of the validation examples against the prior precision, one method."""
+    search = run.json(f"sweeps/{look.key}.json")
+    rows = [row for row in search.get("rows", []) if row["value"] is not None]
+    rows.sort(key=lambda row: row["prior_precision"])
+    if len(rows) < 2:
+        return None
+    known = METRICS.get(search["metric"])
+    label, unit = (known.label, known.unit) if known else ("log marginal likelihood", "nats")
+    names = ("prior_precision", "value", "low", "high")
+    x, value, low, high = (np.array([row[name] for row in rows], float) for name in names)
+    panel = Panel(f"sweep-{look.key}", 2.9)
+    ax = panel.axes[0]
+    flat, chosen, noise = (search.get(name) for name in ("flat", "chosen", "sigma"))
+    remarks = []
+    if flat:
+        ax.axvspan(flat[0], flat[1], color=INK, alpha=0.09, lw=0)
+        ends = f"{significant(flat[0], 2)} to {significant(flat[1], 2)}"
+        remarks.append(f"within one standard error from {ends}")
+    ax.fill_between(x, low, high, color=look.colour, alpha=0.22, lw=0)
+    ax.plot(x, value, color=look.colour, marker=look.marker, markersize=3.2, lw=1.5)
+    if isinstance(chosen, int | float):
+        ax.axvline(chosen, color=INK, lw=1.2)
+        remarks.insert(0, f"tuned: {significant(chosen)}")
+    if isinstance(noise, int | float):
+        remarks.append(f"noise {significant(noise)}")
+    log_axis(ax.xaxis, x[0], x[-1])
+    ax.set(xlim=(x[0], x[-1]), xlabel="Prior precision")
+    named = f"{label} ({unit})" if unit else label
+    ax.set_ylabel(f"Validation {named}" if known else named)
+    _leave_out_what_hides_the_best(ax, value, known.better if known else "higher")
+    texts = [
+        f"prior precision {significant(p)}\n{label} {number(v, decimals(a, b, v))} {unit}"
+        for p, v, a, b in zip(x, value, low, high, strict=True)
+    ]
+    panel.note(ax, look.key, x, value, texts)
+    note = "; ".join(remarks)
+    alt = f"{label} against prior precision of {look.label}; {note}."
+    return panel.finish(look.label, alt, method=look.key, note=note)
+
+
+def _leave_out_what_hides_the_best(ax: Axes, value: np.ndarray, better: str | None) -> None:
+    """Limits that show the valley where some values are many times the best."""
+    finite = value[np.isfinite(value)]
+    if better != "lower" or len(finite) < 4:
+        return
+    best, middle = finite.min(), np.median(finite)
+    top = best + 2.5 * max(middle - best, 0.02 * abs(best))
+    if finite.max() > top:
+        ax.set_ylim(best - 0.08 * (top - best), top)
