@@ -3,7 +3,6 @@
 A command is imported when it is chosen: help and mistyped names cost no import of torch.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import difflib
@@ -15,7 +14,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
@@ -31,6 +30,9 @@ _EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm
 _EXTRAS |= {"pandas", "pyarrow", "jinja2"}
 _HINT = "pip install 'laplace-debias[cli]'"
 _TRACEBACK = "--traceback"
+_USAGE = """usage: laplace-debias [--help] [--version] command [options]
+
+Laplace approximations of trained networks, debiased."""
 # Until torchrun ends a process that has failed, the first one has told why.
 _TOLD = 1.0
 # What torch says of an error of a data set in a worker; another rank's is told of before.
@@ -68,9 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         if len(rest) < len(given) and isinstance(error, Exception):
             traceback.print_exception(error, file=stderr)
-        status, line = _ended_by(error)
+        if isinstance(error, KeyboardInterrupt):
+            how = str(error) or "it has not begun; give the same command again"
+            # On a line of its own: the terminal shows ^C, or a progress bar.
+            print(f"\nlaplace-debias: stopped: {how}", file=stderr, flush=True)
+            return 130
+        line = f"laplace-debias: error: {' '.join(_told(error).split())}"
         print(line, file=stderr, flush=True)
-        return status
+        return 2
     finally:
         warnings.formatwarning = as_python_does
 
@@ -101,15 +108,6 @@ def _as_one_of_several() -> Iterator[None]:
         yield
 
 
-def _ended_by(error: BaseException) -> tuple[int, str]:
-    """The exit status and the line of an error."""
-    if isinstance(error, KeyboardInterrupt):
-        how = str(error) or "it has not begun; give the same command again"
-        # On a line of its own: the terminal shows ^C, or a progress bar.
-        return 130, f"\nlaplace-debias: stopped: {how}"
-    return 2, f"laplace-debias: error: {' '.join(_told(error).split())}"
-
-
 def _told(error: BaseException) -> str:
     """An error in one line."""
     if (in_worker := _IN_WORKER.match(str(error))) is not None:
@@ -128,61 +126,47 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}; {_TRACEBACK} shows where"
 
 
-def _run(arguments: list[str]) -> int:
-    command, rest = _chosen(arguments)
-    module = importlib.import_module(f"laplace_debias.commands.{command}")
-    return _execute(command, module.Settings, module.run, rest, module.as_json)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Tells errors by an exception."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def _chosen(arguments: list[str]) -> tuple[str, list[str]]:
-    """The command that comes first, and what stands behind it; help where it is asked for."""
-    if arguments and arguments[0] in COMMANDS:
-        return arguments[0], arguments[1:]
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {help_}" for name, help_ in COMMANDS.items()]
-    parser = _Parser(
-        prog="laplace-debias",
-        description="Laplace approximations of trained networks, debiased.",
-        epilog="\n".join(["commands:", *lines]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=version("laplace-debias"))
-    parser.add_argument("command", metavar="command", help="One of those below; --help after it.")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="Options of the command.")
+def _run(arguments: Sequence[str]) -> int:
+    """Run the command that comes first with the options behind it; help where it is asked for."""
     if not arguments:
         raise ValueError(f"there is no command; expected one of {', '.join(COMMANDS)}")
-    parsed = parser.parse_args(arguments)
-    if parsed.command not in COMMANDS:
-        near = difflib.get_close_matches(parsed.command, COMMANDS, n=1)
+    command, *given = arguments
+    if command in ("-h", "--help"):
+        lines = "".join(f"  {name:10}{text}\n" for name, text in COMMANDS.items())
+        print(f"{_USAGE}\n\ncommands (--help after one shows its options):\n{lines}", end="")
+        return 0
+    if command == "--version":
+        print(version("laplace-debias"))
+        return 0
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
         meant = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(COMMANDS)}"
-        raise ValueError(f"there is no command {parsed.command!r}{meant}")
-    return parsed.command, parsed.options
+        raise ValueError(f"there is no command {command!r}{meant}")
+    module = importlib.import_module(f"laplace_debias.commands.{command}")
+    options, unused = _options(command, module.Settings, given)
+    try:
+        with telling_of_lost_workers(), contextlib.ExitStack() as stack:
+            if options.json:  # What libraries and the user's own modules print goes elsewhere.
+                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            for line in unused:
+                print(line)
+            result = module.run(options)
+            if not options.json:
+                return 0
+            found = module.as_json(options, result)
+        print(json.dumps(found, allow_nan=False))
+    except KeyboardInterrupt as stopped:
+        how = "nothing was saved; give the same command again"
+        if getattr(options, "goes_on", False) or getattr(options, "resume", None):
+            how = "give the same command again, and it goes on from what was saved"
+        elif hasattr(options, "resume"):
+            how += ", with --resume FOLDER"
+        raise KeyboardInterrupt(how) from stopped
+    return 0
 
 
-def _execute(
-    command: str,
-    settings: type,
-    run: Callable[[Any], Any],
-    arguments: list[str],
-    as_json: Callable[[Any, Any], Mapping[str, Any]],
-) -> int:
-    """Run a command with the settings that its options, or a YAML file of them, make.
-
-    Args:
-        command: Its name.
-        settings: The dataclass of its settings.
-        run: Runs with an instance of these.
-        arguments: The options.
-        as_json: Object that `--json` prints, from the settings and what `run` returns.
-    """
+def _options(command: str, settings: type, arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """The settings that options, or a YAML file of them, make; lines on those without effect."""
     from jsonargparse import ArgumentParser
 
     class Parser(ArgumentParser):
@@ -204,27 +188,13 @@ def _execute(
         if field.type in (bool, "bool", bool | None):  # `--resume` is short for `--resume=true`
             action = parser._option_string_actions[f"--{field.name}"]
             action.nargs, action.const = "?", "true"
-    parsed = parser.parse_args(_listed(settings, _with_named(_respelled(settings, arguments))))
+    parsed = parser.parse_args(_with_named(_arranged(settings, arguments)))
     # jsonargparse 4.49 renamed the method.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     chosen = instantiate(parsed)
     del chosen["config"]
     options = settings(**vars(chosen))
-    unused = _unused_options(options, given)
-    try:
-        with telling_of_lost_workers(), contextlib.ExitStack() as stack:
-            if options.json:  # What libraries and the user's own modules print goes elsewhere.
-                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-            for line in unused:
-                print(line)
-            result = run(options)
-            if not options.json:
-                return 0
-            found = as_json(options, result)
-        print(json.dumps(found, allow_nan=False))
-    except KeyboardInterrupt as stopped:
-        raise KeyboardInterrupt(_how_to_go_on(options)) from stopped
-    return 0
+    return options, _unused_options(options, given)
 
 
 def _unused_options(options: Any, given: Collection[str]) -> list[str]:
@@ -246,38 +216,26 @@ def _unused_options(options: Any, given: Collection[str]) -> list[str]:
     return [f"Not used: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
 
 
-def _how_to_go_on(options: Any) -> str:
-    """Advice after Ctrl-C."""
-    if getattr(options, "goes_on", False) or getattr(options, "resume", None):
-        return "give the same command again, and it goes on from what was saved"
-    more = ", with --resume FOLDER" if hasattr(options, "resume") else ""
-    return f"nothing was saved; give the same command again{more}"
+def _arranged(settings: type, arguments: Sequence[str]) -> list[str]:
+    """Options as the parser takes them.
 
-
-def _respelled(settings: type, arguments: Sequence[str]) -> list[str]:
-    """Options that the settings have under another name: words of Python's, ones given again."""
+    Those with another name in the settings, as Python has reserved theirs or they are given again,
+    get it; several values, such as `--corruptions 1,3`, are written `--corruptions=[1,3]`.
+    """
+    several = {f"--{f.name}" for f in dataclasses.fields(settings) if "tuple[" in str(f.type)}
     spelled: Mapping[str, str] = getattr(settings, "spelled", {})
     again: Mapping[str, str] = getattr(settings, "again", {})
     found: list[str] = []
-    for option, equals, value in (argument.partition("=") for argument in arguments):
-        is_again = any(option == one.partition("=")[0] for one in found)
-        name = again.get(option, option) if is_again else spelled.get(option, option)
-        found.append(f"{name}{equals}{value}")
-    return found
-
-
-def _listed(settings: type, arguments: Sequence[str]) -> list[str]:
-    """Options of several values, such as `--corruptions 1,3`, as `--corruptions [1,3]`."""
-    several = {f"--{f.name}" for f in dataclasses.fields(settings) if "tuple[" in str(f.type)}
-    result, waiting = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        start, value = (f"{name}=", value) if equals else ("", argument)
-        is_value = (waiting and not argument.startswith("--")) or (equals and name in several)
-        waiting = not equals and name in several
-        is_bare = is_value and value[:1] not in ("[", "(") and value not in ("null", "")
-        result.append(f"{start}[{value}]" if is_bare else argument)
-    return result
+        is_again = any(name == one.partition("=")[0] for one in found)
+        name = again.get(name, name) if is_again else spelled.get(name, name)
+        if found and found[-1] in several and not name.startswith("--"):
+            name, equals, value = found.pop(), "=", argument
+        if equals and name in several and value[:1] not in ("[", "(", "") and value != "null":
+            value = f"[{value}]"
+        found.append(f"{name}{equals}{value}")
+    return found
 
 
 def _with_named(arguments: Sequence[str]) -> list[str]:

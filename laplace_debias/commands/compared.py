@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +28,8 @@ _SCORES = ("entropy", "variance")
 
 def identity_of(settings: SourceSettings) -> dict[str, Any]:
     """Settings that change what is found, without the ones that methods have themselves."""
-    return {
-        name: value
-        for name, value in plain(dataclasses.asdict(settings)).items()
-        if name not in _PLACES
-    }
-
-
-def config_of(settings: SourceSettings) -> str:
-    """The text of a file that `--config` takes; the folder is given beside it."""
-    import yaml
-
-    left_out = {"output", "from_run", "overwrite", "json"}
-    values = {
-        name: value
-        for name, value in plain(dataclasses.asdict(settings)).items()
-        if name not in left_out
-    }
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    values = plain(dataclasses.asdict(settings))
+    return {name: value for name, value in values.items() if name not in _PLACES}
 
 
 def found_in(folder: Path) -> dict[str, Any]:
@@ -61,21 +45,17 @@ def tell(folder: Path) -> None:
     test = next(part for part in run["sets"] if part["role"] == "test")
     rows = _rows(run, found)
     title = f"{test['num_examples']:,} test {run['input_name']}s, 95 % intervals"
-    if _width(rows) > shutil.get_terminal_size().columns:
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        for name, text in row.items():
+            texts.setdefault(name, name.split("\n")).append(text)
+    # Columns of a terminal that a table of one line a row takes.
+    if 2 + sum(2 + max(map(len, of)) for of in texts.values()) > shutil.get_terminal_size().columns:
         rows = _rows(run, found, with_intervals=False)
         title += " on the page or in a wider terminal"
     print_table(rows, title)
     for sentence in [*run["conclusion"], *run["notes"]]:
         print(sentence)
-
-
-def _width(rows: Sequence[Mapping[str, str]]) -> int:
-    """Columns of a terminal that a table of one line a row takes."""
-    texts: dict[str, list[str]] = {}
-    for row in rows:
-        for name, text in row.items():
-            texts.setdefault(name, name.split("\n")).append(text)
-    return 2 + sum(2 + max(map(len, column)) for column in texts.values())
 
 
 def _rows(

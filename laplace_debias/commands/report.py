@@ -1,13 +1,15 @@
 """`laplace-debias report`: is a network's uncertainty any good, in one page."""
 
 import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml
+
 from laplace_debias.assessment import PosteriorChoice, assess
 from laplace_debias.assessment.methods import ENSEMBLE, LAPLACE, MIXTURE, chosen_methods
-from laplace_debias.commands.compared import config_of, found_in, identity_of, tell
+from laplace_debias.commands.compared import found_in, identity_of, tell
 from laplace_debias.report.page import write_page
 from laplace_debias.report.run_folder import read_run
 from laplace_debias.sources import SourceSettings, load
@@ -15,6 +17,7 @@ from laplace_debias.sources.weights import with_weights
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.files import check_target
 from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,35 @@ def run(settings: Settings) -> Path:
         folder = read_run(settings.from_run).folder
         check_target(folder / "report.html")
     else:
-        folder = _assessed(settings)
+        check_target(settings.output / "run.json", make_folders=True)
+        start = time.perf_counter()
+        loaded = load(settings)
+        others = [with_weights(loaded.model, path) for path in settings.more_checkpoints]
+        seconds = time.perf_counter() - start
+        methods = chosen_methods(
+            settings.methods,
+            settings.posteriors,
+            settings.examples,
+            loaded.task,
+            loaded.validation is not None,
+        )
+        if others:
+            methods += (ENSEMBLE, MIXTURE)
+        # The folder is given beside the file that `--config` takes.
+        left_out = {"output", "from_run", "overwrite", "json"}
+        config = {name: v for name, v in plain(asdict(settings)).items() if name not in left_out}
+        folder = assess(
+            replace(loaded, others=tuple(others)),
+            settings.output,
+            methods,
+            title=settings.title or settings.timm or settings.torchvision or settings.model or "",
+            settings=identity_of(settings),
+            config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
+            seed=settings.seed,
+            seconds={"load": seconds},
+            overwrite=settings.overwrite,
+            told=print,
+        )
     page = folder / "report.html"
     if current().rank > 0:
         return page
@@ -89,32 +120,3 @@ def run(settings: Settings) -> Path:
 def as_json(settings: Settings, page: Path) -> dict[str, Any]:
     """The object that `--json` prints."""
     return {"page": str(page), **found_in(page.parent)}
-
-
-def _assessed(settings: Settings) -> Path:
-    check_target(settings.output / "run.json", make_folders=True)
-    start = time.perf_counter()
-    loaded = load(settings)
-    others = [with_weights(loaded.model, path) for path in settings.more_checkpoints]
-    seconds = time.perf_counter() - start
-    methods = chosen_methods(
-        settings.methods,
-        settings.posteriors,
-        settings.examples,
-        loaded.task,
-        loaded.validation is not None,
-    )
-    if others:
-        methods += (ENSEMBLE, MIXTURE)
-    return assess(
-        replace(loaded, others=tuple(others)),
-        settings.output,
-        methods,
-        title=settings.title or settings.timm or settings.torchvision or settings.model or "",
-        settings=identity_of(settings),
-        config=config_of(settings),
-        seed=settings.seed,
-        seconds={"load": seconds},
-        overwrite=settings.overwrite,
-        told=print,
-    )

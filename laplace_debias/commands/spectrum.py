@@ -121,7 +121,19 @@ def run(settings: Settings) -> SpectrumResult:
     _print(result)
     if ranks.rank > 0:
         return result
-    _write(result, settings.output)
+    pairs, density = result.eigenpairs, result.density
+    columns = {
+        "eigenvalues": {"eigenvalue": pairs.values, "residual": pairs.residuals},
+        "density": {
+            "eigenvalue": density.grid,
+            "density": density.density,
+            "standard_error": density.standard_error,
+        },
+    }
+    for name, parts in columns.items():
+        rows = zip(*(part.tolist() for part in parts.values()), strict=True)
+        path = settings.output / f"{name}.csv"
+        write_csv([dict(zip(parts, row, strict=True)) for row in rows], path)
     picture = settings.output / "spectrum.png"
     save(draw(result, kind.__name__), picture)
     print(f"Picture: {picture}")
@@ -252,25 +264,10 @@ def _print(result: SpectrumResult) -> None:
         f"  greatest residual {float(pairs.residuals.max()):.2g}, {pairs.num_matvecs} products: "
         f"{pairs.message}"
     )
-    share = float(pairs.values.sum() / total.value)
+    part = float(pairs.values.sum() / total.value)
     print(
         f"Trace: {float(total.value):.5g} ± {float(total.standard_error):.2g} (standard error); "
-        f"the leading {len(values)} are {share:.1%} of it; of the other eigenvalues "
+        f"the leading {len(values)} are {part:.1%} of it; of the other eigenvalues "
         f"{result.density.null_fraction:.2%} are within ±{result.density.floor:.1g}"
     )
     print(f"Time: {result.seconds:.0f} s")
-
-
-def _write(result: SpectrumResult, output: Path) -> None:
-    pairs, density = result.eigenpairs, result.density
-    columns = {
-        "eigenvalues": {"eigenvalue": pairs.values, "residual": pairs.residuals},
-        "density": {
-            "eigenvalue": density.grid,
-            "density": density.density,
-            "standard_error": density.standard_error,
-        },
-    }
-    for name, parts in columns.items():
-        rows = zip(*(part.tolist() for part in parts.values()), strict=True)
-        write_csv([dict(zip(parts, row, strict=True)) for row in rows], output / f"{name}.csv")

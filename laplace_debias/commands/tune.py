@@ -14,7 +14,7 @@ from laplace_debias.commands.network import (
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.report.tables import print_table
-from laplace_debias.sources import Loaded, SourceSettings, load
+from laplace_debias.sources import SourceSettings, load
 from laplace_debias.sources.shares import share
 from laplace_debias.system.shown import plain
 
@@ -48,8 +48,7 @@ class Settings(SourceSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_grid = (self.prior_precisions, self.validation_examples)
-        is_given = any(one is not None for one in of_grid)
+        is_given = (self.prior_precisions or self.validation_examples) is not None
         if self.method == "marglik" and (is_given or self.metric != "nll"):
             raise ValueError(
                 "method=marglik needs no data: leave out metric, prior_precisions "
@@ -80,7 +79,17 @@ def run(settings: Settings) -> Tuning:
     if settings.method == "marglik":
         found = la.tune_evidence(sigma=settings.sigma, per=settings.per)
     else:
-        found = _tune_on_grid(la, loaded, settings)
+        if loaded.validation is None:
+            raise ValueError(
+                "there is no validation data to tune on: add val/, x_val or validation to the "
+                "data, or tune by the marginal likelihood, which needs none: --method=marglik"
+            )
+        found = la.tune(
+            *(share(loaded.validation, loaded.model), settings.metric, settings.prior_precisions),
+            progress=settings.progress,
+            sigma=settings.sigma,
+        )
+        print_table(found.table, "Validation data")
     save(la, output)
     print(found.message)
     print(f"Posterior: {output}")
@@ -101,19 +110,3 @@ def as_json(settings: Settings, found: Tuning) -> dict[str, Any]:
         "compared": plain(found.compared),
         "message": found.message,
     }
-
-
-def _tune_on_grid(la: Laplace, loaded: Loaded, settings: Settings) -> Tuning:
-    """Tune on validation examples and print the table."""
-    if loaded.validation is None:
-        raise ValueError(
-            "there is no validation data to tune on: add val/, x_val or validation to the data, or "
-            "tune by the marginal likelihood, which needs none: --method=marglik"
-        )
-    found = la.tune(
-        *(share(loaded.validation, loaded.model), settings.metric, settings.prior_precisions),
-        progress=settings.progress,
-        sigma=settings.sigma,
-    )
-    print_table(found.table, "Validation data")
-    return found

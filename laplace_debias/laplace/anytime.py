@@ -1,8 +1,9 @@
 """A fit in growing rounds, which says after each how far it is from that of all the data."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any, SupportsIndex
 
@@ -13,7 +14,7 @@ from torch.utils.data import SequentialSampler, Subset
 
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
@@ -44,12 +45,13 @@ NUM_ERRORS = 1.9
 
 @dataclass(frozen=True)
 class _Round:
-    """A fit, its replicates without each fold, and the error at every point of the curve.
+    """A fit to what was read, its replicates without each fold, and the error along the curve.
 
     `spread` is the relative standard error of the mean curvature in the outputs.
     """
 
     fitted: Fitted
+    num_read: int
     replicates: list[BlockDiagonal]
     spread: float
     curve: list[float]
@@ -72,14 +74,11 @@ class Auto(Scheme):
         seconds: The fit ends where a further round would take it beyond so many seconds.
         examples: The fit ends when so many examples went backward, in whole batches.
         looks: How many examples go forward for one that goes backward.
-        after: The report of a fit that fell short of its tolerance, or was interrupted: this one
-            goes on behind its last round, of which examples and seconds count. The data must be
-            the same; batches that were read are skipped, those of an iterator excepted.
 
     Raises:
         TypeError: For numbers of the wrong kind.
-        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, no
-            looks, or the report of a fit that reached its tolerance.
+        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, or no
+            looks.
     """
 
     mode = "auto"
@@ -89,7 +88,6 @@ class Auto(Scheme):
     seconds: float | None = None
     examples: int | None = None
     looks: int = LOOKS
-    after: FitReport | None = None
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "seconds"):
@@ -99,11 +97,6 @@ class Auto(Scheme):
         if self.examples is not None:
             whole(self.examples, "examples", _LEAST)
         whole(self.looks, "looks")
-        if self.after is not None and self.after.left is None:
-            raise ValueError(
-                "after is the report of a fit that reached its tolerance, and kept nothing to go "
-                "on with: leave it out."
-            )
 
     def expected(self, num_data: SupportsIndex | None) -> Expected:
         """N, which the loader tells if the user does not; raises as `expected_of_loader`."""
@@ -138,7 +131,7 @@ class Auto(Scheme):
 
         Raises:
             ValueError: If the first batch has one example, or weights of examples mean nothing to a
-                block; if `after` is of another network; as `factor_sums`.
+                block; as `factor_sums`.
             KeyboardInterrupt: Before the first round has ended, or of several processes; else it
                 ends the fit.
         """
@@ -149,23 +142,16 @@ class Auto(Scheme):
                 'mode="full".'
             )
         assert isinstance(self.data, Stream)
-        clock = _Clock(problem.ranks, 0.0 if self.after is None else self.after.seconds)
-        if self.after is None:
-            last, rounds = None, list[tuple[int, float]]()
-            reading = Reading(problem, self.data.in_step(), self.looks)
-        else:
-            (reading, last), rounds = self.after.left, [*self.after.rounds]
-            _check_same(last.fitted, fitted)
-            reading = reading.going_on(problem, self.data, self.looks)
-        ended_by = ""
+        clock, ended_by = partial(_seconds, problem.ranks, perf_counter()), ""
+        last, rounds = None, list[tuple[int, float]]()
+        reading = Reading(problem, self.data.in_step(), self.looks)
         try:
             while not ended_by:
                 before, target = clock(), self._target(reading.num_drawn, last)
-                further = reading.until(target)
-                if further.num_drawn < target:
+                reading.until(target)
+                if reading.num_drawn < target:
                     ended_by = "data"
                     break
-                reading = further
                 last, now = _round(reading, fitted), clock()
                 rounds.append((reading.num_drawn, last.error))
                 if last.error <= self.tolerance:
@@ -184,7 +170,8 @@ class Auto(Scheme):
                 raise
             ended_by = "interrupt"
         assert last is not None
-        return _reported(last, rounds, ended_by, clock(), self.tolerance, reading)
+        reading.pairs = iter(())  # Workers of a loader end.
+        return _reported(last, rounds, ended_by, clock(), self.tolerance, reading.probes)
 
     def _target(self, num_drawn: int, last: _Round | None) -> int:
         """How many examples shall be drawn in all when the next round ends."""
@@ -198,14 +185,9 @@ class Auto(Scheme):
         return target
 
 
-class _Clock:
+def _seconds(ranks: Ranks, start: float) -> float:
     """Seconds since the start, the same on all processes, which decide by them."""
-
-    def __init__(self, ranks: Ranks, before: float) -> None:
-        self._ranks, self._start = ranks, perf_counter() - before
-
-    def __call__(self) -> float:
-        return max(self._ranks.exchange(perf_counter() - self._start))
+    return max(ranks.exchange(perf_counter() - start))
 
 
 def _reported(
@@ -214,41 +196,31 @@ def _reported(
     ended_by: str,
     seconds: float,
     tolerance: float,
-    reading: Reading,
+    x: Inputs,
 ) -> Fitted:
     """The fit of the last round, with its report; warns if the tolerance was not reached."""
-    reading.pairs = iter(())  # Workers of a loader end.
+    # The error that each block brings, by its own part of the variances.
+    own, fitted = last.fitted.posterior.deltas(), last.fitted
+    alone = torch.where(torch.eye(len(own), device=own.device).bool(), own, _WITHOUT * own)
+    total = _variances(fitted, fitted.posterior.curvature, x, own[None])
+    errors = (_chances(last, x, alone)[1] / (2 * total)).nan_to_num(0.0)
+    of_blocks = errors.square().mean((1, 2)).sqrt().tolist()
     report = FitReport(
-        reading.num_drawn,
-        reading.seen.num_examples,
+        rounds[-1][0],
+        last.num_read,
         seconds,
         ended_by,
         tuple(rounds),
         dict(zip(_CURVE, last.curve, strict=True)),
-        _of_blocks(last, reading.probes),
-        None if ended_by == "tolerance" else (reading, last),
+        dict(zip(fitted.subject.known.block_names, of_blocks, strict=True)),
     )
     if ended_by != "tolerance":
         warn(
             f"The tolerance {tolerance:g} was not reached, as the fit was ended by {ended_by}: "
-            f"after {reading.num_drawn:,} examples the error of standard deviations is "
+            f"after {report.num_examples:,} examples the error of standard deviations is "
             f"{report.error:.3g}. Twice as many would bring it to some {report.error_of_twice:.3g}."
         )
-    return replace(last.fitted, report=report)
-
-
-def _check_same(before: Fitted, fitted: Finish) -> None:
-    """Require that a fit goes on with the network that it began with, and in the same way."""
-    now = fitted(CurvatureFit(before.posterior.curvature, Seen(1, 0.0, 1, 1.0)))
-    both = [
-        (f.subject.settings, repr(f.subject.likelihood), f.subject.known.names, f.others)
-        for f in (before, now)
-    ]
-    if both[0] != both[1] or not torch.equal(before.posterior.mean, now.posterior.mean):
-        raise ValueError(
-            "after is the report of a fit of another network, likelihood or way to take the "
-            "curvature: leave it out, or fit what it was made for."
-        )
+    return replace(fitted, report=report)
 
 
 def _round(reading: Reading, fitted: Finish) -> _Round:
@@ -258,9 +230,10 @@ def _round(reading: Reading, fitted: Finish) -> _Round:
     sizes = [fold.num_read for fold in reading.folds]
     curvature, plain, *replicates = crossfit_with_replicates(reading.problem, sizes, sums)
     now = fitted(CurvatureFit(curvature, reading.seen))
-    deltas = _own(now) * now.posterior.mean.new_tensor(_CURVE)[:, None]
+    deltas = now.posterior.deltas() * now.posterior.mean.new_tensor(_CURVE)[:, None]
     # The mean curvature's error is told by all that was read: the folds have the same mean.
-    last = _Round(now, replicates, float(of_all.std() / of_all.mean()) / len(of_all) ** 0.5, [])
+    spread = float(of_all.std() / of_all.mean()) / len(of_all) ** 0.5
+    last = _Round(now, reading.seen.num_examples, replicates, spread, [])
     variances, chance = _chances(last, reading.probes, deltas)
     in_fold = _variances(now, plain, reading.probes, deltas)
     # Magnitudes out of fold are off by far less than those in fold, but not by nothing.
@@ -276,7 +249,7 @@ def _exact(
     data: Stream,
     fitted: Finish,
     rounds: Sequence[tuple[int, float]],
-    clock: _Clock,
+    clock: Callable[[], float],
 ) -> Fitted:
     """The fit of all the data."""
     if isinstance(data.source, Iterator):
@@ -298,15 +271,6 @@ def _exact(
     return replace(now, report=report)
 
 
-def _of_blocks(last: _Round, x: Inputs) -> dict[str, float]:
-    """The error that each block brings, by its own part of the variances."""
-    own, names = _own(last.fitted), last.fitted.subject.known.block_names
-    alone = torch.where(torch.eye(len(own), device=own.device).bool(), own, _WITHOUT * own)
-    total = _variances(last.fitted, last.fitted.posterior.curvature, x, own[None])
-    errors = (_chances(last, x, alone)[1] / (2 * total)).nan_to_num(0.0)
-    return dict(zip(names, errors.square().mean((1, 2)).sqrt().tolist(), strict=True))
-
-
 def _chances(
     last: _Round, x: Inputs, deltas: Float[Tensor, "grid blocks"]
 ) -> tuple[Float[Tensor, "grid inputs outputs"], Float[Tensor, "grid inputs outputs"]]:
@@ -326,12 +290,6 @@ def _variances(
     with torch.no_grad():
         outputs = fitted.subject.network(fitted.moved(take(x, slice(0, 1))))
     return moments(fitted, x, deltas, True, min(_OUTPUTS, outputs.numel()))[1].double()
-
-
-def _own(fitted: Fitted) -> Float[Tensor, " blocks"]:
-    """The prior precision of every block."""
-    num_blocks = len(fitted.subject.known.block_names)
-    return fitted.posterior.prior_precision.expand(num_blocks).to(fitted.posterior.mean)
 
 
 def jackknife(of_replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*values"]:

@@ -1,6 +1,5 @@
 """An approximation: a model with its prior, and its posterior once it is fitted."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
+from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
@@ -61,29 +60,37 @@ class Approximation(Predictor):
         subject, fitted = self._subject, self._fitted
         model, known = unwrapped(subject.model), subject.parameters
         total = sum(parameter.numel() for parameter in model.parameters())
-        parameters, blocks = f"those of the last layer, found at the fit, of {total:,}", ""
-        if known is not None:
-            size = sum(model.get_parameter(name).numel() for name in known.names)
-            parameters, blocks = f"{size:,} of {total:,}", _some(known.block_names)
-        fit = "none yet"
-        if fitted is not None:
-            fit = f"N = {fitted.posterior.num_data:,}" + (f", {fitted.mode}" if fitted.mode else "")
+        kind, deltas = type(subject.likelihood), subject.prior_precision
+        likelihood = file.NAMES.get(kind, kind.__name__)
+        if isinstance(subject.likelihood, Gaussian):
+            sigma = subject.likelihood.sigma
+            of_each = f"one for each of {sigma.numel()} outputs"
+            likelihood += f", sigma = {of_each if sigma.ndim else format(sigma.item(), 'g')}"
+        low, high = (f"{delta:g}" for delta in torch.aminmax(deltas))
         mean = subject.given_mean if known is None else subject.prior_mean
         is_vector = isinstance(mean, Tensor) and mean.ndim
         lines = {
             "model": type(model).__name__,
-            "likelihood": _likelihood(subject.likelihood),
+            "likelihood": likelihood,
             "curvature": subject.settings.kind.name,
-            "parameters": parameters,
-            "blocks": blocks or "found at the fit",
-            "prior precision": _delta(subject.prior_precision),
+            "parameters": f"those of the last layer, found at the fit, of {total:,}",
+            "blocks": "found at the fit",
+            "prior precision": low if deltas.ndim == 0 else f"{low} to {high}, one per block",
             "prior mean": "one for each parameter" if is_vector else f"{float(mean or 0):g}",
             "temperature": f"{subject.temperature:g}",
             "link": str(subject.link or ""),
-            "fit": fit,
+            "fit": "none yet",
         }
+        if known is not None:
+            lines["parameters"] = f"{known.size:,} of {total:,}"
+            names = known.block_names
+            shown = names if len(names) <= _FEW else [*names[: _FEW - 2], "…", names[-1]]
+            lines["blocks"] = f"{len(names)}: {', '.join(shown)}"
+        if fitted is not None:
+            mode = f", {fitted.mode}" if fitted.mode else ""
+            lines["fit"] = f"N = {fitted.posterior.num_data:,}{mode}"
         defaults = {"prior mean": "0", "temperature": "1", "link": ""}
-        return {key: value for key, value in lines.items() if value != defaults.get(key)}
+        return {key: line for key, line in lines.items() if line != defaults.get(key)}
 
     @property
     def _subjects(self) -> list[Subject]:
@@ -187,8 +194,7 @@ class Approximation(Predictor):
         Raises:
             RuntimeError: Where the posterior is of no such fit, or was loaded.
         """
-        report = self._state.report
-        if report is None:
+        if (report := self._state.report) is None:
             raise RuntimeError('There is a report of fit(mode="auto") alone, until it is saved.')
         return report
 
@@ -436,8 +442,7 @@ class Approximation(Predictor):
             RuntimeError: If the program does not give for the example what `predict` gives.
             OSError: If the file cannot be written. Else this raises what `predict` raises.
         """
-        state = self._unchanged_state
-        export(state, Path(path), example, link)
+        export(self._unchanged_state, Path(path), example, link)
 
     def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
         fitted = self._unchanged_state
@@ -448,30 +453,3 @@ class Approximation(Predictor):
 
     def _uncertainty(self, x: Inputs | Record, how: Prediction) -> Uncertainty:
         return predictive.uncertainty(self._unchanged_state, x, how)
-
-
-def _likelihood(likelihood: Likelihood) -> str:
-    if type(likelihood) is Gaussian:
-        sigma = likelihood.sigma
-        noise = f"{sigma.item():g}" if sigma.ndim == 0 else f"one for each of {len(sigma)} outputs"
-        return f"regression, sigma = {noise}"
-    names = {kind: name for name, kind in LIKELIHOODS.items()}
-    values = vars(likelihood).items()
-    weighed = [key.replace("_", " ") for key, value in values if isinstance(value, Tensor)]
-    if smoothing := getattr(likelihood, "label_smoothing", 0):
-        weighed.append(f"label smoothing {smoothing:g}")
-    name = names.get(type(likelihood))
-    return ", ".join([name, *weighed]) if name else type(likelihood).__name__
-
-
-def _some(names: Sequence[str]) -> str:
-    if len(names) <= _FEW:
-        return f"{len(names)}: {', '.join(names)}"
-    return f"{len(names)}: {', '.join(names[: _FEW - 2])}, …, {names[-1]}"
-
-
-def _delta(prior_precision: Tensor) -> str:
-    if prior_precision.ndim == 0:
-        return f"{prior_precision.item():g}"
-    low, high = prior_precision.min().item(), prior_precision.max().item()
-    return f"{low:g} to {high:g}, one per block"

@@ -1,6 +1,5 @@
 """N, the number of training examples, and how processes agree about data before they share it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
@@ -38,8 +37,6 @@ class Expected:
     def over(self, ranks: Ranks) -> "Expected":
         """N of several processes: the sum of what their loaders tell, or what all were given."""
         sizes = ranks.exchange(self.num_data)
-        if ranks.size == 1:
-            return self
         if self.is_told:
             return replace(self, num_data=None if None in sizes else sum(sizes))
         if len(set(sizes)) > 1:
@@ -86,16 +83,6 @@ def expected_of_loader(loader: Any, num_data: SupportsIndex | None, mode: str) -
             f"num_data={told} to let those seen stand for all."
         )
     return Expected(told, True, mode == "full", is_shared)
-
-
-def expected_of_given(data: Sequence[Any], num_data: SupportsIndex | None) -> Expected:
-    """The N of a fit whose data are given, each for its purpose: given or counted."""
-    of_data = [check_shared(current(), one) for one in data]
-    if num_data is None:
-        for one in data:
-            told_by(one)
-    given = None if num_data is None else whole(num_data, "num_data")
-    return Expected(given, is_shared=of_data[0])
 
 
 def told_by(loader: Any) -> int | None:

@@ -91,15 +91,16 @@ def evaluate_predictions(
     # A process without examples has not seen what is predicted.
     kinds = [any(of) for of in zip(*current().exchange(kinds), strict=True)]
     is_multilabel, has_probabilities = kinds
+    targets, log_probs = scored.labels, scored.log_probs
+    if not has_probabilities:
+        targets = targets.reshape(scored.values.shape).to(scored.values.dtype)
     if not has_probabilities and scored.deviations is None:
         if ood:
             raise ValueError(
                 "OOD detection of a regression is by the variance of a normal predictive, which "
                 "this likelihood does not give: leave out `ood`."
             )
-        targets = scored.labels.reshape(scored.values.shape).to(scored.values.dtype)
-        rmse = of_rmse(scored.values, targets)
-        statistics = {"nll": of_log_probs(scored.log_probs), "rmse": rmse}
+        statistics = {"nll": of_log_probs(log_probs), "rmse": of_rmse(scored.values, targets)}
         return report_of(statistics, targets, level, intervals)
 
     def of_inputs(x: Inputs) -> Tensor:
@@ -112,16 +113,14 @@ def evaluate_predictions(
     options: dict[str, Any] = {"intervals": intervals, "level": level}
     if not has_probabilities:
         assert scored.deviations is not None
-        targets = scored.labels.reshape(scored.values.shape).to(scored.values.dtype)
         of_targets = scored.values, scored.deviations, targets
-        log_probs = scored.log_probs
         return metrics.evaluate_regression(*of_targets, of_ood, log_probs=log_probs, **options)
     if is_multilabel:
-        options["log_probs"] = scored.log_probs
-        return metrics.evaluate_multilabel(scored.values, scored.labels.long(), of_ood, **options)
+        of_labels = scored.values, targets.long(), of_ood
+        return metrics.evaluate_multilabel(*of_labels, log_probs=log_probs, **options)
     # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
-    options["log_probs"] = scored.log_probs if scored.values.ndim == 1 else None
-    return metrics.evaluate(*scored.classified, of_ood, **options)
+    of_single = log_probs if scored.values.ndim == 1 else None
+    return metrics.evaluate(*scored.classified, of_ood, log_probs=of_single, **options)
 
 
 def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Tensor:

@@ -88,7 +88,7 @@ class _Predictive(nn.Module):
         self._layer = _last_linear_layer(fitted, example)
         self._link, self._blocks = link, fitted.subject.known.blocks
         posterior = fitted.posterior
-        deltas = posterior.prior_precision.to(posterior.mean).expand(len(self._blocks))
+        deltas = posterior.deltas()
         for index, (block, delta) in enumerate(zip(self._blocks, deltas, strict=True)):
             operator = posterior.curvature.blocks.get(block.name)
             if not isinstance(operator, EigenKronecker):

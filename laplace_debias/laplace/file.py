@@ -37,7 +37,7 @@ _EARLIER = (
     "and la.save(path) of version 0.2.0."
 )
 _OWN = "own"
-_NAMES = {likelihood: name for name, likelihood in LIKELIHOODS.items()}
+NAMES = {likelihood: name for name, likelihood in LIKELIHOODS.items()}
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
 def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, Any]:
     """A likelihood as plain data: its name and arguments, or of a user's class its import path."""
-    name = _NAMES.get(type(likelihood))
+    name = NAMES.get(type(likelihood))
     if name is not None:
         return {"name": name, **_arguments_of(likelihood)}
     if not own:

@@ -33,8 +33,6 @@ class FitReport:
         rounds: Examples and error after each round.
         curve: The errors if the fit's prior precision is multiplied by 1, 10, … 10⁴.
         of_blocks: The part of the error that each block brings, at the fit's prior precision.
-        left: What `Auto(after=)` goes on with, of the size of four fits' factors; None where the
-            tolerance was reached or all data was fitted.
     """
 
     num_examples: int
@@ -44,17 +42,11 @@ class FitReport:
     rounds: tuple[tuple[int, float], ...]
     curve: dict[float, float]
     of_blocks: dict[str, float]
-    left: Any = field(default=None, repr=False, compare=False)
 
     @property
     def error(self) -> float:
         """The largest error of the curve: that of whatever prior precision is tuned."""
         return max(self.curve.values())
-
-    @property
-    def worst_block(self) -> str:
-        """The block that brings the largest error."""
-        return max(self.of_blocks, key=self.of_blocks.__getitem__)
 
     @property
     def error_of_twice(self) -> float:
@@ -71,7 +63,7 @@ class FitReport:
             f"Standard deviations of the outputs are within {self.error:.1%} of those of a fit of "
             f"all the data; of twice the examples, within some {self.error_of_twice:.1%}. By "
             f"multiples of the prior precision: {factors}. The largest part is that of "
-            f"{self.worst_block}."
+            f"{max(self.of_blocks, key=self.of_blocks.__getitem__)}."
         )
 
 

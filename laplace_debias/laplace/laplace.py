@@ -20,7 +20,7 @@ from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace.approximation import Approximation
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.plan import Plan, plan_of
-from laplace_debias.laplace.schemes import Scheme, scheme_of
+from laplace_debias.laplace.schemes import CrossFit, Full, Scheme, Split
 from laplace_debias.laplace.subject import FitSettings, PriorMean, PriorPrecision, Subject
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.system.ranks import together
@@ -254,7 +254,10 @@ class Laplace(Approximation):
             resume: A folder to go on from, as `fit` takes it.
         """
         self._agree(folds=folds, resume=resume)
-        scheme = scheme_of(directions, magnitudes, folds)
+        if folds is not None and magnitudes is not None:
+            raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
+        scheme: Scheme = Full(directions) if magnitudes is None else Split(directions, magnitudes)
+        scheme = scheme if folds is None else CrossFit(directions, folds)
         expected = scheme.expected(num_data)
         self._change(fits.fit(self._subject, scheme, scheme.mode, expected, generator, resume))
         return self

@@ -3,12 +3,13 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, astuple, dataclass
+from functools import partial
 from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -18,7 +19,6 @@ from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.sums import factor_shape, factor_sums
 from laplace_debias.curvature.fits.sweep import Problem, Sweep
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.laplace.schemes import FOLDS, check_mode
@@ -281,24 +281,14 @@ def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) ->
     """Run the passes over one batch, and let go of what they give."""
     rows: list[int] = []
 
-    def along_axes(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
-        return ekfac_magnitudes(layer, block, uses, None, None)
-
-    def of_rows() -> object:
-        rows.clear()
-        return sweep_rows(problem, [batch], lambda of_chunk: rows.append(of_chunk.nbytes))
-
-    def of_exact() -> object:
-        return Sweep(problem, along_axes, lambda *_: None).over([batch])
-
     if kind.is_dense:
-        beside, seconds, _ = _measured(of_rows, problem.device)
-        return _Chunk(beside, sum(rows), seconds)
+        keep = partial(sweep_rows, problem, [batch], lambda of_chunk: rows.append(of_chunk.nbytes))
+        beside, seconds, _ = _measured(keep, problem.device)
+        return _Chunk(beside, sum(rows) // 2, seconds)  # It ran twice.
     beside, seconds, few = 0, 0.0, {}
     if kind.name != "diag":
-        beside, seconds, (sums, _) = _measured(
-            lambda: factor_sums(problem, [batch]), problem.device
-        )
+        run = partial(factor_sums, problem, [batch])
+        beside, seconds, (sums, _) = _measured(run, problem.device)
         for block, of_block in sums.items():
             few[block] = [
                 len(f.rows) if isinstance(f, Rows) and f.has_thin_directions else None
@@ -306,7 +296,9 @@ def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) ->
             ]
             beside -= sum((f.rows if isinstance(f, Rows) else f).nbytes for f in of_block)
     if kind.name != "kfac":
-        of_pass, more, _ = _measured(of_exact, problem.device)
+        along_axes = partial(ekfac_magnitudes, U_G=None, U_A=None)
+        exact = Sweep(problem, along_axes, lambda *_: None)
+        of_pass, more, _ = _measured(partial(exact.over, [batch]), problem.device)
         beside, seconds = max(beside, of_pass), seconds + more
     return _Chunk(beside, 0, seconds, few)
 

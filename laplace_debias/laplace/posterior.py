@@ -125,7 +125,7 @@ class GaussianPosterior:
         return self._spectral(torch.rsqrt)
 
     def _spectral(self, function: Spectrum) -> LinearOperator:
-        deltas = dict(zip(self.curvature.blocks, self._deltas(), strict=True))
+        deltas = dict(zip(self.curvature.blocks, self.deltas(), strict=True))
         blocks = self.curvature.map(
             lambda name, block: self._spectral_block(block, deltas[name], function)
         )
@@ -136,7 +136,7 @@ class GaussianPosterior:
     ) -> LinearOperator:
         return applied(block, lambda L: function(self.data_weight * L + delta))
 
-    def _deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
+    def deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
         """δ of every block, the posterior's own or another one in double precision."""
         own = self.prior_precision.to(self.mean)
         deltas = own if prior_precision is None else prior_precision.double()
@@ -161,7 +161,7 @@ class GaussianPosterior:
         parts = noise.split(self.curvature.sizes, dim=1)
         draws = []
         for curvature, delta, part in zip(
-            self.curvature.blocks.values(), self._deltas(), parts, strict=True
+            self.curvature.blocks.values(), self.deltas(), parts, strict=True
         ):
             # One block after the other: they may lie on disk.
             block = self._spectral_block(curvature, delta, torch.rsqrt)
@@ -179,7 +179,7 @@ class GaussianPosterior:
 
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """The log-determinant of P, float64, differentiable in δ; None for the posterior's own."""
-        deltas, terms = self._deltas(prior_precision).double(), []
+        deltas, terms = self.deltas(prior_precision).double(), []
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
             magnitudes, counts = counted(block)
             is_low_rank = isinstance(block, LowRankPlusDiagonal)
@@ -190,7 +190,7 @@ class GaussianPosterior:
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """The log-density of N(μ, δ⁻¹) at θ*, normalised, float64; μ is the prior's mean."""
-        deltas = self._deltas(prior_precision).double()
+        deltas = self.deltas(prior_precision).double()
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
         quadratic = (deltas * self.squared_distances()).sum()
         constant = len(self.mean) * math.log(2 * math.pi)

@@ -12,9 +12,11 @@ from typing import Any, ClassVar, SupportsIndex
 from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.laplace.data_size import Expected, expected_of_given
+from laplace_debias.curvature.network.shards import check_shared
+from laplace_debias.laplace.data_size import Expected, told_by
 from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.system.checks import whole
+from laplace_debias.system.ranks import current
 
 FOLDS = 2
 """How many folds cross-fitting takes by default: more did no better in the study of debiasing."""
@@ -41,7 +43,12 @@ class Scheme(ABC):
 
     def expected(self, num_data: SupportsIndex | None) -> Expected:
         """N: what the user says, or the number of examples that the fit reads."""
-        return expected_of_given(self.read, num_data)
+        shared = [check_shared(current(), data) for data in self.read]
+        if num_data is not None:
+            return Expected(whole(num_data, "num_data"), is_shared=shared[0])
+        for data in self.read:
+            told_by(data)
+        return Expected(None, is_shared=shared[0])
 
     def check(self, kind: CurvatureKind) -> None:  # noqa: B027 (most schemes read everything once)
         """Refuse data that can be read only once where it is read twice."""
@@ -124,15 +131,6 @@ class CrossFit(Scheme):
     def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
         return fitted(kind.crossfit(problem, self.data, self.folds))
-
-
-def scheme_of(directions: Batches, magnitudes: Batches | None, folds: int | None) -> Scheme:
-    """The scheme that the arguments of `Laplace.fit_batches` say."""
-    if folds is None:
-        return Full(directions) if magnitudes is None else Split(directions, magnitudes)
-    if magnitudes is not None:
-        raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
-    return CrossFit(directions, folds)
 
 
 OF_FIRST_BATCHES: dict[str, tuple[int, Callable[[Sequence[Any]], Scheme]]] = {

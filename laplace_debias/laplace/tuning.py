@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from laplace_debias.laplace.links import Link
 from laplace_debias.system.shown import html_table
 
@@ -59,24 +61,24 @@ class Tuning:
         return float(self.prior_precision)  # type: ignore[arg-type]
 
     @property
-    def _tried(self) -> list[float]:
-        return sorted(row["prior_precision"] for row in self.table)
-
-    @property
     def all_alike(self) -> bool:
         """Whether no value of a wide range scores differently."""
-        low, high = self._tried[0], self._tried[-1]
-        return self.flat == (low, high) and high >= _WIDE * low
+        tried = sorted(row["prior_precision"] for row in self.table)
+        return self.flat == (tried[0], tried[-1]) and tried[-1] >= _WIDE * tried[0]
 
     @property
     def _summary(self) -> str:
-        name = self.metric.replace("_", " ")
-        sigma = "" if self.sigma is None else f" and sigma {_numbers(self.sigma)}"
+        name, sigma = self.metric.replace("_", " "), ""
+        if self.sigma is not None:
+            each = ", ".join(f"{number:.3g}" for number in torch.tensor(self.sigma).flatten())
+            sigma = f" and sigma [{each}]" if isinstance(self.sigma, list) else f" and sigma {each}"
         if isinstance(self.prior_precision, list):
             each = ", ".join(f"{row['name']} {row['prior_precision']:.3g}" for row in self.table)
             return f"Prior precisions {each}{sigma}: {name} {self.value:.4g}."
-        error = self._standard_error
-        plus = "" if error is None else f" ± {error:.2g}"
+        plus = ""
+        for row in self.table:
+            if row["prior_precision"] == self.prior_precision and "standard_error" in row:
+                plus = f" ± {row['standard_error']:.2g}"
         by = "" if self.link is None else f", link {self.link}"
         return (
             f"Prior precision {self.prior_precision:.3g}{sigma}{by}: {name} {self.value:.4g}{plus}."
@@ -85,28 +87,25 @@ class Tuning:
     @property
     def message(self) -> str:
         """The findings in words."""
-        said, name = [self._summary], self.metric.replace("_", " ")
+        said = [self._summary]
         if self.flat is not None:
             within = "half a nat" if self.metric == OF_EVIDENCE else "one standard error"
             low, high = self.flat
+            says = f"Values from {low:.3g} to {high:.3g} score the same, within {within}."
             if self.all_alike:
-                said.append(
+                says = (
                     f"All values from {low:.3g} to {high:.3g} score the same, within {within}: the "
                     "examples are too few to tell, or the network is untrained or broken. Check "
                     "its accuracy first."
                 )
             elif low == high:
-                said.append(f"Every other value tried is worse by more than {within}.")
-            else:
-                said.append(
-                    f"Values from {low:.3g} to {high:.3g} score the same: the {name} there is "
-                    f"within {within} of the best."
+                says = f"Every other value tried is worse by more than {within}."
+            elif high == max(row["prior_precision"] for row in self.table):
+                says += (
+                    " That is up to the largest value tried: the data show hardly any difference "
+                    "between the best and the network without parameter uncertainty."
                 )
-                if high == self._tried[-1]:
-                    said.append(
-                        "That is up to the largest value tried: the data show hardly any "
-                        "difference between the best and the network without parameter uncertainty."
-                    )
+            said.append(says)
         if self.compared:
             rows = [
                 f"{row['name']} {row['difference']:+.2g} ± {row['half_width']:.2g}"
@@ -121,16 +120,3 @@ class Tuning:
     def _repr_html_(self) -> str:
         header = list(dict.fromkeys(name for row in self.table for name in row))
         return html_table([[row.get(name) for name in header] for row in self.table], header)
-
-    @property
-    def _standard_error(self) -> float | None:
-        for row in self.table:
-            if row["prior_precision"] == self.prior_precision:
-                return row.get("standard_error")
-        return None
-
-
-def _numbers(value: float | list[float]) -> str:
-    if not isinstance(value, list):
-        return f"{value:.3g}"
-    return f"[{', '.join(f'{number:.3g}' for number in value)}]"

@@ -165,8 +165,7 @@ def test_blocks_tell_their_part():
     assert list(report.of_blocks) == la.block_names
     # Parts of one sum: their errors add up to no less than the whole one's.
     assert sum(report.of_blocks.values()) >= 0.9 * report.curve[1.0]
-    assert report.of_blocks[report.worst_block] == max(report.of_blocks.values())
-    assert report.worst_block in str(report)
+    assert max(report.of_blocks, key=report.of_blocks.get) in str(report)
 
 
 def interrupted(batches: Iterable, after: int) -> Iterator:
@@ -183,35 +182,6 @@ def test_an_interrupt_leaves_the_last_round():
         la = Laplace(network()).fit(Auto(stream, tolerance=1e-9), num_data=SIZE)
     assert la.fit_report.ended_by == "interrupt"
     assert la.posterior.num_data == SIZE
-
-
-@pytest.mark.filterwarnings("ignore:The tolerance")
-@pytest.mark.parametrize("fisher", ["exact", "mc"])
-def test_a_later_fit_goes_on_where_an_interrupt_ended_one(fisher: str):
-    """To the bits of a fit that was never broken off."""
-    order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(0))
-    x, y = data()
-    batches = [(x[part], y[part]) for part in order.split(40)]
-
-    def fitted(given: Iterable, tolerance: float = 1e-9, **options: object) -> Laplace:
-        la = Laplace(network(), fisher=fisher)
-        scheme = Auto(given, tolerance, examples=256, **options)
-        return la.fit(scheme, num_data=SIZE, generator=torch.Generator().manual_seed(3))
-
-    whole, first = fitted(batches), fitted(interrupted(batches, after=40))
-    later = fitted(batches, after=first.fit_report)
-    assert later.fit_report.rounds == whole.fit_report.rounds
-    assert len(first.fit_report.rounds) < len(later.fit_report.rounds)
-    assert later.fit_report.seconds > first.fit_report.seconds
-    for a, b in zip(magnitudes(later), magnitudes(whole), strict=True):
-        assert torch.equal(a, b)
-    assert first.fit_report.ended_by == "interrupt"
-    with pytest.raises(ValueError, match="reached its tolerance"):
-        Auto(batches, after=fitted(batches, 10.0).fit_report)
-    with pytest.raises(ValueError, match="another network"):
-        Laplace(network(), params="weights").fit(
-            Auto(batches, after=first.fit_report), num_data=SIZE
-        )
 
 
 def test_an_interrupt_of_the_first_round_leaves_what_was():

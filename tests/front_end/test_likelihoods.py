@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import one_axis_at_a_time
 from dense_curvature import dense_curvature
-from hand_likelihoods import CASES, P3, W3
+from hand_likelihoods import CASES, W3
 from oracle import close
 from torch import nn
 from torch.distributions import Normal
@@ -17,7 +17,6 @@ from laplace_debias import (
     Gaussian,
     HeteroscedasticGaussian,
     Laplace,
-    MultiLabel,
 )
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.system.shown import html_table
@@ -152,10 +151,8 @@ def test_a_notebook_shows_a_table():
 
 def test_what_they_print_as():
     told = {
-        Categorical(class_weights=W3, label_smoothing=0.1): (
-            "classification, class weights, label smoothing 0.1"
-        ),
-        MultiLabel(positive_weights=P3): "multilabel, positive weights",
+        Categorical(class_weights=W3, label_smoothing=0.1): "classification",
+        Gaussian([0.5, 1.0]): "regression, sigma = one for each of 2 outputs",
         Bernoulli(): "binary",
         HeteroscedasticGaussian(): "heteroscedastic",
     }

@@ -267,8 +267,8 @@ def test_it_reads_well():
     )
     assert found.message.startswith(
         f"Prior precision {found.prior_precision:.3g}, link {found.link}: nll {found.value:.4g} ± "
-        f"{error:.2g}. Values from {low:.3g} to {high:.3g} score the same: the nll there is "
-        "within one standard error of the best."
+        f"{error:.2g}. Values from {low:.3g} to {high:.3g} score the same, within one "
+        "standard error."
     )
     assert "Differences from it on these data: network +" in found.message
     assert float(found) == found.prior_precision
