@@ -48,8 +48,8 @@ class Settings(SourceSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_given = (self.prior_precisions or self.validation_examples) is not None
-        if self.method == "marglik" and (is_given or self.metric != "nll"):
+        takes_data = self.prior_precisions is not None or self.validation_examples is not None
+        if self.method == "marglik" and (takes_data or self.metric != "nll"):
             raise ValueError(
                 "method=marglik needs no data: leave out metric, prior_precisions "
                 "and validation_examples"

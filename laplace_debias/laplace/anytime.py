@@ -294,5 +294,4 @@ def _variances(
 
 def jackknife(of_replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*values"]:
     """The standard error of what was computed without each fold."""
-    num_folds = len(of_replicates)
-    return (of_replicates.var(0, correction=0) * (num_folds - 1)).sqrt()
+    return (of_replicates.var(0, correction=0) * (len(of_replicates) - 1)).sqrt()

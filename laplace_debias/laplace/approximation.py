@@ -40,17 +40,15 @@ class Approximation(Predictor):
     there before or what is there after.
     """
 
+    _subject: Subject
+    _fitted: Fitted | None = None
     # Told by the outputs of the first example that a fit predicts.
     _default_link: Link | None = None
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._fitted: Fitted | None = None
-
     def __repr__(self) -> str:
         """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
-        lines = [f"  {key}: {line}" for key, line in self._described().items()]
-        return "\n".join([f"{type(self).__name__}(", *lines, ")"])
+        lines = "".join(f"  {key}: {line}\n" for key, line in self._described().items())
+        return f"{type(self).__name__}(\n{lines})"
 
     def _repr_html_(self) -> str:
         return html_table(self._described().items())
@@ -216,9 +214,9 @@ class Approximation(Predictor):
         Raises:
             RuntimeError: Before the fit that finds the last layer.
         """
-        device = unwrapped(self.model).get_parameter(self.param_names[0]).device
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return zero if self._subject.prior_mean is None else self._subject.prior_mean
+        first = unwrapped(self.model).get_parameter(self.param_names[0])
+        mean = self._subject.prior_mean
+        return first.new_zeros((), dtype=torch.float64) if mean is None else mean
 
     @prior_mean.setter
     def prior_mean(self, value: PriorMean) -> None:

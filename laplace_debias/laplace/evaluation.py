@@ -46,8 +46,8 @@ class Scored(NamedTuple):
 
 def joined(parts: Sequence[Sequence[Tensor | None]], what: str) -> list[Tensor]:
     """The columns of several batches in one, of all processes that share them."""
-    columns = [torch.cat(of) for of in zip(*parts, strict=True) if of[0] is not None]
-    of_all = current().on_all(columns or None)
+    own = [torch.cat(of) for of in zip(*parts, strict=True) if of[0] is not None]
+    of_all = current().on_all(own or None)
     if of_all is None:
         raise ValueError(f"The loader holds no batch: nothing to {what}.")
     if not len(of_all[0]):
@@ -156,13 +156,12 @@ def score(
     deviations = None
     if isinstance(predictive, Normal | MultivariateNormal):
         deviations = predictive.variance.reshape(values.shape)[counted].sqrt()
-    of_counted = values[counted], log_probs.flatten()[counted], labels[counted]
-    return Scored(*of_counted, counted, deviations)
+    log_probs = log_probs.flatten()[counted]
+    return Scored(values[counted], log_probs, labels[counted], counted, deviations)
 
 
 def _flat(predictive: Distribution) -> tuple[Tensor, Tensor]:
     """Probabilities or means with a row for each term; and the same as outputs `[n, C]`."""
     values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
-    positions = len(predictive.batch_shape)
-    values = values.flatten(0, positions - 1)
+    values = values.flatten(0, len(predictive.batch_shape) - 1)
     return values, values.unsqueeze(-1) if values.ndim == 1 else values

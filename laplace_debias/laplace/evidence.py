@@ -165,7 +165,7 @@ def tune_groups(fitted: Fitted, per: str) -> Tuning:
             f"{', '.join(high)}: almost no distance from the prior's mean, so the marginal "
             f"likelihood rises up to the end of the search range, {BOUNDS[1]:g}."
         )
-    value = fitted.log_marginal_likelihood(of_blocks).item()
+    value = float(fitted.log_marginal_likelihood(of_blocks))
     return Tuning(of_blocks.tolist(), OF_EVIDENCE, value, rows, notes=tuple(notes))
 
 

@@ -20,7 +20,6 @@ from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
     Gaussian,
-    Likelihood,
     MultiLabel,
 )
 from laplace_debias.curvature.network.inputs import (
@@ -96,15 +95,14 @@ class _Predictive(nn.Module):
                     "The closed form is exported of curvature kfac, ekfac and diag alone: fit one "
                     "of these."
                 )
-            variances = 1 / (posterior.data_weight * operator.in_frame + delta)
-            bases = {"U_G": operator.U_G, "U_A": operator.U_A}
-            held = {name: None if U is None else frame(U) for name, U in bases.items()}
-            held["variances"] = variances
+            held = {"variances": 1 / (posterior.data_weight * operator.in_frame + delta)}
+            for name, U in (("U_G", operator.U_G), ("U_A", operator.U_A)):
+                if U is not None:
+                    held[name] = frame(U)
             for name, value in held.items():
-                if value is not None:
-                    # A copy: of a view the file would hold what it is a view of.
-                    copy = value.clone(memory_format=torch.contiguous_format)
-                    self.register_buffer(f"{name}_{index}", copy)
+                # A copy: of a view the file would hold what it is a view of.
+                copy = value.clone(memory_format=torch.contiguous_format)
+                self.register_buffer(f"{name}_{index}", copy)
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Answers:
             is_whole = isinstance(example, OneArgument)
@@ -113,7 +111,7 @@ class _Predictive(nn.Module):
         # With `**kwargs` torch (2.15) writes programs that it cannot call, so every input has a
         # name of its own.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        named = [inspect.Parameter(name, kind) for name in _names(example)]
+        named = [inspect.Parameter(name, kind) for name in _arguments(example)[0]]
         forward.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
         self.forward = forward
 
@@ -140,7 +138,10 @@ class _Predictive(nn.Module):
         variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
         assert self._link is not None
         logits = self._link.logits(self.likelihood, mean, covariance)
-        probs = _probabilities(self.likelihood, logits)
+        if isinstance(self.likelihood, Bernoulli):
+            logits = logits[..., 0]  # Of a single label the predictive has no such dimension.
+        is_softmax = isinstance(self.likelihood, Categorical)
+        probs = logits.softmax(-1) if is_softmax else logits.sigmoid()
         return {"logits": mean, "variance": variance, "probs": probs}
 
     def _covariance(self, phi: Tensor, diagonal: bool) -> Float[Tensor, "..."]:
@@ -162,21 +163,14 @@ class _Predictive(nn.Module):
         return sum(parts[1:], parts[0])
 
 
-def _probabilities(likelihood: Likelihood, logits: Tensor) -> Tensor:
-    if isinstance(likelihood, Categorical):
-        return logits.softmax(-1)
-    # Of a single label the predictive has no dimension for the outputs.
-    return logits[..., 0].sigmoid() if isinstance(likelihood, Bernoulli) else logits.sigmoid()
-
-
 # ------------------------------------------------------------------- tracing, and the check
 
 
 def _traced(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram:
     """The program, for any number of examples."""
     # Of one example torch would take the 1 for a constant.
-    args, kwargs = _arguments(join([example, example]))
-    shapes = {name: {0: torch.export.Dim("batch")} for name in _names(example)}
+    names, args, kwargs = _arguments(join([example, example]))
+    shapes = {name: {0: torch.export.Dim("batch")} for name in names}
     try:
         # Recording is torch's business of one thread.
         with FORWARD_MODE, torch.no_grad():
@@ -197,7 +191,7 @@ def _traced(module: _Predictive, example: Inputs) -> torch.export.ExportedProgra
 
 def _check(program: torch.export.ExportedProgram, example: Inputs, predicted: Distribution) -> None:
     """Require that the program gives what `predict` gives."""
-    args, kwargs = _arguments(example)
+    _, args, kwargs = _arguments(example)
     with torch.no_grad():
         answers = program.module()(*args, **kwargs)
     expected = {"probs": getattr(predicted, "probs", predicted.mean)}
@@ -214,19 +208,14 @@ def _check(program: torch.export.ExportedProgram, example: Inputs, predicted: Di
             )
 
 
-def _arguments(inputs: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Inputs by position, and by name."""
+def _arguments(inputs: Inputs) -> tuple[list[str], tuple[Tensor, ...], dict[str, Tensor]]:
+    """Names of the program's inputs, as the model has them, and those by position and by name."""
     if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
-
-
-def _names(inputs: Inputs) -> list[str]:
-    """The names of the program's inputs: as the model has them, or `input`."""
-    args, kwargs = _arguments(inputs)
-    if kwargs:
-        return list(kwargs)
-    return ["input"] if len(args) == 1 else [f"input_{index}" for index in range(len(args))]
+        return list(inputs), (), dict(inputs)
+    if isinstance(inputs, Tensor):
+        return ["input"], (inputs,), {}
+    names = ["input"] if len(inputs) == 1 else [f"input_{n}" for n in range(len(inputs))]
+    return names, tuple(inputs), {}
 
 
 def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:

@@ -89,14 +89,6 @@ class Header:
             None if fitted.subject.link is None else asdict(fitted.subject.link),
         )
 
-    def as_json(self) -> str:
-        """The text of a file; `noise`, `temperature`, `link` where they are not the defaults."""
-        told = asdict(self)
-        for known in fields(self):
-            if told[known.name] == known.default:
-                del told[known.name]
-        return json.dumps(told, allow_nan=False)
-
 
 def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
     """Write a posterior; an existing file is replaced only once the new one is complete.
@@ -104,7 +96,11 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
     The same posterior gives the same bytes. All processes call it, and rank 0 writes.
     """
     ranks, posterior = current(), fitted.posterior
-    texts = {"format": FORMAT, "header": Header.of(fitted, own_likelihood).as_json()}
+    told = asdict(Header.of(fitted, own_likelihood))
+    for known in fields(Header):  # `noise`, `temperature` and `link` where they are no defaults
+        if told[known.name] == known.default:
+            del told[known.name]
+    texts = {"format": FORMAT, "header": json.dumps(told, allow_nan=False)}
     if ranks.rank == 0:
         check_target(path)
         with written_atomically(path, make_folders=False) as temporary:
@@ -139,12 +135,18 @@ def load(
     # What an earlier version's file says of sharing without factors had no effect. That blocks are
     # joint says how the entries are ordered, in one block of all parameters too.
     sharing = header.sharing if header.curvature in WITH_FACTORS else "expand"
-    kind, class_dim = CurvatureKind(header.curvature, header.rank), header.class_dim
-    of_fit = kind, fisher, factor_dtype, header.joint, sharing, memory_bound, class_dim
-    settings = FitSettings(*of_fit)
-    of_outputs = likelihood_from_json(header.likelihood, likelihood)
-    of_subject = model, of_outputs, settings, header.param_names, backend, batch, header.calls
-    subject = Subject.of(*of_subject)
+    settings = FitSettings(
+        CurvatureKind(header.curvature, header.rank),
+        fisher,
+        factor_dtype,
+        header.joint,
+        sharing,
+        memory_bound,
+        header.class_dim,
+    )
+    likelihood = likelihood_from_json(header.likelihood, likelihood)
+    names, calls = header.param_names, header.calls
+    subject = Subject.of(model, likelihood, settings, names, backend, batch, calls)
     plain, parameters = unwrapped(model), subject.known
     mean, others = parameters.flat(plain), fingerprint(plain, parameters.names)
     if header.block_names != parameters.block_names:
@@ -182,9 +184,9 @@ def load(
         link=None if header.link is None else Link(**header.link),
     )
     curvature, noise = BlockDiagonal(operators), header.noise or {}
+    posterior = posterior_of(subject, curvature, header.num_data)
     # Of the empirical Fisher earlier versions wrote another power.
     num_targets = noise["num_targets"] if noise.get("power") == 2 else None
-    posterior = posterior_of(subject, curvature, header.num_data)
     return Fitted(subject, posterior, float(header.nll), others, header.mode, num_targets)
 
 
@@ -211,9 +213,18 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
 def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, Any]:
     """A likelihood as plain data: its name and arguments, or of a user's class its import path."""
-    name = NAMES.get(type(likelihood))
-    if name is not None:
-        return {"name": name, **_arguments_of(likelihood)}
+    if type(likelihood) in NAMES:
+        told: dict[str, Any] = {"name": NAMES[type(likelihood)]}
+        if isinstance(likelihood, Gaussian):
+            # That it was never given steers `tune`.
+            sigma = None if likelihood.is_assumed else likelihood.sigma.tolist()
+            return {**told, "sigma": sigma}
+        for name, value in vars(likelihood).items():
+            if isinstance(value, Tensor):
+                told[name] = value.item() if name == "positive_weight" else value.tolist()
+            elif value is not None and (value or name != "label_smoothing"):
+                told[name] = value
+        return told
     if not own:
         raise ValueError(
             f"A {type(likelihood).__name__} cannot be written to a file: only "
@@ -221,22 +232,8 @@ def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, A
             "class of your own, which `Laplace.load(..., likelihood=)` must then be given an "
             "instance of, use `save(path, own_likelihood=True)`."
         )
-    path = f"{type(likelihood).__module__}:{type(likelihood).__qualname__}"
-    return {"name": _OWN, "class": path, "options": _options_of(likelihood)}
-
-
-def _arguments_of(likelihood: Likelihood) -> dict[str, Any]:
-    """The arguments that make a likelihood of this package again."""
-    if isinstance(likelihood, Gaussian):
-        # That it was never given steers `tune`.
-        return {"sigma": None if likelihood.is_assumed else likelihood.sigma.tolist()}
-    given = {}
-    for name, value in vars(likelihood).items():
-        if isinstance(value, Tensor):
-            given[name] = value.item() if name == "positive_weight" else value.tolist()
-        elif value is not None and (value or name != "label_smoothing"):
-            given[name] = value
-    return given
+    of_class = f"{type(likelihood).__module__}:{type(likelihood).__qualname__}"
+    return {"name": _OWN, "class": of_class, "options": _options_of(likelihood)}
 
 
 def likelihood_from_json(data: Mapping[str, Any], own: Likelihood | None = None) -> Likelihood:

@@ -98,9 +98,11 @@ def fit(
             refuse_same(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
         check_room(problem, kind)
         if resume is not None:
-            folds = getattr(scheme, "folds", None)
-            of_data = {"mode": mode, "num_data": expected.num_data, "folds": folds}
-            identity = _identity_of(problem, subject, generator, **of_data)
+            identity = _identity_of(problem, subject, generator) | {
+                "mode": mode,
+                "num_data": expected.num_data,
+                "folds": getattr(scheme, "folds", None),
+            }
             checkpoint = Checkpoint(Path(resume), identity, problem.device, ranks)
             problem = replace(problem, checkpoint=checkpoint)
         scheme = replace(scheme, **streams)
@@ -116,9 +118,14 @@ def _fitted(subject: Subject, expected: Expected, mode: str, found: CurvatureFit
     per_seen = num_data / seen.weight
     if type(subject.likelihood) is Gaussian and subject.settings.fisher.kind != "empirical":
         num_targets = seen.num_outputs * per_seen
-    others = fingerprint(unwrapped(subject.model), subject.known.names)
-    posterior = posterior_of(subject, found.curvature, num_data)
-    return Fitted(subject, posterior, seen.nll * per_seen, others, mode, num_targets)
+    return Fitted(
+        subject,
+        posterior_of(subject, found.curvature, num_data),
+        seen.nll * per_seen,
+        fingerprint(unwrapped(subject.model), subject.known.names),
+        mode,
+        num_targets,
+    )
 
 
 def _check_resumable(
@@ -147,7 +154,7 @@ def _check_resumable(
 
 
 def _identity_of(
-    problem: Problem, subject: Subject, generator: torch.Generator | None, **of_data: Any
+    problem: Problem, subject: Subject, generator: torch.Generator | None
 ) -> dict[str, Any]:
     """The identity of a fit, which makes two the same, as plain data."""
     model, likelihood = unwrapped(subject.model), subject.likelihood
@@ -177,7 +184,6 @@ def _identity_of(
         "backend": type(problem.stream).__name__,
         "device": problem.device.type,
         "dtype": str(problem.dtype),
-        **of_data,
         "number of processes": problem.ranks.size,
         # Sums and eigenvectors are rounded in another way by others.
         "threads": torch.get_num_threads(),

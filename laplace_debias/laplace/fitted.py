@@ -128,5 +128,12 @@ def posterior_of(subject: Subject, curvature: BlockDiagonal, num_data: int) -> G
     """The Gaussian around the model's parameters, under its prior."""
     mean, order = subject.known.flat(unwrapped(subject.model)), subject.known.order
     order = None if order is None else order.to(mean.device)
-    prior = subject.prior_precision, order, subject.prior_mean, subject.temperature
-    return GaussianPosterior(mean, curvature, num_data, *prior)
+    return GaussianPosterior(
+        mean,
+        curvature,
+        num_data,
+        subject.prior_precision,
+        order,
+        subject.prior_mean,
+        subject.temperature,
+    )

@@ -156,14 +156,12 @@ class Laplace(Approximation):
                 "joint=True makes one block of a layer's weight and bias, and "
                 f"curvature={curvature!r} is one block of all parameters: leave it out."
             )
-        meaning = likelihood_from(likelihood, sigma)
-        subject = Subject.of(
-            *(model, meaning, settings, params, backend, batch),
+        self._subject = Subject.of(
+            *(model, likelihood_from(likelihood, sigma), settings, params, backend, batch),
             prior_precision=prior_precision,
             temperature=temperature,
             given_mean=prior_mean,
         )
-        super().__init__(subject)
 
     if not TYPE_CHECKING:
 
@@ -369,8 +367,9 @@ class Laplace(Approximation):
             raise ValueError(
                 f"per={per!r} tunes by the marginal likelihood: use tune_evidence(per={per!r})."
             )
-        how = loader, metric, grid, sigma, link, generator, progress
-        found, fitted = tune.on_data(self._unchanged_state, *how)
+        found, fitted = tune.on_data(
+            self._unchanged_state, loader, metric, grid, sigma, link, generator, progress
+        )
         prior: dict[str, Any] = {} if found.link is None else {"link": found.link}
         self._change(fitted, prior_precision=found.prior_precision, **prior)
         return found
@@ -440,8 +439,9 @@ class Laplace(Approximation):
             IsADirectoryError: If it is a folder.
             OSError: If it cannot be read.
         """
-        of_fit = FisherType(fisher, mc_samples), factor_dtype, memory_bound, batch
-        fitted = file.load(Path(path), model, likelihood, backend, *of_fit)
+        fisher_type = FisherType(fisher, mc_samples)
+        of_fit = backend, fisher_type, factor_dtype, memory_bound, batch
         la = cls.__new__(cls)
-        la._subject, la._fitted = fitted.subject, fitted
+        la._fitted = file.load(Path(path), model, likelihood, *of_fit)
+        la._subject = la._fitted.subject
         return la

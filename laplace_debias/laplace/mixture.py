@@ -104,10 +104,8 @@ class Mixture(Predictor):
             with torch.inference_mode(False):
                 draws = [how.draws(member._unchanged_state, x) for member in self.members]
                 return predictive.of_draws(self.likelihood, torch.cat(draws))
-        of_members = [member._uncertainty(x, how) for member in self.members]
-        total, aleatoric, epistemic = (
-            torch.stack(part).mean(0) for part in zip(*of_members, strict=True)
-        )
+        of_members = zip(*(member._uncertainty(x, how) for member in self.members), strict=True)
+        total, aleatoric, epistemic = (torch.stack(part).mean(0) for part in of_members)
         between = torch.stack([one.mean for one in trained]).var(0, unbiased=False)
         return Uncertainty(total + between, aleatoric, epistemic + between)
 

@@ -97,8 +97,8 @@ class Prediction:
             return self.draws_of(*self.moments(fitted, x, diagonal=False))
         with linearised.asked_of(fitted, x, self.positions, lambda _: True) as asked:
             parameters = fitted.posterior.sample(self.samples or DEFAULT_SAMPLES, self.generator)
-            of_network = asked.network, fitted.subject.known.names, asked.x
-            found = outputs_of_samples(*of_network, parameters, self.method == "glm-mc")
+            network, names = asked.network, fitted.subject.known.names
+            found = outputs_of_samples(network, names, asked.x, parameters, self.method == "glm-mc")
             return asked.shaped(found, None)
 
 

@@ -134,8 +134,7 @@ class BayesianParameters:
             if not names:
                 raise ValueError(f"params={SUPPORTED!r} selects no parameter: no layer is known.")
         block_names = [DENSE_BLOCK] if settings.kind.is_dense else block_names
-        order = parameter_order(model, names, blocks)
-        return cls(names, blocks, calls, order, block_names, size)
+        return cls(names, blocks, calls, parameter_order(model, names, blocks), block_names, size)
 
     def verified(
         self,

@@ -82,8 +82,8 @@ def on_data(
     for x, _ in stream.first:
         default = predictive.default_link(fitted, x)
     default = next(filter(None, current().exchange(default)), None)
-    predict = partial(predictive.predictives_by_links, fitted)
-    look = Look(predict, stream, likelihood, class_dim, metric, with_noise)
+    by_links = partial(predictive.predictives_by_links, fitted)
+    look = Look(by_links, stream, likelihood, class_dim, metric, with_noise)
     result, factor = search(look, points, links_to_try(default, link))
     if factor is None:
         return evidence.noting_assumed(result, fitted, sigma), None
@@ -150,8 +150,8 @@ class Table:
 
     def minus(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
         """The difference of the metric at two places, and its paired standard error."""
-        difference = self.values[one] - self.values[other]
-        return float(difference), float(self.errors(self.sums[one] - self.sums[other]))
+        error = self.errors(self.sums[one] - self.sums[other])
+        return float(self.values[one] - self.values[other]), float(error)
 
     def is_as_good(self, one: tuple[int, int], best: tuple[int, int]) -> bool:
         """Whether a place is worse than the best one by next to nothing; what is NaN is not."""
