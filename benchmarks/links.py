@@ -27,7 +27,7 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.links import FORMULAS, Link
-from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, Look, links_to_try, search
+from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, links_to_try, look, search
 from laplace_debias.metrics import auroc
 from laplace_debias.sources import SourceSettings, load
 
@@ -108,9 +108,9 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
             yield number, links.distribution(_SOFTMAX, torch.stack(logits))
 
     data = [(validation.mean, validation.labels)]
-    look = Look(predict, data, _SOFTMAX, None, "nll")
     by = links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None)
-    found, _ = search(look, validation.grid, by)
+    table = look(predict, data, _SOFTMAX, None, "nll", validation.grid.tolist(), by)
+    found, _ = search(table, "nll", _SOFTMAX)
     assert found.link is not None
     return float(found), found.link
 

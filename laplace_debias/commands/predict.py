@@ -88,7 +88,12 @@ def run(settings: Settings) -> Any:
     check_posterior(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded)
-    batches, names = _inputs(settings, loaded)
+    batches, names = loaded.test, None
+    if settings.inputs is not None and loaded.read is not None:
+        further = loaded.read(settings.inputs, "inputs")
+        for note in further.notes:
+            print(note)
+        batches, names = batches_of(further.part, settings)[0], further.names
     la = Laplace.load(settings.posterior, loaded.model)
     generator = torch.Generator(la.mean.device).manual_seed(settings.seed)
 
@@ -129,16 +134,6 @@ def as_json(settings: Settings, table: Any) -> dict[str, Any]:
     }
 
 
-def _inputs(settings: Settings, loaded: Loaded) -> tuple[Batches, tuple[str, ...] | None]:
-    """The inputs, and each one's name."""
-    if settings.inputs is None or loaded.read is None:
-        return loaded.test, None
-    further = loaded.read(settings.inputs, "inputs")
-    for note in further.notes:
-        print(note)
-    return batches_of(further.part, settings)[0], further.names
-
-
 def _columns(
     predicted: Callable[[Any], dict[str, Tensor]],
     batches: Batches,
@@ -162,12 +157,15 @@ def _columns(
     columns: dict[str, Any] = {
         name: torch.cat([part[name] for _, part, _ in of_all]).numpy() for name in of_all[0][1]
     }
-    targets = [y for _, _, y in of_all]
     if "prediction" in columns and loaded.classes is not None:
         columns["prediction"] = [loaded.classes[label] for label in columns["prediction"]]
     if settings.inputs is not None:
         return columns
-    return {**_target_columns(torch.cat(targets), loaded), **columns}
+    y = torch.cat([y for _, _, y in of_all])
+    if loaded.task == "classification" and loaded.classes is not None:
+        return {"label": [loaded.classes[label] for label in y.tolist()], **columns}
+    of_targets = _numbered("target" if loaded.task == "regression" else "label", y)
+    return {**{name: part.numpy() for name, part in of_targets.items()}, **columns}
 
 
 def _of_batch(found: Distribution, loaded: Loaded) -> dict[str, Tensor]:
@@ -194,14 +192,6 @@ def _of_regression(
         "epistemic": epistemic,
     }
     return {key: part for name, v in columns.items() for key, part in _numbered(name, v).items()}
-
-
-def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:
-    if loaded.task == "regression":
-        return {name: part.numpy() for name, part in _numbered("target", y).items()}
-    if loaded.task == "classification" and loaded.classes is not None:
-        return {"label": [loaded.classes[label] for label in y.tolist()]}
-    return {name: part.numpy() for name, part in _numbered("label", y).items()}
 
 
 def _numbered(name: str, values: Tensor) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ Searched over is δ, or γ = δ k² where σ = k σ₀ is tuned with it. Links a
 beside the covariances, and are all looked at in the same pass.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -83,8 +84,9 @@ def on_data(
         default = predictive.default_link(fitted, x)
     default = next(filter(None, current().exchange(default)), None)
     by_links = partial(predictive.predictives_by_links, fitted)
-    look = Look(by_links, stream, likelihood, class_dim, metric, with_noise)
-    result, factor = search(look, points, links_to_try(default, link))
+    at = points.tolist(), links_to_try(default, link)
+    table = look(by_links, stream, likelihood, class_dim, metric, *at, with_noise)
+    result, factor = search(table, metric, likelihood)
     if factor is None:
         return evidence.noting_assumed(result, fitted, sigma), None
     assert isinstance(result.prior_precision, float)
@@ -111,8 +113,8 @@ def links_to_try(default: Link | None, given: str | Link | None) -> list[Link | 
     if default is None or isinstance(given, Link):
         return [given if isinstance(given, Link) else None]
     names = [given] if given else list(dict.fromkeys([default.name, "probit"]))
-    at_all = [Link(name, T) for name in names for T in TEMPERATURES]
-    return [Link(names[0]), *(link for link in at_all if link != Link(names[0]))]
+    others = ((n, T) for n in names for T in TEMPERATURES if (n, T) != (names[0], 1))
+    return [Link(names[0]), *itertools.starmap(Link, others)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,97 +161,99 @@ class Table:
         return difference <= max(_ALIKE * error, _NOTHING * float(self.errors(self.sums[best])))
 
 
-@dataclass(frozen=True)
-class Look:
-    """Predicts and scores at points of the search, in one pass over the data.
+Predict = Callable[[Inputs, Tensor, Sequence[Link | None]], Iterable[tuple[int, Distribution]]]
+
+
+def look(
+    predict: Predict,
+    data: Pairs,
+    likelihood: Likelihood,
+    class_dim: int | None,
+    metric: str,
+    points: Sequence[float],
+    links: Sequence[Link | None],
+    with_noise: bool = False,
+) -> Table:
+    """The metric at points by links, in one pass over the data.
 
     The NLL of a regression `with_noise` is that at the best σ for each γ.
     """
-
-    predict: Callable[[Inputs, Tensor, Sequence[Link | None]], Iterable[tuple[int, Distribution]]]
-    data: Pairs
-    likelihood: Likelihood
-    class_dim: int | None
-    metric: str
-    with_noise: bool = False
-
-    def __call__(self, points: Sequence[float], links: Sequence[Link | None]) -> Table:
-        """The metric at the points by the links."""
-        grid, parts = torch.tensor(points, dtype=torch.float64), []
-        at = list(points) if None in links else [*points, math.inf]
-        for x, y in self.data:
-            rows: list[list[Tensor]] = [[] for _ in at]
-            counts = torch.zeros(0)
-            for number, predicted in self.predict(x, grid, links):
-                size = predicted.batch_shape
-                # Without the links' dimension, with one for the outputs.
-                targets = targets_classes_last(y, len(size), self.class_dim)
-                scored = score(self.likelihood, predicted, targets.expand(size[0], *targets.shape))
-                terms = self._terms(predicted, scored)
-                # The example of every term that counts, by whichever link.
-                examples = scored.counted.view(size)[0].nonzero()[:, 0]
-                examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
-                counts = examples.bincount(minlength=size[1]).double()
-                sums = terms.new_zeros(size[1], terms.shape[1]).index_add_(0, examples, terms)
-                rows[number].append(sums[counts > 0])
-            parts.append([counts[counts > 0], *(torch.cat(row, 1) for row in rows)])
-        counts, *columns = joined(parts, "tune on")
-        sums = torch.stack(columns).mT.contiguous()
-        if not self.with_noise:
-            return Table(at, links, sums, counts)
-        # With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
-        # covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
-        # k² = Σ q / M.
-        squares, log_dets, outputs = sums.unbind(1)
-        factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
-        if not factors.all():
-            raise ValueError(
-                "The residuals of the validation data are zero: there is no noise to estimate. "
-                "Check that the targets are not the outputs, or pass sigma=False."
-            )
-        k = factors.unsqueeze(1)
-        sums = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2 + outputs * k.log()
-        deltas = [gamma / factor**2 for gamma, factor in zip(at, factors.tolist(), strict=True)]
-        return Table(deltas, links, sums.unsqueeze(1), counts, factors)
-
-    def _terms(self, predicted: Distribution, scored: Scored) -> Float[Tensor, "terms columns"]:
-        """Each term of the metric, a column for each link; of a noise its squares, log-det, M."""
-        num_links = predicted.batch_shape[0]
-        if self.with_noise:
-            assert isinstance(predicted, MultivariateNormal)
-            root = predicted.scale_tril.flatten(0, -3).double()
-            residuals = (scored.labels.double() - scored.values.double()).unsqueeze(-1)
-            rounding = 8 * torch.finfo(scored.values.dtype).eps * scored.labels.double().abs()
-            residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
-            # Not from the log-density: beside its constant small residuals are lost in float32.
-            whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
-            squares = whitened.square().sum((-2, -1))
-            log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-            outputs = torch.full_like(squares, float(root.shape[-1]))
-            return torch.stack([squares, log_dets, outputs], -1)
-        if self.metric == "nll":
-            # No class probabilities: for a thousand classes a thousandth of the memory.
-            return -scored.log_probs.double().view(num_links, -1).T
-        if not len(scored.log_probs):  # A batch may hold ignored targets alone.
-            return scored.log_probs.new_zeros(0, num_links, dtype=torch.float64)
-        probs, labels = check_classification(*scored.classified)
-        squares = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
-        return squares.view(num_links, -1).T
+    grid, parts = torch.tensor(points, dtype=torch.float64), []
+    at = list(points) if None in links else [*points, math.inf]
+    for x, y in data:
+        rows: list[list[Tensor]] = [[] for _ in at]
+        counts = torch.zeros(0)
+        for number, predicted in predict(x, grid, links):
+            size = predicted.batch_shape
+            # Without the links' dimension, with one for the outputs.
+            targets = targets_classes_last(y, len(size), class_dim)
+            scored = score(likelihood, predicted, targets.expand(size[0], *targets.shape))
+            terms = _terms(predicted, scored, metric, with_noise)
+            # The example of every term that counts, by whichever link.
+            examples = scored.counted.view(size)[0].nonzero()[:, 0]
+            examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
+            counts = examples.bincount(minlength=size[1]).double()
+            sums = terms.new_zeros(size[1], terms.shape[1]).index_add_(0, examples, terms)
+            rows[number].append(sums[counts > 0])
+        parts.append([counts[counts > 0], *(torch.cat(row, 1) for row in rows)])
+    counts, *columns = joined(parts, "tune on")
+    sums = torch.stack(columns).mT.contiguous()
+    if not with_noise:
+        return Table(at, links, sums, counts)
+    # With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
+    # covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
+    # k² = Σ q / M.
+    squares, log_dets, outputs = sums.unbind(1)
+    factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
+    if not factors.all():
+        raise ValueError(
+            "The residuals of the validation data are zero: there is no noise to estimate. "
+            "Check that the targets are not the outputs, or pass sigma=False."
+        )
+    k = factors.unsqueeze(1)
+    sums = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2 + outputs * k.log()
+    deltas = [gamma / factor**2 for gamma, factor in zip(at, factors.tolist(), strict=True)]
+    return Table(deltas, links, sums.unsqueeze(1), counts, factors)
 
 
-def search(
-    look: Look, grid: Float[Tensor, " grid"], links: Sequence[Link | None]
-) -> tuple[Tuning, float | None]:
-    """Look at a grid by every link and choose: the findings, and what σ is multiplied by."""
-    table, points = look(grid.tolist(), links), range(len(grid))
-    by = [link for link in links if link is not None]
+def _terms(
+    predicted: Distribution, scored: Scored, metric: str, with_noise: bool
+) -> Float[Tensor, "terms columns"]:
+    """Each term of the metric, a column for each link; of a noise its squares, log-det, M."""
+    num_links = predicted.batch_shape[0]
+    if with_noise:
+        assert isinstance(predicted, MultivariateNormal)
+        root = predicted.scale_tril.flatten(0, -3).double()
+        residuals = (scored.labels.double() - scored.values.double()).unsqueeze(-1)
+        rounding = 8 * torch.finfo(scored.values.dtype).eps * scored.labels.double().abs()
+        residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
+        # Not from the log-density: beside its constant small residuals are lost in float32.
+        whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
+        squares = whitened.square().sum((-2, -1))
+        log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        outputs = torch.full_like(squares, float(root.shape[-1]))
+        return torch.stack([squares, log_dets, outputs], -1)
+    if metric == "nll":
+        # No class probabilities: for a thousand classes a thousandth of the memory.
+        return -scored.log_probs.double().view(num_links, -1).T
+    if not len(scored.log_probs):  # A batch may hold ignored targets alone.
+        return scored.log_probs.new_zeros(0, num_links, dtype=torch.float64)
+    probs, labels = check_classification(*scored.classified)
+    squares = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
+    return squares.view(num_links, -1).T
+
+
+def search(table: Table, metric: str, likelihood: Likelihood) -> tuple[Tuning, float | None]:
+    """The choice among what was looked at: the findings, and what σ is multiplied by."""
+    by = [link for link in table.links if link is not None]
+    points = range(len(table.at) - (len(by) > 0))
     number = _chosen(table, by, points) if len(by) > 1 else 0
     best, is_worse = _lowest(table, number, points)
     values, errors = table.values[:, number], table.errors(table.sums[:, number]).tolist()
     factors, can_tell = table.factors, len(table.counts) > 1
     rows: list[Row] = []
     for point in points:
-        row: Row = {"prior_precision": table.at[point], look.metric: float(values[point])}
+        row: Row = {"prior_precision": table.at[point], metric: float(values[point])}
         if factors is not None:
             row["sigma_factor"] = float(factors[point])
         if can_tell:
@@ -262,20 +266,20 @@ def search(
         high += 1
     within, factor, sigma = table.at[low : high + 1], None, None
     if factors is not None:
-        assert isinstance(look.likelihood, Gaussian)
+        assert isinstance(likelihood, Gaussian)
         factor = float(factors[best])
-        sigma = (look.likelihood.sigma * factor).tolist()
+        sigma = (likelihood.sigma * factor).tolist()
     is_flat = can_tell and len(within) == len(points)
     result = Tuning(
         table.at[best],
-        look.metric,
+        metric,
         float(values[best]),
         sorted(rows, key=lambda row: row["prior_precision"]),
         sigma,
         (min(within), max(within)) if can_tell else None,
         _at_the_end(table.at[best], () if is_flat else points, best, by, number),
-        links[number],
-        _compared(table, by, (best, number), points, look.metric) if len(by) > 1 else [],
+        table.links[number],
+        _compared(table, by, (best, number), points, metric) if len(by) > 1 else [],
     )
     return result, factor
 

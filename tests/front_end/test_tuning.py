@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
-from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, Look, search
+from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, look, search
 
 # Alone: the search for the prior precision without links and temperatures.
 PLAIN = Link("probit")
@@ -60,9 +60,8 @@ def shaped(curve, num_examples=200, noise=0.0, start=DEFAULT_GRID):
             logits = torch.stack([log_p, torch.log1p(-log_p.exp())], 1)
             yield number, Categorical(logits=logits.unsqueeze(0), validate_args=False)
 
-    look = Look(predict, batches, Softmax(), None, "nll")
-    grid = torch.as_tensor(start, dtype=torch.float64)
-    return search(look, grid, [None])[0], batches, tried
+    table = look(predict, batches, Softmax(), None, "nll", start.tolist(), [None])
+    return search(table, "nll", Softmax())[0], batches, tried
 
 
 def resolution(found):
