@@ -18,11 +18,10 @@ from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
-from laplace_debias.laplace.data_size import Expected, expected_of_loader
-from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional.linearised import moments
+from laplace_debias.laplace.posterior import FitReport, Fitted
 from laplace_debias.laplace.reading import Reading
-from laplace_debias.laplace.schemes import Finish, Scheme
+from laplace_debias.laplace.schemes import Expected, Finish, Scheme, expected_of_loader
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real, whole
 from laplace_debias.system.ranks import Ranks

@@ -14,11 +14,10 @@ from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.laplace import file, predictive
 from laplace_debias.laplace.export import export
-from laplace_debias.laplace.fitted import FitReport, Fitted
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linearised import OutputChoice
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.posterior import FitReport, Fitted, GaussianPosterior
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.laplace.predictor import Predictor
 from laplace_debias.laplace.subject import PriorMean, PriorPrecision, Subject

@@ -23,8 +23,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, NORMS, TRANSPOSED
 from laplace_debias.curvature.network.shadow import unwrapped
-from laplace_debias.laplace.fitted import Fitted
-from laplace_debias.laplace.posterior import applied, counted
+from laplace_debias.laplace.posterior import Fitted, applied, counted
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")

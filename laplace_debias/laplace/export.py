@@ -29,8 +29,8 @@ from laplace_debias.curvature.network.inputs import (
     call,
     join,
 )
-from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.links import Link, link_from, variances_suffice
+from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.laplace.predictive import Prediction, default_link, predict
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import frame

@@ -16,9 +16,8 @@ from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, L
 from laplace_debias.curvature.network.batches import BatchHook
 from laplace_debias.curvature.network.fingerprint import changed, fingerprint
 from laplace_debias.curvature.network.shadow import unwrapped
-from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.posterior import Fitted, GaussianPosterior, posterior_of
 from laplace_debias.laplace.subject import FitSettings, Subject
 from laplace_debias.operators import (
     BlockDiagonal,

@@ -22,11 +22,18 @@ from laplace_debias.curvature.network.repeatable_data import mark_of
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.curvature.network.shards import place_of, refuse_same
 from laplace_debias.laplace.anytime import Auto
-from laplace_debias.laplace.data_size import Expected, expected_of_loader
 from laplace_debias.laplace.file import likelihood_to_json
-from laplace_debias.laplace.fitted import Fitted, posterior_of
 from laplace_debias.laplace.plan import check_room
-from laplace_debias.laplace.schemes import OF_FIRST_BATCHES, CrossFit, Full, Scheme, check_mode
+from laplace_debias.laplace.posterior import Fitted, posterior_of
+from laplace_debias.laplace.schemes import (
+    OF_FIRST_BATCHES,
+    CrossFit,
+    Expected,
+    Full,
+    Scheme,
+    check_mode,
+    expected_of_loader,
+)
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import current

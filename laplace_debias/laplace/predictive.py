@@ -21,9 +21,9 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, call_with, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.laplace import links
-from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.metrics import Uncertainty
 from laplace_debias.metrics import uncertainty as of_probabilities
 from laplace_debias.operators.eigh import eigh

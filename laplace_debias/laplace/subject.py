@@ -1,5 +1,6 @@
 """The subject of an approximation: a model, its Bayesian parameters, and the choices made."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +54,6 @@ from laplace_debias.curvature.network.shadow import (
     widened,
 )
 from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.posterior import check_prior_precision, check_temperature
 from laplace_debias.system.checks import check_is, real, whole
 from laplace_debias.system.ranks import current
 from laplace_debias.system.shown import warn
@@ -370,6 +370,36 @@ class Subject:
     def dtypes(self) -> set[torch.dtype]:
         """Dtypes of the model's parameters."""
         return {p.dtype for p in self.model.parameters()}
+
+
+def check_temperature(temperature: Any) -> float:
+    """T as a `float`."""
+    value = real(temperature, "temperature")
+    if value.ndim:
+        raise TypeError(f"temperature must be one number, got {temperature!r}.")
+    if not 0 < float(value) < math.inf:
+        raise ValueError(
+            f"temperature must be positive and finite, got {float(value)}: 1 for the posterior "
+            "itself, less for one that is more certain."
+        )
+    return float(value)
+
+
+def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[float]:
+    """One positive finite number, or one per block, as a list."""
+    if prior_precision.shape not in ((), (num_blocks,)):
+        raise ValueError(
+            f"The prior precision must be one number or one for each of the {num_blocks} blocks, "
+            f"got shape {tuple(prior_precision.shape)}."
+        )
+    values: list[float] = prior_precision.detach().double().reshape(-1).tolist()
+    for value in values:
+        if not 0 < value < math.inf:
+            raise ValueError(
+                f"The prior precision must be positive and finite, got {prior_precision.tolist()}: "
+                "a flat prior is approached by a small one, such as 1e-6."
+            )
+    return values
 
 
 def prior_mean_of(value: Any, size: int | None, device: torch.device) -> Tensor | None:

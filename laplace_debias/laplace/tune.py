@@ -25,10 +25,10 @@ from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.laplace import evidence, predictive
-from laplace_debias.laplace.data_size import check_held_out
 from laplace_debias.laplace.evaluation import Scored, joined, score
-from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.laplace.posterior import Fitted
+from laplace_debias.laplace.schemes import check_held_out
 from laplace_debias.laplace.tuning import Row, Tuning
 from laplace_debias.metrics.checks import check_classification
 from laplace_debias.system.checks import real

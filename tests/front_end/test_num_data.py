@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from laplace_debias import Laplace, alone
 from laplace_debias.curvature import GGN
-from laplace_debias.laplace.data_size import told_by
+from laplace_debias.laplace.schemes import told_by
 from laplace_debias.system.checks import whole
 
 SIZE = 24

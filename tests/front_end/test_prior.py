@@ -9,8 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.laplace.posterior import check_temperature
-from laplace_debias.laplace.subject import prior_mean_of
+from laplace_debias.laplace.subject import check_temperature, prior_mean_of
 
 DELTA, NUM_DATA, T = 0.7, 40, 0.3
 

@@ -16,13 +16,13 @@ from laplace_debias.curvature.network.chosen_positions import (
 )
 from laplace_debias.curvature.network.inputs import Inputs, Record, call
 from laplace_debias.curvature.network.outputs import check_outputs, explaining_unbatched
-from laplace_debias.laplace.fitted import Fitted
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.moments import (
     OutputRequest,
     can_go_through,
     functional_moments,
 )
+from laplace_debias.laplace.posterior import Fitted
 
 OutputChoice = Tensor | Sequence[Sequence[int]] | int
 """Indices of outputs, one choice for each example `[B, k]`, or the number of the largest ones."""
