@@ -26,8 +26,10 @@ from laplace_debias.system.ranks import (
     together,
 )
 
-_EXTRAS = {"jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"}
-_EXTRAS |= {"pandas", "pyarrow", "jinja2"}
+_EXTRAS = {
+    *("jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"),
+    *("pandas", "pyarrow", "jinja2"),
+}
 _HINT = "pip install 'laplace-debias[cli]'"
 _TRACEBACK = "--traceback"
 _USAGE = """usage: laplace-debias [--help] [--version] command [options]
@@ -267,13 +269,8 @@ def _explained(message: str, options: Iterable[str], also: Sequence[str] = ()) -
     if missing:
         told = f"{required}are required: {', '.join(f'--{name}' for name in missing.split(', '))}"
         return f"{told}; most need {' and '.join(also)} too" if also else told
-    unknown: list[str] = []
-    known = list(options)
-    if message.startswith("unrecognized arguments"):
-        unknown, known = re.findall(r"--[\w.-]+", message), [f"--{option}" for option in known]
-    elif key := re.search(r"Option '([^']*)' is not accepted", message):
-        unknown = [key[1]]
-    elif key := re.search(r"Group '([^']*)' does not accept option '([^']*)'", message):
-        unknown = [f"{key[1]}.{key[2]}"]
-    near = [close for name in unknown for close in difflib.get_close_matches(name, known, n=1)]
+    is_line = message.startswith("unrecognized arguments")
+    name = r"--([\w.-]+)" if is_line else r"Option '([^']*)' is not accepted"
+    unknown, known = re.findall(name, message), list(options)
+    near = [f"--{o}" for name in unknown for o in difflib.get_close_matches(name, known, n=1)]
     return f"{message}; did you mean {' '.join(near)}?" if near else message
