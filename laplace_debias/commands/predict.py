@@ -106,12 +106,10 @@ def run(settings: Settings) -> Any:
         variance = found.variance.double()
         # What draws of the mean add to the noise.
         epistemic = (variance - la.sigma.to(variance).square()).clamp_min(0).sqrt()
-        if settings.method == "map":
-            epistemic = 0 * epistemic
-        return _of_regression(found.mean, variance.sqrt(), epistemic)
+        has_some = settings.method != "map"
+        return _of_regression(found.mean, variance.sqrt(), has_some * epistemic)
 
-    draws = settings.method in ("glm-mc", "nn") or settings.samples is not None
-    columns = _columns(predicted, batches, loaded, settings, draws)
+    columns = _columns(predicted, batches, loaded, settings)
     first = {"row": range(len(next(iter(columns.values()))))} if names is None else {"name": names}
     table = pandas.DataFrame({**first, **columns})
     if current().rank > 0:
@@ -139,14 +137,14 @@ def _columns(
     batches: Batches,
     loaded: Loaded,
     settings: Settings,
-    draws: bool,
 ) -> dict[str, Any]:
     """The table's columns, by name, on all processes."""
+    draws = settings.method in ("glm-mc", "nn") or settings.samples is not None
     parts: list[tuple[int, dict[str, Tensor], Tensor]] = []
     # Draws follow the order of all batches, so the first process makes them all.
-    is_first = current().rank == 0
+    takes_part = current().rank == 0 or not draws
     with alone() if draws else contextlib.nullcontext():
-        own = dealt(batches, BatchReader(loaded.model)) if is_first or not draws else ()
+        own = dealt(batches, BatchReader(loaded.model)) if takes_part else ()
         bar = tqdm(own, "predicting", unit="batch", leave=False, disable=not settings.progress)
         for number, _, x, y in bar:
             parts.append((number, {name: v.detach().cpu() for name, v in predicted(x).items()}, y))
