@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from laplace_debias.curvature.losses.base import keyed_uniforms
+from laplace_debias.curvature.losses.base import Uniforms
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
@@ -28,13 +28,13 @@ def test_categorical_root_survives_saturated_logits(scale, dtype):
 
 def test_keyed_uniforms_are_uniform_and_independent_of_the_cut():
     like = torch.empty(20_000, 2)
-    whole = keyed_uniforms(5, 0, 0, like)
-    parts = [keyed_uniforms(5, 0, first, like[:7000]) for first in (0, 7000, 14000)]
+    whole = Uniforms(5, 0, 0)(like)
+    parts = [Uniforms(5, 0, first)(like[:7000]) for first in (0, 7000, 14000)]
     assert torch.equal(whole, torch.cat(parts)[:20_000])
     counts = torch.histc(whole, 20, 0, 1)
     chi_squared = ((counts - 2000).square() / 2000).sum()
     assert chi_squared < 46  # 99.95 % quantile for 19 degrees of freedom
-    others = [keyed_uniforms(6, 0, 0, like), keyed_uniforms(5, 1, 0, like), whole.roll(1, 0)]
+    others = [Uniforms(6, 0, 0)(like), Uniforms(5, 1, 0)(like), whole.roll(1, 0)]
     pairs = [(whole[:, 0], whole[:, 1])] + [(whole[:, 0], other[:, 0]) for other in others]
     for a, b in pairs:
         assert torch.corrcoef(torch.stack([a, b]))[0, 1].abs() < 4.5 / 20_000**0.5

@@ -11,12 +11,11 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from laplace_debias.curvature.network.fingerprint import sum_of_bits
 from laplace_debias.curvature.network.inputs import tensors_of
@@ -41,14 +40,22 @@ _IDENTITY = "fit.json"
 
 
 @dataclass
-class Progress:
-    """The sums of a pass so far: `nll` is the loss, `num_outputs` the numbers that came out."""
+class Seen:
+    """Sums over the examples of a pass: `nll` in nats, `num_outputs` how many numbers came out."""
 
-    num_batches: int = 0
     num_examples: int = 0
-    nll: Tensor | float = 0.0
+    nll: Any = 0.0
     num_outputs: float = 0
     weight: float = 0
+
+    def __add__(self, other: "Seen") -> "Seen":
+        """The sums of two passes over different data."""
+        return Seen(
+            self.num_examples + other.num_examples,
+            self.nll + other.nll,
+            self.num_outputs + other.num_outputs,
+            self.weight + other.weight,
+        )
 
 
 class Checkpoint:
@@ -74,13 +81,13 @@ class Checkpoint:
                 temporary.write_text(now, encoding="utf-8")
         ranks.exchange(None)
 
-    def begin(self, sums: Sums, keys: Mapping[str, Any]) -> Progress:
+    def begin(self, sums: Sums, keys: Mapping[str, Any]) -> Seen:
         """Begin the next pass: put what was saved back into `sums`; `keys` are its keys by name."""
         self._number += 1
         self._path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"
         self._sums, self._last = sums, time.monotonic()
         self._read, self._digest = 0, hashlib.blake2b(digest_size=8)
-        self._saved, self._mark, found = 0, "", Progress()
+        self._saved, self._mark, seen = 0, "", Seen()
         if self._path.exists():
             try:
                 texts, tensors = read_sealed(self._path)
@@ -89,8 +96,8 @@ class Checkpoint:
                     f"{self._path} is damaged ({error}): remove the folder, and fit anew."
                 ) from error
             told = json.loads(texts["progress"])
-            self._mark, found = told.pop("mark"), Progress(**told)
-            self._saved = found.num_batches
+            self._mark, self._saved = told.pop("mark"), told.pop("num_batches")
+            seen = Seen(**told)
             for name, saved in tensors.items():
                 table, _, of = name.partition("/")
                 values, value = sums[table], saved.to(self._device)
@@ -99,7 +106,7 @@ class Checkpoint:
                     values.setdefault(keys.get(of[1:], of[1:]), [])[:] = [value]
                 else:
                     values[keys.get(of, of)] = value
-        return found
+        return seen
 
     def has(self, pair: tuple[Any, ...]) -> bool:
         """Whether the batch that was read next is in the sums already."""
@@ -110,7 +117,7 @@ class Checkpoint:
             self._refuse("others are in the sums")
         return self._read <= self._saved
 
-    def done(self, progress: Progress, check: Callable[[], None]) -> None:
+    def done(self, seen: Seen, check: Callable[[], None]) -> None:
         """Tell that the batch is in the sums; they are not saved if `check` raises.
 
         A disk that is full does not end the fit.
@@ -119,7 +126,7 @@ class Checkpoint:
             return
         check()
         # The nll may be on a device.
-        told = asdict(replace(progress, nll=float(progress.nll)))
+        told = {**vars(seen), "nll": float(seen.nll), "num_batches": self._read}
         texts = {"progress": json.dumps({**told, "mark": self._digest.hexdigest()})}
         # By names: `table/block`, of what is joined `table//block`.
         tensors = {}

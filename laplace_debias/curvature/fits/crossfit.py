@@ -125,7 +125,7 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
             everything.pairs.extend(fold.pairs)
             everything.places.extend(fold.places)
         return fit_diagonal(problem, everything.placed, None)
-    of_folds, seen = [], Seen(0, 0.0, 0, 0)
+    of_folds, seen = [], Seen()
     for fold in folds:
         sums, of_fold = factor_sums(problem, fold.placed)
         of_folds.append(sums)

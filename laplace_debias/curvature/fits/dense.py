@@ -60,7 +60,7 @@ def sweep_rows(
 
     row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
     kept = None if sums is None else {"rows": sums, "extremes": extremes}
-    sweep = Sweep(problem, measure, collect, sums=kept, extra_bytes=row_bytes, joins_blocks=True)
+    sweep = Sweep(problem, measure, collect, sums=kept, row_bytes=row_bytes)
     seen = sweep.over(batches, first)
     check_finite_sums([(block, torch.cat(of)) for block, of in extremes.items() if of])
     return seen
@@ -127,7 +127,7 @@ def fit_crossfit_dense(
     folds = split_folds(problem.ranks, data, num_folds)
     size = sum(block.size for block in problem.blocks)
     rows: list[Rows] = []
-    seen = Seen(0, 0.0, 0, 0)
+    seen = Seen()
     for fold in folds:
         of_fold: list[Rows] = []
         sums = {DENSE_BLOCK: of_fold}

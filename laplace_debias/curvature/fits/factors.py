@@ -66,7 +66,7 @@ def gradient_factor(
     d_out, has_positions = block.shape[0], False
     if isinstance(uses, CallUses):
         num_rows = uses.num_columns * uses.num_examples
-    elif block.is_exact or _is_reduced(block):
+    elif block.is_exact or (block.sharing == "reduce" and block.role == "weight"):
         num_rows = uses[0][1].shape[:2].numel()
     else:
         num_rows, has_positions = sum(g.numel() for _, g in uses), not block.has_diagonal_G
@@ -78,10 +78,12 @@ def gradient_factor(
         and not isinstance(uses, CallUses)
         and _counted(layer, block, [x for x, _ in uses], masks) is None
     ):
-        parts = _columns(layer, block, uses)
-        return reduce(torch.add, map(_gram, parts)) / sum(part.shape[-1] for part in parts)
-    square = _squares if block.has_diagonal_G else moments
-    return reduce(torch.add, map(square, gradient_rows(layer, block, uses, masks)))
+        columns = _columns(layer, block, uses)
+        return reduce(torch.add, map(_gram, columns)) / sum(part.shape[-1] for part in columns)
+    parts = gradient_rows(layer, block, uses, masks)
+    if block.has_diagonal_G:
+        return reduce(torch.add, (rows.square().sum(0) for rows in parts))
+    return reduce(torch.add, map(moments, parts))
 
 
 def gradient_rows(
@@ -94,7 +96,7 @@ def gradient_rows(
         return
     assert not isinstance(uses, CallUses)
     parts = _columns(layer, block, uses)
-    if _is_reduced(block):
+    if block.sharing == "reduce" and block.role == "weight":
         yield torch.stack([part.sum(-1) for part in parts]).sum(0)
         return
     masks = _counted(layer, block, [x for x, _ in uses], masks)
@@ -116,10 +118,6 @@ def _columns(
     if block.role == "table":
         return [token_gradients(layer, block, x, g).flatten(0, 1) for x, g in uses]
     return [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
-
-
-def _is_reduced(block: Block) -> bool:
-    return block.sharing == "reduce" and block.role == "weight"
 
 
 def input_factors(
@@ -254,11 +252,6 @@ def _mean_activations(
     return total / counts.view(-1, *[1] * (total.ndim - 1))
 
 
-def _squares(rows: Float[Tensor, "n d"]) -> Float[Tensor, " d"]:
-    """The diagonal of `rowsᵀ rows`."""
-    return rows.square().sum(0)
-
-
 def _add_moments(
     total: Float[Tensor, "*groups d d"] | Float[Tensor, " d"], rows: Float[Tensor, "n *groups d"]
 ) -> None:
@@ -268,7 +261,7 @@ def _add_moments(
     """
     size = rows.shape[-1]
     if total.ndim == 1:
-        total.add_(_squares(rows))
+        total.add_(rows.square().sum(0))
     elif rows.ndim == 3:
         total.add_(moments(rows))
     elif size < _SYMMETRIC_FROM:

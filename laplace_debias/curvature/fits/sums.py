@@ -137,7 +137,7 @@ def factor_pass(
         for A in parts_of_A:
             add(block, 1, A)
 
-    sweep = Sweep(problem, measure, add_both, sums=sums, additive=True, with_inputs=True)
+    sweep = Sweep(problem, measure, add_both, sums=sums, of_factors=True)
     return sweep.over(batches, first)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.checkpoint import Checkpoint, Progress, Sums
+from laplace_debias.curvature.fits.checkpoint import Checkpoint, Seen, Sums
 from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure, Stream
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
@@ -63,25 +63,6 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Sums over the examples of a pass: `nll` in nats, `num_outputs` how many numbers came out."""
-
-    num_examples: int
-    nll: float
-    num_outputs: float
-    weight: float
-
-    def __add__(self, other: "Seen") -> "Seen":
-        """The sums of two passes over different data."""
-        return Seen(
-            self.num_examples + other.num_examples,
-            self.nll + other.nll,
-            self.num_outputs + other.num_outputs,
-            self.weight + other.weight,
-        )
-
-
-@dataclass(frozen=True)
 class CurvatureFit:
     """Curvature of the mean loss, and the data that it came from."""
 
@@ -104,13 +85,13 @@ class Sweep:
         problem: The network and its blocks, the processes, and where passes are saved.
         measure: What to compute of a block on a chunk of a batch.
         add: Takes what was measured of a block.
-        with_inputs: Whether `measure` is told two things more: which positions take part, where not
-            all do, and, of a weight block once for every example, what went into its layer.
         sums: Where `add` keeps all that it remembers from batch to batch; None for a pass of which
             nothing is saved.
-        additive: Whether measuring one cotangent after the other costs no more than all at once.
-        extra_bytes: What is made for every cotangent of an example besides its output gradients.
-        joins_blocks: Whether `add` adds nothing before it was given all blocks.
+        of_factors: Whether `measure` is told two things more: which positions take part, where not
+            all do, and, of a weight block once for every example, what went into its layer. Then
+            measuring one cotangent after the other costs no more than all at once.
+        row_bytes: Where `add` joins the blocks' parts to a row, and adds nothing before it was
+            given all of them: the bytes of one, for every cotangent of an example.
     """
 
     def __init__(
@@ -119,17 +100,13 @@ class Sweep:
         measure: Measure,
         add: Consume,
         *,
-        with_inputs: bool = False,
         sums: Sums | None = None,
-        additive: bool = False,
-        extra_bytes: int = 0,
-        joins_blocks: bool = False,
+        of_factors: bool = False,
+        row_bytes: int = 0,
     ) -> None:
         self.problem, self.measure, self.add = problem, measure, add
         self.sums, self.checkpoint = ({}, None) if sums is None else (sums, problem.checkpoint)
-        self.additive, self.extra_bytes = additive, extra_bytes
-        self.joins_blocks, self.with_inputs = joins_blocks, with_inputs
-        self.progress = Progress()
+        self.of_factors, self.row_bytes, self.seen = of_factors, row_bytes, Seen()
         self.positions: PositionFinder | None = None
 
     def over(self, batches: Pairs, first: int = 0) -> Seen:
@@ -143,7 +120,7 @@ class Sweep:
             placed = Placed(batches)
         if self.checkpoint is not None:
             keys = {block.name: block for block in self.problem.blocks}
-            self.progress = self.checkpoint.begin(self.sums, keys)
+            self.seen = self.checkpoint.begin(self.sums, keys)
         for number, pair in enumerate(placed, start=1):
             if self.positions is None:
                 self._look(pair[0])
@@ -154,13 +131,12 @@ class Sweep:
             # The batches of a list are folds, and not those of the user.
             with faults.of_batch(None if placed.are_folds else number):
                 self._batch(place, pair)
-            self.progress.num_batches += 1
             if self.checkpoint is not None:
-                self.checkpoint.done(self.progress, faults.read)
+                self.checkpoint.done(self.seen, faults.read)
         faults.read()
         if self.checkpoint is not None:
             self.checkpoint.end()
-        own = self.progress
+        own = self.seen
         of_ranks = self.problem.ranks.exchange(
             [own.num_examples, float(own.nll), own.num_outputs, own.weight]
         )
@@ -188,10 +164,10 @@ class Sweep:
                 'use fisher="mc", a column for each of mc_samples labels that are drawn from the '
                 'model, or fisher="empirical".'
             )
-        size = tap.output_bytes() + self.extra_bytes
+        size = tap.output_bytes() + self.row_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example")
         self.columns = min(columns, bound // size)
-        if self.additive and tap.one_by_one and isinstance(problem.stream, HookStream):
+        if self.of_factors and tap.one_by_one and isinstance(problem.stream, HookStream):
             self.columns = 1
         self.examples = max(1, bound // (_SHARE * self.columns * size))
         tap.forget()
@@ -208,8 +184,8 @@ class Sweep:
                         '(params="last_layer").'
                     )
         self._chunks(place, pair, slice(0, len(y)), Counter())
-        self.progress.num_examples += len(y)
-        self.progress.weight += weight_of(pair)
+        self.seen.num_examples += len(y)
+        self.seen.weight += weight_of(pair)
 
     def _chunks(
         self, place: int, pair: tuple[Any, ...], part: slice, before: Counter[Block]
@@ -237,13 +213,13 @@ class Sweep:
                         '(params="last_layer"); la.plan(loader) tells what a fit takes.'
                     ) from error
             else:
-                self.progress.nll = self.progress.nll + nll
-                self.progress.num_outputs += num_outputs
+                self.seen.nll = self.seen.nll + nll
+                self.seen.num_outputs += num_outputs
                 start = chunk.stop
                 continue
             # Not within `except`, whose error holds what the chunk took.
             self.examples, added = size // 2, adding.calls | before
-            if self.joins_blocks:
+            if self.row_bytes:
                 least = min(added[block] for block in self.problem.blocks)
                 added = Counter(dict.fromkeys(self.problem.blocks, least))
             self._chunks(place, pair, chunk, added)
@@ -267,16 +243,16 @@ class Sweep:
             return cotangents if roots is None else by_example(cotangents, roots, 1)
 
         moved, measure = move(x, self.problem.device, None), self.measure
-        if self.with_inputs:
+        if self.of_factors:
             assert self.positions is not None
             # It asks about what still lies on the CPU there.
             masks = self.positions.find(x, y)
             # Further cotangents of the same examples come with the same inputs.
-            fresh = {block for block in self.problem.blocks if not block.is_exact}
+            fresh = set(self.problem.blocks)
 
             def measure(layer: nn.Module, block: Block, uses: Any) -> Any:
                 xs = None
-                if block in fresh:
+                if block in fresh and not block.is_exact:
                     fresh.discard(block)
                     xs = [of if roots is None else by_example(of, roots, 0) for of, _ in uses]
                 return self.measure(layer, block, uses, masks.get(block.layer), xs)

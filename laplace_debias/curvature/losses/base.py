@@ -5,14 +5,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 
 
 class Uniforms:
-    """Uniform numbers keyed by seed, sample and the example's place in the data."""
+    """Uniform numbers keyed by seed, sample and the example's place in the data.
+
+    A counter-based generator, so that the numbers do not depend on the batch size or the device:
+    the finaliser of SplitMix64 (Steele, Lea & Flood, 2014), applied once per key.
+    """
 
     def __init__(self, seed: int, sample: int, first: int) -> None:
         self._key = (seed, sample, first)
@@ -22,35 +26,20 @@ class Uniforms:
 
         Numbers at entries that count are those of an example without the others.
         """
-        rows, columns = like.reshape(like.shape[0], -1), None
-        if counted is not None:
+        seed, sample, first = self._key
+        rows = torch.arange(first, first + len(like), device=like.device)[:, None]
+        if counted is None:
+            columns = torch.arange(like[:1].numel(), device=like.device)[None, :]
+        else:
             # The number of an entry among those of its row that count; anything for the others.
             columns = (counted.expand_as(like).flatten(1).cumsum(1) - 1).clamp_min(0)
-        return keyed_uniforms(*self._key, rows, columns).reshape(like.shape)
-
-
-def keyed_uniforms(
-    seed: int,
-    stream: int,
-    first: int,
-    like: Float[Tensor, "batch outputs"],
-    columns: Int[Tensor, "batch outputs"] | None = None,
-) -> Float[Tensor, "batch outputs"]:
-    """Uniform numbers in (0, 1), a function of (seed, stream, row, column) alone, float64.
-
-    A counter-based generator, so that the numbers do not depend on the batch size or the device:
-    the finaliser of SplitMix64 (Steele, Lea & Flood, 2014), applied once per key.
-    """
-    rows = torch.arange(first, first + like.shape[0], device=like.device)[:, None]
-    if columns is None:
-        columns = torch.arange(like.shape[1], device=like.device)[None, :]
-    state = torch.full_like(rows, seed)
-    for key in (torch.full_like(rows, stream), rows, columns):
-        state = state + (key + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15, signed
-        state = (state ^ _shift(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-        state = (state ^ _shift(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-        state = state ^ _shift(state, 31)
-    return (_shift(state, 11).double() + 0.5) / 2**53
+        state = torch.full_like(rows, seed)
+        for key in (torch.full_like(rows, sample), rows, columns):
+            state = state + (key + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15, signed
+            state = (state ^ _shift(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+            state = (state ^ _shift(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+            state = state ^ _shift(state, 31)
+        return ((_shift(state, 11).double() + 0.5) / 2**53).reshape(like.shape)
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:

@@ -150,7 +150,7 @@ class KFAC(Permuted):
             measured = LossData(others, network, loss, reduction, None)
         cotangents = Cotangents(of_loss.loss, columns.seeded(generator))
         with torch.inference_mode(False):
-            resolved = resolve(tap, network.names, of_loss.first_inputs, joint, sharing)
+            resolved = resolve(tap, network.names, of_loss.first.inputs, joint, sharing)
             if resolved.unused:
                 raise ValueError(
                     f"The outputs do not depend on {resolved.unused} by differentiable operations "
@@ -160,17 +160,15 @@ class KFAC(Permuted):
             stream = choose_backend(unwrapped(model), backend, blocks)(tap, blocks)
             problem = Problem(cotangents, blocks, stream, factor_dtype, memory_bound)
             problem = problem.on(current())
-            fitted = self._fit(
-                problem, of_loss.placed, None if magnitudes is None else measured.placed
-            )
+            fitted = self._fit(problem, of_loss, None if magnitudes is None else measured)
         order = parameter_order(tap.network, network.names, blocks)
         Permuted.__init__(
             self,
-            (measured.num_examples * measured.scale) * fitted.curvature,
+            (measured.data.num_examples * measured.scale) * fitted.curvature,
             None if order is None else order.to(network.device),
             network.layout,
         )
-        object.__setattr__(self, "num_data", measured.num_examples)
+        object.__setattr__(self, "num_data", measured.data.num_examples)
 
     @property
     def blocks(self) -> BlockDiagonal[EigenKronecker]:
@@ -195,7 +193,7 @@ class EKFAC(KFAC):
     _fit = staticmethod(fit_ekfac)
 
 
-class LossData:
+class LossData(Placed):
     """Batches as pairs, with what the loss says of all of them; targets are checked at once."""
 
     def __init__(
@@ -206,24 +204,14 @@ class LossData:
         reduction: str | None,
         num_data: int | None,
     ) -> None:
+        super().__init__((), lambda batch, _: self.data.firsts[batch])
         ranks = current()
         ranks.require_same(model=lambda: checksum(network.model))
-        self._data = Data(stream, network.device, num_data, ranks)
-        self.num_examples = self._data.num_examples
+        self.data = Data(stream, network.device, num_data, ranks)
         self.loss = output_loss(loss, reduction)
-        first = self._data.batch(0)
-        outputs = network.first_outputs(first.inputs, first.size)
-        self.scale = loss_scale(self.loss, self._data, outputs)
-
-    @property
-    def placed(self) -> Placed:
-        """The pairs, with their places among those of all processes."""
-        return Placed(self, lambda batch, _: self._data.firsts[batch])
-
-    @property
-    def first_inputs(self) -> Inputs:
-        """The inputs of the first batch."""
-        return self._data.batch(0).inputs
+        self.first = self.data.batch(0)
+        outputs = network.first_outputs(self.first.inputs, self.first.size)
+        self.scale = loss_scale(self.loss, self.data, outputs)
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        return ((batch.inputs, batch.targets) for batch in self._data)
+        return ((batch.inputs, batch.targets) for batch in self.data)

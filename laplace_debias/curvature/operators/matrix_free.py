@@ -1,12 +1,14 @@
 """Hessian, GGN and Fisher matrices of a network's loss on a data set, by their products."""
 
+from dataclasses import replace
 from functools import reduce
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.losses import Loss, OutputMap, Uniforms, output_loss
+from laplace_debias.curvature.losses import Loss, OutputMap, output_loss
+from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
@@ -18,7 +20,6 @@ from laplace_debias.curvature.operators.network_operator import (
     loss_scale,
 )
 from laplace_debias.curvature.operators.tracing import Tensors
-from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import together
 
 
@@ -102,9 +103,6 @@ class CurvatureOperator(NetworkOperator):
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         self._loss.check(outputs, targets)
 
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        return None, 0
-
     @together("a curvature operator's product")
     @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
@@ -112,18 +110,19 @@ class CurvatureOperator(NetworkOperator):
         self._ranks.require_same(vectors=vectors.shape)
 
         def product(item: Item) -> Tensor:
-            chunks = self._chunks(item, len(vectors))
-            return torch.cat([self._product(item, vectors[chunk]) for chunk in chunks])
+            """One batch's products, `[k, D]`, not scaled."""
+            parts = []
+            for chunk in self._chunks(item, len(vectors)):
+                part = vectors[chunk]
+                batched = len(part) > 1
+                tensors = self._network.split(part if batched else part[0])
+                applied = self._apply(item, tensors, batched)
+                parts.append(self._network.join(applied, batched).view(part.shape))
+            return torch.cat(parts)
 
         total = reduce(Tensor.add_, self._of_items(product))  # the data is not empty
         self._ranks.sum([total])
         return total.mul_(self._scale).T
-
-    def _product(self, item: Item, vectors: Float[Tensor, "k columns"]) -> Tensor:
-        """One batch's products, `[k, D]`, not scaled."""
-        batched = len(vectors) > 1
-        tensors = self._network.split(vectors if batched else vectors[0])
-        return self._network.join(self._apply(item, tensors, batched), batched).view(vectors.shape)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
         """Jᵀ M J, with M at the outputs."""
@@ -232,8 +231,7 @@ class Fisher(CurvatureOperator):
             )
         if fisher == "exact" and (mc_samples is not None or generator is not None):
             raise ValueError('mc_samples and generator belong to fisher="mc": nothing is drawn.')
-        if mc_samples is not None:
-            whole(mc_samples, "mc_samples")
+        columns = FisherType(fisher, 1 if mc_samples is None else mc_samples)
         self._generator = generator
         super().__init__(
             model,
@@ -252,23 +250,18 @@ class Fisher(CurvatureOperator):
                 "nn.MSELoss and nn.BCEWithLogitsLoss have: use GGN or EmpiricalFisher for another "
                 "loss."
             )
-        self._samples = (mc_samples or 1) if fisher == "mc" else 0
-        self._seed = 0
-        if self._samples:
-            device = "cpu" if generator is None else generator.device
-            seed = int(torch.randint(2**62, (), generator=generator, device=device))
-            with together("a curvature operator's construction"):
-                self._seed = self._ranks.exchange(seed)[0]
+        columns = columns.seeded(generator)
+        with together("a curvature operator's construction"):
+            seed = self._ranks.exchange(columns.seed)[0]
+        self._cotangents = Cotangents(self._loss, replace(columns, seed=seed))
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        labels = self._loss.labels(batch.targets, outputs.ndim)
-        if not self._samples:
+        fisher = self._cotangents.fisher
+        if fisher.kind == "exact":
+            labels = self._loss.labels(batch.targets, outputs.ndim)
             return self._loss.hessian(outputs, labels), 2
-        gradients = [
-            self._loss.drawn_gradient(outputs, labels, Uniforms(self._seed, sample, batch.first))
-            for sample in range(self._samples)
-        ]
-        return _outer_products(torch.stack(gradients) / self._samples**0.5), self._samples
+        gradients, _ = self._cotangents(outputs, batch.targets, batch.first)
+        return _outer_products(gradients), fisher.mc_samples
 
 
 class EmpiricalFisher(CurvatureOperator):

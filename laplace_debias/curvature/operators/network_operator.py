@@ -61,60 +61,11 @@ class Item:
     num_bytes: int
 
 
-class Kept:
-    """The programs of every batch, in order: of the first ones kept, of the others made anew.
-
-    Several threads may go through it: one at a time makes an item, all use those that are kept.
-    """
-
-    def __init__(self, data: Data, make: Callable[[Batch], Item], memory_bound: int) -> None:
-        self._data = data
-        self._make = make
-        self._memory_bound = memory_bound
-        self._items: list[Item] = []
-        self._full = False
-        self.lock = Lock()
-
-    def forget(self) -> None:
-        """Drop everything that is kept."""
-        with self.lock:
-            # A new list: other threads may be going through the old one.
-            self._items = []
-            self._full = False
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that are kept."""
-        return sum(item.num_bytes for item in self._items)
-
-    def map(self, function: Callable[[Item], Result]) -> Iterator[Result]:
-        """`function` of every item, in order.
-
-        No iterator over the items themselves: while the next one is made, whoever went through
-        them would still hold the last, beyond the memory bound.
-        """
-        items = self._items
-        if len(items) == len(self._data.sizes):
-            yield from map(function, items)
-            return
-        for batch in self._data:
-            yield function(self._item(batch))
-
-    def _item(self, batch: Batch) -> Item:
-        with self.lock:
-            if batch.index < len(self._items):
-                return self._items[batch.index]
-            item = self._make(batch)
-            # What another thread has dropped on the way is not begun in the middle.
-            if not self._full and batch.index == len(self._items):
-                self._full = self.num_bytes + item.num_bytes > self._memory_bound
-                if not self._full:
-                    self._items.append(item)
-            return item
-
-
 class NetworkOperator(LinearOperator):
     """A linear operator made of a network's derivatives on a data set.
+
+    The first batches' linearisations are kept within the memory bound, the others made anew in
+    every product. Several threads may multiply: one at a time linearises, all use what is kept.
 
     Attributes:
         layout: The selected parameters, in the model's order, as they lie in a vector.
@@ -149,7 +100,7 @@ class NetworkOperator(LinearOperator):
         self._data = Data(stream, network.device, num_data, self._ranks)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound
-        self._kept = Kept(self._data, self._make, memory_bound)
+        self._lock, self._items, self._is_full = Lock(), list[Item](), False
         self._checked: set[int] = set()
         first = self._data.batch(0)
         self._first_outputs = self._network.first_outputs(first.inputs, first.size)
@@ -179,7 +130,7 @@ class NetworkOperator(LinearOperator):
     @property
     def num_bytes_kept(self) -> int:
         """The bytes of linearised batches kept between products, at most `memory_bound`."""
-        return self._kept.num_bytes
+        return sum(item.num_bytes for item in self._items)
 
     def _make(self, batch: Batch) -> Item:
         """Linearise a batch; checks its outputs the first time."""
@@ -201,21 +152,41 @@ class NetworkOperator(LinearOperator):
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         """Refuse targets that do not fit outputs of this shape."""
 
-    @abstractmethod
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         """The linear map at the outputs, and how many tensors of their size it holds."""
+        return None, 0
 
     def _of_items(self, function: Callable[[Item], Result]) -> Iterator[Result]:
-        """`function` of every linearised batch, at the model's present parameters."""
+        """`function` of every linearised batch, in order, at the model's present parameters.
+
+        No iterator over the items themselves: while the next one is made, whoever went through
+        them would still hold the last, beyond the memory bound.
+        """
         if not self._network.is_current():
-            with self._kept.lock:
+            with self._lock:
                 # Unless another thread has done so.
                 if not self._network.is_current():
                     self._network.refresh()
-                    self._kept.forget()
+                    # A new list: other threads may be going through the old one.
+                    self._items, self._is_full = [], False
                     self._lineariser.forget()
                     self._checked.clear()
-        return self._kept.map(function)
+        items = self._items
+        if len(items) == len(self._data.sizes):
+            return map(function, items)
+        return (function(self._item(batch)) for batch in self._data)
+
+    def _item(self, batch: Batch) -> Item:
+        with self._lock:
+            if batch.index < len(self._items):
+                return self._items[batch.index]
+            item = self._make(batch)
+            # What another thread has dropped on the way is not begun in the middle.
+            if not self._is_full and batch.index == len(self._items):
+                self._is_full = self.num_bytes_kept + item.num_bytes > self._memory_bound
+                if not self._is_full:
+                    self._items.append(item)
+            return item
 
     def _chunks(self, item: Item, num_columns: int) -> list[slice]:
         """The columns to multiply side by side."""
@@ -280,9 +251,6 @@ class Jacobian(NetworkOperator):
                 f"The Jacobian's rows need outputs of one shape, got {tuple(self._output_shape)} "
                 f"and {tuple(outputs.shape[1:])} an example: pad the inputs to one length."
             )
-
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        return None, 0
 
     @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:

@@ -86,12 +86,8 @@ def _check_replayable(node: fx.Node) -> None:
         indices: Any = node.args[1]
         integers = (torch.int32, torch.int64)
         by_value = any(x is not None and _kind(x)[1] not in integers for x in indices)
-    if by_value:
-        raise UntraceableError(f"{node.target} makes shapes depend on values")
-    if torch.Tag.nondeterministic_seeded in tags:
-        raise UntraceableError(f"{node.target} is random")
-    if _writes(node):
-        raise UntraceableError(f"{node.target} writes to its argument")
+    if by_value or torch.Tag.nondeterministic_seeded in tags or _writes(node):
+        raise UntraceableError(f"{node.target} depends on values, is random, or writes")
 
 
 def _writes(node: fx.Node) -> bool:
@@ -118,9 +114,14 @@ def _simplify(graph: fx.Graph) -> None:
         if node.target is aten.view.default:
             # Side by side, columns may lie in memory in another order.
             node.target = aten.reshape.default
-        same = _same_as(node)
-        if same is not None:
-            node.replace_all_uses_with(same)
+        source: Any = None
+        if node.target in (aten.alias.default, aten.detach.default):
+            source = node.args[0]
+        elif node.target is aten.copy.default and _kind(node) == _kind(node.args[1]):
+            source = node.args[1]
+        if source is not None:
+            # A mere copy.
+            node.replace_all_uses_with(source)
             continue
         key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
         if seen.setdefault(key, node) is not node:
@@ -132,16 +133,6 @@ def _simplify(graph: fx.Graph) -> None:
                 if term in zeros and _kind(other) == _kind(node):
                     node.replace_all_uses_with(other)  # type: ignore[arg-type]
                     break
-
-
-def _same_as(node: fx.Node) -> fx.Node | None:
-    """The node that a node is a mere copy of."""
-    source: Any = None
-    if node.target in (aten.alias.default, aten.detach.default):
-        source = node.args[0]
-    elif node.target is aten.copy.default and _kind(node) == _kind(node.args[1]):
-        source = node.args[1]
-    return source
 
 
 def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
