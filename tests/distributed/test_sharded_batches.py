@@ -32,7 +32,7 @@ def test_the_union_of_the_kth_batches_is_the_kth_batch_of_one_process(batch, num
             assert all(of_rank)
             assert len(share) == len(of_rank)
             assert share.num_examples == sum(map(len, of_rank))
-            places = [share.place(k) for k in range(len(of_rank))]
+            places = [part.start for part in share.parts]
             assert places == [part[0] for part in of_rank]
             # As other loaders are placed, by what their ranks tell.
             assert places == first_places(Told(share.rank, told), told[share.rank])

@@ -7,7 +7,6 @@ from torch.nn.functional import cross_entropy
 
 from laplace_debias import Categorical, Laplace
 from laplace_debias.curvature import GGN
-from laplace_debias.curvature.network.batches import next_token_targets
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,6 +47,11 @@ MODELS = {
         False,
     ),
 }
+
+
+def shifted(labels):
+    """Each label one position earlier, where the outputs are that predict it."""
+    return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
 
 
 def build(name):
@@ -169,7 +173,7 @@ def test_operators_move_the_labels_too():
     batch = batch_of(29)
     names = [f"{head}.weight"]
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    by_hand = [(inputs, next_token_targets(batch["labels"]))]
+    by_hand = [(inputs, shifted(batch["labels"]))]
     G = GGN(model, Categorical(), [batch], params=names)
     v = torch.randn(G.shape[1], dtype=torch.float64)
     torch.testing.assert_close(G @ v, GGN(model, Categorical(), by_hand, params=names) @ v)
@@ -209,7 +213,7 @@ def test_a_loss_that_cannot_be_asked_is_an_error():
     told = Laplace(
         model,
         params="last_layer",
-        batch=lambda b: ({"input_ids": b["input_ids"]}, next_token_targets(b["labels"])),
+        batch=lambda b: ({"input_ids": b["input_ids"]}, shifted(b["labels"])),
     )
     told.fit([{"input_ids": ids, "labels": ids}])
     logits = model(ids).logits[:, :-1].double()

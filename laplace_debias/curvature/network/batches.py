@@ -2,12 +2,13 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     OneArgument,
+    mark_of,
     move,
     num_examples,
     take,
@@ -63,19 +65,24 @@ class BatchReader:
         """A batch as inputs and targets, with as many targets as inputs."""
         if self.hook is not None:
             batch = self.hook(batch)
-            if not _is_pair(batch):
-                raise TypeError(
-                    f"The function batch= must return a pair (inputs, targets), got {_kind(batch)}."
-                )
-        named = None if _is_pair(batch) else _named(batch)
-        if named is not None:
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        named = None if is_pair or self.hook is not None else _named(batch)
+        if is_pair:
+            inputs, targets = batch
+            if not isinstance(inputs, Mapping):
+                inputs = _named(inputs) or inputs
+        elif named is not None:
             inputs, targets = self._from_names(named)
-        elif _is_pair(batch):
-            inputs, targets = _plain(batch[0]), batch[1]
         else:
+            came = type(batch).__name__
+            came += f" of length {len(batch)}" if isinstance(batch, Sized) else ""
+            if self.hook is not None:
+                raise TypeError(
+                    f"The function batch= must return a pair (inputs, targets), got {came}."
+                )
             raise TypeError(
                 "Batches must be pairs (inputs, targets), or mappings or dataclasses with the "
-                f"targets under {', '.join(map(repr, TARGETS))}; got {_kind(batch)}: {USE_A_HOOK}. "
+                f"targets under {', '.join(map(repr, TARGETS))}; got {came}: {USE_A_HOOK}. "
                 "Several inputs go into a tuple or a dict."
             )
         return _checked(inputs, targets, name)
@@ -105,10 +112,15 @@ class BatchReader:
                 f"{', '.join(map(repr, TARGETS))} is taken for the targets."
             )
         targets = named.pop(found[0])
-        if isinstance(targets, Tensor) and are_per_token(targets, named):
+        is_matrix = isinstance(targets, Tensor) and targets.ndim == 2
+        is_of_labels = is_matrix and not targets.is_floating_point() and targets.dtype != torch.bool
+        # Labels of tokens, [B, T], as some input has them.
+        if is_of_labels and any(x.shape[:2] == targets.shape for x in tensors_of(named)):
             if self._shifts is None:
                 self._shifts = shifts_labels(unwrapped(self._model), named, targets)
-            targets = next_token_targets(targets) if self._shifts else targets
+            if self._shifts:
+                # Where the outputs that predict them are: each one position earlier.
+                targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
         return self._placed(named), targets
 
     def _placed(self, named: dict[str, Any]) -> Inputs:
@@ -158,10 +170,6 @@ def _checked(inputs: Inputs, targets: Any, name: str) -> tuple[Inputs, Tensor]:
     return inputs, targets
 
 
-def _is_pair(batch: Any) -> bool:
-    return isinstance(batch, (tuple, list)) and len(batch) == 2
-
-
 def _named(batch: Any) -> dict[str, Any] | None:
     """The entries of a mapping or a dataclass, by name; None for anything else."""
     if isinstance(batch, OneArgument):
@@ -173,31 +181,8 @@ def _named(batch: Any) -> dict[str, Any] | None:
     return None
 
 
-def _plain(inputs: Any) -> Any:
-    """Inputs of a pair: a dataclass by its names, all else as it is."""
-    return inputs if isinstance(inputs, Mapping) else (_named(inputs) or inputs)
-
-
-def _kind(batch: Any) -> str:
-    length = f" of length {len(batch)}" if isinstance(batch, Sized) else ""
-    return f"{type(batch).__name__}{length}"
-
-
 IGNORED = -100
 """The label of a position that does not count, as Hugging Face and `F.cross_entropy` have it."""
-
-
-def are_per_token(labels: Tensor, inputs: Inputs) -> bool:
-    """Whether labels are those of tokens: integers `[B, T]`, as some input has them."""
-    if labels.ndim != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
-        return False
-    return any(x.shape[:2] == labels.shape for x in tensors_of(inputs))
-
-
-def next_token_targets(labels: Tensor) -> Tensor:
-    """Labels `[B, T]` where the outputs that predict them are: each one position earlier."""
-    nothing = torch.full_like(labels[:, :1], IGNORED)
-    return torch.cat([labels[:, 1:], nothing], dim=1)
 
 
 @torch.inference_mode(False)
@@ -358,15 +343,21 @@ class Stream(Placed):
 
     def _checked(self) -> Iterator[tuple[Any, ...]]:
         """The pairs of a pass; several workers that read all of a stream each are an error."""
-        source, begins, num_workers = self.source, list[Sequence[Tensor]](), 0
+        source, marks, num_workers = self.source, set[str](), 0
         if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
-            num_workers = source.num_workers if source.num_workers > 1 else 0
+            num_workers = source.num_workers
         for number, batch in enumerate(self.raw(), start=1):
             x, y, *weights = self.pair(batch, f"Batch {number}")
-            if len(begins) < num_workers:
-                begins.append([*tensors_of(x), y])
-                if len(begins) == num_workers:
-                    _check_shared_out(*begins)
+            if number <= 2 and num_workers > 1:
+                # The first batches of two workers, which come in turn.
+                marks.add(mark_of(x, y))
+                if len(marks) < number:
+                    raise ValueError(
+                        f"The {num_workers} workers that read the stream begin with the same "
+                        "examples, so that every example would count several times: let each "
+                        "yield a part of them, by torch.utils.data.get_worker_info(), or set "
+                        "num_workers=1."
+                    )
             x = move(x, self.device, self.dtypes)
             y = y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
             yield x, y, *weights
@@ -392,13 +383,3 @@ def checked_weights(weights: Any, size: int, name: str) -> Tensor:
 def weight_of(pair: tuple[Any, ...]) -> float:
     """The sum of a pair's weights; without weights each example counts once."""
     return float(pair[2].double().sum()) if len(pair) > 2 else len(pair[1])
-
-
-def _check_shared_out(first: Sequence[Tensor], *others: Sequence[Tensor]) -> None:
-    """Require that the workers' first batches, which come in turn, are not all the same."""
-    if all(len(of) == len(first) and all(map(torch.equal, first, of)) for of in others):
-        raise ValueError(
-            f"Each of the {1 + len(others)} workers that read the stream begins with the same "
-            "examples, so that every example would count several times: let each yield a part of "
-            "them, by torch.utils.data.get_worker_info(), or set num_workers=1."
-        )

@@ -10,7 +10,14 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from laplace_debias.curvature.network.inputs import Inputs, call, like, logits_of, take
+from laplace_debias.curvature.network.inputs import (
+    Inputs,
+    call,
+    like,
+    logits_of,
+    num_examples,
+    take,
+)
 from laplace_debias.curvature.network.shadow import shadow, unwrapped
 from laplace_debias.system.memory import is_out_of_memory
 
@@ -90,8 +97,8 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
             f"outputs], the model's are [{', '.join(['batch', *map(str, outputs.shape[1:])])}]: "
             "leave positions out."
         )
-    batch = len(_first(x))
-    columns = _columns(asked.to(outputs.device), _mask_of(model, x), batch, outputs.shape[1])
+    mask, size = _mask_of(model, x), num_examples(x)
+    columns = _columns(asked.to(outputs.device), mask, size, outputs.shape[1])
     chosen = ChosenPositions(columns, asked.ndim == 0, head)
     if head is None or _takes_fewer(model, chosen, example, outputs):
         return chosen
@@ -169,11 +176,6 @@ def _mask_of(model: nn.Module, x: Inputs) -> Tensor | None:
     of_decoder = named.get("decoder_input_ids", named.get("decoder_inputs_embeds"))
     mask = named.get("attention_mask" if of_decoder is None else "decoder_attention_mask")
     return mask if isinstance(mask, Tensor) else None
-
-
-def _first(x: Inputs) -> Tensor:
-    values = [x] if isinstance(x, Tensor) else x.values() if isinstance(x, Mapping) else x
-    return next(value for value in values if isinstance(value, Tensor))
 
 
 class LinearCalls:

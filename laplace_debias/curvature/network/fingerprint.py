@@ -78,23 +78,18 @@ class Watch:
         wrong = [
             name for name in dict.fromkeys([*sums, *state]) if (name in sums) != (name in state)
         ]
+        if wrong:
+            return wrong
         for name, x in state.items():
-            if wrong:
-                break
-            place, sample = _mark(x)
+            # Where a tensor lies, how often torch has seen it change, and a sample of its entries.
+            version = None if x.is_inference() else x._version
+            dense = x.detach() if x.layout is torch.strided else x.detach().to_dense()
+            place = dense.data_ptr(), version, x.dtype, tuple(x.shape), dense.stride()
+            sample = bits(dense.flatten()[:: max(1, x.numel() // _SAMPLE)])
             before = self._marks.get(name)
             if before is not None and before[0] == place and before[1].equal(sample):
                 continue
-            if sum_of_bits(x) == sums[name]:
-                self._marks[name] = place, sample.clone()
-            else:
-                wrong.append(name)
-        return wrong
-
-
-def _mark(x: Tensor) -> tuple[tuple[Any, ...], Tensor]:
-    """Where a tensor lies, how often torch has seen it change, and a sample of its entries."""
-    version = None if x.is_inference() else x._version
-    dense = x.detach() if x.layout is torch.strided else x.detach().to_dense()
-    sample = bits(dense.flatten()[:: max(1, x.numel() // _SAMPLE)])
-    return (dense.data_ptr(), version, x.dtype, tuple(x.shape), dense.stride()), sample
+            if sum_of_bits(x) != sums[name]:
+                return [name]
+            self._marks[name] = place, sample.clone()
+        return []

@@ -1,5 +1,6 @@
 """Inputs of a model: one tensor, several, or named ones; and its outputs."""
 
+import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -98,22 +99,26 @@ PLAIN_ATTENTION = SharedSetting(lambda: sdpa_kernel(SDPBackend.MATH))
 
 def num_examples(inputs: Inputs) -> int:
     """B, the leading dimension of every tensor among the inputs."""
-    if any(x.is_nested for x in tensors_of(inputs)):
+    shapes = []
+    for x in tensors_of(inputs):
+        if x.is_nested:
+            raise TypeError(
+                "Inputs hold a nested tensor, of examples of several shapes: pad them with "
+                "torch.nested.to_padded_tensor(x, 0.0), and tell the model by a mask what is "
+                "padding."
+            )
+        shapes.append(tuple(x.shape))
+    if not shapes:
         raise TypeError(
-            "Inputs hold a nested tensor, of examples of several shapes: pad them with "
-            "torch.nested.to_padded_tensor(x, 0.0), and tell the model by a mask what is padding."
+            "Inputs must be a tensor, a tuple or a mapping of tensors, got "
+            f"{type(inputs).__name__}."
         )
-    sizes = {len(x) if x.ndim else 0 for x in tensors_of(inputs)}
-    if not sizes:
-        raise TypeError(
-            f"Inputs must be a tensor, a tuple or a mapping of tensors, got {_kind(inputs)}."
-        )
-    if len(sizes) > 1 or 0 in sizes:
-        shapes = [tuple(x.shape) for x in tensors_of(inputs)]
+    size = max(shapes[0][:1], default=0)
+    if size == 0 or {shape[:1] for shape in shapes} != {(size,)}:
         raise ValueError(
             f"Inputs must hold at least one example, the same number in every tensor, got {shapes}."
         )
-    return sizes.pop()
+    return size
 
 
 def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
@@ -160,13 +165,19 @@ def move(
 
 def tensors_of(inputs: Any) -> list[Tensor]:
     """The tensors among the inputs."""
-    if isinstance(inputs, Tensor):
-        return [inputs]
     if isinstance(inputs, Mapping):
-        return [x for x in inputs.values() if isinstance(x, Tensor)]
-    if isinstance(inputs, (tuple, list)):
-        return [x for x in inputs if isinstance(x, Tensor)]
-    return []
+        inputs = tuple(inputs.values())
+    elif not isinstance(inputs, (tuple, list)):
+        inputs = (inputs,)
+    return [x for x in inputs if isinstance(x, Tensor)]
+
+
+def mark_of(inputs: Inputs, targets: Tensor) -> str:
+    """A text that changes with the order of the examples and with any of their entries."""
+    digest = hashlib.blake2b(digest_size=16)
+    for x in (*tensors_of(inputs), targets):
+        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def map_tensors(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -182,10 +193,6 @@ def map_tensors(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return tuple(of(x) for x in inputs)
 
 
-def _kind(inputs: Any) -> str:
-    return type(inputs).__name__
-
-
 def logits_of(outputs: Any) -> Tensor:
     """The tensor of outputs among what a model returns, at least in single precision.
 
@@ -193,7 +200,15 @@ def logits_of(outputs: Any) -> Tensor:
     only tensor; the first entry of a tuple or list, or the second where the first is a loss, a
     single number (Hugging Face with `return_dict=False`).
     """
-    found = _found(outputs)
+    found = outputs
+    if hasattr(outputs, "logits"):
+        found = outputs.logits
+    elif isinstance(outputs, Mapping):
+        tensors = tensors_of(outputs)
+        found = outputs.get("logits", tensors[0] if len(tensors) == 1 else None)
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        is_loss = isinstance(outputs[0], Tensor) and outputs[0].ndim == 0 and len(outputs) > 1
+        found = outputs[1] if is_loss else outputs[0]
     if isinstance(found, Tensor) and (found.is_nested or found.is_complex()):
         kind = "a nested tensor" if found.is_nested else f"complex ({found.dtype})"
         raise TypeError(
@@ -208,23 +223,6 @@ def logits_of(outputs: Any) -> Tensor:
             "'logits', or a tuple that begins with the logits."
         )
     return found.to(wide(found.dtype))
-
-
-def _found(outputs: Any) -> Any:
-    if isinstance(outputs, Tensor):
-        return outputs
-    if hasattr(outputs, "logits"):
-        return outputs.logits
-    if isinstance(outputs, Mapping):
-        if "logits" in outputs:
-            return outputs["logits"]
-        tensors = [value for value in outputs.values() if isinstance(value, Tensor)]
-        return tensors[0] if len(tensors) == 1 else None
-    if isinstance(outputs, (tuple, list)) and outputs:
-        first = outputs[0]
-        is_loss = isinstance(first, Tensor) and first.ndim == 0 and len(outputs) > 1
-        return outputs[1] if is_loss else first
-    return None
 
 
 def _description(outputs: Any) -> str:

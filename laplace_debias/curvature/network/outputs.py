@@ -39,42 +39,31 @@ class Faults:
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, Callable[[], Exception], int | None]] = []
+        self.kept: list[tuple[Tensor, Callable[[], Exception], int | None]] = []
+        self.number: int | None = None
 
     @contextmanager
     def of_batch(self, number: int | None) -> Iterator[None]:
         """Takes what is required within as a batch's: answers are kept, or read if on the CPU."""
         token = _CURRENT.set(self)
-        self._number = number
+        self.number = number
         try:
             yield
         except Exception as error:
-            self._read(error)
+            self.read(error)
             raise
         finally:
             _CURRENT.reset(token)
-        if len(self._kept) > _MOST_KEPT:
+        if len(self.kept) > _MOST_KEPT:
             self.read()
 
-    def add(self, is_right: Tensor, error: Callable[[], Exception]) -> None:
-        """As `require`."""
-        if is_right.device.type == "cpu":  # where nobody waits for it
-            if not is_right:
-                raise _of_batch(error(), self._number)
-            return
-        self._kept.append((is_right, error, self._number))
-
-    def read(self) -> None:
+    def read(self, cause: Exception | None = None) -> None:
         """Read the answers and raise the first of the errors. The host waits for the device."""
-        self._read(None)
-
-    def _read(self, cause: Exception | None) -> None:
-        kept, self._kept = self._kept, []
+        kept, self.kept = self.kept, []
         if not kept:
             return
-        for is_right, (_, error, number) in zip(
-            torch.stack([answer for answer, *_ in kept]).tolist(), kept, strict=True
-        ):
+        answers = torch.stack([answer for answer, *_ in kept]).tolist()
+        for is_right, (_, error, number) in zip(answers, kept, strict=True):
             if not is_right:
                 raise _of_batch(error(), number) from cause
 
@@ -85,10 +74,10 @@ def require(is_right: Tensor, error: Callable[[], Exception]) -> None:
     The function `error` is kept: let it refer to few numbers, not to the batch.
     """
     faults = _CURRENT.get()
-    if faults is not None:
-        faults.add(is_right, error)
-    elif not is_right:
-        raise error()
+    if faults is not None and is_right.device.type != "cpu":
+        faults.kept.append((is_right, error, faults.number))
+    elif not is_right:  # on the CPU nobody waits for it
+        raise _of_batch(error(), None if faults is None else faults.number)
 
 
 def is_pending() -> bool:

@@ -1,6 +1,5 @@
 """Data that is read again and again: the same batches each time, or an error."""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature.network.batches import Stream
-from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
+from laplace_debias.curvature.network.inputs import Inputs, mark_of, move, tensors_of
 from laplace_debias.curvature.network.shards import check_shared, first_places, refuse_same
 from laplace_debias.system.ranks import ALONE, Ranks
 
@@ -124,11 +123,3 @@ def check_repeatable(batches: Any) -> None:
         raise TypeError(
             f"The data must be an iterable of (inputs, targets), got {type(batches).__name__}."
         )
-
-
-def mark_of(inputs: Inputs, targets: Tensor) -> str:
-    """A text that changes with the order of the examples and with any of their entries."""
-    digest = hashlib.blake2b(digest_size=16)
-    for x in (*tensors_of(inputs), targets):
-        digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -215,8 +215,12 @@ def select_parameters(
             )
         chosen = set(selection)
     else:
+        # Not the thing itself: it may hold, and would print, every weight.
+        came = type(selection).__name__
+        if isinstance(selection, Sequence) and selection:
+            came += f" of {type(selection[0]).__name__}"
         raise TypeError(
-            f"params must be a string, a sequence of names or a predicate, got {_kind(selection)}: "
+            f"params must be a string, a sequence of names or a predicate, got a {came}: "
             f"give names, of {list(trainable)}."
         )
     names = [name for name in trainable if name in chosen]
@@ -230,14 +234,6 @@ def select_parameters(
 def is_general(selection: object) -> bool:
     """Whether a selection is a word for parameters of a kind, of which none is meant by name."""
     return isinstance(selection, str) and not is_last_layer(selection)
-
-
-def _kind(selection: object) -> str:
-    # Not the thing itself: it may hold, and would print, every weight.
-    kind = type(selection).__name__
-    if isinstance(selection, Sequence) and len(selection):
-        return f"a {kind} of {type(selection[0]).__name__}"
-    return f"a {kind}"
 
 
 def leaving_out(names: Sequence[str]) -> str:

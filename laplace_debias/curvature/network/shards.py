@@ -80,53 +80,36 @@ class ShardedBatches(Sampler[list[int]]):
             )
         self.data, self.batch_size = data, batch_size
         self.shuffle, self.seed = shuffle, seed
-        self._rank, self._num_ranks = rank, num_ranks
+        is_of_group = rank is None and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if is_of_group else rank or 0
+        self.num_ranks = dist.get_world_size() if is_of_group else num_ranks or 1
 
     @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return (dist.get_rank() if _has_group() else 0) if self._rank is None else self._rank
-
-    @property
-    def num_ranks(self) -> int:
-        """How many processes share the data."""
-        if self._num_ranks is None:
-            return dist.get_world_size() if _has_group() else 1
-        return self._num_ranks
+    def parts(self) -> list[range]:
+        """The places of this process's part of every batch that it has one of."""
+        parts = []
+        for start in range(0, len(self.data), self.batch_size):
+            each, left = divmod(min(self.batch_size, len(self.data) - start), self.num_ranks)
+            first = start + self.rank * each + min(self.rank, left)
+            parts.append(range(first, first + each + (self.rank < left)))
+        # The first ranks have the larger parts: one whose part is empty has none later on.
+        return list(filter(None, parts))
 
     @property
     def num_examples(self) -> int:
         """How many examples this process reads in a pass."""
-        return sum(map(len, self._parts()))
+        return sum(map(len, self.parts))
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._parts())
+        return len(self.parts)
 
     def __iter__(self) -> Iterator[list[int]]:
         order: Sequence[int] = range(len(self.data))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed)
             order = torch.randperm(len(self.data), generator=generator).tolist()
-        for part in self._parts():
+        for part in self.parts:
             yield [order[place] for place in part]
-
-    def place(self, batch: int) -> int:
-        """The place of the first example of a batch of this process among all, in their order."""
-        return self._part(batch).start
-
-    def _parts(self) -> Iterator[range]:
-        """The places of this process's part of every batch that it has one of."""
-        for batch in range(-(-len(self.data) // self.batch_size)):
-            # The first ranks have the larger parts: one whose part is empty has none later on.
-            if part := self._part(batch):
-                yield part
-
-    def _part(self, batch: int) -> range:
-        start = batch * self.batch_size
-        size = min(self.batch_size, len(self.data) - start)
-        each, left = divmod(size, self.num_ranks)
-        first = start + self.rank * each + min(self.rank, left)
-        return range(first, first + each + (self.rank < left))
 
 
 def place_of(ranks: Ranks, stream: Stream) -> Place:
@@ -138,7 +121,8 @@ def place_of(ranks: Ranks, stream: Stream) -> Place:
     data = stream.source
     sampler = getattr(data, "batch_sampler", None)
     if isinstance(sampler, ShardedBatches):
-        return lambda batch, _: sampler.place(batch)
+        parts = sampler.parts
+        return lambda batch, _: parts[batch].start
     if isinstance(data, (list, tuple)):
         firsts = first_places(ranks, [len(stream.pair(batch)[1]) for batch in data])
         return lambda batch, _: firsts[batch]
@@ -162,80 +146,57 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
     Returns whether `ShardedBatches` say that it is shared.
     """
     check_joined()
-    _refuse_padding(data)
+    batches, shared = getattr(data, "batch_sampler", None), ""
+    sampler = getattr(batches, "sampler", None) or getattr(data, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+        if repeated > 0:
+            raise ValueError(
+                f"The loader's DistributedSampler repeats {repeated} examples, so that all of "
+                f"{sampler.num_replicas} processes have as many, and they would count twice: use "
+                "DataLoader(data, batch_sampler=ShardedBatches(data, batch_size)), which repeats "
+                "none."
+            )
     if ranks.size == 1:
         return False
-    sampler = getattr(data, "batch_sampler", None)
-    shared = None
-    if isinstance(sampler, ShardedBatches):
-        shared = [len(sampler.data), sampler.batch_size, sampler.shuffle, sampler.seed]
+    if isinstance(batches, ShardedBatches) and batches.num_ranks > 1:
+        shared = f"{len(batches.data)}, {batches.batch_size}, {batches.shuffle}, {batches.seed}"
     said = ranks.exchange([shared, _whole_data_set(data)])
     of_shared = [one for one, _ in said]
-    if any(one is not None for one in of_shared):
-        if any(one != of_shared[0] for one in of_shared):
-            told = ", ".join(
-                f"rank {rank} none" if one is None else f"rank {rank} {tuple(one)}"
-                for rank, one in enumerate(of_shared)
-            )
-            raise ValueError(
-                "ShardedBatches must be the same on all ranks (length of the data, batch_size, "
-                f"shuffle, seed): {told}."
-            )
-        return True
-    refuse_same([one for _, one in said], "reads the same data set from end to end")
-    return False
-
-
-def _refuse_padding(data: Any) -> None:
-    """Refuse a `DistributedSampler` that fills up the processes' parts with repeated examples."""
-    sampler = getattr(getattr(data, "batch_sampler", None), "sampler", None)
-    sampler = sampler or getattr(data, "sampler", None)
-    if not isinstance(sampler, DistributedSampler):
-        return
-    repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
-    if repeated > 0:
+    if not any(of_shared):
+        refuse_same([one for _, one in said], "reads the same data set from end to end")
+    elif len(set(of_shared)) > 1:
+        told = ", ".join(f"rank {rank} ({one or 'none'})" for rank, one in enumerate(of_shared))
         raise ValueError(
-            f"The loader's DistributedSampler repeats {repeated} examples, so that all of "
-            f"{sampler.num_replicas} processes have as many, and they would count twice: use "
-            "DataLoader(data, batch_sampler=ShardedBatches(data, batch_size)), which repeats none."
+            "ShardedBatches must be the same on all ranks (length of the data, batch_size, "
+            f"shuffle, seed): {told}."
         )
+    return any(of_shared)
 
 
-def refuse_same(marks: Sequence[Any], how: str) -> None:
+def refuse_same(marks: Sequence[str | None], how: str) -> None:
     """Refuse data of which two ranks have the same mark; None stands for unknown."""
-    known: dict[Any, int] = {}
     for rank, mark in enumerate(marks):
-        if mark is None:
-            continue
-        key = tuple(mark) if isinstance(mark, list) else mark
-        if key in known:
+        other = marks.index(mark)
+        if mark is not None and other < rank:
             raise ValueError(
-                f"Rank {rank} {how} as rank {known[key]}, so that every example would count "
-                "several times: let the processes share the data, DataLoader(data, "
+                f"Rank {rank} {how} as rank {other}, so that every example would count several "
+                "times: let the processes share the data, DataLoader(data, "
                 "batch_sampler=ShardedBatches(data, batch_size)), or work on one process alone, "
                 "within `laplace_debias.alone()`."
             )
-        known[key] = rank
 
 
-def _whole_data_set(data: Any) -> list[Any] | None:
-    """The identity that tells a data set from another, if a loader reads all of it."""
+def _whole_data_set(data: Any) -> str | None:
+    """A text that tells a data set from another, if a loader reads all of it."""
+    samplers = RandomSampler, SequentialSampler
     if not isinstance(data, DataLoader) or type(data.batch_sampler) is not BatchSampler:
         return None
-    dataset = data.dataset
-    if type(data.sampler) not in (RandomSampler, SequentialSampler) or not isinstance(
-        dataset, Sized
-    ):
+    if type(data.sampler) not in samplers or len(data.sampler) != len(data.dataset):  # type: ignore[arg-type]
         return None
-    size = len(dataset)
-    if size == 0 or len(data.sampler) != size:  # type: ignore[arg-type]
-        return None
+    size = len(data.sampler)  # type: ignore[arg-type]
     # Augmentation by torch draws the same numbers on all, and leaves the generator as it was.
     with Randomness(torch.Generator().manual_seed(0)):
-        some = [dataset[index] for index in sorted({size * k // _FEW for k in range(_FEW)})]
+        some = [data.dataset[index] for index in range(0, size, max(1, size // _FEW))]
     entries = [x for x in tree_leaves(some) if isinstance(x, (Tensor, np.ndarray, int))]
-    return [size, *(sum_of_bits(torch.as_tensor(x)) for x in entries)]
-
-
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return f"{size} {[sum_of_bits(torch.as_tensor(x)) for x in entries]}" if size else None
