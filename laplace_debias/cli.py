@@ -19,12 +19,7 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from laplace_debias.commands import COMMANDS
-from laplace_debias.system.ranks import (
-    LostWorkerError,
-    RankError,
-    telling_of_lost_workers,
-    together,
-)
+from laplace_debias.system.ranks import RankError, together
 
 _EXTRAS = {
     *("jsonargparse", "yaml", "matplotlib", "rich", "PIL", "sklearn", "timm", "torchvision"),
@@ -42,10 +37,7 @@ _IN_WORKER = re.compile(r"(Rank \d+ failed with \w+: )?Caught \w+ in DataLoader 
 _WRONG = re.compile(r'Parser key "([\w.]+)": (.*?)G(?:iven|ot) value: ([^{]*)', re.DOTALL)
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 # Errors whose text is meant for the user.
-_SAID = (
-    *(ValueError, TypeError, NotImplementedError, ArithmeticError, OSError),
-    *(RankError, LostWorkerError),
-)
+_SAID = (ValueError, TypeError, NotImplementedError, ArithmeticError, OSError, RankError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,6 +111,12 @@ def _told(error: BaseException) -> str:
             f"{in_worker[1] or ''}the data set failed in a process that reads it: {last}; "
             f"--workers=0 with {_TRACEBACK} shows where"
         )
+    if "DataLoader worker (pid" in str(error):
+        return (
+            f"{' '.join(str(error).split()).rstrip('.')}: memory, or the shared memory /dev/shm of "
+            "a container (docker run --shm-size=8g), ran out, or it crashed. Take fewer --workers "
+            "or smaller batches, or --workers=0 to see where it crashes"
+        )
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         if error.name.partition(".")[0] in _EXTRAS:
             return f"this command needs {error.name}, which is not installed: {_HINT}"
@@ -147,7 +145,7 @@ def _run(arguments: Sequence[str]) -> int:
     module = importlib.import_module(f"laplace_debias.commands.{command}")
     options, unused = _options(command, module.Settings, given)
     try:
-        with telling_of_lost_workers(), contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             if options.json:  # What libraries and the user's own modules print goes elsewhere.
                 stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             for line in unused:

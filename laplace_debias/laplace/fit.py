@@ -18,7 +18,7 @@ from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprint import checksum, fingerprint
-from laplace_debias.curvature.network.repeatable_data import mark_of
+from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.curvature.network.shards import place_of, refuse_same
 from laplace_debias.laplace.anytime import Auto

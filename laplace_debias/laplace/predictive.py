@@ -18,7 +18,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
 )
 from laplace_debias.curvature.network.chosen_positions import Positions
-from laplace_debias.curvature.network.inputs import Inputs, Record, call_with, take
+from laplace_debias.curvature.network.inputs import Inputs, Record, call, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
@@ -265,7 +265,7 @@ def outputs_of_samples(
     at = {name: network.get_parameter(name).detach() for name in names}
 
     def outputs_of(values: dict[str, Tensor]) -> Tensor:
-        return call_with(network, values, x)
+        return call(network, x, values)
 
     def linearised(sample: dict[str, Tensor]) -> Tensor:
         tangents = {name: sample[name] - at[name] for name in names}

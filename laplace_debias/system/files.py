@@ -63,13 +63,12 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
     Returns the file that the path leads to along symbolic links.
     """
     target = Path(os.path.realpath(path))
-    if os.path.islink(target):
-        raise OSError(f"{path} is a symbolic link that leads back to itself: remove it.")
     if os.path.isdir(target):
         raise IsADirectoryError(f"{path} is a folder: name a file in it.")
     if os.path.lexists(target) and not os.path.isfile(target):
         raise OSError(
-            f"{path} is a device or a pipe, which a file would replace: name a regular file."
+            f"{path} is a device, a pipe or a symbolic link that leads back to itself: name a "
+            "regular file."
         )
     folder = target.parent
     while not os.path.lexists(folder):
@@ -139,10 +138,12 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
     header += b" " * (-len(header) % 8)
     digest = hashlib.blake2b(digest_size=32)
     with path.open("wb") as file:
-        for part in (len(header).to_bytes(8, "little"), header, *(map(tensors.get, names))):
-            content = part if isinstance(part, bytes) else _bytes_of(part)
-            digest.update(content)
-            file.write(content)
+        parts: list[Any] = [len(header).to_bytes(8, "little"), header, *map(tensors.get, names)]
+        for part in parts:
+            if isinstance(part, Tensor):
+                part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            digest.update(part)
+            file.write(part)
         found = _CHECKSUM.search(header)
         assert found is not None
         file.seek(8 + found.start(1))
@@ -170,28 +171,20 @@ def read_sealed(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise DamagedFileError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _bytes_of(tensor: Any) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 _MOST = 5
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Settings that differ, as `seed was 0, is 1; ...`; empty if none does."""
     there, here = _leaves(before), _leaves(now)
-    differing = [key for key in {**there, **here} if there.get(key) != here.get(key)]
-    told = [
-        f"{key} was {_short(there.get(key))}, is {_short(here.get(key))}"
-        for key in differing[:_MOST]
-    ]
-    more = [f"and {len(differing) - _MOST} more"] if len(differing) > _MOST else []
-    return "; ".join([*told, *more])
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    told = []
+    for key in {**there, **here}:
+        was, is_now = there.get(key), here.get(key)
+        if was != is_now:
+            texts = [t if len(t) <= 60 else f"{t[:60]}…" for t in (str(was), str(is_now))]
+            told.append(f"{key} was {texts[0]}, is {texts[1]}")
+    more = [f"and {len(told) - _MOST} more"] if len(told) > _MOST else []
+    return "; ".join(told[:_MOST] + more)
 
 
 def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:

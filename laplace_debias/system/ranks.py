@@ -8,45 +8,16 @@ with it, and the others find it in place of what they wait for: at the end of a 
 One that is gone is found by the group's own timeout.
 """
 
-import builtins
 import os
-import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from threading import Event
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-_GONE = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (exited|is killed by signal: (.*))"
-)
-
-
-class LostWorkerError(RuntimeError):
-    """A worker process of a `DataLoader` was killed or has crashed."""
-
-
-@contextmanager
-def telling_of_lost_workers() -> Iterator[None]:
-    """Say what to do where torch says that a worker of a `DataLoader` is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        found = _GONE.search(str(error))
-        if found is None or isinstance(error, LostWorkerError):
-            raise
-        how = f" ({found[3].split('.')[0]})" if found[3] else ""
-        raise LostWorkerError(
-            f"A worker process of the DataLoader (pid {found[1].strip()}) is gone{how}: memory, or "
-            "the shared memory /dev/shm of a container (docker run --shm-size=8g), ran out, or it "
-            "crashed. Take fewer workers (num_workers, --workers) or smaller batches, or none "
-            "(num_workers=0, --workers=0) to see where it crashes."
-        ) from error
-
 
 Key = TypeVar("Key", bound=Hashable)
 # Of each key some tensors; None stands for one that there is not.
@@ -58,15 +29,13 @@ class RankError(RuntimeError):
     """Another rank has failed, with an error that has no counterpart here, or is gone."""
 
 
-@dataclass
-class _Verb:
-    """A verb of all ranks; once it `is_over` the others have left it, and need not be told."""
-
-    is_over: bool = False
-
-
+# Errors of a rank that are raised as such on the others.
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError, RuntimeError)
+}
 _IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
-_VERB: ContextVar[_Verb | None] = ContextVar("verb", default=None)
+# Of a verb of all ranks, set once the others have left it, and need not be told of an error.
+_VERB: ContextVar[Event | None] = ContextVar("verb", default=None)
 
 
 class Ranks:
@@ -117,12 +86,8 @@ class Group(Ranks):
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def exchange(self, value: Any) -> list[Any]:
-        """As `Ranks.exchange`."""
-        return self.all_say(None, value)
-
-    def all_say(self, error: BaseException | None, value: Any) -> list[Any]:
-        """As `exchange`; a rank with an error says that, and hears of no other's."""
+    def exchange(self, value: Any, error: BaseException | None = None) -> list[Any]:
+        """As `Ranks.exchange`; a rank with an error says that, and hears of no other's."""
         told = None if error is None else (type(error).__name__, str(error))
         said: list[Any] = [None] * self.size
         with _talking():
@@ -131,7 +96,8 @@ class Group(Ranks):
             if of_rank is not None:
                 _leave()
                 if error is None:
-                    raise _error_of(rank, *of_rank)
+                    kind, text = of_rank
+                    raise _KINDS.get(kind, RankError)(f"Rank {rank} failed with {kind}: {text}")
         return [of_rank for _, of_rank in said]
 
     def require_same(self, **marks: Any) -> None:
@@ -171,7 +137,11 @@ class Group(Ranks):
 
     def share(self, parts: Parts, owners: Mapping[Key, int]) -> Shared:
         """As `Ranks.share`."""
-        mine = [[_spec(x) for x in parts[key]] for key in owners if owners[key] == self.rank]
+        mine = [
+            [None if x is None else (x.shape, x.dtype, x.device.type) for x in parts[key]]
+            for key in owners
+            if owners[key] == self.rank
+        ]
         specs = [iter(of_rank) for of_rank in self.exchange(mine)]
         shared: Shared = {}
         for key, owner in owners.items():
@@ -240,34 +210,29 @@ def together(what: str) -> Iterator[None]:
     """
     ranks = current()
     if not isinstance(ranks, Group) or _VERB.get() is not None:
-        with telling_of_lost_workers():
-            yield
+        yield
         return
-    verb = _Verb()
+    verb = Event()
     token = _VERB.set(verb)
     try:
-        with telling_of_lost_workers():
-            _check_names(ranks.exchange(what))
-            yield
-            ranks.exchange(None)
+        names = ranks.exchange(what)
+        if len(set(names)) > 1:
+            told = ", ".join(f"rank {rank} in {name}" for rank, name in enumerate(names))
+            raise RankError(
+                f"The ranks are in different calls: {told}. All of them must make the same "
+                "calls in the same order; those of one alone belong into "
+                "`laplace_debias.alone()`."
+            )
+        yield
+        ranks.exchange(None)
     except BaseException as error:
-        if not verb.is_over:
+        if not verb.is_set():
             # On a rank that stops here, the error itself is what counts.
             with suppress(RankError):
-                ranks.all_say(error, None)
+                ranks.exchange(None, error)
         raise
     finally:
         _VERB.reset(token)
-
-
-def _check_names(names: Sequence[str]) -> None:
-    """Require the ranks to be in the same call."""
-    if len(set(names)) > 1:
-        told = ", ".join(f"rank {rank} in {name}" for rank, name in enumerate(names))
-        raise RankError(
-            f"The ranks are in different calls: {told}. All of them must make the same calls in "
-            "the same order; those of one alone belong into `laplace_debias.alone()`."
-        )
 
 
 def refuse_ranks(what: str, instead: str) -> None:
@@ -282,7 +247,7 @@ def refuse_ranks(what: str, instead: str) -> None:
 def _leave() -> None:
     """The ranks part: an error that follows on one of them reaches no other."""
     if (verb := _VERB.get()) is not None:
-        verb.is_over = True
+        verb.set()
 
 
 @contextmanager
@@ -296,19 +261,6 @@ def _talking() -> Iterator[None]:
             f"The processes do not reach each other: {error}. One of them was killed, has failed "
             "or is elsewhere: look at the first error in their logs, and start all of them again."
         ) from error
-
-
-def _error_of(rank: int, kind: str, text: str) -> Exception:
-    """A rank's error, of its kind where that is one of Python's."""
-    message = f"Rank {rank} failed with {kind}: {text}"
-    known = getattr(builtins, kind, None)
-    if known in (ValueError, TypeError, NotImplementedError, RuntimeError):
-        return known(message)
-    return RankError(message)
-
-
-def _spec(tensor: Tensor | None) -> tuple[torch.Size, torch.dtype, str] | None:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type)
 
 
 def _empty(spec: tuple[torch.Size, torch.dtype, str] | None) -> Tensor | None:

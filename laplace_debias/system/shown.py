@@ -60,12 +60,11 @@ def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> 
 
 
 def _line(tag: str, cells: Sequence[object]) -> str:
-    texts = ("" if cell is None else _plain(cell) for cell in cells)
-    return f"<tr>{''.join(f'<{tag}>{escape(text)}</{tag}>' for text in texts)}</tr>"
-
-
-def _plain(cell: object) -> str:
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    texts = ""
+    for cell in cells:
+        text = f"{cell:.4g}" if isinstance(cell, float) else str("" if cell is None else cell)
+        texts += f"<{tag}>{escape(text)}</{tag}>"
+    return f"<tr>{texts}</tr>"
 
 
 # What may lie between that line and the one that warns: this package, and what wraps functions.
@@ -77,15 +76,13 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     frame: FrameType | None = sys._getframe(1)
     # Level 1 is this function.
     level = 2
-    while frame is not None and _is_within(frame):
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        # Functions that beartype makes have names of no file.
+        if module not in _WITHIN and not frame.f_code.co_filename.startswith("<@beartype"):
+            break
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
-
-
-def _is_within(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__", ""))
-    # Functions that beartype makes have names of no file.
-    return module.partition(".")[0] in _WITHIN or frame.f_code.co_filename.startswith("<@beartype")
 
 
 def plain(value: Any) -> Any:

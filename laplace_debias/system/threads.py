@@ -32,7 +32,7 @@ class Lock:
         return Lock, ()
 
 
-FORWARD_MODE = Lock()
+FORWARD_MODE = threading.RLock()
 """Held while forward-mode derivatives are taken (`torch.func.jvp`), or such a function recorded.
 
 torch has one level of forward-mode differentiation for the whole process: the first thread that
@@ -40,7 +40,7 @@ leaves it takes the tangents of all others with it, without an error.
 """
 
 # Of all shared settings: it is held for the moment of a change alone.
-_SETTINGS = Lock()
+_SETTINGS = threading.RLock()
 
 
 class SharedSetting:
@@ -74,7 +74,7 @@ class SharedSetting:
 
 
 # Held while the global generator is exchanged: for the time of one batch's reading.
-_GLOBAL = Lock()
+_GLOBAL = threading.RLock()
 
 
 class Randomness:
@@ -89,11 +89,11 @@ class Randomness:
         self._state = torch.Generator().manual_seed(int(seed)).get_state()
 
     def __enter__(self) -> None:
-        _GLOBAL.__enter__()
+        _GLOBAL.acquire()
         self._outer = torch.get_rng_state()
         torch.set_rng_state(self._state)
 
     def __exit__(self, *error: object) -> None:
         self._state = torch.get_rng_state()
         torch.set_rng_state(self._outer)
-        _GLOBAL.__exit__(*error)
+        _GLOBAL.release()

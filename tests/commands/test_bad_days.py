@@ -5,13 +5,9 @@ import subprocess
 
 import bring
 import pytest
-import torch
 from command_tasks import together
-from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Laplace
 from laplace_debias.cli import main
-from laplace_debias.system.ranks import LostWorkerError
 
 NETWORKS = (
     bring.NETWORKS
@@ -177,8 +173,8 @@ def test_a_warning_is_a_line_without_a_place_in_the_source(here, processes):
 @pytest.mark.parametrize(
     ("data", "parts"),
     [
-        ("killed", ["(pid ", "is gone", "fewer workers", "--workers"]),
-        ("crashing", ["(pid ", "or it crashed", "--workers=0"]),
+        ("killed", ["DataLoader worker (pid", "fewer --workers", "/dev/shm"]),
+        ("crashing", ["DataLoader worker (pid", "or it crashed", "--workers=0"]),
         ("raising", ["the data set failed", "OSError: image", "--workers=0 with --traceback"]),
     ],
 )
@@ -193,18 +189,3 @@ def test_a_worker_that_dies_is_told_with_what_to_do(here, data, parts, capfd):
     for part in parts:
         assert part in line
     assert not (here / "p.safetensors").exists()
-
-
-def test_a_fit_in_a_script_tells_of_a_killed_worker_too(here, monkeypatch):
-    monkeypatch.syspath_prepend(str(here))
-    import nets
-
-    model = nets.rows().eval()
-    loader = DataLoader(nets.Bad("SIGKILL"), batch_size=8, num_workers=1)
-    with pytest.raises(LostWorkerError, match=r"num_workers, --workers") as told:
-        Laplace(model).fit(loader)
-    assert isinstance(told.value.__cause__, RuntimeError)
-    # Other errors stay as they are.
-    other = TensorDataset(torch.randn(4, 4), torch.tensor([0, 1, 2, 7]))
-    with pytest.raises(ValueError, match="labels"):
-        Laplace(model).fit(DataLoader(other))

@@ -91,34 +91,38 @@ def why_not_backpack(model: nn.Module) -> str | None:
     lost. So it takes `nn.Sequential`s, nested at will, of layers that it knows or that have no
     parameters.
     """
-    seen: set[int] = set()
-    narrow = [name for name, p in model.named_parameters() if p.dtype in NARROW]
-    if narrow:
-        return f"{narrow[0]} is in half precision, and is computed with in single precision"
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in NARROW:
+            return f"{name} is in half precision, and is computed with in single precision"
+    seen: set[nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        name = f"{path or 'model'} ({type(module).__name__})"
-        if id(module) in seen:
-            return f"{name} stands in the model twice"
-        seen.add(id(module))
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if any(not hook.__module__.startswith("backpack") for hook in hooks):
-            return f"{name} has forward hooks, which BackPACK does not see"
-        if type(module) is nn.Sequential:
-            continue
-        if type(module) in _LAYERS:
-            if getattr(module, "groups", 1) != 1:
-                return f"{name} is a grouped convolution"
-            if isinstance(getattr(module, "padding", 0), str):
-                return f"{name} has padding={module.padding!r}, which BackPACK cannot follow"
-            if getattr(module, "padding_mode", "zeros") != "zeros":
-                return f"{name} has padding_mode={module.padding_mode!r}, which BackPACK ignores"
-        elif any(True for _ in module.children()):
-            return f"{name} has a forward pass of its own"
-        elif any(p.requires_grad for p in module.parameters()):
-            parameters = [f"{path}.{key}".lstrip(".") for key, _ in module.named_parameters()]
-            return f"{name} holds parameters {parameters} in a layer that BackPACK has no rule for"
-        elif not type(module).__module__.startswith("torch.nn.modules"):
-            return f"{name} is not one of torch's layers"
+        kind, has_hooks = type(module), False
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            has_hooks |= not hook.__module__.startswith("backpack")
+        padding, mode = getattr(module, "padding", 0), getattr(module, "padding_mode", "zeros")
+        is_layer = kind in _LAYERS
+        is_other = not is_layer and kind is not nn.Sequential
+        trainable = [
+            f"{path}.{n}".lstrip(".") for n, p in module.named_parameters() if p.requires_grad
+        ]
+        obstacles = {
+            "stands in the model twice": module in seen,
+            "has forward hooks, which BackPACK does not see": has_hooks,
+            "is a grouped convolution": is_layer and getattr(module, "groups", 1) != 1,
+            f"has {padding=}, which BackPACK cannot follow": is_layer and isinstance(padding, str),
+            f"has padding_mode={mode!r}, which BackPACK ignores": is_layer and mode != "zeros",
+            "has a forward pass of its own": is_other and len(module._modules) > 0,
+            f"holds parameters {trainable} in a layer that BackPACK has no rule for": (
+                is_other and len(trainable) > 0
+            ),
+            "is not one of torch's layers": (
+                is_other and not kind.__module__.startswith("torch.nn.modules")
+            ),
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                return f"{path or 'model'} ({kind.__name__}) {obstacle}"
+        seen.add(module)
     if not isinstance(model, (nn.Sequential, *LAYERS)):
         return f"the model ({type(model).__name__}) is neither an nn.Sequential nor a layer"
     return None

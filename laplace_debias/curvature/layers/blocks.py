@@ -149,13 +149,12 @@ def curvature_blocks(
     parameters that are measured at calls of modules, whatever layer they belong to, with the
     modules' paths, or at operations, with none; see `resolve`.
     """
-    values = [sharing] if isinstance(sharing, str) else list(sharing.values())
     paths = dict(model.named_modules())
-    missing = [] if isinstance(sharing, str) else [path for path in sharing if path not in paths]
-    for value in values:
+    default, of_layers = (sharing, {}) if isinstance(sharing, str) else ("expand", sharing)
+    for value in (default, *of_layers.values()):
         if value not in SHARINGS:
             raise ValueError(f"Unknown sharing={value!r}: use one of {', '.join(SHARINGS)}.")
-    if missing:
+    if missing := sorted(of_layers.keys() - paths.keys()):
         raise ValueError(
             f"sharing names {missing}, which the model does not have. Its layers are "
             f"{[path for path, layer in paths.items() if isinstance(layer, LAYERS)]}."
@@ -184,7 +183,7 @@ def curvature_blocks(
         partner = joint and key == "weight" and bias in names and bias not in by_calls
         partner = partner and not isinstance(layer, NORMS)
         merged.update([bias] if partner else [])
-        chosen = sharing if isinstance(sharing, str) else sharing.get(path, "expand")
+        chosen = of_layers.get(path, default)
         blocks += _blocks_of(name, bias if partner else None, path, layer, chosen)
     return blocks
 
@@ -208,11 +207,12 @@ def parameter_order(
     Entries come one block after the other, each `[*groups, d_out, d_in]` row-major. None if the two
     orders are the same.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    chosen = [parameters[name] for name in names]
-    everything = torch.arange(sum(parameter.numel() for parameter in chosen))
-    parts = everything.split([parameter.numel() for parameter in chosen])
-    positions = {n: p.view(of.shape) for n, p, of in zip(names, parts, chosen, strict=True)}
+    shapes = {name: model.get_parameter(name).shape for name in names}
+    everything = torch.arange(sum(map(torch.Size.numel, shapes.values())))
+    positions, start = {}, 0
+    for name, shape in shapes.items():
+        positions[name] = everything[start : start + shape.numel()].view(shape)
+        start += shape.numel()
     # Of a large model these are more bytes than its parameters: most blocks' are views of them.
     order, place = None, 0
     for block in blocks:
@@ -305,9 +305,8 @@ def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
     """
     owners: dict[int, tuple[str, ...]] = {}
     for path, module in model.named_modules():
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        holder = _callable(model, path) if own else ""
-        for parameter in own:
+        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            holder = _callable(model, path)
             before = owners.get(id(parameter), ())
             owners[id(parameter)] = before if holder in before else (*before, holder)
     return owners

@@ -21,7 +21,7 @@ from laplace_debias.curvature.network.inputs import (
     LAYER_BY_LAYER,
     PLAIN_ATTENTION,
     Inputs,
-    call_with,
+    call,
 )
 from laplace_debias.curvature.network.shadow import kept_as_it_is
 from laplace_debias.system.memory import is_out_of_memory
@@ -64,7 +64,7 @@ def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         inputs = pytree.tree_unflatten(list(leaves), structure)
         with kept_as_it_is(network):
-            return [call_with(network, parameters, inputs)]
+            return [call(network, inputs, parameters)]
 
     dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
     return Call(path, run, leaves, dims, [outputs], [0])
@@ -129,13 +129,13 @@ class CallUses:
     def _of_examples(self, names: Sequence[str], part: slice) -> dict[str, Tensor]:
         """The rows of some parameters for some examples, `[K, b, size]`."""
         total: dict[str, Tensor] = {}
-        for call, gradients in self._calls:
-            module = self._network.get_submodule(call.path)
+        for one, gradients in self._calls:
+            module = self._network.get_submodule(one.path)
             inner = {id(p): n for n, p in module.named_parameters()}
             parameters = {n: self._network.get_parameter(n) for n in names}
             read = {n: inner[id(p)] for n, p in parameters.items() if id(p) in inner}
             values = {read[n]: parameters[n].detach() for n in read}
-            found = self._differentiated(call, values, gradients, part)
+            found = self._differentiated(one, values, gradients, part)
             for name, inside in read.items():
                 rows = (
                     found[inside].flatten(2) if found[inside].ndim > 2 else found[inside][..., None]

@@ -69,14 +69,16 @@ class PositionFinder:
         self._network = network
         self._cotangents = cotangents
         self._ndim, self._device = outputs.ndim, outputs.device
-        sharing = {block.layer for block in blocks if not block.is_exact}
-        shared = [use for use in uses if use.layer in sharing and use.z.ndim > 2]
-        layers = {use.layer for use in shared}
-        self._blocks = [block for block in blocks if not block.is_exact and block.layer in layers]
-        lengths = {takes_part(network.get_submodule(u.layer), u.z).shape[1] for u in shared}
+        lengths: dict[str, set[int]] = {}
+        for use in uses:
+            if use.z.ndim > 2:
+                mask = takes_part(network.get_submodule(use.layer), use.z)
+                lengths.setdefault(use.layer, set()).add(mask.shape[1])
+        self._blocks = [block for block in blocks if not block.is_exact and block.layer in lengths]
+        of_blocks = set[int]().union(*[lengths[block.layer] for block in self._blocks])
         # Outputs have the classes behind their positions, or between them and the examples.
         of_outputs = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
-        self._is_pooled = outputs.ndim == 2 or not lengths <= of_outputs
+        self._is_pooled = outputs.ndim == 2 or not of_blocks <= of_outputs
         self._pass: _Pass | None = None
 
     def find(self, x: Inputs, y: Tensor) -> Mapping[str, Masks]:
@@ -96,7 +98,9 @@ class PositionFinder:
         if self._pass is None:
             # Hooks cost time, and most data holds no padding.
             self._pass = _Pass(shadow(self._network), self._blocks)
-        lengths = _lengths_of_tokens(x)
+        # How many positions tokens or masks `[B, T]` have.
+        tokens = [t for t in tensors_of(x) if t.ndim == 2]
+        lengths = {t.shape[1] for t in tokens if not t.is_floating_point() or _is_mask(t)}
         device = self._device
         x = move(x, device, None)
         counted = None if counted is None else counted.to(device, non_blocking=True)
@@ -137,12 +141,6 @@ def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"] | N
     return (x == 0).all(-1)
 
 
-def _lengths_of_tokens(x: Inputs) -> set[int]:
-    """How many positions tokens or masks `[B, T]` among the inputs have."""
-    tensors = [t for t in tensors_of(x) if t.ndim == 2]
-    return {t.shape[1] for t in tensors if not t.is_floating_point() or _is_mask(t)}
-
-
 class _Pass:
     """One forward pass, and one backward pass of a generic cotangent.
 
@@ -173,7 +171,7 @@ class _Pass:
     def run(self, x: Inputs, counted: Tensor | None, lengths: set[int]) -> Mapping[str, Masks]:
         """The positions that take part, by layer and use.
 
-        `counted` broadcasts to the outputs; `lengths` is as `_lengths_of_tokens` gives it.
+        `counted` broadcasts to the outputs; `lengths` are numbers of positions of tokens.
         """
         self._others.clear()
         outputs = self._tap.forward(x)
@@ -208,27 +206,24 @@ class _Pass:
         ignored = None if counted is None else ~counted.flatten(1)
         zero_rows = _zero_rows(tensors_of(x))
 
-        def candidates(layer: nn.Module, mask: Tensor) -> Tensor:
-            """Positions that take no part in a use of a layer if their gradient vanishes there."""
-            length, found = mask.shape[1], torch.zeros_like(mask)
-            if ignored is not None:
-                found |= ignored if ignored.shape[1] == length else ignored.all(1, keepdim=True)
-            if length in padding:
-                found |= padding[length]
-            # A convolution of images may have as many positions as a sequence has by accident.
-            is_sequence = isinstance(layer, _SEQUENCES) and length in lengths
-            if isinstance(layer, nn.modules.conv._ConvNd) and not is_sequence:
-                return found
-            if zero_rows is None:
-                found |= ~influence[length]
-            elif zero_rows.shape[1] == length:
-                found |= zero_rows & ~influence[length]
-            return found
-
         found: dict[str, list[Tensor]] = {}
         for use, (layer, *_), mask, g in zip(asked, calls, here, gradients, strict=False):
-            if g is not None:
-                found.setdefault(use.layer, []).append(mask | ~candidates(layer, mask))
+            if g is None:
+                continue
+            # Positions that take no part in this use if their gradient vanishes here.
+            length, idle = mask.shape[1], torch.zeros_like(mask)
+            if ignored is not None:
+                idle |= ignored if ignored.shape[1] == length else ignored.all(1, keepdim=True)
+            if length in padding:
+                idle |= padding[length]
+            # A convolution of images may have as many positions as a sequence has by accident.
+            is_sequence = isinstance(layer, _SEQUENCES) and length in lengths
+            if is_sequence or not isinstance(layer, nn.modules.conv._ConvNd):
+                if zero_rows is None:
+                    idle |= ~influence[length]
+                elif zero_rows.shape[1] == length:
+                    idle |= zero_rows & ~influence[length]
+            found.setdefault(use.layer, []).append(mask | ~idle)
         return found
 
 

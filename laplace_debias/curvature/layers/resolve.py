@@ -9,7 +9,7 @@ normalisation, is first looked for in operations that multiply by it or add it, 
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,9 +74,8 @@ def resolve(
     unused = reference.unused
     if reference.is_partial:
         more = take(x, slice(0, _MORE))
-    if more is not None and unused:
-        _, (found,) = _differentiated(network, unused, more, lambda f: [torch.ones_like(f)])
-        unused = [name for name, gradient in zip(unused, found, strict=True) if gradient is None]
+        *_, (of_all,) = _differentiated(network, unused, more, one_by_one=False)
+        unused = [name for name, gradient in zip(unused, of_all, strict=True) if gradient is None]
     used = [name for name in names if name not in unused]
     calls: dict[str, tuple[str, ...]] = {}
     owners, right = owners_of_parameters(network), set[Block]()
@@ -132,19 +131,7 @@ class _Reference:
     @classmethod
     def of(cls, network: nn.Module, names: Sequence[str], x: Inputs) -> "_Reference":
         """Run a network for two examples."""
-        cotangents: list[Tensor] = []
-
-        def one_by_one(outputs: Tensor) -> list[Tensor]:
-            generator, device = torch.Generator(outputs.device).manual_seed(0), outputs.device
-            drawn = torch.randn(
-                outputs.shape, generator=generator, dtype=outputs.dtype, device=device
-            )
-            cotangents.append(drawn)
-            # Not each example alone: some gradients of torch are wrong for a batch of one.
-            places = torch.arange(len(drawn), device=device).view(-1, *[1] * (drawn.ndim - 1))
-            return [drawn * (places == index) for index in range(len(drawn))]
-
-        outputs, found = _differentiated(network, names, x, one_by_one)
+        outputs, cotangent, found = _differentiated(network, names, x, one_by_one=True)
         parts, unused = [], []
         for name, *of_name in zip(names, *found, strict=True):
             none = torch.zeros_like(network.get_parameter(name))
@@ -156,21 +143,27 @@ class _Reference:
         eps, is_partial = coarsest_eps(network), bool((norms == 0).any())
         # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
         rounding = eps**0.5 * float(norms.nan_to_num(0.0, 0.0).max())
-        return cls(outputs.detach(), cotangents[0], gradients, unused, is_partial, rounding, eps)
+        return cls(outputs, cotangent, gradients, unused, is_partial, rounding, eps)
 
 
 def _differentiated(
-    network: nn.Module,
-    names: Sequence[str],
-    x: Inputs,
-    cotangents: Callable[[Tensor], Sequence[Tensor]],
-) -> tuple[Tensor, list[Sequence[Tensor | None]]]:
-    """The outputs, and for each of some cotangents of theirs the gradients of parameters."""
+    network: nn.Module, names: Sequence[str], x: Inputs, one_by_one: bool
+) -> tuple[Tensor, Tensor, list[Sequence[Tensor | None]]]:
+    """The outputs, a random cotangent, and gradients along it: of each example, or of all."""
     parameters = [network.get_parameter(name).requires_grad_() for name in names]
     try:
         with torch.enable_grad(), kept_as_it_is(network):
             outputs = call(network, x)
-        return outputs, [_gradients(outputs, parameters, c) for c in cotangents(outputs)]
+        device, dtype = outputs.device, outputs.dtype
+        generator = torch.Generator(device).manual_seed(0)
+        drawn = torch.randn(outputs.shape, generator=generator, dtype=dtype, device=device)
+        parts = [drawn]
+        if one_by_one:
+            # Not each example alone: some gradients of torch are wrong for a batch of one.
+            places = torch.arange(len(drawn), device=device).view(-1, *[1] * (drawn.ndim - 1))
+            parts = [drawn * (places == index) for index in range(len(drawn))]
+        gradients = [_gradients(outputs, parameters, part) for part in parts]
+        return outputs.detach(), drawn, gradients
     finally:
         for parameter in parameters:
             parameter.requires_grad_(False)

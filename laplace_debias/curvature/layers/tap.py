@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -44,15 +45,17 @@ class Tap:
     """Runs a network forward and yields the output gradients of chosen layers.
 
     Only the part of the graph behind the first tapped layer is recorded, and no gradient with
-    respect to a parameter is ever computed. Hooks are on the network while it is run here alone.
-    `uses` are those in the last `forward`, in its order.
+    respect to a parameter is ever computed. Hooks that record are on the network while it is run
+    here alone. `uses` are those in the last `forward`, in its order.
     """
 
     def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
         self.network = network
-        modules = list(network.modules())
-        self.one_by_one = any(isinstance(m, (*CONVOLUTIONS, *TRANSPOSED)) for m in modules)
-        self._norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.one_by_one = False
+        for module in network.modules():
+            self.one_by_one |= isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.register_forward_hook(lay_out_gradients, prepend=True)
         self._names: dict[Site, list[str]] = {}
         self._batch, self._has_graph = 0, True
         self.at(blocks)
@@ -121,7 +124,6 @@ class Tap:
         self.forget()
         self._batch = num_examples(x)
         handles = self._recorder.hook()
-        handles += [m.register_forward_hook(lay_out_gradients, prepend=True) for m in self._norms]
         for site, layer in self.layers.items():
             if not site.is_call and site.paths[0] not in self._operands:
                 # Before any hook of the user's that may replace the output: what they do to it is
@@ -195,16 +197,14 @@ class Tap:
                 )
             elif len(use.x) != self._batch:
                 faults[Site((use.layer,))] = not_batched(use.layer, use.x, self._batch)
-        called = {use.layer for use in self.uses} | {one.path for one in self._calls}
-        called |= self._merged_calls
-        idle = [site for site in self.layers if not called.issuperset(site.paths)]
-        for site in idle:
-            faults[site] = ValueError(
-                f"The forward pass does not call {[str(s) for s in idle]}: leave their "
-                "parameters out with params=."
-            )
+        of_calls = map(attrgetter("path"), self._calls)
+        called = {*self._handed_on, *self._merged_calls, *of_calls}
         for site in self.layers:
-            if site.is_call and self._merged_calls.intersection(site.paths):
+            if not called.issuperset(site.paths):
+                faults[site] = ValueError(
+                    f"The forward pass does not call {site}: leave its parameters out with params=."
+                )
+            elif site.is_call and self._merged_calls.intersection(site.paths):
                 faults[site] = NotImplementedError(
                     f"Calls of {site} have no dimension of their own for the examples: leave "
                     "their parameters out with params=."
@@ -288,11 +288,9 @@ class Tap:
             found, pairs = reached.pop(site), list[tuple[Any, Any]]()
             while found:
                 of_use, gradients = found.pop(0)
-                if site.is_call:
-                    pairs.append((of_use, [_together(g) if g else None for g in gradients]))
-                else:
-                    pairs.append((of_use, _together(gradients)))
-                del gradients
+                together = [_together(g) if g else None for g in gradients]
+                pairs.append((of_use, together if site.is_call else together[0]))
+                del gradients, together
             uses: Uses = pairs
             if site.is_call:
                 names, loops = self._names[site], self._recorder.loops
@@ -313,7 +311,7 @@ class Tap:
         reached: dict[Site, list[tuple[Any, Any]]] = {}
         for use in uses:
             if of_use := next(gradients):
-                reached.setdefault(Site((use.layer,)), []).append((use.x, of_use))
+                reached.setdefault(Site((use.layer,)), []).append((use.x, [of_use]))
         for one in self._calls:
             of_outputs = [next(gradients) for _ in one.outputs]
             if any(of_outputs):

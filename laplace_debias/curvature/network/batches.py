@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import nullcontext
 from itertools import chain, islice
@@ -194,8 +195,13 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
     is labelled, and the gradient of the model's own loss in its logits tells which of them the
     label belongs to. Labels are `[B, T]`.
     """
-    asked = _takes_labels(model)
-    if asked is None:
+    # The outermost model of Hugging Face's that computes a loss.
+    for asked in model.modules():
+        names = [f"{kind.__module__}.{kind.__name__}" for kind in type(asked).__mro__]
+        is_one = any(re.fullmatch(r"transformers\..*\.PreTrainedModel", name) for name in names)
+        if is_one and "labels" in inspect.signature(asked.forward).parameters:
+            break
+    else:
         return False
     twin, last = shadow(asked), labels.shape[1] - 1
     weights = [p.requires_grad_() for p in twin.parameters() if p.is_floating_point()]
@@ -217,18 +223,6 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
             "targets), which output a label belongs to: the target of a position at that position."
         )
     return read == [last - 1]
-
-
-def _takes_labels(model: nn.Module) -> nn.Module | None:
-    """The outermost model of Hugging Face's that computes a loss."""
-    for module in model.modules():
-        is_one = any(
-            kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
-            for kind in type(module).__mro__
-        )
-        if is_one and "labels" in inspect.signature(module.forward).parameters:
-            return module
-    return None
 
 
 # Batches as `BatchReader` reads them: pairs (inputs, targets), or mappings and dataclasses.
@@ -307,8 +301,8 @@ class Stream(Placed):
             yield pair
         if self.counts_any is None:
             return
-        of_ranks = current().exchange([number, counts])
-        if any(some for some, _ in of_ranks) and not any(counted for _, counted in of_ranks):
+        numbers, counted = zip(*current().exchange([number, counts]), strict=True)
+        if any(numbers) and not any(counted):
             raise ValueError(
                 f"Every target of the {self.what} is ignored. They have no curvature: pass batches "
                 "in which at least one target counts."

@@ -90,7 +90,10 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
     """
     asked = _as_tensor(positions)
     example = take(x, slice(0, 1))
-    head, outputs = _head_of(model, example)
+    twin = shadow(model)
+    calls = LinearCalls(twin)
+    with torch.no_grad():
+        outputs = call(twin, example)
     if outputs.ndim != 3:
         raise ValueError(
             f"positions={_shown(positions)} asks for positions of outputs [batch, positions, "
@@ -99,8 +102,10 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
         )
     mask, size = _mask_of(model, x), num_examples(x)
     columns = _columns(asked.to(outputs.device), mask, size, outputs.shape[1])
-    chosen = ChosenPositions(columns, asked.ndim == 0, head)
-    if head is None or _takes_fewer(model, chosen, example, outputs):
+    # The linear layer that the outputs come from as they are, if there is one.
+    is_head = calls.z is outputs and outputs._version == 0 and calls.counts[calls.path] == 1
+    chosen = ChosenPositions(columns, asked.ndim == 0, calls.path)
+    if is_head and calls.x.ndim == 3 and _takes_fewer(model, chosen, example, outputs):
         return chosen
     return ChosenPositions(columns, chosen.is_single, None)
 
@@ -199,16 +204,6 @@ class LinearCalls:
             self.counts[path] = self.counts.get(path, 0) + 1
 
         return record
-
-
-def _head_of(model: nn.Module, example: Inputs) -> tuple[str | None, Tensor]:
-    """The linear layer that the outputs come from as they are, if there is one; and the outputs."""
-    twin = shadow(model)
-    calls = LinearCalls(twin)
-    with torch.no_grad():
-        outputs = call(twin, example)
-    is_head = calls.z is outputs and outputs._version == 0 and calls.counts[calls.path] == 1
-    return (calls.path if is_head and calls.x.ndim == 3 else None), outputs
 
 
 def _takes_fewer(

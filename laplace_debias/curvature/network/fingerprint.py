@@ -19,7 +19,8 @@ def fingerprint(model: nn.Module, without: Collection[str]) -> dict[str, int]:
     change it; exchanging entries does not. Buffers that checkpoints do not hold, such as caches
     that a forward pass fills, do not count.
     """
-    return {name: sum_of_bits(value) for name, value in state_of(model, without).items()}
+    state = state_of(model, without)
+    return dict(zip(state, map(sum_of_bits, state.values()), strict=True))
 
 
 def state_of(model: nn.Module, without: Collection[str]) -> dict[str, Tensor]:
@@ -75,11 +76,8 @@ class Watch:
     ) -> list[str]:
         """Names of what is not as the fingerprint has it, as far as they are found."""
         state = state_of(model, without)
-        wrong = [
-            name for name in dict.fromkeys([*sums, *state]) if (name in sums) != (name in state)
-        ]
-        if wrong:
-            return wrong
+        if sums.keys() != state.keys():
+            return sorted(sums.keys() ^ state.keys())
         for name, x in state.items():
             # Where a tensor lies, how often torch has seen it change, and a sample of its entries.
             version = None if x.is_inference() else x._version

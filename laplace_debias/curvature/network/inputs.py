@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -54,30 +55,24 @@ def like(inputs: Mapping[str, Any], named: dict[str, Any]) -> dict[str, Any]:
     return OneArgument(named) if isinstance(inputs, OneArgument) else named
 
 
-def call(model: nn.Module, inputs: Inputs) -> Tensor:
-    """The model's outputs for inputs, as `logits_of` finds them; raises as it does."""
-    arguments, named = _arguments(inputs)
-    with LAYER_BY_LAYER:
-        outputs = model(*arguments, **named)
-    return logits_of(outputs)
+def call(
+    model: nn.Module, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """The model's outputs for inputs, as `logits_of` finds them; raises as it does.
 
-
-def call_with(model: nn.Module, parameters: Mapping[str, Tensor], inputs: Inputs) -> Tensor:
-    """As `call`, with other values for some parameters; differentiable in them by `torch.func`."""
-    arguments, named = _arguments(inputs)
-    with LAYER_BY_LAYER, PLAIN_ATTENTION:
-        outputs = functional_call(model, dict(parameters), arguments, named)
-    return logits_of(outputs)
-
-
-def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
+    With other values for some `parameters` it is differentiable in them by `torch.func`.
+    """
     if isinstance(inputs, OneArgument):
-        return (dict(inputs),), {}
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs), {}
+        inputs = (dict(inputs),)
+    elif isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    arguments = () if isinstance(inputs, Mapping) else tuple(inputs)
+    named = dict(inputs) if isinstance(inputs, Mapping) else {}
+    if parameters is None:
+        with LAYER_BY_LAYER:
+            return logits_of(model(*arguments, **named))
+    with LAYER_BY_LAYER, PLAIN_ATTENTION:
+        return logits_of(functional_call(model, dict(parameters), arguments, named))
 
 
 @contextmanager
@@ -123,7 +118,7 @@ def num_examples(inputs: Inputs) -> int:
 
 def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
     """Some of the examples, by a slice or their numbers."""
-    return map_tensors(inputs, lambda x: x[examples])
+    return map_tensors(inputs, itemgetter(examples))
 
 
 def join(parts: Sequence[Inputs]) -> Inputs:
@@ -182,15 +177,13 @@ def mark_of(inputs: Inputs, targets: Tensor) -> str:
 
 def map_tensors(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """The same inputs with a function of each tensor in its place, in their order."""
-
-    def of(x: Any) -> Any:
-        return function(x) if isinstance(x, Tensor) else x
-
     if isinstance(inputs, Tensor):
         return function(inputs)
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    mapped = [function(x) if isinstance(x, Tensor) else x for x in values]
     if isinstance(inputs, Mapping):
-        return like(inputs, {key: of(x) for key, x in inputs.items()})
-    return tuple(of(x) for x in inputs)
+        return like(inputs, dict(zip(inputs, mapped, strict=True)))
+    return tuple(mapped)
 
 
 def logits_of(outputs: Any) -> Tensor:

@@ -30,8 +30,8 @@ PROJECTIONS = ("query", "key", "value")
 
 def is_hugging_face_conv1d(layer: nn.Module) -> bool:
     """Whether a layer is transformers' `Conv1D`: a linear layer with a transposed weight."""
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(layer).__mro__[:1]}
-    return "transformers.pytorch_utils.Conv1D" in names
+    kind = type(layer)
+    return (kind.__module__, kind.__qualname__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def is_attention(layer: nn.Module) -> bool:

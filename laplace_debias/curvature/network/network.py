@@ -72,7 +72,6 @@ class Network:
 
     def refresh(self) -> None:
         """Copy the model anew."""
-        self._stamp = _stamp(self._state_now())
         twin = self.model
         everything: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
         # Copies: what is kept of a linearisation refers to them, and must not change.
@@ -94,13 +93,11 @@ class Network:
 
         Their contents are compared: a change through `.data` leaves no other trace.
         """
-        state = self._state_now()
-        return self._stamp == _stamp(state) and all(
-            now.to(copy.dtype).equal(copy) for now, copy in zip(state, self._seen, strict=True)
+        state = [*self._given.parameters(), *self._given.buffers()]
+        return len(state) == len(self._seen) and all(
+            now.detach().to(copy.dtype).equal(copy)
+            for now, copy in zip(state, self._seen, strict=True)
         )
-
-    def _state_now(self) -> list[Tensor]:
-        return [x.detach() for x in (*self._given.parameters(), *self._given.buffers())]
 
     def outputs(
         self,
@@ -147,10 +144,6 @@ class Network:
         if batched:
             return torch.cat([x.flatten(1) if x.ndim > 1 else x[:, None] for x in tensors], -1)
         return torch.cat([x.flatten() for x in tensors])
-
-
-def _stamp(state: list[Tensor]) -> list[tuple[int, int]]:
-    return [(x.data_ptr(), x._version) for x in state]
 
 
 class _Call(nn.Module):

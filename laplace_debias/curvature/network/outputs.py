@@ -184,9 +184,8 @@ _ROUNDING = 1e-3
 
 def classes_last(network: nn.Module, class_dim: int | None) -> nn.Module:
     """Change a `shadow` to give outputs `[B, ..., C]`; if `class_dim` is None it does so."""
-    if class_dim in (None, -1):
+    if class_dim is None or class_dim == -1:
         return network
-    assert class_dim is not None
 
     def move(_: nn.Module, __: Any, given: Any) -> Tensor:
         outputs = logits_of(given)

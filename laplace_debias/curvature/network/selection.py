@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from laplace_debias.curvature.network.inputs import Inputs, call, take
 from laplace_debias.curvature.network.layer_types import (
@@ -45,10 +45,19 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
             f"{type(model).__name__} it is found by running an example, and there is none here: "
             "name its parameters, params=[...]."
         )
-    layers, parameters = sources = _sources(model, example)
+    layers, parameters = _sources(model, example)
     if len(layers) == 1 and not parameters:
         return _trainable(model, layers[0])
-    raise ValueError(_not_one(model, *sources))
+    titles = [f"{path} ({type(_owner(model, path)).__name__})" for path in layers]
+    titles += [f"the parameter {n}, used outside of a layer" for n in parameters]
+    inside = tuple(f"{path}." for path in layers)
+    names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
+    chosen = names if inside and names else "[...]"
+    raise ValueError(
+        f'params="{LAST_LAYER}" needs one layer that the outputs come from, but by differentiable '
+        f'operations they come from {" and ".join(titles) or "none"}: take params="all", or name '
+        f"the parameters, params={chosen}."
+    )
 
 
 def is_last_layer(selection: object) -> bool:
@@ -61,7 +70,7 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     """Paths of the layers that the outputs come from; parameters used outside of a layer."""
     network = shadow(model)
     expose_projections(network)
-    cuts: dict[str, list[Tensor]] = {}
+    cuts: list[tuple[str, Tensor]] = []
     passed_over = {id(p) for m in network.modules() if _is_passed_over(m) for p in m.parameters()}
     layers = dict(_layers(network))
     for path, layer in layers.items():
@@ -74,21 +83,16 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     }
     with torch.enable_grad():
         outputs = call(network, take(inputs, slice(0, 1)))
-        if len(cuts) < len(layers):
+        if len(dict(cuts)) < len(layers):
             # Another example may take another way, as in a mixture of experts.
             cuts.clear()
             outputs = call(network, take(inputs, slice(0, _MORE)))
     if not outputs.requires_grad:
         return [], []
-    leaves = [(path, leaf) for path, of_layer in cuts.items() for leaf in of_layer]
-    everything = [leaf for _, leaf in leaves] + list(parameters.values())
-    found = torch.autograd.grad(outputs, everything, torch.ones_like(outputs), allow_unused=True)
-    reached = [gradient is not None for gradient in found]
-    of_layers, of_parameters = reached[: len(leaves)], reached[len(leaves) :]
-    return (
-        list(dict.fromkeys(p for (p, _), is_one in zip(leaves, of_layers, strict=True) if is_one)),
-        [name for name, is_one in zip(parameters, of_parameters, strict=True) if is_one],
-    )
+    names, leaves = zip(*cuts, *parameters.items(), strict=True)
+    found = torch.autograd.grad(outputs, leaves, torch.ones_like(outputs), allow_unused=True)
+    reached = dict.fromkeys(n for n, g in zip(names, found, strict=True) if g is not None)
+    return [path for path in reached if path in layers], [n for n in reached if n in parameters]
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -113,18 +117,18 @@ def _is_passed_over(module: nn.Module) -> bool:
     return bool(sizes) and max(sizes) == 1 and not isinstance(module, LAYERS)
 
 
-def _cutter(cuts: dict[str, list[Tensor]], path: str) -> Any:
+def _cutter(cuts: list[tuple[str, Tensor]], path: str) -> Any:
     """A forward hook that cuts a layer's output from its past, and keeps where it begins anew."""
 
-    def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_inference():
+    def cut(value: Tensor) -> Tensor:
+        if not value.is_floating_point() or value.is_inference():
             return value
         leaf = value.detach().requires_grad_()
-        cuts.setdefault(path, []).append(leaf)
+        cuts.append((path, leaf))
         # The forward pass goes on with a copy, which it may overwrite.
         return leaf.clone()
 
-    return lambda _, __, output: tree_map(cut, output)
+    return lambda _, __, output: tree_map_only(Tensor, cut, output)
 
 
 def _trainable(model: nn.Module, path: str) -> list[str]:
@@ -150,20 +154,6 @@ def _trainable(model: nn.Module, path: str) -> list[str]:
             f"(requires_grad=False). Unfreeze it with requires_grad_(True), or: {_REMEDY}"
         )
     return names
-
-
-def _not_one(model: nn.Module, layers: Sequence[str], parameters: Sequence[str]) -> str:
-    """The message where the outputs come from no layer, or from more than one."""
-    titles = [f"{path} ({type(_owner(model, path)).__name__})" for path in layers]
-    titles += [f"the parameter {n}, used outside of a layer" for n in parameters]
-    inside = tuple(f"{path}." for path in layers)
-    names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
-    chosen = names if inside and names else "[...]"
-    return (
-        f'params="{LAST_LAYER}" needs one layer that the outputs come from, but by differentiable '
-        f'operations they come from {" and ".join(titles) or "none"}: take params="all", or name '
-        f"the parameters, params={chosen}."
-    )
 
 
 def _owner(model: nn.Module, path: str) -> nn.Module:
@@ -243,15 +233,17 @@ def leaving_out(names: Sequence[str]) -> str:
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
     """Require real Bayesian parameters of one device, and of one dtype as `wide` has it."""
-    unreal = [name for name in names if model.get_parameter(name).is_complex()]
-    if unreal:
-        raise ValueError(
-            f"{unreal[0]} is complex ({model.get_parameter(unreal[0]).dtype}), and curvature is "
-            "that of real parameters: hold real and imaginary part, torch.view_as_real, as a "
-            "parameter, and make the complex one of it in the forward pass; or freeze all complex "
-            "parameters with requires_grad_(False)."
-        )
-    kinds = {(wide(p.dtype), p.device) for p in map(model.get_parameter, names)}
+    kinds = set()
+    for name in names:
+        parameter = model.get_parameter(name)
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name} is complex ({parameter.dtype}), and curvature is that of real parameters: "
+                "hold real and imaginary part, torch.view_as_real, as a parameter, and make the "
+                "complex one of it in the forward pass; or freeze all complex parameters with "
+                "requires_grad_(False)."
+            )
+        kinds.add((wide(parameter.dtype), parameter.device))
     if len(kinds) > 1:
         found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
         raise ValueError(f"The Bayesian parameters must share one dtype and device, found {found}.")

@@ -139,31 +139,26 @@ def _split(name: str) -> NotImplementedError:
 
 def _check_deterministic(module: nn.Module, name: str) -> None:
     """Refuse a module whose outputs are random or depend on the other examples of the batch."""
-    # By its module: to import the classes takes long, and torchao is to replace them.
-    if ".quantized.dynamic." in type(module).__module__:
-        raise ValueError(
-            f"{name} is dynamically quantised: it rounds by the largest input of the batch, so "
-            "an example's output depends on the others. Use the model as it was before "
-            "quantize_dynamic."
-        )
-    if isinstance(module, _BATCH_NORM) and module.running_mean is None:
-        raise ValueError(
-            f"{name} keeps no running statistics, so an example's output depends on the rest "
-            "of its batch, and curvature per example is not defined: train it with "
-            "track_running_stats=True."
-        )
-    if not module.training:
-        return
-    if isinstance(module, _DROPOUT) and module.p > 0:
-        raise ValueError(
-            f"{name} is active: dropout makes the outputs random. Curvature is computed in "
-            "eval mode: call `model.eval()` first."
-        )
-    if isinstance(module, _BATCH_NORM):
-        raise ValueError(
-            f"{name} is in training mode and would mix the examples of a batch. Curvature is "
-            "computed in eval mode: call `model.eval()` first."
-        )
+    is_norm = isinstance(module, _BATCH_NORM)
+    is_dropout = isinstance(module, _DROPOUT) and module.p > 0
+    obstacles = {
+        "is dynamically quantised: it rounds by the largest input of the batch, so an example's "
+        "output depends on the others. Use the model as it was before quantize_dynamic.": (
+            # By its module: to import the classes takes long, and torchao is to replace them.
+            ".quantized.dynamic." in type(module).__module__
+        ),
+        "keeps no running statistics, so an example's output depends on the rest of its batch, and "
+        "curvature per example is not defined: train it with track_running_stats=True.": (
+            is_norm and module.running_mean is None
+        ),
+        "is active: dropout makes the outputs random. Curvature is computed in eval mode: call "
+        "`model.eval()` first.": is_dropout and module.training,
+        "is in training mode and would mix the examples of a batch. Curvature is computed in eval "
+        "mode: call `model.eval()` first.": is_norm and module.training,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise ValueError(f"{name} {obstacle}")
 
 
 def check_no_autocast(device: torch.device) -> None:

@@ -43,7 +43,8 @@ class ShardedBatches(Sampler[list[int]]):
         batch_size: Examples of all processes together in a batch.
         shuffle: Whether the order of the examples is a random one, the same in every pass.
         seed: Fixes that order. It must be the same on all processes.
-        rank: Which process this is; by default its rank in torch's process group, 0 without one.
+        rank: Which process this is; by default its rank in torch's process group, which is there
+            before; 0 without one.
         num_ranks: How many there are; by default the size of that group, 1 without one.
 
     Raises:
@@ -160,13 +161,13 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
     if ranks.size == 1:
         return False
     if isinstance(batches, ShardedBatches) and batches.num_ranks > 1:
-        shared = f"{len(batches.data)}, {batches.batch_size}, {batches.shuffle}, {batches.seed}"
+        shared = f"{(len(batches.data), batches.batch_size, batches.shuffle, batches.seed)}"
     said = ranks.exchange([shared, _whole_data_set(data)])
     of_shared = [one for one, _ in said]
     if not any(of_shared):
         refuse_same([one for _, one in said], "reads the same data set from end to end")
     elif len(set(of_shared)) > 1:
-        told = ", ".join(f"rank {rank} ({one or 'none'})" for rank, one in enumerate(of_shared))
+        told = ", ".join(f"rank {rank} {one or 'none'}" for rank, one in enumerate(of_shared))
         raise ValueError(
             "ShardedBatches must be the same on all ranks (length of the data, batch_size, "
             f"shuffle, seed): {told}."
