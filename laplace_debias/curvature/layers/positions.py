@@ -69,13 +69,14 @@ class PositionFinder:
         self._network = network
         self._cotangents = cotangents
         self._ndim, self._device = outputs.ndim, outputs.device
+        sharing = {block.layer for block in blocks if not block.is_exact}
         lengths: dict[str, set[int]] = {}
         for use in uses:
-            if use.z.ndim > 2:
+            if use.layer in sharing and use.z.ndim > 2:
                 mask = takes_part(network.get_submodule(use.layer), use.z)
                 lengths.setdefault(use.layer, set()).add(mask.shape[1])
         self._blocks = [block for block in blocks if not block.is_exact and block.layer in lengths]
-        of_blocks = set[int]().union(*[lengths[block.layer] for block in self._blocks])
+        of_blocks = set[int]().union(*lengths.values())
         # Outputs have the classes behind their positions, or between them and the examples.
         of_outputs = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
         self._is_pooled = outputs.ndim == 2 or not of_blocks <= of_outputs

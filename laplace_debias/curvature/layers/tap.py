@@ -1,7 +1,7 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -135,8 +135,9 @@ class Tap:
                     handles.append(hook)
                 else:
                     handles += _hook_within(layer, inside, record)
-        operands = OperandRecorder(self._operands, self._record_operand)
-        at_operands = operands if self._operands else nullcontext()
+        at_operands: AbstractContextManager = nullcontext()
+        if self._operands:
+            at_operands = OperandRecorder(self._operands, self._record_operand)
         try:
             with torch.set_grad_enabled(self._has_graph), kept_as_it_is(self.network), at_operands:
                 outputs = call(self.network, x)
@@ -197,8 +198,11 @@ class Tap:
                 )
             elif len(use.x) != self._batch:
                 faults[Site((use.layer,))] = not_batched(use.layer, use.x, self._batch)
-        of_calls = map(attrgetter("path"), self._calls)
-        called = {*self._handed_on, *self._merged_calls, *of_calls}
+        of_uses, of_calls = (
+            map(attrgetter("layer"), self.uses),
+            map(attrgetter("path"), self._calls),
+        )
+        called = {*of_uses, *of_calls, *self._merged_calls}
         for site in self.layers:
             if not called.issuperset(site.paths):
                 faults[site] = ValueError(
