@@ -92,8 +92,7 @@ def _described(tables: Mapping[str, Mapping[str, Tensor]], index: int, task: str
             entry.setdefault("predictions", {})[key] = values
             continue
         entry["label"] = table["label"][at].tolist()
-        probs = table["probs"][at]
-        top = probs.topk(min(NUM_CLASSES, len(probs)))
+        top = table["probs"][at].topk(min(NUM_CLASSES, table["probs"].shape[1]))
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        entry.setdefault("probs", {})[key] = [[label, value] for label, value in pairs]
+        entry.setdefault("probs", {})[key] = list(map(list, pairs))
     return entry

@@ -146,8 +146,8 @@ def of_training(loaded: Loaded) -> dict[str, Any]:
         y = y.double().reshape(f.shape)
         error, spread = (f - y).square().mean(0), (y - y.mean(0)).square().mean(0)
         value = (1 - error / spread).mean().item()
-        row = {"metric": "explained", "value": value, "low": None, "high": None}
-        return {"num_examples": len(y), "rows": [row]}
+        rows = [{"metric": "explained", "value": value, "low": None, "high": None}]
+        return {"num_examples": len(y), "rows": rows}
     probs = probs_of(of_network(f, loaded.task, None)["log_probs"], loaded.task)
     evaluate = metrics.evaluate_multilabel if loaded.task == "multilabel" else metrics.evaluate
     kept = ("accuracy", "nll", "overconfidence")

@@ -113,10 +113,9 @@ def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
     """Predictions of a Laplace posterior, `method="glm"` in closed form."""
     if task == "regression":
         mean, variances = la.functional(x, diagonal=True)
-        with_noise = la.likelihood.marginals(mean, variances)
         return {
             "mean": mean.double().cpu(),
-            "standard_deviation": with_noise.stddev.double().cpu(),
+            "standard_deviation": la.likelihood.marginals(mean, variances).stddev.double().cpu(),
             "epistemic": variances.double().sqrt().cpu(),
         }
     is_small = network_outputs(la.model, take(x, slice(1))).shape[1] <= MOST_OUTPUTS

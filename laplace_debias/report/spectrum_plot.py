@@ -44,9 +44,7 @@ def plot_spectral_density(
     (scale,) = scales
     peak = max(float(density.density.max()) for density in named.values())
     floor = peak * 10.0**-_DECADES
-    ax.set_yscale("log")
-    if scale == "log":
-        ax.set_xscale("log")
+    ax.set(xscale=scale, yscale="log")
     colours = method_colours(named) if len(named) > 1 else dict.fromkeys(named, _COLOUR)
     for name, density in named.items():
         grid, values, error = (
@@ -66,10 +64,10 @@ def plot_spectral_density(
     ax.set_ylim(floor, 3 * peak)
     ax.yaxis.set_major_locator(LogLocator(numticks=_DECADES + 2))
     ax.yaxis.set_minor_formatter(NullFormatter())
-    ax.set_xlabel("Eigenvalue |λ|" if scale == "log" else "Eigenvalue λ")
-    ax.set_ylabel("Density per decade" if scale == "log" else "Density")
+    ax.set(xlabel="Eigenvalue λ", ylabel="Density")
     style_axes(ax)
     if scale == "log":
+        ax.set(xlabel="Eigenvalue |λ|", ylabel="Density per decade")
         notes = [
             (f"{name}: " if name else "")
             + f"|λ| ≤ {density.floor:.1g}: {density.null_fraction:.1%};  "

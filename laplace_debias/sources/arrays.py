@@ -19,13 +19,11 @@ _NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
 
 def read_archive(path: Path) -> dict[str, np.ndarray]:
     """The arrays of a `.npz` file by name; nothing is ever unpickled."""
-    arrays = {}
     try:
         with np.load(path, allow_pickle=False) as archive:
             if not isinstance(archive, Mapping):
                 raise ValueError("it holds one array without a name")
-            for name in archive:
-                arrays[name] = archive[name]
+            return dict(archive)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         if "allow_pickle" in str(error):
             raise ValueError(
@@ -35,7 +33,6 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
         raise ValueError(
             f"{path} is damaged or no NumPy archive ({error}); write it again by np.savez"
         ) from error
-    return arrays
 
 
 def archive_parts(path: Path, settings: SourceSettings) -> Parts:
@@ -77,6 +74,9 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
         part: _examples(x, y, task, pixels, f"{path}, {part}") for part, (x, y) in parts.items()
     }
     train = examples["train"]
+    num_outputs = 1 if task == "binary" else train.targets.shape[-1]
+    if task == "classification":
+        num_outputs = 1 + max(int(part.targets.max()) for part in examples.values())
     for part, found in examples.items():
         if found.inputs.shape[1:] != train.inputs.shape[1:]:
             raise ValueError(
@@ -88,18 +88,12 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
         validation=examples.get("val"),
         test=examples["test"],
         task=task,
-        num_outputs=_num_outputs(task, examples),
+        num_outputs=num_outputs,
         input_name="example" if pixels is None else "image",
         pixels=pixels,
         was_whole=was_whole,
         notes=notes,
     )
-
-
-def _num_outputs(task: Task, examples: Mapping[str, Examples]) -> int:
-    if task == "classification":
-        return 1 + max(int(part.targets.max()) for part in examples.values())
-    return 1 if task == "binary" else examples["train"].targets.shape[1]
 
 
 def _examples(

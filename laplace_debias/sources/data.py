@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 from torch import nn
-from torch.utils.data import DataLoader
 
 from laplace_debias.sources.arrays import archive_parts
 from laplace_debias.sources.image_files import ImageFiles, images_below, view_of
@@ -81,11 +80,8 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
             f"data {path} returned a {type(found).__name__}{keys}; expected a dict of "
             f"{', '.join(_KEYS)} (train and test are needed)"
         )
-    classes = found.get("classes")
-    if classes is None:
-        train = found["train"]
-        dataset = train.dataset if isinstance(train, DataLoader) else train
-        classes = getattr(dataset, "classes", None)
+    dataset = getattr(found["train"], "dataset", found["train"])
+    classes = found.get("classes", getattr(dataset, "classes", None))
     return Parts(
         train=found["train"],
         validation=found.get("validation"),
@@ -117,10 +113,7 @@ def _opened(
         indices, note = parted(len(files), settings, str(root), "images")
         parts = {name: [files[i] for i in some.tolist()] for name, some in indices.items()}
         notes += (note,)
-    found = {
-        name: ImageFiles(tuple(f for f, _ in files), tuple(label for _, label in files), view)
-        for name, files in parts.items()
-    }
+    found = {name: ImageFiles(tuple(files), view) for name, files in parts.items()}
     return Parts(
         train=found["train"],
         validation=found.get("val"),

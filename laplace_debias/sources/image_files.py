@@ -46,10 +46,9 @@ def unchanged(image: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
-    """Images on disk, each decoded, resized and normalised when it is fetched."""
+    """Images on disk with labels, each decoded, resized and normalised when it is fetched."""
 
-    files: tuple[Path, ...]
-    labels: tuple[int, ...]
+    files: tuple[tuple[Path, int], ...]
     view: View
 
     def __len__(self) -> int:
@@ -58,16 +57,16 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """One image, normalised, float32 [C, H, W], and its label."""
-        file = self.files[index]
+        file, label = self.files[index]
         image = opened(file, self.view.is_grey)
-        if not self.view.any_size and index and image.size != (size := header(self.files[0])[0]):
+        if not self.view.any_size and index and image.size != (size := header(self.files[0][0])[0]):
             raise ValueError(
                 f"{file} has {image.size[1]} × {image.size[0]} pixels, others {size[1]} × "
                 f"{size[0]}; give --image_size, to which all are resized"
             )
         pixels = torch.from_numpy(np.array(self.view.resized(image)))
         pixels = pixels[None] if self.view.is_grey else pixels.permute(2, 0, 1)
-        return self.view.pixels.inputs(pixels), torch.tensor(self.labels[index])
+        return self.view.pixels.inputs(pixels), torch.tensor(label)
 
 
 def opened(file: Path, is_grey: bool = False) -> Any:

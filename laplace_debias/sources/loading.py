@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, shuffled_patches
 from laplace_debias.sources.data import find_data
-from laplace_debias.sources.further import Further, Reader
+from laplace_debias.sources.further import Further, read_further
 from laplace_debias.sources.imports import described
 from laplace_debias.sources.loaded import Loaded, Task
 from laplace_debias.sources.networks import build
@@ -50,7 +50,6 @@ def load(settings: SourceSettings) -> Loaded:
     shape = tuple(x.shape[1:]) if isinstance(x, Tensor) else None
     if parts.pixels is not None and (shape is None or len(shape) != 3):
         raise ValueError(f"mean and std are of images [C, H, W]; the inputs are of shape {shape}")
-    reader = Reader(shape, parts)
     validation: Batches | None = None
     if parts.validation is not None:
         validation, _ = batches_of(parts.validation, settings, "validation_examples")
@@ -60,11 +59,11 @@ def load(settings: SourceSettings) -> Loaded:
             "validation to the data, or leave the option out"
         )
     test, _ = batches_of(parts.test, settings, "test_examples")
-    others = _ood(settings, reader)
-    shifts: dict[int, Batches] = {}
-    for severity in sorted(set(settings.corruptions)):
-        pixels = _images(reader, "corruptions")
-        shifts[severity] = Changed(test, Corruption(pixels, severity, settings.seed))
+    others = _ood(settings, parts, shape)
+    shifts = {
+        level: Changed(test, Corruption(_images(parts, shape, "corruptions"), level, settings.seed))
+        for level in sorted(set(settings.corruptions))
+    }
     task = task_of_outputs(model, first, parts, settings.task)
     notes += parts.notes + tuple(note for _, notes in others.values() for note in notes)
     if settings.held_out != SourceSettings.held_out and not parts.was_whole:
@@ -86,16 +85,17 @@ def load(settings: SourceSettings) -> Loaded:
         classes=parts.classes,
         picture=None if parts.pixels is None else parts.pixels.picture,
         row=None if parts.columns is None else parts.columns.row,
-        read=reader.read,
+        read=partial(read_further, parts, shape),
         target=None if parts.columns is None else parts.columns.target,
         input_name="image" if parts.pixels is not None else parts.input_name,
         notes=notes,
     )
 
 
-def _ood(settings: SourceSettings, reader: Reader) -> Mapping[str, tuple[Batches, tuple[str, ...]]]:
+def _ood(
+    settings: SourceSettings, parts: Parts, shape: tuple[int, ...] | None
+) -> Mapping[str, tuple[Batches, tuple[str, ...]]]:
     """Out-of-distribution sets by name, each with notes."""
-    parts = reader.parts
     found: dict[str, tuple[Batches, tuple[str, ...]]] = {
         name: (batches_of(own, settings, "ood_examples")[0], ()) for name, own in parts.ood.items()
     }
@@ -103,32 +103,31 @@ def _ood(settings: SourceSettings, reader: Reader) -> Mapping[str, tuple[Batches
         if name in found:
             raise ValueError(f"ood {name} is given twice; give the sets different names")
         if source == "builtin:patches":
-            _images(reader, f"ood {name}")
+            _images(parts, shape, f"ood {name}")
             limit = "test_examples" if settings.ood_examples is None else "ood_examples"
             batches, _ = batches_of(parts.test, settings, limit)
             found[name] = Changed(batches, partial(shuffled_patches, seed=settings.seed)), ()
             continue
         if source == "builtin:digits":
-            pixels = _images(reader, f"ood {name}")
-            further = Further(drawn_digits(reader.shape or (), pixels))
+            pixels = _images(parts, shape, f"ood {name}")
+            further = Further(drawn_digits(shape or (), pixels))
         else:
-            further = reader.read(source, f"ood {name}")
+            further = read_further(parts, shape, source, f"ood {name}")
         batches, _ = batches_of(further.part, settings, "ood_examples")
         found[name] = batches, further.notes
     return found
 
 
-def _images(reader: Reader, what: str) -> Pixels:
+def _images(parts: Parts, shape: tuple[int, ...] | None, what: str) -> Pixels:
     """How images are made of pixels, where inputs are images of one or three channels."""
-    pixels, shape = reader.parts.pixels, reader.shape
-    if pixels is None or shape is None:
+    if parts.pixels is None or shape is None:
         raise ValueError(
             f"{what}: these need images, and how they are normalised; for images of loaders of "
             "your own give --mean and --std, for other inputs leave the option out"
         )
     if shape[0] not in (1, 3):
         raise ValueError(f"{what}: the images have {shape[0]} channels; expected 1 or 3")
-    return pixels
+    return parts.pixels
 
 
 def _device_from(name: str) -> torch.device:

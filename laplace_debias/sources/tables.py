@@ -77,13 +77,12 @@ def table_parts(files: dict[str, Path], settings: SourceSettings) -> Parts:
         )
         for part, table in tables.items()
     }
-    outputs = len(classes) if task == "classification" and classes is not None else 1
     return Parts(
         train=examples["train"],
         validation=examples.get("val"),
         test=examples["test"],
         task=task,
-        num_outputs=outputs,
+        num_outputs=len(classes) if task == "classification" and classes else 1,
         classes=None if classes is None else tuple(map(str, classes)),
         input_name="row",
         columns=columns,

@@ -91,8 +91,8 @@ def _draw_accuracy(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
 
 def _draw_counts(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
     ax.bar(bins.left, bins.examples, 0.92 / _BINS, align="edge", color=look.colour, alpha=0.85)
-    ax.set(xlabel="Confidence", ylabel="Examples", yscale="log")
-    ax.set_ylim(0.6, bins.examples.max() * 1.5)
+    limits = 0.6, bins.examples.max() * 1.5
+    ax.set(xlabel="Confidence", ylabel="Examples", yscale="log", ylim=limits)
     ax.yaxis.set_major_locator(LogLocator(numticks=4))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:,.0f}"))
@@ -127,8 +127,8 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
             for s, r in zip(share[few], risk[few], strict=True)
         ]
         panel.note(ax, key, share[few], risk[few], texts)
-    ax.set(xlim=(0, 1), xlabel="Share of examples kept", ylabel="Wrong among those kept")
-    ax.set_ylim(bottom=0)
+    ax.set(xlim=(0, 1), ylim=(0, None))
+    ax.set(xlabel="Share of examples kept", ylabel="Wrong among those kept")
     percent_axes(ax.xaxis, ax.yaxis)
     alt = f"Error rate against the share of examples kept; of all examples: {', '.join(ends)}."
     return panel.finish(title, alt)

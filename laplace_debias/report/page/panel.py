@@ -33,6 +33,9 @@ _SETTINGS: Any = {
     "text.parse_math": False,
     "axes.unicode_minus": True,
     "hatch.linewidth": 0.6,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    **{f"{axis}tick.{which}.size": 3 for axis in "xy" for which in ("major", "minor")},
 }
 
 
@@ -106,17 +109,13 @@ class Panel:
         self.name = name
         layout = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.04, hspace=0.03)
         self._figure = Figure((_WIDTH, height), _UNITS_PER_INCH, layout=None if margins else layout)
-        self._figure.set_facecolor("none")
-        if margins:
-            self._figure.subplots_adjust(**margins)
+        ratios = {"height_ratios": list(heights), **(margins or {})}
         grid = self._figure.subplots(
-            len(heights), 1, squeeze=False, sharex=True, height_ratios=list(heights)
+            len(heights), 1, squeeze=False, sharex=True, gridspec_kw=ratios
         )
         self.axes: list[Axes] = list(grid[:, 0])
         for ax in self.axes:
-            ax.set_facecolor("none")
             style_axes(ax)
-            ax.tick_params(which="both", length=3)
         self._numbers = itertools.count()
         self._noted: list[tuple[Axes, str, float, float, str]] = []
 

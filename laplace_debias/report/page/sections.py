@@ -175,9 +175,9 @@ def sweep(run: Run, look: Look) -> Picture | None:
     if isinstance(noise, int | float):
         remarks.append(f"noise {significant(noise)}")
     log_axis(ax.xaxis, x[0], x[-1])
-    ax.set(xlim=(x[0], x[-1]), xlabel="Prior precision")
     named = f"{label} ({unit})" if unit else label
-    ax.set_ylabel(f"Validation {named}" if known else named)
+    ylabel = f"Validation {named}" if known else named
+    ax.set(xlim=(x[0], x[-1]), xlabel="Prior precision", ylabel=ylabel)
     _leave_out_what_hides_the_best(ax, value, known.better if known else "higher")
     texts = [
         f"prior precision {significant(p)}\n{label} {number(v, decimals(a, b, v))} {unit}"
