@@ -28,7 +28,7 @@ from laplace_debias.metrics.regression import (
     quantile_calibration_error,
 )
 from laplace_debias.metrics.selective import mean_of_equals, risk_coverage_curve
-from laplace_debias.metrics.statistics import Alone, Area, Mean, Proportion, Statistic
+from laplace_debias.metrics.statistics import Area, Mean, Proportion, Statistic
 
 _MEANINGS = {
     "nll": "Mean negative log-probability of the label: how surprising the truth is.",
@@ -112,12 +112,11 @@ def mean_of(
 
 def alone(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
     """The statistic of a function of which no interval is known that holds."""
-    return lambda probs, labels: Alone(function(probs, labels).item(), len(labels))
+    return lambda probs, labels: Statistic(function(probs, labels).item(), labels)
 
 
 def _of_entropy(probs: Tensor, labels: Tensor) -> Statistic:
-    entropies = entropy(probs)
-    return Mean(entropies.mean().item(), entropies, lowest=0)
+    return _mean(entropy(probs), lowest=0)
 
 
 def _of_aurc(probs: Tensor, labels: Tensor) -> Statistic:
@@ -196,16 +195,16 @@ def _of_auroc(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
         (_share_below(reference, scores) + _share_below(reference, scores, or_at_it=True)) / 2
         for reference, scores in ((scores_id, scores_ood), (scores_ood, scores_id))
     )
-    return Area(auroc(scores_id, scores_ood).item(), (1 - below, above_id))
+    return Area(auroc(scores_id, scores_ood).item(), 1 - below, above_id)
 
 
 def _of_aupr(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     of_ood, of_id = _average_precision(scores_ood, scores_id)
-    return Area(aupr(scores_id, scores_ood).item(), (of_id, of_ood))
+    return Area(aupr(scores_id, scores_ood).item(), of_id, of_ood)
 
 
 def _of_aupr_in(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
-    return Area(aupr_in(scores_id, scores_ood).item(), _average_precision(-scores_id, -scores_ood))
+    return Area(aupr_in(scores_id, scores_ood).item(), *_average_precision(-scores_id, -scores_ood))
 
 
 def _average_precision(positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,9 +237,9 @@ def _of_fpr95(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     low, high = max(0.0, missed - step), min(1.0, missed + step)
     threshold, lower, upper = (ordered[min(m - 1, int(q * m))] for q in (missed, low, high))
     lost = ((scores_id >= lower).double().mean() - (scores_id >= upper).double().mean()).item()
-    influences = (scores_id >= threshold).double(), (scores_ood < threshold).double()
-    slope = lost / (high - low)
-    return Area(fpr95(scores_id, scores_ood).item(), (influences[0], slope * influences[1]))
+    slope, false = lost / (high - low), (scores_id >= threshold).double()
+    missing = (scores_ood < threshold).double()
+    return Area(fpr95(scores_id, scores_ood).item(), false, slope * missing)
 
 
 def _share_below(
@@ -278,6 +277,10 @@ def per_example(values: Float[Tensor, "n *outputs"]) -> Float[Tensor, " n"]:
     return values.flatten(1).mean(1) if values.ndim > 1 else values
 
 
+def _mean(values: Float[Tensor, "n *outputs"], **options: Any) -> Mean:
+    return Mean(values.mean().item(), per_example(values), **options)
+
+
 def _of_nll(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     terms = gaussian_nll(mean, sd, targets, reduction="none")
     return of_log_probs(-(terms.flatten(1).sum(1) if terms.ndim > 1 else terms))
@@ -285,8 +288,7 @@ def _of_nll(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statisti
 
 def of_log_probs(log_probs: Float[Tensor, " n"]) -> Statistic:
     """The mean of negative log-probabilities, in nats."""
-    values = -log_probs.double()
-    return Mean(values.mean().item(), values)
+    return _mean(-log_probs.double())
 
 
 def of_rmse(mean: Tensor, targets: Tensor) -> Statistic:
@@ -300,8 +302,7 @@ def _of_rmse(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statist
 
 
 def _of_bias(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    error = mean - targets
-    return Mean(error.mean().item(), per_example(error), ideal=0)
+    return _mean(mean - targets, ideal=0)
 
 
 def _of_scaled_error(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
@@ -310,8 +311,7 @@ def _of_scaled_error(mean: Tensor, sd: Tensor, targets: Tensor, level: float) ->
 
 
 def _of_crps(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    terms = crps(mean, sd, targets, reduction="none")
-    return Mean(terms.mean().item(), per_example(terms), lowest=0)
+    return _mean(crps(mean, sd, targets, reduction="none"), lowest=0)
 
 
 def widths(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
@@ -325,21 +325,19 @@ def covered(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
 
 
 def _of_width(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    values = widths(mean, sd, targets, level)
-    return Mean(values.mean().item(), per_example(values), lowest=0)
+    return _mean(widths(mean, sd, targets, level), lowest=0)
 
 
 def _of_coverage(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     inside = covered(mean, sd, targets, level)
-    shares, share = per_example(inside), inside.mean().item()
     if inside.numel() == len(inside):
-        return Proportion(share, shares)
-    return Mean(share, shares, lowest=0)
+        return Proportion(inside.mean().item(), per_example(inside))
+    return _mean(inside, lowest=0)
 
 
 def _of_quantiles(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    error = quantile_calibration_error(gaussian_pit(mean, sd, targets))
-    return Alone(error.item(), len(targets))
+    pit = gaussian_pit(mean, sd, targets)
+    return Statistic(quantile_calibration_error(pit).item(), targets)
 
 
 _UNIT = "units of the target"

@@ -23,7 +23,7 @@ from laplace_debias.metrics.definitions import (
 from laplace_debias.metrics.ood import entropy, label_entropy
 from laplace_debias.metrics.regression import Real, check_gaussian
 from laplace_debias.metrics.report import Report, report_of
-from laplace_debias.metrics.statistics import Alone, Statistic
+from laplace_debias.metrics.statistics import Statistic
 
 Sets = Mapping[str, Float[Tensor, "..."]]
 
@@ -75,9 +75,8 @@ def evaluate(
     probs, labels = check_classification(probs, labels)
     checked = _checked_sets(ood, probs, check_probs, "classes")
     statistics = {metric.name: metric.statistic(probs, labels) for metric in OF_PROBS}
-    if log_probs is not None:
-        statistics["nll"] = _checked_nll(log_probs, len(labels))
-    statistics |= separation(entropy(probs), {name: entropy(p) for name, p in checked.items()})
+    scores = {name: entropy(other) for name, other in checked.items()}
+    statistics |= _further(log_probs, len(labels), entropy(probs), scores)
     return report_of(statistics, labels, level, intervals)
 
 
@@ -140,12 +139,10 @@ def evaluate_multilabel(
         for name, one in made.items()
         if name != "ece"
     }
-    statistics["ece"] = Alone(made["ece"].value, len(probs))
+    statistics["ece"] = Statistic(made["ece"].value, probs)
     statistics["exact_match"] = EXACT_MATCH.statistic(probs, labels)
-    if log_probs is not None:
-        statistics["nll"] = _checked_nll(log_probs, len(labels))
     scores = {name: label_entropy(other) for name, other in checked.items()}
-    statistics |= separation(label_entropy(probs), scores)
+    statistics |= _further(log_probs, len(labels), label_entropy(probs), scores)
     return report_of(statistics, labels, level, intervals)
 
 
@@ -189,13 +186,11 @@ def evaluate_regression(
     check_gaussian(mean, standard_deviation, targets)
     given = mean.double(), standard_deviation.double(), targets.double()
     statistics = {metric.name: metric.statistic(*given, level) for metric in OF_GAUSSIANS}
-    if log_probs is not None:
-        statistics["nll"] = _checked_nll(log_probs, len(mean))
     variances = {}
     for name, deviation in (ood or {}).items():
         check_gaussian(deviation, deviation)
         variances[name] = per_example(deviation.double().square())
-    statistics |= separation(per_example(given[1].square()), variances)
+    statistics |= _further(log_probs, len(mean), per_example(given[1].square()), variances)
     return report_of(statistics, targets, level, intervals)
 
 
@@ -232,13 +227,22 @@ def separation(scores_id: Tensor, sets: Mapping[str, Tensor]) -> dict[str, Stati
     }
 
 
-def _checked_nll(log_probs: Float[Tensor, " n"], num_examples: int) -> Statistic:
-    if log_probs.shape != (num_examples,):
-        raise ValueError(
-            f"`log_probs` has shape {list(log_probs.shape)}; expected that of the label of each of "
-            f"the {num_examples} examples, [{num_examples}]."
-        )
-    return of_log_probs(log_probs)
+def _further(
+    log_probs: Float[Tensor, " n"] | None,
+    num_examples: int,
+    scores_id: Tensor,
+    sets: Mapping[str, Tensor],
+) -> dict[str, Statistic]:
+    """The separation of OOD sets, and the NLL of log-probabilities that were given."""
+    statistics = separation(scores_id, sets)
+    if log_probs is not None:
+        if log_probs.shape != (num_examples,):
+            raise ValueError(
+                f"`log_probs` has shape {list(log_probs.shape)}; expected that of the label of "
+                f"each of the {num_examples} examples, [{num_examples}]."
+            )
+        statistics["nll"] = of_log_probs(log_probs)
+    return statistics
 
 
 def _checked_sets(

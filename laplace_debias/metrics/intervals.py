@@ -55,14 +55,6 @@ def normal_quantile(level: float) -> float:
     return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
 
 
-def student_quantile(level: float, degrees_of_freedom: int) -> float:
-    """The same for a standard error that is estimated from few examples."""
-    # scipy takes a moment to import: only what uses it waits for it.
-    from scipy.special import stdtrit
-
-    return float(stdtrit(degrees_of_freedom, (1 + level) / 2))
-
-
 def of_proportion(successes: float, total: int, level: float) -> tuple[float, float]:
     """Wilson's score interval of a probability.
 
@@ -106,6 +98,9 @@ def of_mean(value: float, influence: Float[Tensor, " n"], level: float) -> tuple
     Reference:
         Hall. On the removal of skewness by transformation. JRSS B, 1992, equation 2.5.
     """
+    # scipy takes a moment to import: only what uses it waits for it.
+    from scipy.special import stdtrit
+
     n = len(influence)
     if n < 2:
         return math.nan, math.nan
@@ -115,19 +110,16 @@ def of_mean(value: float, influence: Float[Tensor, " n"], level: float) -> tuple
         return value, value
     skewness = (centred / deviation).pow(3).mean().item()
     standard_error = deviation / math.sqrt(n - 1)
-    quantile = student_quantile(level, n - 1)
+    quantile = float(stdtrit(n - 1, (1 + level) / 2))
 
-    def untransformed(t: float) -> float:
-        slope = skewness / math.sqrt(n)
-        if abs(slope) < 1e-8:
-            return t
-        inner = 1 + slope * (t - slope / 6)
-        return 3 / slope * (math.copysign(abs(inner) ** (1 / 3), inner) - 1)
-
-    return (
-        value - standard_error * untransformed(quantile),
-        value - standard_error * untransformed(-quantile),
-    )
+    slope = skewness / math.sqrt(n)
+    ends = []
+    for t in (quantile, -quantile):
+        if abs(slope) >= 1e-8:
+            inner = 1 + slope * (t - slope / 6)
+            t = 3 / slope * (math.copysign(abs(inner) ** (1 / 3), inner) - 1)
+        ends.append(value - standard_error * t)
+    return ends[0], ends[1]
 
 
 def of_area(

@@ -10,6 +10,7 @@ All keep the predictions, 4 · (classes + 2) bytes an example in float32.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -87,7 +88,11 @@ def _check_both(scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> N
 
 
 def _class_of(
-    metric: str, name: str, function: Callable[..., Tensor], check: Any, **defaults: Any
+    check: Callable[..., object],
+    metric: str,
+    name: str,
+    function: Callable[..., Tensor],
+    **defaults: Any,
 ) -> Any:
     """The class of one of `METRICS`: its function over batches."""
     definition = METRICS[metric]
@@ -106,20 +111,15 @@ def _class_of(
     )
 
 
-def _of_probs(metric: str, name: str, function: Callable[..., Tensor], **defaults: Any) -> Any:
-    return _class_of(metric, name, function, check_classification, **defaults)
-
-
 def _of_scores(metric: str, name: str, function: Callable[..., Tensor]) -> Any:
     def of_both(scores: Tensor, is_ood: Tensor) -> Tensor:
         return function(scores[is_ood == 0], scores[is_ood == 1])
 
-    return _class_of(metric, name, of_both, _check_both)
+    return _class_of(_check_both, metric, name, of_both)
 
 
-def _of_gaussians(metric: str, name: str, function: Callable[..., Tensor], **defaults: Any) -> Any:
-    return _class_of(metric, name, function, regression.check_gaussian, **defaults)
-
+_of_probs = partial(_class_of, check_classification)
+_of_gaussians = partial(_class_of, regression.check_gaussian)
 
 Accuracy = _of_probs("accuracy", "Accuracy", classification.accuracy)
 NLL = _of_probs("nll", "NLL", classification.nll)

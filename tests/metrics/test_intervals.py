@@ -141,7 +141,8 @@ def test_the_variance_of_the_auroc_is_delongs():
 def test_influence_on_average_precision_is_the_slope_in_a_weight(metric):
     a, _, is_ood = scores(25, seeded())
     part = a.round(decimals=1)
-    found = torch.cat(statistic_of(metric, part, is_ood).influences).numpy()
+    statistic = statistic_of(metric, part, is_ood)
+    found = torch.cat([statistic.influence, statistic.of_ood]).numpy()
     sign, positive = (1, is_ood) if metric == "aupr_out" else (-1, 1 - is_ood)
 
     def weighted(index, step):

@@ -53,12 +53,7 @@ class KrylovBasis:
         self._coupling = torch.zeros(0, capacity, dtype=torch.float64)
         self._parked: list[Tensor] = []
         self.scale = 0.0
-        self.size = 0
-
-    @property
-    def capacity(self) -> int:
-        """The greatest number of rows of V."""
-        return len(self._vectors)
+        self.size, self.capacity = 0, capacity
 
     @property
     def vectors(self) -> Float[Tensor, "size n"]:

@@ -33,14 +33,9 @@ class RunningMoments:
     def add(self, samples: Float[Tensor, "n k"]) -> None:
         """Takes further columns."""
         before, size = self.count, samples.shape[1]
-        if size == 0:
-            return
         mean = samples.mean(dim=1)
         deviations = ((samples - mean[:, None]) ** 2).sum(dim=1)
         self.count = before + size
-        if before == 0:
-            self.mean, self.deviations = mean, deviations
-            return
         step = mean - self.mean
         self.mean = self.mean + step * (size / self.count)
         self.deviations = self.deviations + deviations + step**2 * (before * size / self.count)

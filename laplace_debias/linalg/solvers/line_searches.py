@@ -35,13 +35,21 @@ class LineSearches:
         tol: float,
         keep_directions: bool = False,
     ) -> None:
-        _check(A, b, x0, tol)
-        self._A, self._vector = A, b.ndim == 1
+        check_square(A, "quadratic")
+        if not 0 <= real(tol, "tol") < math.inf:
+            raise ValueError(f"`tol` is {tol}; expected a finite number of at least 0.")
+        check_right_side(A, b, "b", least_columns=0)
+        self._A, self._vector, shape = A, b.ndim == 1, b.shape
         b = b.reshape(len(b), -1)
         self._x = torch.zeros_like(b)
         self.residual = b
         self._num_matvecs = 0
         if x0 is not None:
+            check_right_side(A, x0, "x0", least_columns=0)
+            if x0.shape != shape:
+                raise ValueError(
+                    f"`x0` has shape {tuple(x0.shape)} and `b` {tuple(shape)}: they must be equal."
+                )
             # As SciPy: the solution for a zero right-hand side is zero, wherever one starts.
             self._x = torch.where(b.any(0), x0.reshape(b.shape), 0)
             self.residual = b - A @ self._x
@@ -185,16 +193,3 @@ class LineSearches:
 
     def _shaped(self, tensor: Tensor) -> Tensor:
         return tensor[..., 0] if self._vector else tensor
-
-
-def _check(A: LinearOperator, b: Tensor, x0: Tensor | None, tol: float) -> None:
-    check_square(A, "quadratic")
-    if not 0 <= real(tol, "tol") < math.inf:
-        raise ValueError(f"`tol` is {tol}; expected a finite number of at least 0.")
-    check_right_side(A, b, "b", least_columns=0)
-    if x0 is not None:
-        check_right_side(A, x0, "x0", least_columns=0)
-        if x0.shape != b.shape:
-            raise ValueError(
-                f"`x0` has shape {tuple(x0.shape)} and `b` {tuple(b.shape)}: they must be equal."
-            )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection
 from functools import reduce, singledispatch
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -51,11 +50,9 @@ def squares(operators: Collection[LinearOperator]) -> Collection[LinearOperator]
     return operators
 
 
-def pass_on(
-    rule: Any, wrapper: type, inner: Callable[[Any], LinearOperator] = attrgetter("operator")
-) -> None:
+def pass_on(rule: Any, wrapper: type) -> None:
     """Register that a wrapper has the closed form of what it wraps."""
-    rule.register(wrapper, lambda operator, *rest: rule(inner(operator), *rest))
+    rule.register(wrapper, lambda operator, *rest: rule(operator.operator, *rest))
 
 
 def exact_eigh(
@@ -125,14 +122,6 @@ def low_rank_eigh(
     return values, Q @ vectors
 
 
-def shown(operator: Assumed) -> LinearOperator:
-    """The assumed operator, with its symmetry in its entries if it is dense."""
-    inner = operator.operator
-    if isinstance(inner, Dense):
-        return Dense((inner.matrix + inner.matrix.T) / 2)
-    return inner
-
-
 def symmetric_matrix(operator: Dense) -> Tensor:
     """The matrix, which has real eigenvalues; else there is no closed form."""
     if not operator.is_symmetric:
@@ -152,7 +141,7 @@ def _(operator: Identity) -> tuple[Tensor, LinearOperator]:
 
 @_eigh.register
 def _(operator: Diagonal) -> tuple[Tensor, LinearOperator]:
-    return operator.values, _identity(len(operator.values), operator)
+    return operator.values, Identity(len(operator.values), operator.dtype, operator.device)
 
 
 @_eigh.register
@@ -167,8 +156,9 @@ def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator]:
     U_G, U_A = (completed(U) if is_thin(U) else U for U in (operator.U_G, operator.U_A))
 
     def vectors(at: tuple[int, ...]) -> Kronecker:
-        sides = ((U_G, d_out), (U_A, d_in))
-        return Kronecker(*(_identity(n, operator) if U is None else Dense(U[at]) for U, n in sides))
+        left = Identity(d_out, operator.dtype, operator.device) if U_G is None else Dense(U_G[at])
+        right = Identity(d_in, operator.dtype, operator.device) if U_A is None else Dense(U_A[at])
+        return Kronecker(left, right)
 
     values = operator.eigenvalues.flatten()
     if not groups:
@@ -215,7 +205,7 @@ def _(operator: Permuted) -> tuple[Tensor, LinearOperator]:
     return values, vectors[operator.order.argsort(), :]
 
 
-pass_on(_eigh, Assumed, shown)
+pass_on(_eigh, Assumed)
 
 
 @singledispatch
@@ -242,7 +232,7 @@ def _(operator: LowRankPlusDiagonal) -> Tensor:
     return torch.cat([values, values.new_zeros(len(vectors) - len(values))]) + operator.diagonal
 
 
-pass_on(eigenvalues_of, Assumed, shown)
+pass_on(eigenvalues_of, Assumed)
 pass_on(eigenvalues_of, Permuted)
 
 
@@ -291,11 +281,7 @@ def _(operator: Permuted, function: Spectrum) -> LinearOperator:
     return operator.replaced(function_of(operator.operator, function))
 
 
-pass_on(function_of, Assumed, shown)
-
-
-def _identity(size: int, like: LinearOperator) -> Identity:
-    return Identity(size, like.dtype, like.device)
+pass_on(function_of, Assumed)
 
 
 def _checked_sqrt(values: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from laplace_debias.operators.base import Joined, LinearOperator, check_square
 from laplace_debias.operators.dispatch import Scalar, add, multiply, same, scale, shift, submatrix
 from laplace_debias.operators.layout import ParameterLayout
+from laplace_debias.operators.structures.dense import Dense
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,6 +65,8 @@ def assume(
 ) -> LinearOperator:
     """Claim what an operator's structure does not show; the claim is not checked.
 
+    Of a dense matrix the symmetric part is taken.
+
     Args:
         operator: The operator, `[n, n]`.
         symmetric: Claim that it equals its adjoint.
@@ -80,6 +83,8 @@ def assume(
         True
     """
     check_square(operator)
+    if isinstance(operator, Dense) and (symmetric or positive_semidefinite):
+        operator = Dense((operator.matrix + operator.matrix.T) / 2)
     positive_semidefinite = positive_semidefinite or operator.is_positive_semidefinite
     symmetric = symmetric or positive_semidefinite
     claims = operator.is_symmetric, operator.is_positive_semidefinite
