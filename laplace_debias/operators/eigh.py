@@ -7,7 +7,6 @@ double precision, and then on the CPU by another algorithm.
 """
 
 import math
-from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -17,6 +16,7 @@ from torch import Tensor
 # largest eigenvalue. Right decompositions stay below 3 for d up to 2,000.
 _SLACK = 16
 _PROBES = 2
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 Decomposition = tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]
 
@@ -107,7 +107,11 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     length = math.sqrt(matrix.shape[-1])  # of every probe
     tolerance = _SLACK * length * torch.finfo(matrix.dtype).eps
     trace = symmetric.diagonal(dim1=-2, dim2=-1).sum(-1)
-    z = _probes(matrix.shape[-1], matrix.dtype, matrix.device)
+    # Fixed vectors of ±1 without a pattern that a matrix would share.
+    at = torch.arange(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
+    multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=matrix.device)
+    signs = ((at * at * _GOLDEN).unsqueeze(1) * multiples).frac() < 0.5
+    z = signs.to(matrix.dtype) * 2 - 1
     image = vectors @ z
     residual = symmetric @ image - vectors @ (values.unsqueeze(-1) * z)
     deviation = vectors.mT @ image - z
@@ -122,13 +126,3 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
         & (deviation.norm(dim=-2) <= tolerance * length).all()
     )
     return bool(right)
-
-
-@lru_cache(maxsize=64)
-def _probes(size: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "d probes"]:
-    """Fixed vectors of ±1 without a pattern that a matrix would share, `[d, _PROBES]`."""
-    at = torch.arange(size, dtype=torch.float64, device=device)
-    golden = (math.sqrt(5) - 1) / 2
-    multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=device)
-    signs = ((at * at * golden).unsqueeze(1) * multiples).frac() < 0.5
-    return signs.to(dtype) * 2 - 1

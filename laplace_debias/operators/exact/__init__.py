@@ -14,7 +14,6 @@ from laplace_debias.operators.exact.inverse import exact_inverse, exact_logdet
 from laplace_debias.operators.exact.spectrum import (
     eigenvalues,
     exact_eigh,
-    exact_function,
     exact_sqrt,
     least_eigenvalue_bound,
 )
@@ -24,7 +23,6 @@ __all__ = [
     "exact_diagonal",
     "exact_eigh",
     "exact_frobenius_norm",
-    "exact_function",
     "exact_inverse",
     "exact_logdet",
     "exact_spectral_norm",

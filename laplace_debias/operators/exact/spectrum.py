@@ -71,15 +71,6 @@ def eigenvalues(operator: LinearOperator) -> Tensor | None:
     return or_none(eigenvalues_of, operator)
 
 
-def exact_function(operator: LinearOperator, function: Spectrum) -> LinearOperator | None:
-    """A function of a symmetric operator: the same eigenvectors, `function` of the eigenvalues.
-
-    The function maps eigenvalues entry by entry, and may be called for each block. None without a
-    closed form.
-    """
-    return or_none(function_of, operator, function)
-
-
 def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
     """The symmetric positive semi-definite root R with R R = A, None without a closed form.
 
@@ -88,7 +79,7 @@ def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
     Raises:
         ValueError: If the operator has a negative eigenvalue.
     """
-    return exact_function(operator, _checked_sqrt)
+    return or_none(function_of, operator, _checked_sqrt)
 
 
 def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
@@ -105,9 +96,6 @@ def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
         return float(multiple)
     if isinstance(operator, Diagonal):
         return float(operator.values.min())
-    if isinstance(operator, Scaled) and operator.scalar >= 0:
-        bound = least_eigenvalue_bound(operator.operator)
-        return None if bound is None else float(operator.scalar) * bound
     return 0.0 if operator.is_positive_semidefinite else None
 
 
@@ -238,7 +226,10 @@ pass_on(eigenvalues_of, Permuted)
 
 @singledispatch
 def function_of(operator: LinearOperator, function: Spectrum) -> LinearOperator:
-    """The operator with a function of its eigenvalues."""
+    """A function of a symmetric operator: the same eigenvectors, `function` of the eigenvalues.
+
+    The function maps eigenvalues entry by entry, and may be called for each block.
+    """
     values, vectors = _eigh(operator)
     return assume(vectors @ Diagonal(function(values)) @ vectors.T, symmetric=True)
 
