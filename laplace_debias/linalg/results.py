@@ -30,15 +30,13 @@ class Status(StrEnum):
     @property
     def is_success(self) -> bool:
         """Whether the result is as precise as was asked for."""
-        return self in _SUCCESSES
+        return self in (Status.EXACT, Status.CONVERGED, Status.UNVERIFIED)
 
     @property
     def remedy(self) -> str:
         """The meaning, and what to do about it."""
         return _REMEDIES[self]
 
-
-_SUCCESSES = (Status.EXACT, Status.CONVERGED, Status.UNVERIFIED)
 
 _REMEDIES = {
     Status.EXACT: "The result has a closed form: nothing to do.",
@@ -81,8 +79,14 @@ _REMEDIES = {
 History = Sequence[Tensor]
 
 
+class Result:
+    """A result that is shown in one line."""
+
+    __repr__ = one_line
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class LinearSolution:
+class LinearSolution(Result):
     """An approximate solution of A x = b, or of k of them at once.
 
     Attributes:
@@ -123,8 +127,6 @@ class LinearSolution:
             lines.append(f"{status.value}{which}: {self.advice.get(status, status.remedy)}")
         return "\n".join(lines)
 
-    __repr__ = one_line
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution(LinearSolution):
@@ -159,7 +161,7 @@ class Solution(LinearSolution):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DebiasedSolution:
+class DebiasedSolution(Result):
     """The two trajectories of debiased conjugate gradients.
 
     Attributes:
@@ -186,11 +188,9 @@ class DebiasedSolution:
         """Products with either operator."""
         return self.single.num_matvecs + self.debiased.num_matvecs
 
-    __repr__ = one_line
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Iterate:
+class Iterate(Result):
     """A solver at work, for stopping rules and callbacks.
 
     The histories grow from call to call: look at their last entries, and copy what is to be kept.
@@ -216,11 +216,9 @@ class Iterate:
     curvatures: History
     step_sizes: History
 
-    __repr__ = one_line
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Estimate:
+class Estimate(Result):
     """A value that is known up to a standard error.
 
     `float(estimate)` is the value of a scalar estimate, `estimate.interval(0.95)` an interval for
@@ -276,8 +274,6 @@ class Estimate:
         """A value without error."""
         return cls(value, torch.zeros_like(value), num_matvecs)
 
-    __repr__ = one_line
-
 
 def half_width(
     standard_error: Float[Tensor, "*shape"],
@@ -299,7 +295,7 @@ def half_width(
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SpectralDensity:
+class SpectralDensity(Result):
     r"""A smoothed spectral density, and the quadrature that it was made of.
 
     Args:
@@ -345,11 +341,9 @@ class SpectralDensity:
         margin = half_width(self.standard_error, self.degrees_of_freedom, level)
         return (self.density - margin).clamp(min=0), self.density + margin
 
-    __repr__ = one_line
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class EigenPairs:
+class EigenPairs(Result):
     """Some eigenpairs of a symmetric operator; unpacks as `values, vectors`.
 
     Args:
@@ -377,5 +371,3 @@ class EigenPairs:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.values, self.vectors))
-
-    __repr__ = one_line

@@ -114,14 +114,15 @@ class DebiasedHessianFree(Optimizer):
             raise ValueError(f"max_iter must be at least 1, got {max_iter}.")
         if not tol >= 0:
             raise ValueError(f"tol must be at least 0, got {tol}.")
-        options = {
+        defaults = {
             "damping": damping,
             "max_iter": max_iter,
             "tol": tol,
             "adapt_damping": adapt_damping,
             "line_search": line_search,
+            "weight_decay": weight_decay,
         }
-        super().__init__(params, {**options, "weight_decay": weight_decay})
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with a weight decay of their own; all other options are shared.

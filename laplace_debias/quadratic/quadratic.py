@@ -113,8 +113,10 @@ class Quadratic:
     position: Float[Tensor, " dim"]
 
     def __post_init__(self) -> None:
-        size = (self.gradient.shape[0],) * 2
-        if self.matrix.shape != size or self.position.shape != self.gradient.shape:
+        if (
+            self.matrix.shape != 2 * self.gradient.shape
+            or self.position.shape != self.gradient.shape
+        ):
             raise ValueError(
                 f"A gradient of shape {tuple(self.gradient.shape)}, a matrix of shape "
                 f"{self.matrix.shape} and a position of shape {tuple(self.position.shape)} do not "

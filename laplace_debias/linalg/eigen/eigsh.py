@@ -213,7 +213,6 @@ METHODS = {
     "arpack": arpack_eigenpairs,
     "power": subspace_iteration,
 }
-WHICH = ("largest", "smallest", "magnitude")
 _SMALL = 32
 """Operators of at most so many columns are multiplied out."""
 
@@ -277,7 +276,7 @@ def eigsh(
     """
     n = check_square(A, "eigenpairs", generator)
     check_choice(method, METHODS, "method")
-    check_choice(which, WHICH, "which")
+    check_choice(which, ("largest", "smallest", "magnitude"), "which")
     if not 1 <= k <= n:
         raise ValueError(
             f"`k` is {k}; expected 1 … {n}, as {type(A).__name__} has shape {A.shape}."

@@ -129,8 +129,7 @@ def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tenso
 def _of_eigenvalues(values: Tensor, num_matvecs: int) -> Quadrature:
     nodes = values[None]
     weights = torch.full_like(nodes, 1 / values.numel())
-    empty = nodes[:, :0]
-    return Quadrature(nodes, weights, empty, empty, num_matvecs, is_exact=True)
+    return Quadrature(nodes, weights, nodes[:, :0], nodes[:, :0], num_matvecs, is_exact=True)
 
 
 def _tridiagonal(

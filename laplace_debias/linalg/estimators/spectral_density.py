@@ -15,7 +15,6 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
-SCALES = ("linear", "log")
 _RELATIVE_WIDTH = 0.01
 """Default standard deviation of the smoothing, relative to the spectrum's width."""
 
@@ -85,7 +84,7 @@ def spectral_density(
         Laurie. Anti-Gaussian quadrature formulas. Mathematics of Computation, 1996.
         Papyan. The full spectrum of deepnet Hessians at scale. 2018 (logarithmic scale).
     """
-    check_choice(scale, SCALES, "scale")
+    check_choice(scale, ("linear", "log"), "scale")
     whole(num_points, "num_points", least=2)
     if width is not None and not width > 0:
         raise ValueError(f"`width` is {width}; expected a positive standard deviation.")

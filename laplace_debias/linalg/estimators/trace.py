@@ -98,9 +98,8 @@ def _hutch_plus_plus(products: Products, total: int, generator: torch.Generator 
     return inside + mean, standard_error, degrees
 
 
-Method = Callable[[Products, int, torch.Generator | None], Parts]
 # With the fewest products: Hutch++ needs one for the sketch, its basis and a probe.
-_METHODS: dict[str, tuple[Method, int]] = {
+_METHODS: dict[str, tuple[Callable[..., Parts], int]] = {
     "hutchinson": (_hutchinson, 1),
     "hutch++": (_hutch_plus_plus, 3),
 }

@@ -1,11 +1,11 @@
 r"""Conjugate gradients, and debiased conjugate gradients on two quadratics.
 
 Both are exact line searches on $\tfrac12 x^\top A x - b^\top x$ along conjugate directions (Eq. 3).
-`_ConjugateDirections` makes the directions, `LineSearches` measures the step sizes. Debiasing
+`_conjugate_directions` makes the directions, `LineSearches` measures the step sizes. Debiasing
 measures them on a second quadratic (Eq. 8).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from jaxtyping import Float
@@ -87,13 +87,13 @@ def cg(
     check_operator(A)
     iterations = _iterations(max_iter, A, progress, "cg")
     run = LineSearches(A, b, x0, tol, keep_directions)
-    directions = _ConjugateDirections(preconditioner)
+    directions = _conjugate_directions(run, preconditioner)
     if callback is not None:
         callback(run.iterate())
     for _ in iterations:
         if run.done:
             break
-        if run.step(directions.next(run)):
+        if run.step(next(directions)):
             if callback is not None:
                 callback(run.iterate())
             if stop is not None:
@@ -160,7 +160,7 @@ def debiased_cg(
     iterations = _iterations(max_iter, A, progress, "debiased cg")
     single = LineSearches(A, b, x0, tol, keep_directions)
     debiased = LineSearches(A2, b2, x0, tol)
-    directions = _ConjugateDirections(preconditioner)
+    directions = _conjugate_directions(single, preconditioner)
     if callback is not None:
         callback(single.iterate(), debiased.iterate())
     for _ in iterations:
@@ -168,7 +168,7 @@ def debiased_cg(
         single.end(~debiased.running, Status.STOPPED)
         if single.done:
             break
-        direction = directions.next(single)
+        direction = next(directions)
         if not single.step(direction):
             continue
         # Only along directions that the first quadratic has accepted, at one product each.
@@ -220,25 +220,24 @@ def relative_progress(
     return rule
 
 
-class _ConjugateDirections:
-    """The next direction from the residual and the last direction, `[n, k]`."""
+def _conjugate_directions(
+    run: LineSearches, preconditioner: Preconditioner | None
+) -> Iterator[Tensor]:
+    """The directions of the running right-hand sides, zero for the others; ends broken ones.
 
-    def __init__(self, preconditioner: Preconditioner | None) -> None:
-        self._preconditioner = preconditioner
-        self._last: tuple[Tensor, Tensor] | None = None
-
-    def next(self, run: LineSearches) -> Tensor:
-        """The directions of the running right-hand sides, zero for the others; ends broken ones."""
-        direction = precondition(self._preconditioner, run.residual)
+    Each is made of the residual at that time and the last direction, `[n, k]`.
+    """
+    last: tuple[Tensor, Tensor] | None = None
+    while True:
+        direction = precondition(preconditioner, run.residual)
         rho = torch.linalg.vecdot(run.residual, direction, dim=0)
         run.end(~rho.isfinite(), Status.BREAKDOWN)
         run.end(run.running & ~(rho > 0), Status.INDEFINITE_PRECONDITIONER)
-        if self._last is not None:
-            rho_last, direction_last = self._last
-            direction = direction + (rho / rho_last) * direction_last
+        if last is not None:
+            direction = direction + (rho / last[0]) * last[1]
         direction = torch.where(run.running, direction, 0)
-        self._last = rho, direction
-        return direction
+        last = rho, direction
+        yield direction
 
 
 def _iterations(

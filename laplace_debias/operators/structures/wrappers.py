@@ -85,12 +85,11 @@ def assume(
     check_square(operator)
     if isinstance(operator, Dense) and (symmetric or positive_semidefinite):
         operator = Dense((operator.matrix + operator.matrix.T) / 2)
-    positive_semidefinite = positive_semidefinite or operator.is_positive_semidefinite
-    symmetric = symmetric or positive_semidefinite
-    claims = operator.is_symmetric, operator.is_positive_semidefinite
-    if not symmetric or claims == (symmetric, positive_semidefinite):
+    semidefinite = positive_semidefinite or operator.is_positive_semidefinite
+    shown = operator.is_symmetric and operator.is_positive_semidefinite == semidefinite
+    if shown or not (symmetric or semidefinite):
         return operator
-    return Assumed(operator, positive_semidefinite)
+    return Assumed(operator, semidefinite)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
