@@ -92,7 +92,7 @@ class Mean(Statistic):
         return Interval(mine - its, *of_mean(mine - its, my_influence - its_influence, level))
 
     def _compared(self) -> tuple[float, Float[Tensor, " n"]]:
-        """What is compared, and how much each example contributes to it, to first order."""
+        """The number compared, and how much each example contributes to it, to first order."""
         slope = 1 / max(2 * self.value, torch.finfo(torch.float64).tiny) if self.squared else 1.0
         if self.ideal is None:
             return self.value, self.influence.double() * slope
