@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # On a line of its own: the terminal shows ^C, or a progress bar.
             print(f"\nlaplace-debias: stopped: {how}", file=stderr, flush=True)
             return 130
-        line = f"laplace-debias: error: {' '.join(_told(error).split())}"
-        print(line, file=stderr, flush=True)
+        told = " ".join(_told(error).split())
+        print(f"laplace-debias: error: {told}", file=stderr, flush=True)
         return 2
     finally:
         warnings.formatwarning = as_python_does
@@ -188,10 +188,9 @@ def _options(command: str, settings: type, arguments: Sequence[str]) -> tuple[An
         if field.type in (bool, "bool", bool | None):  # `--resume` is short for `--resume=true`
             action = parser._option_string_actions[f"--{field.name}"]
             action.nargs, action.const = "?", "true"
-    parsed = parser.parse_args(_with_named(_arranged(settings, arguments)))
     # jsonargparse 4.49 renamed the method.
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    chosen = instantiate(parsed)
+    chosen = instantiate(parser.parse_args(_with_named(_arranged(settings, arguments))))
     del chosen["config"]
     options = settings(**vars(chosen))
     return options, _unused_options(options, given)

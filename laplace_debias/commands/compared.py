@@ -28,15 +28,14 @@ _SCORES = ("entropy", "variance")
 
 def identity_of(settings: SourceSettings) -> dict[str, Any]:
     """Settings that change what is found, without the ones that methods have themselves."""
-    values = plain(dataclasses.asdict(settings))
-    return {name: value for name, value in values.items() if name not in _PLACES}
+    return {n: v for n, v in plain(dataclasses.asdict(settings)).items() if n not in _PLACES}
 
 
 def found_in(folder: Path) -> dict[str, Any]:
     """The results of a run, as `--json` prints them."""
     run = read_meta(folder)
-    told = {name: run[name] for name in ("task", "sets", "methods", "conclusion", "notes")}
-    return {**told, **read_json(folder / "metrics.json")}
+    told = ("task", "sets", "methods", "conclusion", "notes")
+    return {name: run[name] for name in told} | read_json(folder / "metrics.json")
 
 
 def tell(folder: Path) -> None:

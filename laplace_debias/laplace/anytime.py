@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.data import SequentialSampler, Subset
+from torch.utils.data import SequentialSampler
 
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.kinds import CurvatureKind
@@ -102,7 +102,7 @@ class Auto(Scheme):
         return expected_of_loader(self.data, num_data, self.mode)
 
     def check(self, kind: CurvatureKind) -> None:
-        """Require K-FAC and data in random order, of which a subset such as `random_split`'s is."""
+        """Require K-FAC and data in random order."""
         if kind.name != "kfac":
             raise ValueError(f'mode="auto" fits curvature="kfac", not {kind.name!r}.')
         if kind.rank is not None:
@@ -111,13 +111,9 @@ class Auto(Scheme):
                 "la.thin(x) after tuning, or use another mode."
             )
         batches = getattr(self.data, "batch_sampler", None)
-        sampler = getattr(batches, "sampler", None)
-        data: Any = getattr(sampler, "data_source", None)
-        is_in_order = isinstance(sampler, SequentialSampler)
+        is_in_order = isinstance(getattr(batches, "sampler", None), SequentialSampler)
         if isinstance(batches, ShardedBatches):
-            data, is_in_order = batches.data, not batches.shuffle
-        if isinstance(data, Subset):
-            is_in_order &= list(data.indices) == sorted(data.indices)
+            is_in_order = not batches.shuffle
         if is_in_order:
             raise ValueError(
                 'mode="auto" reads the first examples, and this loader gives them in the order of '

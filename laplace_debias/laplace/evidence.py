@@ -53,8 +53,8 @@ def tunes_noise(fitted: Fitted, sigma: bool | None) -> bool:
     """Whether the noise is tuned: where it is asked for, or was never given and can be."""
     likelihood = fitted.subject.likelihood
     if sigma is None:
-        is_assumed = type(likelihood) is Gaussian and likelihood.is_assumed
-        sigma = is_assumed and fitted.num_targets is not None
+        can_tell = fitted.num_targets is not None
+        sigma = can_tell and type(likelihood) is Gaussian and likelihood.is_assumed
     if not sigma:
         return False
     if type(likelihood) is not Gaussian:

@@ -206,8 +206,9 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
             f"the posterior again. {_EARLIER}"
         ) from error
     except OSError as error:
-        told = f"{path} cannot be read ({error.strerror or error}): check its permissions."
-        raise type(error)(told) from error
+        raise type(error)(
+            f"{path} cannot be read ({error.strerror or error}): check its permissions."
+        ) from error
 
 
 def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, Any]:

@@ -256,8 +256,8 @@ class Laplace(Approximation):
             raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
         scheme: Scheme = Full(directions) if magnitudes is None else Split(directions, magnitudes)
         scheme = scheme if folds is None else CrossFit(directions, folds)
-        expected = scheme.expected(num_data)
-        self._change(fits.fit(self._subject, scheme, scheme.mode, expected, generator, resume))
+        how = scheme, scheme.mode, scheme.expected(num_data), generator, resume
+        self._change(fits.fit(self._subject, *how))
         return self
 
     def plan(

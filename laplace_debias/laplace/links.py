@@ -68,8 +68,7 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
     values, vectors = eigh((sigma + sigma.mT) / 2, "the functional covariance")
     # The leading directions get the best points; their signs do not depend on the order of the
     # classes.
-    along = (vectors * mu.unsqueeze(-1)).sum(-2, keepdim=True)
-    signs = torch.where(along < 0, -1.0, 1.0)
+    signs = torch.where((vectors * mu.unsqueeze(-1)).sum(-2, keepdim=True) < 0, -1.0, 1.0)
     root = (vectors * signs * values.clamp_min(0).sqrt().unsqueeze(-2)).flip(-1)
     z = normal_points(mean.shape[-1]).to(mu)
     log_p = (mu + torch.einsum("...ij,sj->s...i", root, z)).log_softmax(-1)
