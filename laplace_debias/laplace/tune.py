@@ -182,20 +182,22 @@ def look(
     at = list(points) if None in links else [*points, math.inf]
     for x, y in data:
         rows: list[list[Tensor]] = [[] for _ in at]
-        counts = torch.zeros(0)
+        examples = None
         for number, predicted in predict(x, grid, links):
             size = predicted.batch_shape
             # Without the links' dimension, with one for the outputs.
             targets = targets_classes_last(y, len(size), class_dim)
             scored = score(likelihood, predicted, targets.expand(size[0], *targets.shape))
             terms = _terms(predicted, scored, metric, with_noise)
-            # The example of every term that counts, by whichever link.
-            examples = scored.counted.view(size)[0].nonzero()[:, 0]
-            examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
-            counts = examples.bincount(minlength=size[1]).double()
+            if examples is None:
+                # The example of every term that counts, by whichever link.
+                examples = scored.counted.view(size)[0].nonzero()[:, 0]
+                examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
             sums = terms.new_zeros(size[1], terms.shape[1]).index_add_(0, examples, terms)
-            rows[number].append(sums[counts > 0])
-        parts.append([counts[counts > 0], *(torch.cat(row, 1) for row in rows)])
+            rows[number].append(sums)
+        assert examples is not None
+        counts = examples.bincount(minlength=len(y)).double()
+        parts.append([counts[counts > 0], *(torch.cat(row, 1)[counts > 0] for row in rows)])
     counts, *columns = joined(parts, "tune on")
     sums = torch.stack(columns).mT.contiguous()
     if not with_noise:
