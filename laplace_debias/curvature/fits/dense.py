@@ -134,17 +134,12 @@ def fit_crossfit_dense(
         seen = seen + sweep_rows(problem, fold.placed, of_fold.append, 0, sums)
         rows.append(_joined(problem, of_fold, size))
 
-    def leading(some: list[Tensor]) -> tuple[Tensor, Tensor]:
-        joined = torch.cat(some).to(problem.factor_dtype)
-        if rank is not None:
-            return _leading(joined, rank, problem.dtype)
-        return eigh(joined.T @ joined, "the curvature")  # type: ignore[return-value]
-
     def crossfitted(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        values, U = leading(rows)
+        values, U = _leading(torch.cat(rows), rank, problem.dtype)
         total = torch.zeros_like(values)
         for index, fold_rows in enumerate(rows):
-            of_others, basis = leading([*rows[:index], *rows[index + 1 :]])
+            others = torch.cat([*rows[:index], *rows[index + 1 :]])
+            of_others, basis = _leading(others, rank, problem.dtype)
             measured = (fold_rows.to(basis) @ basis).square().sum(0)
             measured = pooled(measured, of_others, problem.dtype)
             # Fewer rows span fewer directions: what is left out has no curvature to measure.
@@ -203,22 +198,24 @@ def _along(
 
 
 def _leading(
-    rows: Rows, rank: int, precision: torch.dtype
+    rows: Rows, rank: int | None, precision: torch.dtype
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
-    """Leading eigenpairs of `rowsᵀ rows`, through the smaller of its two products.
+    """Leading eigenpairs of `rowsᵀ rows`, through the smaller of its two products; all for None.
 
     Pairs that rounding in `precision`, in which the rows were computed, does not determine are left
     out.
     """
-    if rows.shape[0] > rows.shape[1]:
-        values, vectors = eigh(_finite(rows.T @ rows), "the curvature")
-    else:
-        values, vectors = eigh(_finite(rows @ rows.T), "the products of Jacobian rows")
+    if rank is None:
+        return eigh(rows.T @ rows, "the curvature")  # type: ignore[return-value]
+    is_tall = rows.shape[0] > rows.shape[1]
+    products = rows.T @ rows if is_tall else rows @ rows.T
+    what = "the curvature" if is_tall else "the products of Jacobian rows"
+    values, vectors = eigh(_finite(products), what)
     assert vectors is not None
     # Rows that are all zero, as a saturated network has them, give no direction: the posterior is
     # the prior.
     k = min(rank, int((values > values[:1] * resolution(precision)).sum()))
-    if rows.shape[0] > rows.shape[1]:
+    if is_tall:
         return values[:k], vectors[:, :k]
     U, _ = torch.linalg.qr(rows.T @ (vectors[:, :k] / values[:k].sqrt()))
     return values[:k], U

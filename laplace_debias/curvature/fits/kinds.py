@@ -14,7 +14,6 @@ DENSE = ("lowrank", "full")
 WITH_FACTORS = ("kfac", "ekfac")
 """Curvatures with a Kronecker product for each layer."""
 CURVATURES = (*FITS, *DENSE)
-_RANK = 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class CurvatureKind:
     @property
     def num_directions(self) -> int | None:
         """Directions of `"lowrank"`, at most; None of the others."""
-        return int(self.rank or _RANK) if self.name == "lowrank" else None
+        return int(self.rank or 20) if self.name == "lowrank" else None
 
     @property
     def directions_per_factor(self) -> int | None:

@@ -88,13 +88,13 @@ class RunningSums:
         What is left are matrices.
         """
         problem, rows_of, sums = self.problem, self.rows[side], self.sums[side]
-        own: dict[str, tuple[int | None, float]] = {}
+        own: list[tuple[int | None, float]] = []
         for block in problem.blocks:
             num_rows = None if block in sums else sum(map(len, rows_of.get(block, [])))
-            own[block.name] = num_rows, float(self.rests[side].get(block, 0.0))
+            own.append((num_rows, float(self.rests[side].get(block, 0.0))))
         of_ranks, few, joined = problem.ranks.exchange(own), dict[Block, float](), []
-        for block in problem.blocks:
-            counts, rests = zip(*(of_rank[block.name] for of_rank in of_ranks), strict=True)
+        for block, of_block in zip(problem.blocks, zip(*of_ranks, strict=True), strict=True):
+            counts, rests = zip(*of_block, strict=True)
             is_few = None not in counts and 0 < 2 * sum(counts) <= block.shape[side]
             if is_few or block.is_streamed(side):
                 few[block] = sum(rests)
@@ -224,22 +224,28 @@ def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block,
     The sums are those of this process's blocks, over examples of this weight. Factors of one shape
     are decomposed together where they are small: the calls take longer than the work.
     """
-    factors = {(block, side): sums[block][side] for block in sums for side in (0, 1)}
-    sums.clear()
+    blocks, factors = list(sums), dict[tuple[Block, int], Factor]()
     alike: dict[Any, list[tuple[Block, int]]] = {}
-    for place, factor in factors.items():
-        most, of = (factor.most, factor.rows) if isinstance(factor, Rows) else (None, factor)
-        alike.setdefault((type(factor), most, of.shape), []).append(place)
+    for block in blocks:
+        for side, factor in enumerate(sums.pop(block)):
+            most, entries = (
+                (factor.most, factor.rows) if isinstance(factor, Rows) else (None, factor)
+            )
+            kind = (type(factor), most, entries.shape)
+            alike.setdefault(kind, []).append((block, side))
+            factors[block, side] = factor
     pairs: dict[tuple[Block, int], Eigenpairs] = {}
     for (*_, shape), places in alike.items():
         step = max(1, _TOGETHER // max(1, shape.numel()))
         for start in range(0, len(places), step):
-            some = places[start : start + step]
-            names = ", ".join(f"factor {'GA'[side]} of {block.name}" for block, side in some)
-            found = eigh_of_each([factors.pop(place) / weight for place in some], names)
+            some, names, means = places[start : start + step], [], []
+            for block, side in some:
+                names.append(f"factor {'GA'[side]} of {block.name}")
+                means.append(factors.pop((block, side)) / weight)
+            found = eigh_of_each(means, ", ".join(names))
             pairs.update(zip(some, found, strict=True))
     bases = {}
-    for block in [block for block, side in pairs if side == 0]:
+    for block in blocks:
         (along_G, U_G), (along_A, U_A) = pairs.pop((block, 0)), pairs.pop((block, 1))
         bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
     return shared_bases(problem, bases)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -201,25 +202,21 @@ def _differentiable_kernels(network: Network) -> Iterator[None]:
 def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linearisation:
     with torch.no_grad():
         residuals = program.at(*points)
+    maps = []
+    for function, used in program.maps:
+        maps.append(partial(_applied, function, [residuals[i] for i in used]))
+    return Linearisation(residuals[0], tuple(maps), _num_bytes(residuals, not_counted))
 
-    def as_map(k: int) -> Map:
-        function = program.maps[k].function
-        held = [residuals[i] for i in program.maps[k].residuals]
-        in_dims = (None,) * len(held)
 
-        def apply(vector: Tensors, batched: bool) -> Tensors:
-            with torch.no_grad():
-                if not batched:
-                    return function(*held, *vector)
-                return vmap(function, (*in_dims, *(0,) * len(vector)))(*held, *vector)
-
-        return apply
-
-    return Linearisation(
-        residuals[0],
-        tuple(as_map(k) for k in range(len(program.maps))),
-        _num_bytes(residuals, not_counted),
-    )
+def _applied(
+    function: Callable[..., Tensors], held: Tensors, vector: Tensors, batched: bool
+) -> Tensors:
+    """A function of residuals and of a vector, or of several vectors side by side."""
+    with torch.no_grad():
+        if not batched:
+            return function(*held, *vector)
+        in_dims = (*(None,) * len(held), *(0,) * len(vector))
+        return vmap(function, in_dims)(*held, *vector)
 
 
 def _num_bytes(held: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
@@ -238,14 +235,9 @@ def _recorded_first_order(network: Network, inputs: Inputs) -> Linearisation:
         u = torch.zeros_like(outputs, requires_grad=True)
         adjoint = _gradients((outputs,), leaves, (u,), create_graph=True)
 
-    def push(vector: Tensors, batched: bool) -> Tensors:
-        return _gradients(adjoint, (u,), vector, batched=batched)
-
-    def pull(vector: Tensors, batched: bool) -> Tensors:
-        return _gradients((outputs,), leaves, vector, batched=batched)
-
+    maps = partial(_gradients, adjoint, (u,)), partial(_gradients, (outputs,), leaves)
     num_bytes = _graph_bytes([outputs, *adjoint], network.state)
-    return Linearisation(outputs.detach(), (push, pull), num_bytes)
+    return Linearisation(outputs.detach(), maps, num_bytes)
 
 
 def _recorded_second_order(
@@ -257,9 +249,7 @@ def _recorded_second_order(
         value = loss.value(outputs, labels)
         gradient = _gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
 
-    def hessian(vector: Tensors, batched: bool) -> Tensors:
-        return _gradients(gradient, leaves, vector, batched=batched)
-
+    hessian = partial(_gradients, gradient, leaves)
     return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
 
 

@@ -17,22 +17,15 @@ class UntraceableError(Exception):
 
 
 @dataclass(frozen=True)
-class LinearMap:
-    """One linear part of a program: `residuals` are the numbers of those that it uses."""
-
-    function: Function
-    residuals: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Program:
     """A function of points and vectors, linear in each vector, split by what depends on which.
 
-    From the points `at` makes the residuals: values, then whatever else the linear maps need.
+    From the points `at` makes the residuals: values, then whatever else the linear maps need. Of
+    each map there is its function, and the numbers of the residuals that it takes first.
     """
 
     at: Function
-    maps: tuple[LinearMap, ...]
+    maps: tuple[tuple[Function, tuple[int, ...]], ...]
 
 
 def trace(
@@ -183,7 +176,7 @@ def _split(
     used = [list(dict.fromkeys(sources)) for sources in used]
     residuals = list(dict.fromkeys([*results[0], *(s for sources in used for s in sources)]))
     maps = [
-        LinearMap(
+        (
             _subgraph(graph_module, sources, part, result),
             tuple(residuals.index(source) for source in sources),
         )
