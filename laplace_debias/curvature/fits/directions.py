@@ -99,7 +99,7 @@ class Eigenbasis:
     along_A: Float[Tensor, "*groups columns"]
 
     @property
-    def sides(self) -> tuple["Eigenpairs", "Eigenpairs"]:
+    def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
         """Eigenvalues and eigenvectors of G, and of A."""
         return (self.along_G, self.U_G), (self.along_A, self.U_A)
 
