@@ -1,6 +1,5 @@
 """Files: there in full or not at all, with a checksum, and of the same run or not."""
 
-import errno
 import hashlib
 import json
 import os
@@ -16,8 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
@@ -94,17 +91,11 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
 
 def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
     """The error of the same kind in a sentence; `str` of it is that sentence alone."""
-    if error.errno in _NO_SPACE:
-        told = f"There is no space left to write {path}: free some, or choose another place."
-    elif error.errno == errno.EFBIG:
-        told = (
-            f"{path} would be larger than the file system or the limit of this process allows "
-            "(`ulimit -f`): raise the limit, or choose another place."
-        )
-    else:
-        told = (
-            f"{path} cannot be written ({error.strerror or error}): choose another name or place."
-        )
+    reason = error if error.errno is None else os.strerror(error.errno)
+    told = (
+        f"{path} cannot be written ({reason}): choose another name or place, or free some space "
+        "there."
+    )
     kind = type(error) if error.errno is None else type(OSError(error.errno, ""))
     explained = kind(told)
     explained.errno = error.errno
