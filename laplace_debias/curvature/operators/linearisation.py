@@ -49,14 +49,10 @@ class Lineariser:
     automatic differentiation are kept instead: larger and slower, and the same numbers.
     """
 
-    def __init__(self, network: Network, loss: OutputLoss | None = None) -> None:
+    def __init__(self, network: Network) -> None:
         self._network = network
-        self._loss = loss
-        self._programs: dict[object, Program | None] = {}
-
-    def forget(self) -> None:
-        """Drop the programs: the network's constants are recorded in them."""
-        self._programs.clear()
+        # The network's constants are recorded in them.
+        self.programs: dict[object, Program | None] = {}
 
     def first_order(self, inputs: Inputs) -> Linearisation:
         """Outputs, Jacobian and adjoint Jacobian in the parameters."""
@@ -77,12 +73,19 @@ class Lineariser:
         program = self._program(inputs, (), function, points, vectors)
         if program is not None:
             return _evaluate(program, points, network.state)
-        return _recorded_first_order(network, inputs)
+        with torch.enable_grad(), _differentiable_kernels(network):
+            leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
+            outputs = network.outputs(leaves, inputs)
+            # The adjoint is linear in its cotangent u, so that its own adjoint is the Jacobian.
+            u = torch.zeros_like(outputs, requires_grad=True)
+            adjoint = _gradients((outputs,), leaves, (u,), create_graph=True)
+        maps = partial(_gradients, adjoint, (u,)), partial(_gradients, (outputs,), leaves)
+        num_bytes = _graph_bytes([outputs, *adjoint], network.state)
+        return Linearisation(outputs.detach(), maps, num_bytes)
 
-    def second_order(self, inputs: Inputs, labels: Labels) -> Linearisation:
+    def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
         """The Hessian, in the parameters, of the loss's sum over a batch."""
-        network, loss = self._network, self._loss
-        assert loss is not None
+        network = self._network
 
         def function(points: Tensors, tangents: Tensors) -> tuple:
             parameters, forward, rest = self._at(points, inputs)
@@ -98,7 +101,13 @@ class Lineariser:
             program = self._program(inputs, labels, function, points, lambda: (network.parameters,))
             if program is not None:
                 return _evaluate(program, points, network.state)
-        return _recorded_second_order(network, loss, inputs, labels)
+        with torch.enable_grad(), _differentiable_kernels(network):
+            leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
+            outputs = network.outputs(leaves, inputs)
+            value = loss.value(outputs, labels)
+            gradient = _gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
+        hessian = partial(_gradients, gradient, leaves)
+        return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
 
     def _points(self, inputs: Inputs) -> list[Tensor]:
         """Everything that the outputs depend on.
@@ -134,10 +143,10 @@ class Lineariser:
         """The program for inputs of this kind, None if there can be none."""
         kind = (_kind_of(inputs), tuple((x.shape, x.dtype) for x in labels))
         try:
-            if kind not in self._programs:
+            if kind not in self.programs:
                 # Recording is torch's business of one thread, too.
                 with FORWARD_MODE, _differentiable_kernels(self._network), _QUIET:
-                    self._programs[kind] = trace(function, points, vectors())
+                    self.programs[kind] = trace(function, points, vectors())
         # Whatever recording raises (control flow that looks at values, operations without a forward
         # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
         # more, and raise what is the model's own fault.
@@ -145,10 +154,10 @@ class Lineariser:
             if is_out_of_memory(error):
                 raise
             try:
-                self._programs[kind] = None
+                self.programs[kind] = None
             except TypeError:
                 return None
-        return self._programs[kind]
+        return self.programs[kind]
 
 
 def _kind_of(inputs: Inputs) -> object:
@@ -225,32 +234,6 @@ def _num_bytes(held: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
     for x in not_counted:
         storages.pop(x.untyped_storage().data_ptr(), None)
     return sum(storages.values())
-
-
-def _recorded_first_order(network: Network, inputs: Inputs) -> Linearisation:
-    with torch.enable_grad(), _differentiable_kernels(network):
-        leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
-        outputs = network.outputs(leaves, inputs)
-        # The adjoint is linear in its cotangent u, so that its own adjoint is the Jacobian.
-        u = torch.zeros_like(outputs, requires_grad=True)
-        adjoint = _gradients((outputs,), leaves, (u,), create_graph=True)
-
-    maps = partial(_gradients, adjoint, (u,)), partial(_gradients, (outputs,), leaves)
-    num_bytes = _graph_bytes([outputs, *adjoint], network.state)
-    return Linearisation(outputs.detach(), maps, num_bytes)
-
-
-def _recorded_second_order(
-    network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
-) -> Linearisation:
-    with torch.enable_grad(), _differentiable_kernels(network):
-        leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
-        outputs = network.outputs(leaves, inputs)
-        value = loss.value(outputs, labels)
-        gradient = _gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
-
-    hessian = partial(_gradients, gradient, leaves)
-    return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
 
 
 def _gradients(

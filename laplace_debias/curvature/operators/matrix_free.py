@@ -12,7 +12,7 @@ from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
+from laplace_debias.curvature.operators.linearisation import Linearisation
 from laplace_debias.curvature.operators.network_operator import (
     MEMORY_BOUND,
     Item,
@@ -77,7 +77,6 @@ class CurvatureOperator(NetworkOperator):
     ) -> None:
         super().__init__(model, data, params, num_data, memory_bound, chunk_size, batch)
         self._loss = output_loss(loss, reduction)
-        self._lineariser = Lineariser(self._network, self._loss)
         self._scale = loss_scale(self._loss, self._data, self._first_outputs)
         with torch.no_grad():
             labels = self._loss.labels(self._data.batch(0).targets, self._first_outputs.ndim)
@@ -143,7 +142,7 @@ class Hessian(CurvatureOperator):
 
     def _linearise(self, batch: Batch) -> Linearisation:
         labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
-        return self._lineariser.second_order(batch.inputs, labels)
+        return self._lineariser.second_order(self._loss, batch.inputs, labels)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
         return item.linearisation.maps[0](tensors, batched)

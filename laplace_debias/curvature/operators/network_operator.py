@@ -169,7 +169,7 @@ class NetworkOperator(LinearOperator):
                     self._network.refresh()
                     # A new list: other threads may be going through the old one.
                     self._items, self._is_full = [], False
-                    self._lineariser.forget()
+                    self._lineariser.programs.clear()
                     self._checked.clear()
         items = self._items
         if len(items) == len(self._data.sizes):
