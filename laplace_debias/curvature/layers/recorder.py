@@ -142,13 +142,13 @@ class OperandRecorder(TorchFunctionMode):
     Args:
         parameters: The parameters that are looked for, by name.
         record: Takes a name, the factor that the parameter is multiplied by and the result, both
-            `[B, positions, size]`; gives the result to go on with.
+            `[B, positions, size]`.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        record: Callable[[str, Tensor, Tensor], Tensor],
+        record: Callable[[str, Tensor, Tensor], None],
     ) -> None:
         super().__init__()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -170,29 +170,37 @@ class OperandRecorder(TorchFunctionMode):
                 with torch.no_grad():
                     normalised = func(*args[:2], eps=named["eps"])
                 operands = [(named["weight"], normalised), (named.get("bias"), None)]
-        for operand, factor in operands:
-            output = self._recorded(operand, factor, output)
-        return output
+        known = [pair for pair in operands if self._is_known(pair[0], output)]
+        return self._recorded(known, output) if known else output
 
-    def _recorded(self, operand: Any, factor: Any, output: Any) -> Any:
-        if not isinstance(operand, Tensor) or operand.ndim > output.ndim or not output.ndim:
-            return output
+    def _is_known(self, operand: Any, output: Tensor) -> bool:
+        """Whether an operand is all of a parameter, in its order, and the same for all examples."""
+        if not isinstance(operand, Tensor) or not operand.ndim <= output.ndim > 0:
+            return False
         whole = operand if operand._base is None else operand._base
         is_all = operand.numel() == whole.numel() and operand.is_contiguous()
-        sizes = (*(1,) * (output.ndim - operand.ndim), *operand.shape)
-        if id(whole) not in self._names or not is_all or sizes[0] != 1:
-            return output
-        kept = [dim for dim, size in enumerate(sizes) if size > 1]
+        is_common = operand.ndim < output.ndim or operand.shape[0] == 1
+        return id(whole) in self._names and is_all and is_common
+
+    def _recorded(self, operands: list[tuple[Any, Any]], output: Tensor) -> Tensor:
+        like = operands[0][0]
+        lead = output.ndim - like.ndim
+        kept = [dim for dim in range(lead, output.ndim) if like.shape[dim - lead] > 1]
         order = [dim for dim in range(output.ndim) if dim not in kept] + kept
-        if not isinstance(factor, Tensor):
-            factor = output.new_full((), 1.0 if factor is None else factor)
-        rows = [
-            x.permute(order).reshape(len(output), -1, operand.numel())
-            for x in (factor.detach().expand(output.shape), output)
-        ]
-        found = self._record(self._names[id(whole)], *rows)
+
+        def rows(x: Tensor) -> Tensor:
+            return x.permute(order).reshape(len(x), -1, like.numel())
+
+        z = rows(output)
+        z = z if z.requires_grad else z.detach().requires_grad_()
+        for operand, factor in operands:
+            if not isinstance(factor, Tensor):
+                factor = output.new_full((), 1.0 if factor is None else factor)
+            whole = operand if operand._base is None else operand._base
+            self._record(self._names[id(whole)], rows(factor.detach().expand(output.shape)), z)
+        # The forward pass goes on with a copy, which it may overwrite.
         back = sorted(range(output.ndim), key=order.__getitem__)
-        return found.reshape([output.shape[dim] for dim in order]).permute(back)
+        return z.clone().reshape([output.shape[dim] for dim in order]).permute(back)
 
 
 # Layers that treat whatever stands between examples and features alike.

@@ -176,10 +176,8 @@ class Tap:
         self._handed_on[path] = (z.flatten(0, 1) if is_merged else z).clone()
         return self._handed_on[path]
 
-    def _record_operand(self, name: str, factor: Tensor, z: Tensor) -> Tensor:
-        z = z if z.requires_grad else z.detach().requires_grad_()
+    def _record_operand(self, name: str, factor: Tensor, z: Tensor) -> None:
         self.uses.append(Use(name, factor, z, factor._version))
-        return z.clone()
 
     def _faults(self) -> dict[Site, Exception]:
         """The faults at the sites, for the last forward pass."""
@@ -247,7 +245,8 @@ class Tap:
 
     def output_bytes(self) -> int:
         """Bytes of the tapped layers' outputs for one example of the last `forward`."""
-        total = sum([use.z.nbytes for use in self.uses])
+        # A norm's scale and bias have one output.
+        total = sum({id(use.z): use.z.nbytes for use in self.uses}.values())
         for one in self._calls:
             total += sum([z.nbytes for z in one.outputs])
         return max(1, total // self._batch)

@@ -50,7 +50,7 @@ class BlockMoments:
         self.prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
-        self._operators: dict[int, tuple[EigenKronecker, Tensor]] = {}
+        self._operators: dict[int, EigenKronecker] = {}
         self._runs: dict[int, Runs] = {}
 
     def add_last_layer(
@@ -135,8 +135,9 @@ class BlockMoments:
             operator = self.posterior.curvature.blocks[self.blocks[index].name]
             assert isinstance(operator, EigenKronecker)
             operator = operator.with_whole_outputs(_COMPLETED)
-            self._operators[index] = operator, self.posterior.data_weight * operator.in_frame
-        return self._operators[index]
+            self._operators[index] = operator
+        operator = self._operators[index]
+        return operator, self.posterior.data_weight * operator.in_frame
 
     def end(self) -> None:
         """Nothing is left to add: every block was added as it came."""
@@ -184,8 +185,8 @@ def weighted_gram(
     if not as_pairs:
         total = rows.new_zeros(len(deltas), batch, num_outputs, num_outputs)
         for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
-            for point, delta in enumerate(deltas):
-                total[point] += (part / (c + delta)) @ part.mT
+            for point, delta in zip(total, deltas, strict=True):
+                point.baddbmm_(part * (c + delta).reciprocal_(), part.mT)
         return total
     sums = rows.new_zeros(batch * pairs, len(deltas))
     for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):

@@ -19,9 +19,9 @@ from laplace_debias.laplace.functional.head_products import Wanted, contracted, 
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.system.memory import MEMORY_BOUND, MOST_GRANTED, granted
 
-# A chunk's output gradients take this share of the memory bound, beside the forward pass. The
-# Jacobians that are made of them come in slices.
-SHARE = 2
+# A chunk's output gradients take the memory bound, beside the forward pass and slices of Jacobians.
+# More bytes of them for each block make calls no cheaper.
+_WORTH = 3 * 2**19
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _add(
     bound = request.memory_bound or MEMORY_BOUND
     if num_added < len(blocks):
         at_once, bound = columns_at_once(request, num_columns, gradients, blocks, outputs)
-    chunk = max(1, bound // (SHARE * gradients * at_once))
+    chunk = max(1, min(bound, _WORTH * len(blocks)) // (gradients * at_once))
     if len(outputs) == 1 < min(chunk, left):
         return chunk
     skipped = Site((last.layer,)) if last is not None and num_added else None
@@ -219,7 +219,7 @@ def _add_through(
             outputs = wanted.of_columns(some) if of_h.diagonal else wanted
             into = total[..., some] if of_h.diagonal else total
             into += contracted(found, outputs, request.diagonal)
-        chunk = max(1, bound // (SHARE * gradients * at_once))
+        chunk = max(1, min(bound, _WORTH * len(blocks)) // (gradients * at_once))
     tap.forget()
     for index in in_head:
         deltas = moments.prior_precisions[:, index]
