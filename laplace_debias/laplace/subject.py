@@ -431,7 +431,7 @@ def look_at(
     network: nn.Module, likelihood: Likelihood, x: Inputs, y: Tensor, settings: FitSettings
 ) -> None:
     """Run a few examples: where are the classes, and are the outputs logits?"""
-    with torch.no_grad(), kept_as_it_is(network):
+    with torch.no_grad(), kept_as_it_is(network.modules()):
         outputs = call(network, take(x, slice(0, _FEW)))
     check_layout(torch.Size((len(y), *outputs.shape[1:])), y, settings.class_dim)
     if isinstance(likelihood, Gaussian) and likelihood.is_assumed:

@@ -126,6 +126,10 @@ class Block:
         derived["has_diagonal_G"] = is_large if role == "entries" else has_wide_out
         derived["has_diagonal_A"] = role == "table" or has_wide_in
 
+    def __hash__(self) -> int:
+        """By its name, which no other block has."""
+        return hash(self.name)
+
     def is_streamed(self, side: int) -> bool:
         """Whether no matrix is made of a factor, G or A, which is much wider than `rank`."""
         if self.most_rows is None or self.groups or self.role == "entries":

@@ -63,7 +63,7 @@ def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = 
 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         inputs = pytree.tree_unflatten(list(leaves), structure)
-        with kept_as_it_is(network):
+        with kept_as_it_is(network.modules()):
             return [call(network, inputs, parameters)]
 
     dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -78,7 +78,7 @@ def runner(module: nn.Module, structure: Any) -> Callable[..., list[Tensor]]:
 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         args, named = pytree.tree_unflatten(list(leaves), structure)
-        with LAYER_BY_LAYER, PLAIN_ATTENTION, kept_as_it_is(module):
+        with LAYER_BY_LAYER, PLAIN_ATTENTION, kept_as_it_is(module.modules()):
             outputs, _ = pytree.tree_flatten(functional_call(module, dict(parameters), args, named))
         return [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
 

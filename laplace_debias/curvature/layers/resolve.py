@@ -66,7 +66,7 @@ def resolve(
         # Of one example no dimension tells that it is that of the examples.
         few = join([few, few])
     one = take(few, slice(0, 1))
-    with torch.no_grad(), kept_as_it_is(network):
+    with torch.no_grad(), kept_as_it_is(network.modules()):
         outputs = call(network, one)
     check_outputs(outputs, num_examples(x))
     reference = _Reference.of(network, names, few)
@@ -152,7 +152,7 @@ def _differentiated(
     """The outputs, a random cotangent, and gradients along it: of each example, or of all."""
     parameters = [network.get_parameter(name).requires_grad_() for name in names]
     try:
-        with torch.enable_grad(), kept_as_it_is(network):
+        with torch.enable_grad(), kept_as_it_is(network.modules()):
             outputs = call(network, x)
         device, dtype = outputs.device, outputs.dtype
         generator = torch.Generator(device).manual_seed(0)

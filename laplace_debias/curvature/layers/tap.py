@@ -51,8 +51,9 @@ class Tap:
 
     def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
         self.network = network
+        self._modules = list(network.modules())
         self.one_by_one = False
-        for module in network.modules():
+        for module in self._modules:
             self.one_by_one |= isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.register_forward_hook(lay_out_gradients, prepend=True)
@@ -72,6 +73,7 @@ class Tap:
             return
         if names:
             expose_projections(self.network)
+            self._modules = list(self.network.modules())
         self._names, called = names, list[str]()
         self.layers: dict[Site, nn.Module] = {}
         self._operands: dict[str, Tensor] = {}
@@ -139,7 +141,7 @@ class Tap:
         if self._operands:
             at_operands = OperandRecorder(self._operands, self._record_operand)
         try:
-            with torch.set_grad_enabled(self._has_graph), kept_as_it_is(self.network), at_operands:
+            with torch.set_grad_enabled(self._has_graph), kept_as_it_is(self._modules), at_operands:
                 outputs = call(self.network, x)
         finally:
             for handle in handles:

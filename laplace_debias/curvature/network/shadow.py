@@ -65,13 +65,13 @@ def shadow(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def kept_as_it_is(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass leaves in a module's attributes, such as what it caches.
+def kept_as_it_is(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Undo what a forward pass leaves in modules' attributes, such as what it caches.
 
     The next one would take it for its own, with the numbers of other examples.
     """
     before = []
-    for inner in module.modules():
+    for inner in modules:
         kept = vars(inner).copy()
         for name, value in kept.items():
             if type(value) in (dict, list):
