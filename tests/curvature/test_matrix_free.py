@@ -150,7 +150,7 @@ def test_models_in_the_hessian(name):
 
 def assert_on_its_path(operator, name):
     """As a program or as a graph, whichever the network is here to test."""
-    programs = operator._lineariser._programs.values()
+    programs = operator._lineariser.programs.values()
     assert all((program is None) == (name in RECORDED) for program in programs)
 
 
