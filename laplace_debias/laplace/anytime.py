@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.data import SequentialSampler
+from torch.utils.data import SequentialSampler, Subset
 
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
+from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
@@ -73,11 +73,14 @@ class Auto(Scheme):
         seconds: The fit ends where a further round would take it beyond so many seconds.
         examples: The fit ends when so many examples went backward, in whole batches.
         looks: How many examples go forward for one that goes backward.
+        after: The report of a fit that fell short of its tolerance, or was interrupted: this one
+            goes on behind its last round, of which examples and seconds count. The data must be
+            the same; batches that were read are skipped, those of an iterator excepted.
 
     Raises:
         TypeError: For numbers of the wrong kind.
-        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, or no
-            looks.
+        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, no
+            looks, or the report of a fit that reached its tolerance.
     """
 
     mode = "auto"
@@ -87,6 +90,7 @@ class Auto(Scheme):
     seconds: float | None = None
     examples: int | None = None
     looks: int = LOOKS
+    after: FitReport | None = None
 
     def __post_init__(self) -> None:
         for name in ("tolerance", "seconds"):
@@ -96,13 +100,18 @@ class Auto(Scheme):
         if self.examples is not None:
             whole(self.examples, "examples", _LEAST)
         whole(self.looks, "looks")
+        if self.after is not None and self.after.left is None:
+            raise ValueError(
+                "after is the report of a fit that reached its tolerance, and kept nothing to go "
+                "on with: leave it out."
+            )
 
     def expected(self, num_data: SupportsIndex | None) -> Expected:
         """N, which the loader tells if the user does not; raises as `expected_of_loader`."""
         return expected_of_loader(self.data, num_data, self.mode)
 
     def check(self, kind: CurvatureKind) -> None:
-        """Require K-FAC and data in random order."""
+        """Require K-FAC and data in random order, of which a subset such as `random_split`'s is."""
         if kind.name != "kfac":
             raise ValueError(f'mode="auto" fits curvature="kfac", not {kind.name!r}.')
         if kind.rank is not None:
@@ -111,9 +120,13 @@ class Auto(Scheme):
                 "la.thin(x) after tuning, or use another mode."
             )
         batches = getattr(self.data, "batch_sampler", None)
-        is_in_order = isinstance(getattr(batches, "sampler", None), SequentialSampler)
+        sampler = getattr(batches, "sampler", None)
+        data: Any = getattr(sampler, "data_source", None)
+        is_in_order = isinstance(sampler, SequentialSampler)
         if isinstance(batches, ShardedBatches):
-            is_in_order = not batches.shuffle
+            data, is_in_order = batches.data, not batches.shuffle
+        if isinstance(data, Subset):
+            is_in_order &= list(data.indices) == sorted(data.indices)
         if is_in_order:
             raise ValueError(
                 'mode="auto" reads the first examples, and this loader gives them in the order of '
@@ -126,7 +139,7 @@ class Auto(Scheme):
 
         Raises:
             ValueError: If the first batch has one example, or weights of examples mean nothing to a
-                block; as `factor_sums`.
+                block; if `after` is of another network; as `factor_sums`.
             KeyboardInterrupt: Before the first round has ended, or of several processes; else it
                 ends the fit.
         """
@@ -137,16 +150,23 @@ class Auto(Scheme):
                 'mode="full".'
             )
         assert isinstance(self.data, Stream)
-        clock, ended_by = partial(_seconds, problem.ranks, perf_counter()), ""
-        last, rounds = None, list[tuple[int, float]]()
-        reading = Reading(problem, self.data.in_step(), self.looks)
+        before = 0.0 if self.after is None else self.after.seconds
+        clock, ended_by = partial(_seconds, problem.ranks, perf_counter() - before), ""
+        if self.after is None:
+            last, rounds = None, list[tuple[int, float]]()
+            reading = Reading(problem, self.data.in_step(), self.looks)
+        else:
+            (reading, last), rounds = self.after.left, [*self.after.rounds]
+            _check_same(last.fitted, fitted)
+            reading = reading.going_on(problem, self.data, self.looks)
         try:
             while not ended_by:
                 before, target = clock(), self._target(reading.num_drawn, last)
-                reading.until(target)
-                if reading.num_drawn < target:
+                further = reading.until(target)
+                if further.num_drawn < target:
                     ended_by = "data"
                     break
+                reading = further
                 last, now = _round(reading, fitted), clock()
                 rounds.append((reading.num_drawn, last.error))
                 if last.error <= self.tolerance:
@@ -166,7 +186,7 @@ class Auto(Scheme):
             ended_by = "interrupt"
         assert last is not None
         reading.pairs = iter(())  # Workers of a loader end.
-        return _reported(last, rounds, ended_by, clock(), self.tolerance, reading.probes)
+        return _reported(last, rounds, ended_by, clock(), self.tolerance, reading)
 
     def _target(self, num_drawn: int, last: _Round | None) -> int:
         """How many examples shall be drawn in all when the next round ends."""
@@ -191,11 +211,11 @@ def _reported(
     ended_by: str,
     seconds: float,
     tolerance: float,
-    x: Inputs,
+    reading: Reading,
 ) -> Fitted:
     """The fit of the last round, with its report; warns if the tolerance was not reached."""
     # The error that each block brings, by its own part of the variances.
-    own, fitted = last.fitted.posterior.deltas(), last.fitted
+    own, fitted, x = last.fitted.posterior.deltas(), last.fitted, reading.probes
     alone = torch.where(torch.eye(len(own), device=own.device).bool(), own, _WITHOUT * own)
     total = _variances(fitted, fitted.posterior.curvature, x, own[None])
     errors = (_chances(last, x, alone)[1] / (2 * total)).nan_to_num(0.0)
@@ -208,6 +228,7 @@ def _reported(
         tuple(rounds),
         dict(zip(_CURVE, last.curve, strict=True)),
         dict(zip(fitted.subject.known.block_names, of_blocks, strict=True)),
+        None if ended_by == "tolerance" else (reading, last),
     )
     if ended_by != "tolerance":
         warn(
@@ -216,6 +237,20 @@ def _reported(
             f"{report.error:.3g}. Twice as many would bring it to some {report.error_of_twice:.3g}."
         )
     return replace(fitted, report=report)
+
+
+def _check_same(before: Fitted, fitted: Finish) -> None:
+    """Require that a fit goes on with the network that it began with, and in the same way."""
+    now = fitted(CurvatureFit(before.posterior.curvature, Seen(1, 0.0, 1, 1.0)))
+    both = [
+        (f.subject.settings, repr(f.subject.likelihood), f.subject.known.names, f.others)
+        for f in (before, now)
+    ]
+    if both[0] != both[1] or not torch.equal(before.posterior.mean, now.posterior.mean):
+        raise ValueError(
+            "after is the report of a fit of another network, likelihood or way to take the "
+            "curvature: leave it out, or fit what it was made for."
+        )
 
 
 def _round(reading: Reading, fitted: Finish) -> _Round:

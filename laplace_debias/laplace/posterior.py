@@ -273,6 +273,8 @@ class FitReport:
         rounds: Examples and error after each round.
         curve: The errors if the fit's prior precision is multiplied by 1, 10, … 10⁴.
         of_blocks: The part of the error that each block brings, at the fit's prior precision.
+        left: What `Auto(after=)` goes on with, of the size of four fits' factors; None where the
+            tolerance was reached or all data was fitted.
     """
 
     num_examples: int
@@ -282,6 +284,7 @@ class FitReport:
     rounds: tuple[tuple[int, float], ...]
     curve: dict[float, float]
     of_blocks: dict[str, float]
+    left: Any = field(default=None, repr=False, compare=False)
 
     @property
     def error(self) -> float:

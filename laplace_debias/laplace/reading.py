@@ -2,9 +2,10 @@
 
 import operator
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from laplace_debias.curvature.fits.sums import FactorSums, ForwardPasses, Runnin
 from laplace_debias.curvature.fits.sweep import Problem, Seen
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.network.batches import Placed
+from laplace_debias.curvature.network.batches import Placed, Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
 from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
 from laplace_debias.curvature.network.shards import FAR
@@ -99,7 +100,7 @@ class Reading:
     """
 
     def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]], looks: int) -> None:
-        self.problem, self._looks_each = problem, looks
+        self.problem, self._looks_each, self.num_batches = problem, looks, 0
         self.folds = [_Fold() for _ in range(AUTO_FOLDS)]
         self.seen, self.num_drawn, self.curvatures = Seen(0, 0.0, 0, 0), 0, torch.zeros(0).double()
         self._generator, self._forward = torch.Generator().manual_seed(0), ForwardPasses(problem)
@@ -119,8 +120,21 @@ class Reading:
         self.pairs: Iterator[tuple[int, Any]] = enumerate(chain(rest, pairs), start=1)
         self._faults = Faults()
 
-    def until(self, target: int) -> None:
-        """Read on, until so many are drawn or the data ends."""
+    def going_on(self, problem: Problem, data: Stream, looks: int) -> "Reading":
+        """The same in a later fit, whose data is read from where this one is."""
+        new, skipped = copy(self), 0 if isinstance(data.source, Iterator) else self.num_batches
+        new.problem, new._looks_each, new._forward = problem, looks, ForwardPasses(problem)
+        new.pairs = enumerate(islice(data.in_step(), skipped, None), start=skipped + 1)
+        return new
+
+    def until(self, target: int) -> "Reading":
+        """A copy that has read on, until so many are drawn or the data ends."""
+        new = copy(self)
+        new.folds, new._generator = [copy(f) for f in self.folds], self._generator.clone_state()
+        new._read(target)
+        return new
+
+    def _read(self, target: int) -> None:
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]] = [[] for _ in self.folds]
         inputs = [RunningSums(self.problem) for _ in self.folds]
         num_drawn, ranks = torch.zeros(len(self.folds), dtype=torch.long), self.problem.ranks
@@ -130,6 +144,7 @@ class Reading:
             sizes = ranks.exchange(None if pair is None else len(pair[1]))
             if sizes.count(None) == len(sizes):
                 break
+            self.num_batches = number or self.num_batches
             with self._faults.of_batch(number):
                 num_drawn += self._look(pair, [size or 0 for size in sizes], inputs, drawn)
         self._faults.read()

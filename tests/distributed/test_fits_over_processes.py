@@ -57,9 +57,9 @@ def test_every_curvature_and_mode_is_the_same_on_any_number_of_processes(process
 
 @pytest.mark.filterwarnings("ignore:The tolerance")
 @pytest.mark.parametrize(("num_ranks", "fisher"), [(2, "exact"), (3, "empirical")])
-def test_fits_in_rounds_draw_the_same_examples(processes, num_ranks, fisher):
+def test_fits_in_rounds_draw_the_same_examples_and_go_on(processes, num_ranks, fisher):
     expected = tasks.fit_auto(0, {"fisher": fisher})
-    assert len(expected["rounds"]) >= 5  # two rounds, and how many were read
+    assert len(expected["rounds"]) >= 7
     for found in processes.run(num_ranks, tasks.fit_auto, {"fisher": fisher}):
         check(found, expected, rel=1e-10)
 

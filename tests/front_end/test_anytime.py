@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from laplace_debias import Auto, Laplace
 from laplace_debias.laplace.anytime import LOOKS, NUM_ERRORS, jackknife
@@ -184,6 +184,35 @@ def test_an_interrupt_leaves_the_last_round():
     assert la.posterior.num_data == SIZE
 
 
+@pytest.mark.filterwarnings("ignore:The tolerance")
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+def test_a_later_fit_goes_on_where_an_interrupt_ended_one(fisher: str):
+    """To the bits of a fit that was never broken off."""
+    order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(0))
+    x, y = data()
+    batches = [(x[part], y[part]) for part in order.split(40)]
+
+    def fitted(given: Iterable, tolerance: float = 1e-9, **options: object) -> Laplace:
+        la = Laplace(network(), fisher=fisher)
+        scheme = Auto(given, tolerance, examples=256, **options)
+        return la.fit(scheme, num_data=SIZE, generator=torch.Generator().manual_seed(3))
+
+    whole, first = fitted(batches), fitted(interrupted(batches, after=40))
+    later = fitted(batches, after=first.fit_report)
+    assert later.fit_report.rounds == whole.fit_report.rounds
+    assert len(first.fit_report.rounds) < len(later.fit_report.rounds)
+    assert later.fit_report.seconds > first.fit_report.seconds
+    for a, b in zip(magnitudes(later), magnitudes(whole), strict=True):
+        assert torch.equal(a, b)
+    assert first.fit_report.ended_by == "interrupt"
+    with pytest.raises(ValueError, match="reached its tolerance"):
+        Auto(batches, after=fitted(batches, 10.0).fit_report)
+    with pytest.raises(ValueError, match="another network"):
+        Laplace(network(), params="weights").fit(
+            Auto(batches, after=first.fit_report), num_data=SIZE
+        )
+
+
 def test_an_interrupt_of_the_first_round_leaves_what_was():
     la = Laplace(network()).fit([data()])
     before = la.posterior
@@ -244,6 +273,16 @@ def test_a_saved_posterior_has_no_report(tmp_path):
 def test_wrong_numbers_are_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         Auto(loader(), **options)
+
+
+def test_a_random_subset_is_in_random_order():
+    """As a report's training examples are; a subset that goes up is in the data's order."""
+    whole = TensorDataset(*data())
+    some, _ = random_split(whole, [1000, 2000], generator=torch.Generator().manual_seed(0))
+    la = Laplace(network()).fit(Auto(DataLoader(some, batch_size=40), tolerance=10.0))
+    assert la.fit_report.ended_by == "tolerance"
+    with pytest.raises(ValueError, match="shuffle=True"):
+        la.fit(DataLoader(Subset(whole, range(1000)), batch_size=40), mode="auto")
 
 
 def test_what_it_cannot_do_is_refused(tmp_path):

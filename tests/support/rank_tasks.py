@@ -104,7 +104,8 @@ def fit_auto(rank, options, size=2000, batch=48):
     """A fit in rounds of shared data, what it says of itself, and how it draws."""
     la = laplace(**options)
     data = loader(size, batch, shuffle=True)
-    la.fit(Auto(data, tolerance=1e-9, examples=200), num_data=size)
+    la.fit(Auto(data, tolerance=1e-9, examples=130), num_data=size)
+    la.fit(Auto(data, tolerance=1e-9, examples=200, after=la.fit_report), num_data=size)
     report = la.fit_report
     of_blocks = torch.tensor(list(report.of_blocks.values()))
     told = torch.tensor([number for one in report.rounds for number in one] + [report.num_read])
