@@ -297,7 +297,7 @@ def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) ->
             beside -= sum((f.rows if isinstance(f, Rows) else f).nbytes for f in of_block)
     if kind.name != "kfac":
         along_axes = partial(ekfac_magnitudes, U_G=None, U_A=None)
-        exact = Sweep(problem, along_axes, lambda *_: None)
+        exact = Sweep(problem, lambda *_: None, along_axes)
         of_pass, more, _ = _measured(partial(exact.over, [batch]), problem.device)
         beside, seconds = max(beside, of_pass), seconds + more
     return _Chunk(beside, 0, seconds, few)

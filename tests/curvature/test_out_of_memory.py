@@ -6,7 +6,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import sums
-from laplace_debias.curvature.layers import backends as stream
+from laplace_debias.curvature.layers.backends import HookStream
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 
@@ -109,21 +109,16 @@ def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatc
 
 def fails_at_block(monkeypatch, number):
     """Chunks of more than two examples run out of memory where a block is measured; their sizes."""
-    original, failed = stream.HookStream.__call__, []
+    original, failed = HookStream.backward, []
 
-    def limited(self, x, columns, measure, consume, at_once):
-        calls = []
-
-        def measure_some(*arguments):
-            calls.append(1)
-            if len(x) > 2 and len(calls) == number:
-                failed.append(len(x))
+    def limited(self, outputs, *arguments):
+        for calls, reached in enumerate(original(self, outputs, *arguments), start=1):
+            if len(outputs) > 2 and calls == number:
+                failed.append(len(outputs))
                 raise MESSAGES[0]
-            return measure(*arguments)
+            yield reached
 
-        original(self, x, columns, measure_some, consume, at_once)
-
-    monkeypatch.setattr(stream.HookStream, "__call__", limited)
+    monkeypatch.setattr(HookStream, "backward", limited)
     return failed
 
 

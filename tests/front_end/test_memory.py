@@ -12,7 +12,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import factors as measured
-from laplace_debias.curvature.fits import sums
+from laplace_debias.curvature.fits import sweep
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ def test_a_debiased_fit_holds_one_blocks_factors_beside_the_posterior(monkeypatc
 
         return compute
 
-    monkeypatch.setattr(sums, "gradient_factor", watched(measured.gradient_factor))
+    monkeypatch.setattr(sweep, "gradient_factor", watched(measured.gradient_factor))
     monkeypatch.setattr(measured, "input_factor", watched(measured.input_factor))
     batches = [[(torch.randn(8, 5), torch.randint(3, (8,)))] for _ in range(2)]
     Laplace(model, params="weights").fit_batches(*batches)

@@ -60,7 +60,7 @@ def sweep_rows(
 
     row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
     kept = None if sums is None else {"rows": sums, "extremes": extremes}
-    sweep = Sweep(problem, measure, collect, sums=kept, row_bytes=row_bytes)
+    sweep = Sweep(problem, collect, measure, sums=kept, row_bytes=row_bytes)
     seen = sweep.over(batches, first)
     check_finite_sums([(block, torch.cat(of)) for block, of in extremes.items() if of])
     return seen

@@ -16,7 +16,6 @@ from laplace_debias.curvature.fits.sums import (
     add_to,
     check_finite_sums,
     eigenbases,
-    factor_pass,
     factor_sums,
     to_all,
 )
@@ -55,7 +54,8 @@ def curvature_along(
     def as_rows(block: Block, side: int) -> bool:
         return is_thin(directions[block][side])
 
-    seen = factor_pass(problem, batches, first, add, as_rows, dict(zip("GA", sides, strict=True)))
+    kept = dict(zip("GA", sides, strict=True))
+    seen = Sweep(problem, add, as_rows=as_rows, sums=kept).over(batches, first)
     check_finite_sums([*sides[0].items(), *sides[1].items()])
     along_G, along_A = to_all(problem, sides[0]), to_all(problem, sides[1])
     table = {}
@@ -98,7 +98,7 @@ def exact_sums(
     def collect(block: Block, squares: Tensor) -> None:
         add_to(sums, block, squares.to(problem.factor_dtype))
 
-    seen = Sweep(problem, measure, collect, sums={"table": sums}).over(batches, first)
+    seen = Sweep(problem, collect, measure, sums={"table": sums}).over(batches, first)
     check_finite_sums(list(sums.items()))
     return to_all(problem, sums), seen
 

@@ -3,11 +3,11 @@
 Several processes sum each block's factors at one of them, its owner, which decomposes them for all.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
@@ -17,12 +17,11 @@ from laplace_debias.curvature.fits.directions import (
     eigh_of_each,
     moments,
 )
-from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
+from laplace_debias.curvature.fits.factors import input_factors
 from laplace_debias.curvature.fits.sweep import Problem, Seen, Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Pairs
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.network.outputs import check_outputs
@@ -111,36 +110,6 @@ class RunningSums:
         return factors
 
 
-def factor_pass(
-    problem: Problem,
-    batches: Pairs,
-    first: int,
-    add: Callable[[Block, int, Factor], None],
-    as_rows: Callable[[Block, int], bool],
-    sums: dict[str, Any],
-) -> Seen:
-    """A pass that hands over each chunk's G (side 0) and A (side 1) of every block.
-
-    `as_rows` says which are wanted as rows, however many; the rest is as `Sweep` takes it.
-    """
-
-    def measure(
-        layer: nn.Module, block: Block, uses: Uses, masks: Masks | None, xs: Sequence[Tensor] | None
-    ) -> tuple[Factor, Iterable[Factor]]:
-        G = gradient_factor(layer, block, uses, masks, as_rows(block, 0))
-        # One after the other: rows may come in many parts.
-        return G, () if xs is None else input_factors(layer, block, xs, masks, as_rows(block, 1))
-
-    def add_both(block: Block, measured: tuple[Factor, Iterable[Factor]]) -> None:
-        G, parts_of_A = measured
-        add(block, 0, G)
-        for A in parts_of_A:
-            add(block, 1, A)
-
-    sweep = Sweep(problem, measure, add_both, sums=sums, of_factors=True)
-    return sweep.over(batches, first)
-
-
 def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
     """Factors of every block, summed over the examples of all batches; `first` as in `Sweep.over`.
 
@@ -151,7 +120,7 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     for side, name in enumerate(("G", "A")):
         sums[name], sums[f"rows of {name}"] = running.sums[side], running.rows[side]
         sums[f"rests of {name}"] = running.rests[side]
-    seen = factor_pass(problem, batches, first, running.add, Block.is_streamed, sums)
+    seen = Sweep(problem, running.add, sums=sums).over(batches, first)
     owned_G, owned_A = running.owned(0), running.owned(1)
     factors: FactorSums = {}
     for block, G in owned_G.items():

@@ -1,7 +1,7 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint, Seen, Sums
-from laplace_debias.curvature.layers.backends import Consume, HookStream, Measure, Stream
+from laplace_debias.curvature.fits.directions import Factor
+from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
+from laplace_debias.curvature.layers.backends import HookStream, Stream
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
@@ -83,13 +86,14 @@ class Sweep:
 
     Args:
         problem: The network and its blocks, the processes, and where passes are saved.
-        measure: What to compute of a block on a chunk of a batch.
-        add: Takes what was measured of a block.
+        add: Takes what was measured of a block, `add(block, measured)`; its factors one by one,
+            `add(block, side, factor)` with side 0 for G and 1 for A.
+        measure: What to compute of a block on a chunk of a batch, `measure(layer, block, uses)`;
+            None for its factors. Then measuring one cotangent after the other costs no more than
+            all at once.
+        as_rows: Which factors, `as_rows(block, side)`, are wanted as rows, however many.
         sums: Where `add` keeps all that it remembers from batch to batch; None for a pass of which
             nothing is saved.
-        of_factors: Whether `measure` is told two things more: which positions take part, where not
-            all do, and, of a weight block once for every example, what went into its layer. Then
-            measuring one cotangent after the other costs no more than all at once.
         row_bytes: Where `add` joins the blocks' parts to a row, and adds nothing before it was
             given all of them: the bytes of one, for every cotangent of an example.
     """
@@ -97,17 +101,19 @@ class Sweep:
     def __init__(
         self,
         problem: Problem,
-        measure: Measure,
-        add: Consume,
+        add: Callable[..., object],
+        measure: Callable[[nn.Module, Block, Uses], Any] | None = None,
         *,
+        as_rows: Callable[[Block, int], bool] = Block.is_streamed,
         sums: Sums | None = None,
-        of_factors: bool = False,
         row_bytes: int = 0,
     ) -> None:
-        self.problem, self.measure, self.add = problem, measure, add
+        self.problem, self.add, self.measure, self.as_rows = problem, add, measure, as_rows
         self.sums, self.checkpoint = ({}, None) if sums is None else (sums, problem.checkpoint)
-        self.of_factors, self.row_bytes, self.seen = of_factors, row_bytes, Seen()
+        self.row_bytes, self.seen = row_bytes, Seen()
         self.positions: PositionFinder | None = None
+        # Of a chunk that was broken off: whether it was within a sum.
+        self.is_adding = False
 
     def over(self, batches: Pairs, first: int = 0) -> Seen:
         """Go through data; of several processes each through its own, and what all saw is summed.
@@ -167,117 +173,117 @@ class Sweep:
         size = tap.output_bytes() + self.row_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example")
         self.columns = min(columns, bound // size)
-        if self.of_factors and tap.one_by_one and isinstance(problem.stream, HookStream):
+        if self.measure is None and tap.one_by_one and isinstance(problem.stream, HookStream):
             self.columns = 1
         self.examples = max(1, bound // (_SHARE * self.columns * size))
         tap.forget()
 
     def _batch(self, place: int, pair: tuple[Any, ...]) -> None:
-        """Measure a batch and add it up."""
-        _, y, *weights = pair
-        if weights:
-            for block in self.problem.blocks:
-                if block.is_joint or block.role == "table":
-                    raise ValueError(
-                        "Examples have weights, which neither joint=True nor an embedding's table "
-                        "takes: leave out joint, or name other parameters "
-                        '(params="last_layer").'
-                    )
-        self._chunks(place, pair, slice(0, len(y)), Counter())
-        self.seen.num_examples += len(y)
-        self.seen.weight += weight_of(pair)
+        """Run a batch chunk by chunk, and a chunk for which there is not enough memory by halves.
 
-    def _chunks(
-        self, place: int, pair: tuple[Any, ...], part: slice, before: Counter[Block]
-    ) -> None:
-        """Run examples chunk by chunk, and a chunk for which there is not enough memory by halves.
-
-        Such a chunk may be in the sums of some blocks already: its halves are added to the others;
-        `before` says how often each was added of these examples. Memory that runs out for one
-        example, or within a sum, is an error.
+        Such a chunk may be in the sums of some blocks already: its halves are added to the others.
+        Memory that runs out for one example, or within a sum, is an error.
         """
-        start = part.start
-        while start < part.stop:
-            chunk = slice(start, min(start + self.examples, part.stop))
-            adding, size = Adding(self.add, before), chunk.stop - start
+        for block in self.problem.blocks:
+            if len(pair) > 2 and (block.is_joint or block.role == "table"):
+                raise ValueError(
+                    "Examples have weights, which neither joint=True nor an embedding's table "
+                    'takes: leave out joint, or name other parameters (params="last_layer").'
+                )
+        # Examples that are left, and how often each block was added of them.
+        left = [(slice(0, len(pair[1])), Counter[Block]())]
+        while left:
+            part, before = left.pop()
+            chunk = slice(part.start, min(part.start + self.examples, part.stop))
+            if chunk.stop < part.stop:
+                left.append((slice(chunk.stop, part.stop), before))
+            added, size = Counter[Block](), chunk.stop - chunk.start
             try:
-                nll, num_outputs = self._chunk(place, pair, chunk, adding)
+                self._chunk(place, pair, chunk, before, added)
+                continue
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if adding.is_within or size == 1:
+                if self.is_adding or size == 1:
                     reason = next(iter(str(error).splitlines()), type(error).__name__)
                     raise RuntimeError(
                         f"Not enough memory for {size} example(s) ({reason}). Nothing was fitted. "
                         'Pass a smaller memory_bound=, use fisher="mc", or fewer parameters '
                         '(params="last_layer"); la.plan(loader) tells what a fit takes.'
                     ) from error
-            else:
-                self.seen.nll = self.seen.nll + nll
-                self.seen.num_outputs += num_outputs
-                start = chunk.stop
-                continue
             # Not within `except`, whose error holds what the chunk took.
-            self.examples, added = size // 2, adding.calls | before
+            self.examples, added = size // 2, added | before
             if self.row_bytes:
                 least = min(added[block] for block in self.problem.blocks)
                 added = Counter(dict.fromkeys(self.problem.blocks, least))
-            self._chunks(place, pair, chunk, added)
-            start = chunk.stop
+            left.append((chunk, added))
+        self.seen.num_examples += len(pair[1])
+        self.seen.weight += weight_of(pair)
 
     def _chunk(
-        self, place: int, pair: tuple[Any, ...], part: slice, adding: "Adding"
-    ) -> tuple[Tensor, float]:
-        """Push a chunk through the network, forward and back; its loss and number of outputs."""
+        self,
+        place: int,
+        pair: tuple[Any, ...],
+        part: slice,
+        before: Counter[Block],
+        added: Counter[Block],
+    ) -> None:
+        """Push a chunk through the network, forward and back, and add what is measured of it.
+
+        `added` counts how often each block was reached; what was added `before` is left out.
+        """
+        problem, stream = self.problem, self.problem.stream
         x, y = take(pair[0], part), pair[1][part]
         weights = pair[2][part] if len(pair) > 2 else None
-        roots = None if weights is None else weights.sqrt()
-        told: list[tuple[Tensor, float]] = []
-
-        def columns(outputs: Tensor) -> Tensor:
-            check_outputs(outputs)
-            key = place + part.start
-            cotangents, value = self.problem.cotangents(outputs, y, key, weights)
-            size = len(y) if weights is None else float(weights.double().sum())
-            told.append((value, outputs[0].numel() * size))
-            return cotangents if roots is None else by_example(cotangents, roots, 1)
-
-        moved, measure = move(x, self.problem.device, None), self.measure
-        if self.of_factors:
+        masks: Mapping[str, Masks] = {}
+        if self.measure is None:
             assert self.positions is not None
             # It asks about what still lies on the CPU there.
             masks = self.positions.find(x, y)
-            # Further cotangents of the same examples come with the same inputs.
-            fresh = set(self.problem.blocks)
+        outputs, tape = stream.forward(move(x, problem.device, None))
+        check_outputs(outputs)
+        cotangents, nll = problem.cotangents(outputs, y, place + part.start, weights)
+        roots = None if weights is None else weights.sqrt()
+        if roots is not None:
+            cotangents = by_example(cotangents, roots, 1)
+        for layer, block, uses in stream.backward(tape, cotangents, self.columns):
+            if added[block] >= before[block]:
+                if self.measure is None:
+                    # Further cotangents of the same examples come with the same inputs.
+                    is_new = not (added[block] or block.is_exact)
+                    inputs = [x for x, _ in uses] if is_new else []  # type: ignore[union-attr]
+                    if roots is not None:
+                        inputs = [by_example(x, roots, 0) for x in inputs]
+                    self._add_factors(layer, block, uses, masks.get(block.layer), inputs)
+                else:
+                    measured = self.measure(layer, block, uses)
+                    self.is_adding = True
+                    self.add(block, measured)
+                    self.is_adding = False
+                    del measured
+            added[block] += 1
+        self.seen.nll = self.seen.nll + nll
+        size = len(y) if weights is None else float(weights.double().sum())
+        self.seen.num_outputs += outputs[0].numel() * size
 
-            def measure(layer: nn.Module, block: Block, uses: Any) -> Any:
-                xs = None
-                if block in fresh and not block.is_exact:
-                    fresh.discard(block)
-                    xs = [of if roots is None else by_example(of, roots, 0) for of, _ in uses]
-                return self.measure(layer, block, uses, masks.get(block.layer), xs)
-
-        self.problem.stream(moved, columns, measure, adding, self.columns)
-        return told[0]
-
-
-class Adding:
-    """Takes what is measured of a chunk, and leaves out what was added of it before.
-
-    `before` says how often each block was added; `is_within` whether a sum was broken off.
-    """
-
-    def __init__(self, add: Consume, before: Counter[Block]) -> None:
-        self._add, self._before, self.calls = add, before, Counter[Block]()
-        self.is_within = False
-
-    def __call__(self, block: Block, measured: Any) -> None:
-        """Add what was measured of a block."""
-        self.calls[block] += 1
-        if self.calls[block] > self._before[block]:
-            self.is_within = True
-            self._add(block, measured)
-            self.is_within = False
+    def _add_factors(
+        self,
+        layer: nn.Module,
+        block: Block,
+        uses: Uses,
+        masks: Masks | None,
+        inputs: Sequence[Tensor],
+    ) -> None:
+        """Measure and add G of a block, and A where there are inputs."""
+        G = gradient_factor(layer, block, uses, masks, self.as_rows(block, 0))
+        parts_of_A: Iterable[Factor] = ()
+        if inputs:
+            parts_of_A = input_factors(layer, block, inputs, masks, self.as_rows(block, 1))
+        self.is_adding = True
+        self.add(block, 0, G)
+        for A in parts_of_A:
+            self.add(block, 1, A)
+        self.is_adding = False
 
 
 def by_example(values: Tensor, factors: Tensor, dim: int) -> Tensor:

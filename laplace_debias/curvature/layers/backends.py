@@ -18,27 +18,22 @@ convolutional layers of a sequential network. What stands around them is of this
   network it is a loop.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap, not_batched
+from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.layer_types import LAYERS
 from laplace_debias.curvature.network.shadow import NARROW
 
-Measured = TypeVar("Measured")
-# From a layer, its block and the layer's uses (and which positions take part, where not all do) to
-# what is wanted of the block.
-Measure = Callable[..., Measured]
-Consume = Callable[[Block, Measured], None]
-# From the outputs [B, ..., C] to the cotangents to push back, [K, B, ..., C].
-Columns = Callable[[Tensor], Tensor]
-
+# What `backward` yields: a layer, one of its blocks, and the layer's uses.
+Measurable = tuple[nn.Module, Block, Uses]
 
 # Layers that BackPACK pushes columns through.
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -51,25 +46,18 @@ class HookStream:
         self.tap, self._blocks = tap, blocks
         tap.at(blocks)
 
-    def __call__(
-        self,
-        x: Inputs,
-        columns: Columns,
-        measure: Measure[Measured],
-        consume: Consume[Measured],
-        at_once: int,
-    ) -> None:
-        """Measure every block on one batch.
-
-        `columns` is called once with the outputs, checks them and gives the cotangents; `consume`
-        takes every part of `at_once` of these.
-        """
+    def forward(self, x: Inputs) -> tuple[Tensor, Any]:
+        """The outputs for a batch, `[B, ..., C]`, and what `backward` takes to go back."""
         outputs = self.tap.forward(x)
-        parts = columns(outputs.detach()).split(at_once)
+        return outputs.detach(), outputs
+
+    def backward(self, outputs: Any, cotangents: Tensor, at_once: int) -> Iterator[Measurable]:
+        """The blocks as cotangents `[K, B, ..., C]` reach them, `at_once` of these at a time."""
+        parts = cotangents.split(at_once)
         for index, part in enumerate(parts):
             more = index + 1 < len(parts)
             for number, layer, uses in self.tap.backward(outputs, part, again=more):
-                consume(self._blocks[number], measure(layer, self._blocks[number], uses))
+                yield layer, self._blocks[number], uses
 
 
 @cache
@@ -129,7 +117,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
 
 
 class BackpackStream:
-    """The stream through BackPACK; arguments as `HookStream`."""
+    """The stream through BackPACK; its methods are those of `HookStream`."""
 
     def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
         self.tap, network = tap, tap.network
@@ -141,15 +129,8 @@ class BackpackStream:
         self._chain = [module for module in network.modules() if type(module) is not nn.Sequential]
         self._first = min(map(self._chain.index, self._of_layer))
 
-    def __call__(
-        self,
-        x: Inputs,
-        columns: Columns,
-        measure: Measure[Measured],
-        consume: Consume[Measured],
-        at_once: int,
-    ) -> None:
-        """Measure every block on one batch; arguments as `HookStream`."""
+    def forward(self, x: Inputs) -> tuple[Tensor, Any]:
+        """The outputs, and the inputs of every layer from the first with a block on."""
         if not isinstance(x, Tensor):
             raise TypeError(f"A sequential network takes one tensor, got {type(x).__name__}.")
         passed = [x]
@@ -158,16 +139,19 @@ class BackpackStream:
                 passed = [layer(passed[0])]
             # What is before the first block is not kept.
             for layer in self._chain[self._first :]:
+                if layer in self._of_layer and len(passed[-1]) != len(x):
+                    raise not_batched(self._of_layer[layer][0].layer, passed[-1], len(x))
                 passed.append(layer(passed[-1]))
+        return passed[-1], passed
+
+    def backward(self, passed: Any, cotangents: Tensor, at_once: int) -> Iterator[Measurable]:
+        """The blocks as the cotangents reach them, layer by layer."""
         behind = self._chain[self._first :]
-        for part in columns(passed[-1]).split(at_once):
-            gradients = part
+        for gradients in cotangents.split(at_once):
             for place in reversed(range(len(behind))):
                 layer, inputs = behind[place], passed[place]
                 for block in self._of_layer.get(layer, ()):
-                    if len(inputs) != len(x):
-                        raise not_batched(block.layer, inputs, len(x))
-                    consume(block, measure(layer, block, [(inputs, gradients)]))
+                    yield layer, block, [(inputs, gradients)]
                 if place > 0:
                     gradients = _pull(layer, inputs, passed[place + 1], gradients)
 
@@ -191,7 +175,7 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
 
 
 Stream = HookStream | BackpackStream
-"""Measures batches: built once, on a tap of the network and the blocks wanted."""
+"""Runs batches: built once, on a tap of the network and the blocks wanted."""
 
 
 def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) -> type[Stream]:
