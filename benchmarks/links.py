@@ -105,7 +105,7 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
             [*validation.covariances, 0 * validation.covariances[0]]
         ):
             logits = [link.logits(_SOFTMAX, validation.mean, covariance) for link in by if link]
-            yield number, links.distribution(_SOFTMAX, torch.stack(logits))
+            yield number, torch.distributions.Categorical(logits=torch.stack(logits))
 
     data = [(validation.mean, validation.labels)]
     by = links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None)

@@ -132,9 +132,7 @@ def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
         scores = scores_of_moments(la.likelihood, mean.double(), covariance.double())
         table |= {name: score.cpu() for name, score in scores.items()}
     link = la.link or links.default_link(la.likelihood, mean.shape)
-    needs_all = is_small and not links.variances_suffice(la.likelihood, link)
-    given = covariance if needs_all else variances
-    predictive: Any = links.predictive(la.likelihood, link, mean, given)
+    predictive: Any = links.predictive(la.likelihood, link, mean, covariance)
     of_labels = getattr(predictive, "base_dist", predictive)
     return {"log_probs": of_labels.logits.reshape(mean.shape).double().cpu(), **table}
 

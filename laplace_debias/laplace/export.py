@@ -29,7 +29,7 @@ from laplace_debias.curvature.network.inputs import (
     call,
     join,
 )
-from laplace_debias.laplace.links import Link, link_from, variances_suffice
+from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.laplace.predictive import Prediction, default_link, predict
 from laplace_debias.operators import EigenKronecker
@@ -128,7 +128,9 @@ class _Predictive(nn.Module):
             mean = call(self.network, inputs)
         finally:
             handle.remove()
-        diagonal = variances_suffice(self.likelihood, self._link)
+        diagonal = self.likelihood.variances_suffice
+        if self._link is not None and isinstance(self.likelihood, Categorical):
+            diagonal = self._link.name == "probit"
         covariance = self._covariance(read[0], diagonal)
         if isinstance(self.likelihood, Gaussian):
             noise = self.likelihood.sigma.to(mean).square().expand(mean.shape[-1])

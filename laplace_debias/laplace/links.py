@@ -5,7 +5,7 @@ T = 1 is plain Laplace, and with δ → ∞ the family ends in temperature scali
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +30,8 @@ MOST_CLASSES = 100
 """Of more classes the default is the probit: their covariances cost too much."""
 NUM_DRAWS = 128
 """Sobol points of the `"exact"` link."""
+WITH_LINKS = (Categorical, Bernoulli, MultiLabel)
+"""Likelihoods whose outputs are logits of probabilities, as this package knows them."""
 
 Logits = Float[Tensor, "*batch classes"]
 Covariance = Float[Tensor, "*batch classes classes"]
@@ -110,37 +112,23 @@ class Link:
         at = "" if self.temperature == 1 else f" at temperature {self.temperature:.3g}"
         return f"{self.name}{at}"
 
-    def logits(self, likelihood: Likelihood, mean: Tensor, covariance: Tensor) -> Tensor:
+    def logits(
+        self, likelihood: Likelihood, mean: Logits, covariance: Float[Tensor, "..."]
+    ) -> Logits:
         """Logits of the probabilities."""
-        return logits_at(self.name, [self.temperature], likelihood, mean, covariance)[0]
-
-
-def logits_at(
-    name: str,
-    temperatures: Sequence[float],
-    likelihood: Likelihood,
-    mean: Float[Tensor, "*batch classes"],
-    covariance: Float[Tensor, "..."],
-) -> Float[Tensor, "temperatures *batch classes"]:
-    """Logits of the probabilities by a formula, at several temperatures."""
-    squares = covariance.new_tensor([T**2 for T in temperatures])
-    mean = mean / mean.new_tensor(temperatures).view(-1, *[1] * mean.ndim)
-    covariance = covariance / squares.view(-1, *[1] * covariance.ndim)
-    if type(likelihood) is Categorical:
-        return FORMULAS[name](mean, covariance)
-    if name != "exact":
-        return probit(mean, covariance)
-    # A label that applies or not is a choice between its logit and zero.
-    is_matrix = covariance.ndim > mean.ndim
-    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
-    both = torch.stack([torch.zeros_like(mean), mean], -1)
-    found = exact(both, torch.diag_embed(torch.stack([torch.zeros_like(mean), variances], -1)))
-    return found[..., 1] - found[..., 0]
-
-
-def has_links(likelihood: Likelihood) -> bool:
-    """Whether a likelihood's outputs are logits of probabilities, as this package knows them."""
-    return type(likelihood) in (Categorical, Bernoulli, MultiLabel)
+        if self.temperature != 1:
+            mean, covariance = mean / self.temperature, covariance / self.temperature**2
+        if type(likelihood) is Categorical:
+            return FORMULAS[self.name](mean, covariance)
+        if self.name != "exact":
+            return probit(mean, covariance)
+        # A label that applies or not is a choice between its logit and zero.
+        is_matrix = covariance.ndim > mean.ndim
+        variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
+        both = torch.stack([torch.zeros_like(mean), mean], -1)
+        of_both = torch.stack([torch.zeros_like(mean), variances], -1)
+        found = exact(both, torch.diag_embed(of_both))
+        return found[..., 1] - found[..., 0]
 
 
 def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
@@ -148,7 +136,7 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
     if link is None:
         return None
     found = link if isinstance(link, Link) else Link(link)
-    if not has_links(likelihood):
+    if type(likelihood) not in WITH_LINKS:
         raise ValueError(
             f"link={link!r} gives probabilities of classes or labels, not of a "
             f"{type(likelihood).__name__}: leave link out."
@@ -162,17 +150,10 @@ def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
     Outputs with further positions, `[B, ..., C]`, have the probit, as the covariance of all of them
     grows with their number's square.
     """
-    if not has_links(likelihood):
+    if type(likelihood) not in WITH_LINKS:
         return None
     of_all = type(likelihood) is Categorical and len(shape) == 2 and shape[1] <= MOST_CLASSES
     return Link("pairwise" if of_all else "probit")
-
-
-def variances_suffice(likelihood: Likelihood, link: Link | None) -> bool:
-    """Whether a predictive looks at the variances of the outputs alone."""
-    if link is None or type(likelihood) is not Categorical:
-        return likelihood.variances_suffice
-    return link.name == "probit"
 
 
 def predictive(
@@ -181,12 +162,7 @@ def predictive(
     """p(y) for outputs N(mean, covariance)."""
     if link is None:
         return likelihood.predictive(mean, covariance)
-    logits = logits_at(link.name, [link.temperature], likelihood, mean, covariance)[0]
-    return distribution(likelihood, logits)
-
-
-def distribution(likelihood: Likelihood, logits: Logits) -> Distribution:
-    """p(y) by its logits, for a likelihood that `has_links`."""
+    logits = link.logits(likelihood, mean, covariance)
     if type(likelihood) is Categorical:
         return CategoricalDistribution(logits=logits)
     if type(likelihood) is Bernoulli:

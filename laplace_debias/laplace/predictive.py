@@ -1,6 +1,6 @@
 """Predictives of a fit, by each method: from moments or samples of the outputs to distributions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -105,7 +105,8 @@ class Prediction:
 def predict(fitted: Fitted, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
     """The predictive distribution, in closed form by a link that is known."""
     if how.is_closed:
-        mean, covariances = _moments_for(fitted, x, None, [link], how.positions)
+        names = [None if link is None else link.name]
+        mean, covariances = _moments_for(fitted, x, None, names, how.positions)
         return links.predictive(fitted.subject.likelihood, link, mean, covariances[0])
     with torch.inference_mode(False):
         if how.method == "map":
@@ -133,7 +134,7 @@ def uncertainty(fitted: Fitted, x: Inputs | Record, how: Prediction) -> Uncertai
         epistemic = variances[..., : total.shape[-1]].to(total.dtype)
         return Uncertainty(total, total - epistemic, epistemic)
     with torch.inference_mode(False):
-        if how.method != "glm" or not links.has_links(fitted.subject.likelihood):
+        if how.method != "glm" or type(fitted.subject.likelihood) not in links.WITH_LINKS:
             return of_draws(fitted.subject.likelihood, how.draws(fitted, x))
         mean, covariance = how.moments(fitted, x, diagonal=False)
         found = of_draws(fitted.subject.likelihood, how.draws_of(mean, covariance))
@@ -168,16 +169,16 @@ def _moments_for(
     fitted: Fitted,
     x: Inputs | Record,
     grid: Tensor | None,
-    by: Sequence[Link | None],
+    by: Collection[str | None],
     positions: Positions | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mean, and as much of the covariances as links look at, within each position."""
-    diagonal = differences = True
-    for link in by:
-        diagonal &= links.variances_suffice(fitted.subject.likelihood, link)
-        # A softmax looks at the differences of its logits alone, unless it is by the probit.
-        differences &= link is not None and link.name != "probit"
-    differences &= type(fitted.subject.likelihood) is CategoricalLikelihood
+    """The mean, and as much of the covariances as links look at, within each position.
+
+    The probit looks at variances alone, another softmax at the differences of its logits.
+    """
+    diagonal, differences = fitted.subject.likelihood.variances_suffice, False
+    if type(fitted.subject.likelihood) is CategoricalLikelihood and None not in by:
+        diagonal, differences = set(by) == {"probit"}, "probit" not in by
     mean, covariances = linearised.moments(fitted, x, grid, diagonal, None, positions, differences)
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)
@@ -198,17 +199,19 @@ def predictives_by_links(
     for link in by:
         name, T = (None, 1.0) if link is None else (link.name, link.temperature)
         temperatures.setdefault(name, []).append(T)
-    mean, covariances = _moments_for(fitted, x, grid, by)
+    mean, covariances = _moments_for(fitted, x, grid, temperatures)
     some = max(1, _AT_ONCE // covariances[0].numel())
+    # Divided by several temperatures at once, for formulas at temperature 1.
+    parts: list[tuple[Link | None, Tensor, Tensor]] = []
+    for name, of_name in temperatures.items():
+        for T in torch.tensor(of_name, dtype=torch.float64).split(some):
+            means = mean / T.to(mean).view(-1, *[1] * mean.ndim)
+            squares = T.square().to(mean).view(-1, *[1] * (covariances.ndim - 1))
+            parts.append((None if name is None else Link(name), means, squares))
     without = [] if None in by else [torch.zeros_like(covariances[0])]
     for number, covariance in enumerate([*covariances, *without]):
-        for name, of_name in temperatures.items():
-            if name is None:
-                yield number, likelihood.predictive(mean.unsqueeze(0), covariance.unsqueeze(0))
-                continue
-            for i in range(0, len(of_name), some):
-                of_some = of_name[i : i + some], likelihood, mean, covariance
-                yield number, links.distribution(likelihood, links.logits_at(name, *of_some))
+        for link, means, squares in parts:
+            yield number, links.predictive(likelihood, link, means, covariance / squares)
 
 
 def default_link(fitted: Fitted, x: Inputs | Record) -> Link | None:
