@@ -98,13 +98,11 @@ def tuned(
 def by_rule(validation: Moments) -> tuple[float, Link]:
     """What `Laplace.tune` chooses on its first grid."""
 
-    def predict(
-        x: Inputs, grid: Tensor, by: Sequence[Link | None]
-    ) -> Iterator[tuple[int, Distribution]]:
+    def predict(x: Inputs, grid: Tensor, by: Sequence[Link]) -> Iterator[tuple[int, Distribution]]:
         for number, covariance in enumerate(
             [*validation.covariances, 0 * validation.covariances[0]]
         ):
-            logits = [link.logits(_SOFTMAX, validation.mean, covariance) for link in by if link]
+            logits = [link.logits(_SOFTMAX, validation.mean, covariance) for link in by]
             yield number, torch.distributions.Categorical(logits=torch.stack(logits))
 
     data = [(validation.mean, validation.labels)]

@@ -23,25 +23,29 @@ from laplace_debias.system.ranks import current
 Predict = Callable[[Inputs], Distribution]
 
 
+class Targets(NamedTuple):
+    """The targets of a batch, checked.
+
+    The `labels` have a row for each term, of which `counted` count. For densities there is
+    `log_prob_of`: as the predictive has them, zeros for what does not count.
+    """
+
+    labels: Tensor
+    counted: Bool[Tensor, " terms"]
+    log_prob_of: Tensor
+
+
 class Scored(NamedTuple):
     """The scores that a predictive gives to the targets that count, one row for each.
 
     The `values` are probabilities, `[n, C]` or for a single logit `[n]`; else means, `[n, C]`. Only
-    normals have `deviations`. Which terms of the batch count is `counted`.
+    normals have `deviations`.
     """
 
     values: Float[Tensor, "n *outputs"]
     log_probs: Float[Tensor, " n"]
     labels: Tensor
-    counted: Bool[Tensor, " terms"]
     deviations: Float[Tensor, "n *outputs"] | None = None
-
-    @property
-    def classified(self) -> tuple[Float[Tensor, "m *classes"], Integer[Tensor, " m"]]:
-        """Class probabilities and labels as `metrics` has them; each of several labels a row."""
-        if self.labels.numel() == self.values.numel():
-            return self.values.flatten(), self.labels.flatten().long()
-        return self.values, self.labels.long()
 
 
 def joined(parts: Sequence[Sequence[Tensor | None]], what: str) -> list[Tensor]:
@@ -106,7 +110,7 @@ def evaluate_predictions(
     def of_inputs(x: Inputs) -> Tensor:
         predictive = predict(x)
         if has_probabilities:
-            return _flat(predictive)[0]
+            return values_of(predictive)
         return predictive.variance.flatten(0, len(predictive.batch_shape) - 1).sqrt()
 
     of_ood = {name: _over(data, name, of_inputs) for name, data in ood.items()}
@@ -120,7 +124,8 @@ def evaluate_predictions(
         return metrics.evaluate_multilabel(*of_labels, log_probs=log_probs, **options)
     # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
     of_single = log_probs if scored.values.ndim == 1 else None
-    return metrics.evaluate(*scored.classified, of_ood, log_probs=of_single, **options)
+    of_classes = classified(scored.values, targets)
+    return metrics.evaluate(*of_classes, of_ood, log_probs=of_single, **options)
 
 
 def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Tensor:
@@ -132,15 +137,20 @@ def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Te
     return of_all[0]
 
 
-def score(
+def targets_of(
     likelihood: Likelihood,
     predictive: Distribution,
     targets: Tensor,
     class_dim: int | None = None,
-) -> Scored:
-    """Score a predictive on the targets that count."""
-    values, outputs = _flat(predictive)
-    shape = predictive.batch_shape
+    leading: int = 0,
+) -> Targets:
+    """Check a batch's targets beside a predictive of them.
+
+    It may have `leading` dimensions in front of the batch's, of whose entries the first is seen.
+    """
+    shape = predictive.batch_shape[leading:]
+    values = values_of(predictive)[: shape.numel()]
+    outputs = values.unsqueeze(-1) if values.ndim == 1 else values
     outputs_in_shape = outputs.unflatten(0, shape)
     targets = targets_classes_last(targets, outputs_in_shape.ndim, class_dim)
     _, labels = flat_terms(outputs_in_shape, targets)
@@ -150,18 +160,33 @@ def score(
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
     # What does not count still needs a target that has a density.
     safe = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
-    is_discrete = isinstance(predictive, torch.distributions.Categorical)
     safe = safe.reshape(shape + predictive.event_shape)
-    log_probs = predictive.log_prob(safe if is_discrete else safe.to(values.dtype))
-    deviations = None
+    is_discrete = isinstance(predictive, torch.distributions.Categorical)
+    return Targets(labels, counted, safe if is_discrete else safe.to(values.dtype))
+
+
+def score(
+    likelihood: Likelihood, predictive: Distribution, targets: Tensor, class_dim: int | None
+) -> Scored:
+    """Score a predictive on the targets that count."""
+    labels, counted, log_prob_of = targets_of(likelihood, predictive, targets, class_dim)
+    values, deviations = values_of(predictive), None
     if isinstance(predictive, Normal | MultivariateNormal):
         deviations = predictive.variance.reshape(values.shape)[counted].sqrt()
-    log_probs = log_probs.flatten()[counted]
-    return Scored(values[counted], log_probs, labels[counted], counted, deviations)
+    log_probs = predictive.log_prob(log_prob_of).flatten()[counted]
+    return Scored(values[counted], log_probs, labels[counted], deviations)
 
 
-def _flat(predictive: Distribution) -> tuple[Tensor, Tensor]:
-    """Probabilities or means with a row for each term; and the same as outputs `[n, C]`."""
+def values_of(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
+    """Probabilities or means with a row for each term."""
     values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
-    values = values.flatten(0, len(predictive.batch_shape) - 1)
-    return values, values.unsqueeze(-1) if values.ndim == 1 else values
+    return values.flatten(0, len(predictive.batch_shape) - 1)
+
+
+def classified(
+    values: Float[Tensor, "n *classes"], labels: Tensor
+) -> tuple[Float[Tensor, "m *classes"], Integer[Tensor, " m"]]:
+    """Class probabilities and labels as `metrics` has them; each of several labels a row."""
+    if labels.numel() == values.numel():
+        return values.flatten(), labels.flatten().long()
+    return values, labels.long()

@@ -105,7 +105,7 @@ class Prediction:
 def predict(fitted: Fitted, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
     """The predictive distribution, in closed form by a link that is known."""
     if how.is_closed:
-        names = [None if link is None else link.name]
+        names = [] if link is None else [link.name]
         mean, covariances = _moments_for(fitted, x, None, names, how.positions)
         return links.predictive(fitted.subject.likelihood, link, mean, covariances[0])
     with torch.inference_mode(False):
@@ -169,16 +169,16 @@ def _moments_for(
     fitted: Fitted,
     x: Inputs | Record,
     grid: Tensor | None,
-    by: Collection[str | None],
+    names: Collection[str],
     positions: Positions | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mean, and as much of the covariances as links look at, within each position.
+    """The mean, and as much of the covariances as named links look at, within each position.
 
     The probit looks at variances alone, another softmax at the differences of its logits.
     """
     diagonal, differences = fitted.subject.likelihood.variances_suffice, False
-    if type(fitted.subject.likelihood) is CategoricalLikelihood and None not in by:
-        diagonal, differences = set(by) == {"probit"}, "probit" not in by
+    if names and type(fitted.subject.likelihood) is CategoricalLikelihood:
+        diagonal, differences = set(names) == {"probit"}, "probit" not in names
     mean, covariances = linearised.moments(fitted, x, grid, diagonal, None, positions, differences)
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)
@@ -186,30 +186,32 @@ def _moments_for(
 
 
 def predictives_by_links(
-    fitted: Fitted, x: Inputs | Record, grid: Tensor, by: Sequence[Link | None]
+    fitted: Fitted, x: Inputs | Record, grid: Tensor, by: Sequence[Link]
 ) -> Iterator[tuple[int, Distribution]]:
     """The closed-form `"glm"` predictives at every point of a grid, by every link, in one pass.
 
     Yields:
         Numbers of the grid's points, each with a predictive of batch shape `[links, B]`, of some
         temperatures of one formula at a time, in the links' order. Of links there is one point
-        more, P, without any covariance.
+        more, P, without any covariance. Without links there is one predictive a point, `[1, B]`.
     """
-    likelihood, temperatures = fitted.subject.likelihood, dict[str | None, list[float]]()
+    likelihood, temperatures = fitted.subject.likelihood, dict[str, list[float]]()
     for link in by:
-        name, T = (None, 1.0) if link is None else (link.name, link.temperature)
-        temperatures.setdefault(name, []).append(T)
+        temperatures.setdefault(link.name, []).append(link.temperature)
     mean, covariances = _moments_for(fitted, x, grid, temperatures)
     some = max(1, _AT_ONCE // covariances[0].numel())
+    if not by:
+        for number, covariance in enumerate(covariances):
+            yield number, likelihood.predictive(mean.unsqueeze(0), covariance.unsqueeze(0))
+        return
     # Divided by several temperatures at once, for formulas at temperature 1.
-    parts: list[tuple[Link | None, Tensor, Tensor]] = []
+    parts: list[tuple[Link, Tensor, Tensor]] = []
     for name, of_name in temperatures.items():
         for T in torch.tensor(of_name, dtype=torch.float64).split(some):
             means = mean / T.to(mean).view(-1, *[1] * mean.ndim)
             squares = T.square().to(mean).view(-1, *[1] * (covariances.ndim - 1))
-            parts.append((None if name is None else Link(name), means, squares))
-    without = [] if None in by else [torch.zeros_like(covariances[0])]
-    for number, covariance in enumerate([*covariances, *without]):
+            parts.append((Link(name), means, squares))
+    for number, covariance in enumerate([*covariances, torch.zeros_like(covariances[0])]):
         for link, means, squares in parts:
             yield number, links.predictive(likelihood, link, means, covariance / squares)
 

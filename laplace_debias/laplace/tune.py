@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import itemgetter
 
 import torch
 from jaxtyping import Bool, Float
@@ -23,9 +24,8 @@ from laplace_debias.curvature.losses.likelihoods import (
 )
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.laplace import evidence, predictive
-from laplace_debias.laplace.evaluation import Scored, joined, score
+from laplace_debias.laplace.evaluation import Targets, classified, joined, targets_of, values_of
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.laplace.schemes import check_held_out
@@ -78,6 +78,8 @@ def on_data(
         # The grid is of γ = δ k², about the k² that the residuals of the training data tell.
         assert fitted.num_targets is not None
         points = points * (evidence.squared_residuals(fitted) / fitted.num_targets)
+    for point in points:
+        fitted.posterior.check_prior_precision(point)
     # The first batch shows how many classes there are.
     default = None
     for x, _ in stream.first:
@@ -104,16 +106,19 @@ def _checked(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " 
     return points.sort().values
 
 
-def links_to_try(default: Link | None, given: str | Link | None) -> list[Link | None]:
-    """The links that are searched over, the simplest first.
+def links_to_try(default: Link | None, given: str | Link | None) -> list[Link]:
+    """The links that are searched over, the simplest first; none for a likelihood that has none.
 
     A formula alone is tried at all temperatures; without one the default and, where covariances are
     at hand, the probit.
     """
-    if default is None or isinstance(given, Link):
-        return [given if isinstance(given, Link) else None]
+    if default is None:
+        return []
+    if isinstance(given, Link):
+        return [given]
     names = [given] if given else list(dict.fromkeys([default.name, "probit"]))
-    others = ((n, T) for n in names for T in TEMPERATURES if (n, T) != (names[0], 1))
+    others = list(itertools.product(names, TEMPERATURES))
+    others.remove((names[0], 1.0))
     return [Link(names[0]), *itertools.starmap(Link, others)]
 
 
@@ -123,12 +128,12 @@ class Table:
 
     A metric is a sum over the terms that count (targets, positions, labels) over their number. The
     terms of one example belong together, so errors are taken over examples. The points ascend; of
-    links there is one more, infinity, without any covariance. At each point σ is multiplied by its
-    factor; None where it is not tuned.
+    links there is one more, infinity, without any covariance. Without links the sums have one
+    column. At each point σ is multiplied by its factor; None where it is not tuned.
     """
 
     at: Sequence[float]
-    links: Sequence[Link | None]
+    links: Sequence[Link]
     sums: Float[Tensor, "points links examples"]
     counts: Float[Tensor, " examples"]
     factors: Float[Tensor, " points"] | None = None
@@ -150,18 +155,14 @@ class Table:
         residuals = sums - (sums.sum(-1) / total).unsqueeze(-1) * self.counts
         return (residuals.square().sum(-1) * (n / (n - 1) if n > 1 else math.nan)).sqrt() / total
 
-    def minus(self, one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
-        """The difference of the metric at two places, and its paired standard error."""
-        error = self.errors(self.sums[one] - self.sums[other])
-        return float(self.values[one] - self.values[other]), float(error)
-
     def is_as_good(self, one: tuple[int, int], best: tuple[int, int]) -> bool:
         """Whether a place is worse than the best one by next to nothing; what is NaN is not."""
-        difference, error = self.minus(one, best)
-        return difference <= max(_ALIKE * error, _NOTHING * float(self.errors(self.sums[best])))
+        paired, own = self.errors(self.sums[one] - self.sums[best]), self.errors(self.sums[best])
+        difference = float(self.values[one] - self.values[best])
+        return difference <= max(_ALIKE * float(paired), _NOTHING * float(own))
 
 
-Predict = Callable[[Inputs, Tensor, Sequence[Link | None]], Iterable[tuple[int, Distribution]]]
+Predict = Callable[[Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution]]]
 
 
 def look(
@@ -171,7 +172,7 @@ def look(
     class_dim: int | None,
     metric: str,
     points: Sequence[float],
-    links: Sequence[Link | None],
+    links: Sequence[Link],
     with_noise: bool = False,
 ) -> Table:
     """The metric at points by links, in one pass over the data.
@@ -179,25 +180,33 @@ def look(
     The NLL of a regression `with_noise` is that at the best σ for each γ.
     """
     grid, parts = torch.tensor(points, dtype=torch.float64), []
-    at = list(points) if None in links else [*points, math.inf]
+    at = [*points, math.inf] if links else list(points)
     for x, y in data:
-        rows: list[list[Tensor]] = [[] for _ in at]
-        examples = None
+        targets, rows = None, dict[int, list[Tensor]]()
         for number, predicted in predict(x, grid, links):
-            size = predicted.batch_shape
-            # Without the links' dimension, with one for the outputs.
-            targets = targets_classes_last(y, len(size), class_dim)
-            scored = score(likelihood, predicted, targets.expand(size[0], *targets.shape))
-            terms = _terms(predicted, scored, metric, with_noise)
-            if examples is None:
-                # The example of every term that counts, by whichever link.
-                examples = scored.counted.view(size)[0].nonzero()[:, 0]
-                examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
-            sums = terms.new_zeros(size[1], terms.shape[1]).index_add_(0, examples, terms)
-            rows[number].append(sums)
-        assert examples is not None
+            # The same by every link and at every point.
+            if targets is None:
+                targets = targets_of(likelihood, predicted, y, class_dim, leading=1)
+            if with_noise:
+                terms = _noise_terms(predicted, targets.labels)
+            elif metric == "nll":
+                # No class probabilities: for a thousand classes a thousandth of the memory.
+                shape = predicted.batch_shape + predicted.event_shape
+                log_probs = predicted.log_prob(targets.log_prob_of.expand(shape))
+                terms = -log_probs.flatten(1)[:, targets.counted].double().T
+            else:
+                terms = _brier_terms(predicted, targets)
+            # The example of every term that counts.
+            shape = predicted.batch_shape[1:]
+            examples = targets.counted.view(shape).nonzero()[:, 0]
+            examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
+            sums = terms.new_zeros(len(y), terms.shape[1]).index_add_(0, examples, terms)
+            rows.setdefault(number, []).append(sums)
         counts = examples.bincount(minlength=len(y)).double()
-        parts.append([counts[counts > 0], *(torch.cat(row, 1)[counts > 0] for row in rows)])
+        part = [counts[counts > 0]]
+        for row in rows.values():
+            part.append(torch.cat(row, 1)[counts > 0])
+        parts.append(part)
     counts, *columns = joined(parts, "tune on")
     sums = torch.stack(columns).mT.contiguous()
     if not with_noise:
@@ -218,36 +227,35 @@ def look(
     return Table(deltas, links, sums.unsqueeze(1), counts, factors)
 
 
-def _terms(
-    predicted: Distribution, scored: Scored, metric: str, with_noise: bool
-) -> Float[Tensor, "terms columns"]:
-    """Each term of the metric, a column for each link; of a noise its squares, log-det, M."""
-    num_links = predicted.batch_shape[0]
-    if with_noise:
-        assert isinstance(predicted, MultivariateNormal)
-        root = predicted.scale_tril.flatten(0, -3).double()
-        residuals = (scored.labels.double() - scored.values.double()).unsqueeze(-1)
-        rounding = 8 * torch.finfo(scored.values.dtype).eps * scored.labels.double().abs()
-        residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
-        # Not from the log-density: beside its constant small residuals are lost in float32.
-        whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
-        squares = whitened.square().sum((-2, -1))
-        log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        outputs = torch.full_like(squares, float(root.shape[-1]))
-        return torch.stack([squares, log_dets, outputs], -1)
-    if metric == "nll":
-        # No class probabilities: for a thousand classes a thousandth of the memory.
-        return -scored.log_probs.double().view(num_links, -1).T
-    if not len(scored.log_probs):  # A batch may hold ignored targets alone.
-        return scored.log_probs.new_zeros(0, num_links, dtype=torch.float64)
-    probs, labels = check_classification(*scored.classified)
+def _noise_terms(predicted: Distribution, labels: Tensor) -> Float[Tensor, "terms 3"]:
+    """Of each term the squared whitened residuals, log det S, and how many numbers they are."""
+    assert isinstance(predicted, MultivariateNormal)
+    root = predicted.scale_tril.flatten(0, -3).double()
+    residuals = (labels.double() - values_of(predicted).double()).unsqueeze(-1)
+    rounding = 8 * torch.finfo(predicted.mean.dtype).eps * labels.double().abs()
+    residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
+    # Not from the log-density: beside its constant small residuals are lost in float32.
+    whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
+    squares = whitened.square().sum((-2, -1))
+    log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return torch.stack([squares, log_dets, torch.full_like(squares, root.shape[-1])], -1)
+
+
+def _brier_terms(predicted: Distribution, targets: Targets) -> Float[Tensor, "terms links"]:
+    """Of each term Σ_k (p_k − y_k)², a column for each link."""
+    num_links, labels = predicted.batch_shape[0], targets.labels[targets.counted]
+    if not len(labels):  # A batch may hold ignored targets alone.
+        return torch.zeros(0, num_links, dtype=torch.float64, device=labels.device)
+    values = values_of(predicted)[targets.counted.repeat(num_links)]
+    labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
+    probs, labels = check_classification(*classified(values, labels))
     squares = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
     return squares.view(num_links, -1).T
 
 
 def search(table: Table, metric: str, likelihood: Likelihood) -> tuple[Tuning, float | None]:
     """The choice among what was looked at: the findings, and what σ is multiplied by."""
-    by = [link for link in table.links if link is not None]
+    by = table.links
     points = range(len(table.at) - (len(by) > 0))
     number = _chosen(table, by, points) if len(by) > 1 else 0
     best, is_worse = _lowest(table, number, points)
@@ -276,11 +284,11 @@ def search(table: Table, metric: str, likelihood: Likelihood) -> tuple[Tuning, f
         table.at[best],
         metric,
         float(values[best]),
-        sorted(rows, key=lambda row: row["prior_precision"]),
+        sorted(rows, key=itemgetter("prior_precision")),
         sigma,
         (min(within), max(within)) if can_tell else None,
         _at_the_end(table.at[best], () if is_flat else points, best, by, number),
-        table.links[number],
+        by[number] if by else None,
         _compared(table, by, (best, number), points, metric) if len(by) > 1 else [],
     )
     return result, factor
@@ -324,8 +332,7 @@ def _lowest(table: Table, link: int, points: range) -> tuple[int, Bool[Tensor, "
             runs.append([])
     longest = max(runs, key=len)
     lowest = best = longest[len(longest) // 2]
-    by = table.links[link]
-    if by is not None and by.temperature != 1:
+    if table.links and table.links[link].temperature != 1:
         while best > 0 and table.is_as_good((best - 1, link), (lowest, link)):
             best -= 1
     # Beside a temperature the lowest value can be that of a larger prior precision; and not the
@@ -350,7 +357,8 @@ def _compared(
         others[f"{name}, tempered"] = table.least(points, numbers)
     rows: list[Row] = []
     for name, place in others.items():
-        difference, error = table.minus(place, best)
+        difference = float(table.values[place] - table.values[best])
+        error = float(table.errors(table.sums[place] - table.sums[best]))
         delta = table.at[place[0]]
         row = {"name": name, "prior_precision": None if delta == math.inf else delta}
         row |= {"temperature": by[place[1]].temperature, metric: float(table.values[place])}

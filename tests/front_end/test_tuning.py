@@ -60,7 +60,7 @@ def shaped(curve, num_examples=200, noise=0.0, start=DEFAULT_GRID):
             logits = torch.stack([log_p, torch.log1p(-log_p.exp())], 1)
             yield number, Categorical(logits=logits.unsqueeze(0), validate_args=False)
 
-    table = look(predict, batches, Softmax(), None, "nll", start.tolist(), [None])
+    table = look(predict, batches, Softmax(), None, "nll", start.tolist(), [])
     return search(table, "nll", Softmax())[0], batches, tried
 
 

@@ -40,14 +40,11 @@ def moments(
     """Mean and covariances of the linearised network's outputs, exact.
 
     Raises:
-        ValueError: For a prior precision out of range; as `functional_moments`.
+        ValueError: As `functional_moments`.
     """
     posterior, blocks = fitted.posterior, fitted.subject.known.blocks
     if prior_precisions is None:
         prior_precisions = posterior.prior_precision.unsqueeze(0)
-    else:
-        for point in prior_precisions:
-            posterior.check_prior_precision(point)
     num_blocks, num_points = len(fitted.subject.known.block_names), len(prior_precisions)
     deltas = prior_precisions.reshape(num_points, -1).expand(-1, num_blocks).to(posterior.mean)
     may_be_early = partial(can_go_through, blocks=blocks, posterior=posterior)
