@@ -1,5 +1,7 @@
 """An approximation: a model with its prior, and its posterior once it is fitted."""
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,11 @@ from laplace_debias.laplace.predictor import Predictor
 from laplace_debias.laplace.subject import PriorMean, PriorPrecision, Subject
 from laplace_debias.laplace.thinning import Thinning, thinned
 from laplace_debias.metrics import Uncertainty
-from laplace_debias.system.ranks import together
+from laplace_debias.system.ranks import current, together
 from laplace_debias.system.shown import html_table
-from laplace_debias.system.threads import Lock
 
 # Held for the moment in which a fit or a prior takes the place of another.
-_EXCHANGE = Lock()
+_EXCHANGE = threading.RLock()
 _FEW = 4
 
 
@@ -93,6 +94,10 @@ class Approximation(Predictor):
     def _subjects(self) -> list[Subject]:
         return [self._subject]
 
+    def _agree(self, **arguments: Any) -> None:
+        """Require the processes that make a call together to make it alike."""
+        current().require_same(made=self, settings=self._subject.settings, **arguments)
+
     @property
     def _state(self) -> Fitted:
         if self._fitted is None:
@@ -131,16 +136,20 @@ class Approximation(Predictor):
     def _change(self, fitted: Fitted | None = None, **prior: Any) -> None:
         """Put another fit or prior in the place of those that hold by now."""
         with _EXCHANGE:
-            if fitted is None:
-                fitted, subject = self._fitted, self._subject.changed(**prior)
-            else:
-                likelihood, parameters = fitted.subject.likelihood, fitted.subject.parameters
-                subject = self._subject.changed(
-                    likelihood=likelihood, parameters=parameters, **prior
+            if fitted is not None:
+                prior["likelihood"] = fitted.subject.likelihood
+                prior["parameters"] = fitted.subject.parameters
+            subject = self._subject.changed(**prior)
+            now = fitted or self._fitted
+            if now is not None:
+                posterior = now.posterior.changed(
+                    prior_precision=subject.prior_precision,
+                    prior_mean=subject.prior_mean,
+                    temperature=subject.temperature,
                 )
-                self._default_link = None
-            self._fitted = None if fitted is None else fitted.under(subject)
+                self._fitted = replace(now, subject=subject, posterior=posterior)
             self._subject = subject
+            self._default_link = self._default_link if fitted is None else None
 
     @property
     def model(self) -> nn.Module:

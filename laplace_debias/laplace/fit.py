@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.curvature.network.shards import place_of, refuse_same
 from laplace_debias.laplace.anytime import Auto
 from laplace_debias.laplace.file import likelihood_to_json
-from laplace_debias.laplace.plan import check_room
+from laplace_debias.laplace.plan import check_room, posterior_bytes
 from laplace_debias.laplace.posterior import Fitted, posterior_of
 from laplace_debias.laplace.schemes import (
     OF_FIRST_BATCHES,
@@ -36,6 +36,7 @@ from laplace_debias.laplace.schemes import (
 )
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.checks import check_generator
+from laplace_debias.system.memory import available_memory
 from laplace_debias.system.ranks import current
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -56,7 +57,8 @@ def scheme_of_mode(
     if mode not in OF_FIRST_BATCHES:
         return Full(loader) if mode == "full" else Auto(loader), expected
     check_generator(generator)
-    _check_resumable(resume, subject.settings.fisher.kind, generator, loader)
+    if resume is not None:
+        _check_resumable(resume, subject.settings.fisher.kind, generator, loader)
     needed, of_batches = OF_FIRST_BATCHES[mode]
     batches = list(itertools.islice(subject.stream(loader, generator).raw(), needed))
     most = max(current().exchange(len(batches)))
@@ -80,9 +82,10 @@ def fit(
     """Fit a posterior's curvature."""
     kind, ranks = subject.settings.kind, current()
     check_generator(generator)
-    if not scheme.saves and resume is not None:
-        raise ValueError(f'mode="{scheme.mode}" saves no state: leave out resume.')
-    _check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
+    if resume is not None:
+        if not scheme.saves:
+            raise ValueError(f'mode="{scheme.mode}" saves no state: leave out resume.')
+        _check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
     scheme.check(kind)
     check_no_autocast(subject.first_parameter.device)
     if ranks.size > 1:
@@ -90,7 +93,7 @@ def fit(
     bar = "fit" if progress and mode in ("full", "auto") else None
     with torch.inference_mode(False):
         (first, what), *others = scheme.fields.items()
-        subject, problem, stream = subject.problem(scheme.read[0], generator, what, bar)
+        subject, problem, stream = subject.problem(getattr(scheme, first), generator, what, bar)
         streams = {first: stream}
         for field, called in others:
             streams[field] = subject.of_fit(getattr(scheme, field), generator, called, None)
@@ -103,7 +106,8 @@ def fit(
             ranks.require_same(model=lambda: checksum(plain), blocks=lambda: names)
             marks = [] if expected.is_shared else [mark_of(x, y) for x, y, *_ in stream.first]
             refuse_same(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
-        check_room(problem, kind)
+        what = f"Nothing was fitted: the posterior of curvature={kind.name!r} takes"
+        check_room(posterior_bytes(problem, kind), available_memory(problem.device), what)
         if resume is not None:
             identity = _identity_of(problem, subject, generator) | {
                 "mode": mode,
@@ -121,7 +125,20 @@ def fit(
 
 def _fitted(subject: Subject, expected: Expected, mode: str, found: CurvatureFit) -> Fitted:
     """The state of a fit, of the curvature that was found."""
-    seen, num_targets, num_data = found.seen, None, expected.given(found.seen.weight)
+    seen, num_targets, num_data = found.seen, None, expected.num_data
+    if num_data is None:
+        num_data = int(seen.weight)
+        if num_data != seen.weight:
+            raise ValueError(
+                f"The weights of the examples sum to {seen.weight:.10g}: pass num_data=, the "
+                "number of training examples that they stand for."
+            )
+    elif expected.is_told and expected.is_whole and num_data != seen.weight:
+        raise ValueError(
+            f"The loader tells of {num_data} training examples, but the fit saw "
+            f"{seen.weight:.10g}: pass num_data=, the number of training examples. Nothing was "
+            "fitted."
+        )
     per_seen = num_data / seen.weight
     if type(subject.likelihood) is Gaussian and subject.settings.fisher.kind != "empirical":
         num_targets = seen.num_outputs * per_seen
@@ -136,14 +153,12 @@ def _fitted(subject: Subject, expected: Expected, mode: str, found: CurvatureFit
 
 
 def _check_resumable(
-    folder: str | os.PathLike[str] | None,
+    folder: str | os.PathLike[str],
     fisher: str,
     generator: torch.Generator | None,
     *data: Batches | None,
 ) -> None:
     """Require, before any work, that a fit can be gone on with: its order can be told again."""
-    if folder is None:
-        return
     check_folder(Path(folder))
     seeded = "pass generator=torch.Generator().manual_seed(0), every time the same."
     if generator is None and fisher == "mc":

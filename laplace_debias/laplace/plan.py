@@ -92,7 +92,7 @@ class Plan:
             ValueError: If more bytes are needed than are available.
         """
         what = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
-        _require(self.peak, self.available, what)
+        check_room(self.peak, self.available, what)
 
     def summary(self) -> dict[str, Any]:
         """The plan of the whole fit, for JSON."""
@@ -170,21 +170,18 @@ def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> 
 
 def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_ROWS) -> int:
     """Bytes of a fitted posterior, its curvature and its mean."""
-    size = sum(block.size for block in problem.blocks)
+    size = kept = 0
+    for block in problem.blocks:
+        size += block.size
+        kept += 0 if kind.is_dense else _of_block(block, problem, kind, rows)[0].posterior
     if kind.is_dense:
         rank = size if kind.num_directions is None else min(kind.num_directions, size)
-        return problem.dtype.itemsize * (rank * (size + 1) + size)
-    kept = sum(_of_block(block, problem, kind, rows)[0].posterior for block in problem.blocks)
+        kept = problem.dtype.itemsize * rank * (size + 1)
     return kept + problem.dtype.itemsize * size
 
 
-def check_room(problem: Problem, kind: CurvatureKind) -> None:
-    """Require memory for the posterior."""
-    what = f"Nothing was fitted: the posterior of curvature={kind.name!r} takes"
-    _require(posterior_bytes(problem, kind), available_memory(problem.device), what)
-
-
-def _require(needed: int, available: int | None, what: str) -> None:
+def check_room(needed: int, available: int | None, what: str) -> None:
+    """Require memory for something; where the system does not tell, there may be enough."""
     if available is not None and needed > available:
         raise ValueError(
             f"{what} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available. "

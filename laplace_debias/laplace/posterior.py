@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,13 +50,25 @@ class GaussianPosterior:
     order: Int[Tensor, " parameters"] | None = None
     prior_mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
     temperature: float = 1.0
+    # N/T, which the curvature is multiplied by; and θ* − μ, from the prior's mean, `[D]`.
     data_weight: float = field(init=False, repr=False)
+    from_prior_mean: Float[Tensor, " parameters"] = field(init=False, repr=False)
     _largest: dict[str, float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_data", whole(self.num_data, "num_data"))
-        object.__setattr__(self, "_largest", largest_curvatures(self.curvature))
-        self._check()
+        if not hasattr(self, "_largest"):
+            object.__setattr__(self, "_largest", largest_curvatures(self.curvature))
+        weight = self.num_data if self.temperature == 1 else self.num_data / self.temperature
+        object.__setattr__(self, "data_weight", weight)
+        moved = self.mean if self.prior_mean is None else self.mean.double() - self.prior_mean
+        object.__setattr__(self, "from_prior_mean", moved)
+        if not torch.linalg.vector_norm(moved, dtype=torch.float64).square().isfinite():
+            raise ValueError(
+                "The posterior's mean holds NaN or Inf, or its square overflows: the model has "
+                "diverged, its checkpoint is damaged, or the prior's mean is too far from it."
+            )
+        self.check_prior_precision(self.prior_precision)
 
     def changed(self, **fields: Any) -> "GaussianPosterior":
         """The same with other fields, whose blocks are not read again.
@@ -66,20 +78,8 @@ class GaussianPosterior:
         other = copy.copy(self)
         for name, value in fields.items():
             object.__setattr__(other, name, value)
-        other._check()
+        other.__post_init__()
         return other
-
-    def _check(self) -> None:
-        # N/T, which the curvature is multiplied by.
-        weight = self.num_data if self.temperature == 1 else self.num_data / self.temperature
-        object.__setattr__(self, "data_weight", weight)
-        mean = self.from_prior_mean
-        if not torch.linalg.vector_norm(mean, dtype=torch.float64).square().isfinite():
-            raise ValueError(
-                "The posterior's mean holds NaN or Inf, or its square overflows: the model has "
-                "diverged, its checkpoint is damaged, or the prior's mean is too far from it."
-            )
-        self.check_prior_precision(self.prior_precision)
 
     def check_prior_precision(
         self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
@@ -107,11 +107,6 @@ class GaussianPosterior:
                 "inputs, the targets and their sigma, use another prior precision, or convert the "
                 "model to a wider dtype."
             )
-
-    @property
-    def from_prior_mean(self) -> Float[Tensor, " parameters"]:
-        """θ* − μ, from the prior's mean to the posterior's, `[D]`."""
-        return self.mean if self.prior_mean is None else self.mean.double() - self.prior_mean
 
     @property
     def precision(self) -> LinearOperator:
@@ -335,15 +330,6 @@ class Fitted:
                 "are too far from the outputs for the likelihood (regression: in units of sigma). "
                 "Check both, or convert the model to a wider dtype."
             )
-
-    def under(self, subject: Subject) -> "Fitted":
-        """The same fit under another prior, at a temperature and with a link."""
-        posterior = self.posterior.changed(
-            prior_precision=subject.prior_precision,
-            prior_mean=subject.prior_mean,
-            temperature=subject.temperature,
-        )
-        return replace(self, subject=subject, posterior=posterior)
 
     def moved(self, x: Any) -> Inputs:
         """Inputs, or a batch with names, on the model's device; raises as `move`, `BatchReader`."""

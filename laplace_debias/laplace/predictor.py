@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,13 +41,6 @@ class Predictor(ABC):
     def likelihood(self) -> Likelihood:
         """The likelihood, a regression's with the noise that `tune` has found."""
         return self._subjects[0].likelihood
-
-    def _agree(self, **arguments: Any) -> None:
-        """Require the processes that make a call together to make it alike."""
-        ranks = current()
-        if ranks.size > 1:
-            settings = [subject.settings for subject in self._subjects]
-            ranks.require_same(made=self, settings=settings, **arguments)
 
     def predict(
         self,
@@ -199,7 +191,10 @@ class Predictor(ABC):
         """
         check_is(ood, "ood", Mapping, type(None))
         options = {"samples": samples, "link": link, "level": level, "score": score}
-        self._agree(ood=list(ood or ()), method=method, **options)
+        settings = [subject.settings for subject in self._subjects]
+        current().require_same(
+            made=self, settings=settings, ood=list(ood or ()), method=method, **options
+        )
         if score is not None and not ood:
             raise ValueError(f"score={score!r} is for out-of-distribution data: give `ood`, too.")
         check_held_out(loader, *(ood or {}).values())

@@ -55,23 +55,6 @@ class Expected:
             )
         return self
 
-    def given(self, num_seen: float) -> int:
-        """N, once the fit has seen its data, of which it is the sum of weights."""
-        if self.num_data is None:
-            if num_seen != int(num_seen):
-                raise ValueError(
-                    f"The weights of the examples sum to {num_seen:.10g}: pass num_data=, the "
-                    "number of training examples that they stand for."
-                )
-            return int(num_seen)
-        if self.is_told and self.is_whole and num_seen != self.num_data:
-            raise ValueError(
-                f"The loader tells of {self.num_data} training examples, but the fit saw "
-                f"{num_seen:.10g}: pass num_data=, the number of training examples. Nothing was "
-                "fitted."
-            )
-        return self.num_data
-
 
 def expected_of_loader(loader: Any, num_data: SupportsIndex | None, mode: str) -> Expected:
     """The N of a fit that reads a loader: given, told, or counted if it reads all of it."""

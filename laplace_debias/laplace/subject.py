@@ -286,7 +286,10 @@ class Subject:
         Where Bayesian parameters are in half precision, it computes in single precision.
         """
         network = widened(shadow(unwrapped(self.model)), self.known.names)
-        return classes_last(network, self.settings.class_dim)
+        class_dim = self.settings.class_dim
+        if class_dim is None or class_dim == -1:
+            return network
+        return classes_last(network, class_dim)
 
     def problem(
         self,

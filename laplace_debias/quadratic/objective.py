@@ -10,7 +10,7 @@ from tqdm import tqdm
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.network.outputs import check_finite_outputs
+from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators import GGN, Hessian
@@ -60,7 +60,7 @@ def _loss_and_gradient(
     for batch in tqdm(data, desc="loss", unit="batch", leave=False, disable=not progress):
         with torch.enable_grad():
             outputs = network.outputs(parameters, batch.inputs)
-            check_finite_outputs(outputs)
+            check_outputs(outputs, least=0)
             output.check(outputs, batch.targets)
             labels = output.labels(batch.targets, outputs.ndim)
             total = output.value(outputs, labels)

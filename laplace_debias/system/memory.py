@@ -1,6 +1,5 @@
 """How much working memory a computation may take, and how much there is."""
 
-import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,16 +63,12 @@ def available_memory(device: torch.device | None = None) -> int | None:
     found: list[int] = []
     if device is None or device.type == "cpu":
         with suppress(OSError, LookupError):
-            found.append(1024 * int(_numbers(_MEMINFO)["MemAvailable"]))
+            found.append(1024 * int(_MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]))
         # Without a limit it is "max".
         with suppress(OSError, LookupError, ValueError):
             limit = int((_CGROUP / "memory.max").read_text())
-            cached = int(_numbers(_CGROUP / "memory.stat")["inactive_file"])
+            stat = (_CGROUP / "memory.stat").read_text()
+            cached = int(stat.partition("inactive_file ")[2].split()[0])
             used = int((_CGROUP / "memory.current").read_text()) - cached
             found.append(max(0, limit - used))
     return min(found, default=None)
-
-
-def _numbers(path: Path) -> dict[str, str]:
-    """The numbers of a file with a name and one of them on a line."""
-    return dict(re.findall(r"(\w+):? +(\d+)", path.read_text()))

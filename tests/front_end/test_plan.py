@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import dense, sums
+from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace import plan as plans
 from laplace_debias.laplace.plan import Tracked
 from laplace_debias.system import memory
@@ -166,7 +167,7 @@ def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeyp
     model, data = case
     la = Laplace(model, curvature="full")
     needed = la.plan(data).posterior
-    monkeypatch.setattr(plans, "available_memory", lambda device: needed - 1)
+    monkeypatch.setattr(fits, "available_memory", lambda device: needed - 1)
     monkeypatch.setattr(dense, "sweep_rows", None)
     with pytest.raises(
         ValueError, match=r"Nothing was fitted: the posterior of curvature='full' .*diag"

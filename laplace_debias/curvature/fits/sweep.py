@@ -121,21 +121,18 @@ class Sweep:
         `first` is the position of the first example in all data of the fit: Monte-Carlo labels are
         keyed by it, so that different data get different labels. `Placed` pairs say the rest.
         """
-        placed, faults, num_read = batches, Faults(), 0
-        if not isinstance(placed, Placed):
-            placed = Placed(batches)
+        faults, num_read, place_of = Faults(), 0, getattr(batches, "place", None)
         if self.checkpoint is not None:
             keys = {block.name: block for block in self.problem.blocks}
             self.seen = self.checkpoint.begin(self.sums, keys)
-        for number, pair in enumerate(placed, start=1):
+        for number, pair in enumerate(batches, start=1):
             if self.positions is None:
                 self._look(pair[0])
-            place = first + placed.place(number - 1, num_read)
+            place = first + (place_of(number - 1, num_read) if place_of else num_read)
             num_read += len(pair[1])
             if self.checkpoint is not None and self.checkpoint.has(pair):
                 continue
-            # The batches of a list are folds, and not those of the user.
-            with faults.of_batch(None if placed.are_folds else number):
+            with faults.of_batch(None if isinstance(batches, Placed) else number):
                 self._batch(place, pair)
             if self.checkpoint is not None:
                 self.checkpoint.done(self.seen, faults.read)

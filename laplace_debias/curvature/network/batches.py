@@ -62,10 +62,16 @@ class BatchReader:
         # Found out with the first batch that leaves it open.
         self._shifts: bool | None = None
 
-    def __call__(self, batch: Any, name: str = "A batch") -> tuple[Inputs, Tensor]:
-        """A batch as inputs and targets, with as many targets as inputs."""
+    def __call__(self, batch: Any, name: str = "A batch", weighs: bool = False) -> tuple[Any, ...]:
+        """A batch as inputs and targets, with as many targets as inputs.
+
+        If it `weighs`, a batch may be a triple, whose third entry are the examples' weights.
+        """
+        weights = None
         if self.hook is not None:
             batch = self.hook(batch)
+        elif weighs and isinstance(batch, (tuple, list)) and len(batch) == 3:
+            *batch, weights = batch
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
         named = None if is_pair or self.hook is not None else _named(batch)
         if is_pair:
@@ -86,7 +92,7 @@ class BatchReader:
                 f"targets under {', '.join(map(repr, TARGETS))}; got {came}: {USE_A_HOOK}. "
                 "Several inputs go into a tuple or a dict."
             )
-        return _checked(inputs, targets, name)
+        return _checked(inputs, targets, weights, name)
 
     def inputs(self, x: Any) -> Inputs:
         """The inputs of what a user predicts for: inputs, or a batch with names, targets left out.
@@ -153,7 +159,8 @@ class BatchReader:
 _ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def _checked(inputs: Inputs, targets: Any, name: str) -> tuple[Inputs, Tensor]:
+def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any, ...]:
+    """A pair, or a triple whose weights are finite and not negative, of one size."""
     if not isinstance(targets, Tensor):
         advice = ' (tokenizers and collators give tensors with return_tensors="pt")'
         raise TypeError(
@@ -168,7 +175,21 @@ def _checked(inputs: Inputs, targets: Any, name: str) -> tuple[Inputs, Tensor]:
     size = num_examples(inputs)
     if targets.ndim == 0 or size != len(targets):
         raise ValueError(f"{name} holds {size} inputs but targets of shape {tuple(targets.shape)}.")
-    return inputs, targets
+    if weights is None:
+        return inputs, targets
+    if not isinstance(weights, Tensor) or not weights.is_floating_point():
+        raise TypeError(
+            "A third entry of a batch is the weights of its examples, a tensor of floating-point "
+            f"numbers; got {getattr(weights, 'dtype', type(weights).__name__)}. To leave it out, "
+            f"{USE_A_HOOK}."
+        )
+    if weights.shape != (size,):
+        raise ValueError(
+            f"{name} holds {size} examples, but weights of shape {tuple(weights.shape)}."
+        )
+    if not (weights.isfinite() & (weights >= 0)).all():
+        raise ValueError(f"The weights of examples must be finite and not negative: {name} is not.")
+    return inputs, targets, weights
 
 
 def _named(batch: Any) -> dict[str, Any] | None:
@@ -235,29 +256,26 @@ Pairs = Iterable[tuple[Any, ...]]
 Place = Callable[[int, int], int]
 
 
+@dataclasses.dataclass
 class Placed:
-    """Pairs of one process, which know where their examples are among those of all.
+    """Pairs cut from the user's batches, and where they are among the examples of all processes."""
 
-    `are_folds` says that they were cut from a list, and are not the user's batches.
-    """
-
-    def __init__(self, pairs: Pairs, place: Place = lambda _, seen: seen) -> None:
-        self._pairs, self.place = pairs, place
-        self.are_folds = isinstance(pairs, list)
+    pairs: Pairs
+    place: Place
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._pairs)
+        return iter(self.pairs)
 
 
-class Stream(Placed):
+class Stream:
     """A user's batches, read as checked pairs `(x, y)`: re-iterable if their source is.
 
     The first pair can be looked at without being lost: the next pass goes on with the iterator that
     gave it, so that a loader which shuffles is not begun twice. With a generator a pass's order and
     augmentation are a function of it; passes differ from each other, as those of a shuffling loader
     do, and torch's global generator is as if nothing had been read. If `counts_any` is given, some
-    targets of each pass must count. If it `weighs`, a batch may be a triple, whose third entry are
-    the examples' weights.
+    targets of each pass must count. Batches are weighed as `BatchReader` has it. Of several
+    processes `place` tells where the examples are among those of all.
     """
 
     def __init__(
@@ -274,7 +292,7 @@ class Stream(Placed):
         weighs: bool = False,
     ) -> None:
         check_generator(generator)
-        super().__init__(())
+        self.place: Place | None = None
         self.source, self.read, self.dtypes = source, read, dtypes
         self.device, self.of_targets = device, of_targets
         self.progress, self.counts_any, self.what = progress, counts_any, what
@@ -288,8 +306,8 @@ class Stream(Placed):
     def first(self) -> list[tuple[Any, ...]]:
         """The first pair, in a list of it alone; an empty one if there is none."""
         if self._begun is None and not self._first:
-            self._begun = self._checked()
-            self._first = list(islice(self._begun, 1))
+            begun = self.in_step()
+            self._first, self._begun = list(islice(begun, 1)), begun
         return self._first
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
@@ -308,11 +326,6 @@ class Stream(Placed):
                 "in which at least one target counts."
             )
 
-    def in_step(self) -> Iterator[tuple[Any, ...]]:
-        """A pass that checks nothing at its end: processes in step may end at other steps."""
-        begun, self._begun = self._begun, None
-        return self._checked() if begun is None else chain(self._first, begun)
-
     def raw(self) -> Iterator[Any]:
         """A pass over what the source yields."""
         source = self.source
@@ -328,20 +341,20 @@ class Stream(Placed):
                     return
             yield batch
 
-    def pair(self, batch: Any, name: str = "A batch") -> tuple[Any, ...]:
-        """A batch as inputs and targets, and weights if it has some; as `BatchReader`."""
-        is_weighed = self.weighs and isinstance(batch, (tuple, list)) and len(batch) == 3
-        if not is_weighed or self.read.hook is not None:
-            return self.read(batch, name)
-        return *self.read(batch[:2], name), checked_weights(batch[2], len(batch[1]), name)
+    def in_step(self) -> Iterator[tuple[Any, ...]]:
+        """A pass that checks nothing at its end: processes in step may end at other steps.
 
-    def _checked(self) -> Iterator[tuple[Any, ...]]:
-        """The pairs of a pass; several workers that read all of a stream each are an error."""
+        Several workers that read all of a stream each are an error.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            yield from chain(self._first, begun)
+            return
         source, marks, num_workers = self.source, set[str](), 0
         if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
             num_workers = source.num_workers
         for number, batch in enumerate(self.raw(), start=1):
-            x, y, *weights = self.pair(batch, f"Batch {number}")
+            x, y, *weights = self.read(batch, f"Batch {number}", self.weighs)
             if number <= 2 and num_workers > 1:
                 # The first batches of two workers, which come in turn.
                 marks.add(mark_of(x, y))
@@ -355,23 +368,6 @@ class Stream(Placed):
             x = move(x, self.device, self.dtypes)
             y = y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
             yield x, y, *weights
-
-
-def checked_weights(weights: Any, size: int, name: str) -> Tensor:
-    """Weights of a batch's examples, `[B]`: finite and not negative."""
-    if not isinstance(weights, Tensor) or not weights.is_floating_point():
-        raise TypeError(
-            "A third entry of a batch is the weights of its examples, a tensor of floating-point "
-            f"numbers; got {getattr(weights, 'dtype', type(weights).__name__)}. To leave it out, "
-            f"{USE_A_HOOK}."
-        )
-    if weights.shape != (size,):
-        raise ValueError(
-            f"{name} holds {size} examples, but weights of shape {tuple(weights.shape)}."
-        )
-    if not (weights.isfinite() & (weights >= 0)).all():
-        raise ValueError(f"The weights of examples must be finite and not negative: {name} is not.")
-    return weights
 
 
 def weight_of(pair: tuple[Any, ...]) -> float:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,17 +20,11 @@ def fingerprint(model: nn.Module, without: Collection[str]) -> dict[str, int]:
     change it; exchanging entries does not. Buffers that checkpoints do not hold, such as caches
     that a forward pass fills, do not count.
     """
-    state = state_of(model, without)
-    return dict(zip(state, map(sum_of_bits, state.values()), strict=True))
-
-
-def state_of(model: nn.Module, without: Collection[str]) -> dict[str, Tensor]:
-    """The tensors of a fingerprint by their names; arguments as `fingerprint` takes them."""
-    return {
-        name: value
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor) and name not in without
-    }
+    sums = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor) and name not in without:
+            sums[name] = sum_of_bits(value)
+    return sums
 
 
 def checksum(model: nn.Module) -> str:
@@ -39,8 +34,11 @@ def checksum(model: nn.Module) -> str:
 
 def changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     """Names of what differs between the two, or is in only one of them."""
-    names = dict.fromkeys([*before, *now])
-    return [name for name in names if before.get(name) != now.get(name)]
+    names = []
+    for name in dict.fromkeys([*before, *now]):
+        if before.get(name) != now.get(name):
+            names.append(name)
+    return names
 
 
 def sum_of_bits(tensor: Tensor) -> int:
@@ -59,14 +57,14 @@ def bits(vector: Tensor) -> Tensor:
 _SAMPLE = 1024
 
 
+@dataclass
 class Watch:
     """Watches what a model holds besides its Bayesian parameters.
 
     The first time everything is read. A copy, or what comes out of a pickle, begins anew.
     """
 
-    def __init__(self) -> None:
-        self._marks: dict[str, tuple[tuple[Any, ...], Tensor]] = {}
+    marks: dict[str, tuple[tuple[Any, ...], Tensor]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Watch, ()
@@ -75,19 +73,21 @@ class Watch:
         self, model: nn.Module, without: Collection[str], sums: Mapping[str, int]
     ) -> list[str]:
         """Names of what is not as the fingerprint has it, as far as they are found."""
-        state = state_of(model, without)
-        if sums.keys() != state.keys():
-            return sorted(sums.keys() ^ state.keys())
-        for name, x in state.items():
+        gone = dict(sums)
+        for name, x in model.state_dict().items():
+            if not isinstance(x, Tensor) or name in without:
+                continue
+            if gone.pop(name, None) is None:
+                return [name]
             # Where a tensor lies, how often torch has seen it change, and a sample of its entries.
             version = None if x.is_inference() else x._version
             dense = x.detach() if x.layout is torch.strided else x.detach().to_dense()
             place = dense.data_ptr(), version, x.dtype, tuple(x.shape), dense.stride()
             sample = bits(dense.flatten()[:: max(1, x.numel() // _SAMPLE)])
-            before = self._marks.get(name)
+            before = self.marks.get(name)
             if before is not None and before[0] == place and before[1].equal(sample):
                 continue
             if sum_of_bits(x) != sums[name]:
                 return [name]
-            self._marks[name] = place, sample.clone()
-        return []
+            self.marks[name] = place, sample.clone()
+        return list(gone)

@@ -1,8 +1,10 @@
 """Inputs of a model: one tensor, several, or named ones; and its outputs."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import Context, copy_context
 from operator import itemgetter
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -12,7 +14,6 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from laplace_debias.curvature.network.shadow import wide
-from laplace_debias.system.threads import SharedSetting
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
 # by name, or whole (`OneArgument`). What is not a tensor (None, a flag) belongs to every example.
@@ -75,6 +76,40 @@ def call(
         return logits_of(functional_call(model, dict(parameters), arguments, named))
 
 
+# Of all shared settings: it is held for the moment of a change alone.
+_SETTINGS = threading.RLock()
+
+
+class SharedSetting:
+    """A setting of the process, such as a switch of kernels, that several threads want.
+
+    A context manager that saves a value, sets another and restores the first is wrong here: when
+    two threads overlap, the second one saves what the first one has set, and restores that for
+    good. So the first thread to come sets, and the last one to leave restores.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
+        self._make = make
+        self._num_holders = 0
+        self._entered: tuple[AbstractContextManager, Context] | None = None
+
+    def __enter__(self) -> None:
+        with _SETTINGS:
+            if self._entered is None:
+                # Another thread may be the one to leave: context variables must not mind.
+                manager, context = self._make(), copy_context()
+                context.run(manager.__enter__)
+                self._entered = manager, context
+            self._num_holders += 1
+
+    def __exit__(self, *error: object) -> None:
+        with _SETTINGS:
+            self._num_holders -= 1
+            if self._num_holders == 0 and self._entered is not None:
+                (manager, context), self._entered = self._entered, None
+                context.run(manager.__exit__, None, None, None)
+
+
 @contextmanager
 def _layer_by_layer() -> Iterator[None]:
     was_enabled = torch.backends.mha.get_fastpath_enabled()
@@ -94,7 +129,7 @@ PLAIN_ATTENTION = SharedSetting(lambda: sdpa_kernel(SDPBackend.MATH))
 
 def num_examples(inputs: Inputs) -> int:
     """B, the leading dimension of every tensor among the inputs."""
-    shapes = []
+    shapes, sizes = [], set()
     for x in tensors_of(inputs):
         if x.is_nested:
             raise TypeError(
@@ -103,13 +138,14 @@ def num_examples(inputs: Inputs) -> int:
                 "padding."
             )
         shapes.append(tuple(x.shape))
+        sizes.add(x.shape[:1])
     if not shapes:
         raise TypeError(
             "Inputs must be a tensor, a tuple or a mapping of tensors, got "
             f"{type(inputs).__name__}."
         )
     size = max(shapes[0][:1], default=0)
-    if size == 0 or {shape[:1] for shape in shapes} != {(size,)}:
+    if size == 0 or sizes != {(size,)}:
         raise ValueError(
             f"Inputs must hold at least one example, the same number in every tensor, got {shapes}."
         )
@@ -118,7 +154,7 @@ def num_examples(inputs: Inputs) -> int:
 
 def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
     """Some of the examples, by a slice or their numbers."""
-    return map_tensors(inputs, itemgetter(examples))
+    return with_tensors(inputs, map(itemgetter(examples), tensors_of(inputs)))
 
 
 def join(parts: Sequence[Inputs]) -> Inputs:
@@ -143,19 +179,17 @@ def move(
 ) -> Inputs:
     """Inputs on a device (None: where they are), floats of one of the dtypes (None: any)."""
     num_examples(inputs)
+    moved = []
     for x in tensors_of(inputs):
         if dtypes is not None and x.is_floating_point() and x.dtype not in dtypes:
             raise TypeError(
                 f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}: "
                 "convert one of them."
             )
-    # Tensors made under inference_mode cannot take part in differentiation.
-    return map_tensors(
-        inputs,
-        lambda x: (x.clone() if x.is_inference() else x.detach()).to(
-            x.device if device is None else device, non_blocking=True
-        ),
-    )
+        # Tensors made under inference_mode cannot take part in differentiation.
+        x = x.clone() if x.is_inference() else x.detach()
+        moved.append(x.to(device or x.device, non_blocking=True))
+    return with_tensors(inputs, moved)
 
 
 def tensors_of(inputs: Any) -> list[Tensor]:
@@ -164,7 +198,7 @@ def tensors_of(inputs: Any) -> list[Tensor]:
         inputs = tuple(inputs.values())
     elif not isinstance(inputs, (tuple, list)):
         inputs = (inputs,)
-    return [x for x in inputs if isinstance(x, Tensor)]
+    return list(filter(torch.is_tensor, inputs))
 
 
 def mark_of(inputs: Inputs, targets: Tensor) -> str:
@@ -175,15 +209,16 @@ def mark_of(inputs: Inputs, targets: Tensor) -> str:
     return digest.hexdigest()
 
 
-def map_tensors(inputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The same inputs with a function of each tensor in its place, in their order."""
+def with_tensors(inputs: Any, tensors: Iterable[Tensor]) -> Any:
+    """The same inputs with other tensors in the places of theirs, in their order."""
+    left = iter(tensors)
     if isinstance(inputs, Tensor):
-        return function(inputs)
+        return next(left)
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
-    mapped = [function(x) if isinstance(x, Tensor) else x for x in values]
+    placed = [next(left) if isinstance(x, Tensor) else x for x in values]
     if isinstance(inputs, Mapping):
-        return like(inputs, dict(zip(inputs, mapped, strict=True)))
-    return tuple(mapped)
+        return like(inputs, dict(zip(inputs, placed, strict=True)))
+    return tuple(placed)
 
 
 def logits_of(outputs: Any) -> Tensor:

@@ -8,7 +8,7 @@ from torch.func import functional_call
 
 from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
-from laplace_debias.curvature.network.outputs import check_finite_outputs
+from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     ParameterSelection,
@@ -122,7 +122,7 @@ class Network:
                 f"The model returned {outputs.dtype} outputs of shape {tuple(outputs.shape)} for "
                 f"{size} examples: expected {self.dtype}, one row per example."
             )
-        check_finite_outputs(outputs)
+        check_outputs(outputs, least=0)
         # Not to the last bit: parallel sums on an accelerator may differ in their order.
         if not torch.allclose(one, two, rtol=1e-4, atol=1e-6):
             raise ValueError(

@@ -11,6 +11,7 @@ data before that. On the CPU an answer is there at once, and read at once.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ _MOST_KEPT = 1024
 _CURRENT: ContextVar["Faults | None"] = ContextVar("faults", default=None)
 
 
+@dataclass
 class Faults:
     """The answers of one pass over data, and the errors that they stand for.
 
@@ -38,9 +40,8 @@ class Faults:
         >>> faults.read()
     """
 
-    def __init__(self) -> None:
-        self.kept: list[tuple[Tensor, Callable[[], Exception], int | None]] = []
-        self.number: int | None = None
+    kept: list[tuple[Tensor, Callable[[], Exception], int | None]] = field(default_factory=list)
+    number: int | None = None
 
     @contextmanager
     def of_batch(self, number: int | None) -> Iterator[None]:
@@ -91,12 +92,13 @@ def _of_batch(error: Exception, number: int | None) -> Exception:
     return type(error)(f"{error} (Batch {number} of the pass over the data.)")
 
 
-def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
-    """Require finite outputs of shape `[B, C]` or `[B, ..., C]`.
+def check_outputs(outputs: Tensor, probed: int | None = None, least: int = 2) -> None:
+    """Require finite outputs of shape `[B, C]` or `[B, ..., C]`, of `least` dimensions.
 
     If they are of one example alone, `probed` is the size of the user's batch, for the error.
+    That they are finite is known as `Faults` has it within a pass over data.
     """
-    if outputs.ndim < 2:
+    if outputs.ndim < least:
         came = tuple(outputs.shape)
         if probed is not None and came == (1,):
             came = (probed,)
@@ -105,11 +107,6 @@ def check_outputs(outputs: Tensor, probed: int | None = None) -> None:
             f"outputs], got {came}: wrap it in a module that "
             f"{'keeps a dimension for the examples' if not came else 'flattens or selects them'}."
         )
-    check_finite_outputs(outputs)
-
-
-def check_finite_outputs(outputs: Tensor) -> None:
-    """Require finite outputs; within a pass over data as `Faults` has it."""
     require(
         outputs.isfinite().all(),
         lambda: ValueError(
@@ -150,17 +147,12 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
 
 def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Tensor) -> None:
     """Require a network to give the same outputs again, whatever else is in the batch."""
-    largest = float(outputs.abs().max())
-
-    def differ(others: Tensor, rtol: float, atol: float) -> bool:
-        same_shape = others.shape == outputs.shape
-        return not same_shape or not torch.allclose(outputs, others, rtol, atol * largest)
-
-    if not differ(beside, 1e-3, 1e-5):
+    largest, has_its_shape = float(outputs.abs().max()), beside.shape == outputs.shape
+    if has_its_shape and torch.allclose(outputs, beside, 1e-3, 1e-5 * largest):
         return
     with torch.no_grad(), kept_as_it_is(network.modules()):
         again = call(network, x)
-    if differ(again, 1e-3, 1e-5):
+    if again.shape != outputs.shape or not torch.allclose(outputs, again, 1e-3, 1e-5 * largest):
         raise ValueError(
             "Two forward passes give different outputs: the model draws random numbers "
             "(`F.dropout` without `training=self.training`, noise, ...), and curvature is that of "
@@ -169,7 +161,7 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Ten
     # Other sizes of a batch have other roundings.
     eps = max(coarsest_eps(network), torch.finfo(outputs.dtype).eps)
     tolerance = max(1e-2, 16 * eps)
-    if differ(beside, tolerance, tolerance):
+    if not (has_its_shape and torch.allclose(outputs, beside, tolerance, tolerance * largest)):
         raise ValueError(
             "An example's outputs change when a second one is beside it: the model mixes the "
             "examples of a batch (statistics over the batch, attention along the wrong dimension, "
@@ -182,10 +174,8 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Ten
 _ROUNDING = 1e-3
 
 
-def classes_last(network: nn.Module, class_dim: int | None) -> nn.Module:
-    """Change a `shadow` to give outputs `[B, ..., C]`; if `class_dim` is None it does so."""
-    if class_dim is None or class_dim == -1:
-        return network
+def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
+    """Change a `shadow` to give outputs `[B, ..., C]`."""
 
     def move(_: nn.Module, __: Any, given: Any) -> Tensor:
         outputs = logits_of(given)

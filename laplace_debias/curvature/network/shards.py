@@ -125,7 +125,8 @@ def place_of(ranks: Ranks, stream: Stream) -> Place:
         parts = sampler.parts
         return lambda batch, _: parts[batch].start
     if isinstance(data, (list, tuple)):
-        firsts = first_places(ranks, [len(stream.pair(batch)[1]) for batch in data])
+        pairs = (stream.read(batch, weighs=stream.weighs) for batch in data)
+        firsts = first_places(ranks, [len(y) for _, y, *_ in pairs])
         return lambda batch, _: firsts[batch]
     return lambda _, seen: FAR * ranks.rank + seen
 

@@ -14,7 +14,7 @@ from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
-from laplace_debias.curvature.network.batches import Batches, BatchHook, Placed, Stream
+from laplace_debias.curvature.network.batches import Batches, BatchHook, Stream
 from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
@@ -193,7 +193,7 @@ class EKFAC(KFAC):
     _fit = staticmethod(fit_ekfac)
 
 
-class LossData(Placed):
+class LossData:
     """Batches as pairs, with what the loss says of all of them; targets are checked at once."""
 
     def __init__(
@@ -204,7 +204,6 @@ class LossData(Placed):
         reduction: str | None,
         num_data: int | None,
     ) -> None:
-        super().__init__((), lambda batch, _: self.data.firsts[batch])
         ranks = current()
         ranks.require_same(model=lambda: checksum(network.model))
         self.data = Data(stream, network.device, num_data, ranks)
@@ -212,6 +211,10 @@ class LossData(Placed):
         self.first = self.data.batch(0)
         outputs = network.first_outputs(self.first.inputs, self.first.size)
         self.scale = loss_scale(self.loss, self.data, outputs)
+
+    def place(self, number: int, _: int) -> int:
+        """The place of a batch's first example among those of all processes."""
+        return self.data.firsts[number]
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         return ((batch.inputs, batch.targets) for batch in self.data)

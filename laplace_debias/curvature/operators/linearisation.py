@@ -16,13 +16,14 @@ from laplace_debias.curvature.network.inputs import (
     LAYER_BY_LAYER,
     PLAIN_ATTENTION,
     Inputs,
-    map_tensors,
+    SharedSetting,
     tensors_of,
+    with_tensors,
 )
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.operators.tracing import Program, Tensors, trace
 from laplace_debias.system.memory import is_out_of_memory
-from laplace_debias.system.threads import FORWARD_MODE, SharedSetting
+from laplace_debias.system.threads import FORWARD_MODE
 
 # From the tensors of one vector, or of several stacked along a new first dimension (True).
 Map = Callable[[Tensors, bool], Tensors]
@@ -125,7 +126,7 @@ class Lineariser:
         left = iter(points)
         parameters = tuple(islice(left, len(network.parameters)))
         fixed = tuple(islice(left, len(network.fixed)))
-        held = map_tensors(inputs, lambda _: next(left))
+        held = with_tensors(inputs, left)
 
         def forward(*p: Tensor) -> Tensor:
             return network.outputs(p, held, fixed)

@@ -14,7 +14,7 @@ from laplace_debias.curvature.losses import OutputLoss, OutputMap
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.fingerprint import checksum
 from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.network.outputs import check_finite_outputs
+from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
@@ -137,7 +137,7 @@ class NetworkOperator(LinearOperator):
         linearisation = self._linearise(batch)
         outputs = linearisation.outputs
         if batch.index not in self._checked:
-            check_finite_outputs(outputs)
+            check_outputs(outputs, least=0)
             self._check_batch(outputs, batch.targets)
             self._checked.add(batch.index)
         at_outputs, num_tensors = self._at_outputs(outputs, batch)
