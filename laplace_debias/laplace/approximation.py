@@ -96,7 +96,9 @@ class Approximation(Predictor):
 
     def _agree(self, **arguments: Any) -> None:
         """Require the processes that make a call together to make it alike."""
-        current().require_same(made=self, settings=self._subject.settings, **arguments)
+        ranks = current()
+        if ranks.size > 1:
+            ranks.require_same(made=self, settings=self._subject.settings, **arguments)
 
     @property
     def _state(self) -> Fitted:
