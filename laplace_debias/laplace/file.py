@@ -14,10 +14,9 @@ from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
 from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import BatchHook
-from laplace_debias.curvature.network.fingerprint import changed, fingerprint
-from laplace_debias.curvature.network.shadow import unwrapped
+from laplace_debias.curvature.network.shadow import fingerprint, unwrapped
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.posterior import Fitted, GaussianPosterior, posterior_of
+from laplace_debias.laplace.posterior import Fitted, GaussianPosterior
 from laplace_debias.laplace.subject import FitSettings, Subject
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -154,13 +153,13 @@ def load(
             f"model's {reprlib.repr(parameters.block_names)}: it was saved for another model. "
             f"{_EARLIER}"
         )
-    saved = tensors["mean"]
-    wrong = [f"{name} is not that" for name in changed(header.others, others)]
+    saved, differing = tensors["mean"], sorted(header.others.items() ^ others.items())
+    wrong = f"{differing[0][0]} is not that" if differing else None
     if saved.dtype != mean.dtype or not torch.equal(saved.to(mean.device), mean):
-        wrong = ["parameters are not those"]
-    if wrong:
+        wrong = "parameters are not those"
+    if wrong is not None:
         raise ValueError(
-            f"The model's {wrong[0]} of the fit: load the checkpoint that the posterior was "
+            f"The model's {wrong} of the fit: load the checkpoint that the posterior was "
             f"fitted on, in {saved.dtype} (the model is in {mean.dtype})."
         )
     # In another layout than a fit leaves, products add in another order.
@@ -183,10 +182,10 @@ def load(
         link=None if header.link is None else Link(**header.link),
     )
     curvature, noise = BlockDiagonal(operators), header.noise or {}
-    posterior = posterior_of(subject, curvature, header.num_data)
     # Of the empirical Fisher earlier versions wrote another power.
     num_targets = noise["num_targets"] if noise.get("power") == 2 else None
-    return Fitted(subject, posterior, float(header.nll), others, header.mode, num_targets)
+    of_data = header.num_data, float(header.nll), others, header.mode, num_targets
+    return Fitted.of(subject, curvature, *of_data)
 
 
 def read(path: Path) -> tuple[Header, dict[str, Tensor]]:

@@ -17,14 +17,18 @@ from laplace_debias.curvature.fits.checkpoint import Checkpoint, check_folder
 from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.fingerprint import checksum, fingerprint
 from laplace_debias.curvature.network.inputs import mark_of
-from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
+from laplace_debias.curvature.network.shadow import (
+    check_no_autocast,
+    checksum,
+    fingerprint,
+    unwrapped,
+)
 from laplace_debias.curvature.network.shards import place_of, refuse_same
 from laplace_debias.laplace.anytime import Auto
 from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.plan import check_room, posterior_bytes
-from laplace_debias.laplace.posterior import Fitted, posterior_of
+from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.laplace.schemes import (
     OF_FIRST_BATCHES,
     CrossFit,
@@ -142,9 +146,10 @@ def _fitted(subject: Subject, expected: Expected, mode: str, found: CurvatureFit
     per_seen = num_data / seen.weight
     if type(subject.likelihood) is Gaussian and subject.settings.fisher.kind != "empirical":
         num_targets = seen.num_outputs * per_seen
-    return Fitted(
+    return Fitted.of(
         subject,
-        posterior_of(subject, found.curvature, num_data),
+        found.curvature,
+        num_data,
         seen.nll * per_seen,
         fingerprint(unwrapped(subject.model), subject.known.names),
         mode,

@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.curvature.network.fingerprint import Watch
 from laplace_debias.curvature.network.inputs import Inputs, move
-from laplace_debias.curvature.network.shadow import unwrapped
+from laplace_debias.curvature.network.shadow import Watch, unwrapped
 from laplace_debias.laplace.subject import Subject, check_prior_precision
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -323,18 +322,41 @@ class Fitted:
     watch: Watch = field(default_factory=Watch, repr=False)
     report: FitReport | None = None
 
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.nll):
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        curvature: BlockDiagonal,
+        num_data: int,
+        nll: float,
+        others: dict[str, int],
+        mode: str | None,
+        num_targets: float | None,
+    ) -> "Fitted":
+        """The fit of a curvature, around the model's parameters and under the subject's prior."""
+        mean, order = subject.known.flat(unwrapped(subject.model)), subject.known.order
+        posterior = GaussianPosterior(
+            mean,
+            curvature,
+            num_data,
+            subject.prior_precision,
+            None if order is None else order.to(mean.device),
+            subject.prior_mean,
+            subject.temperature,
+        )
+        if not math.isfinite(nll):
             raise ValueError(
-                f"The loss, summed over {self.posterior.num_data} examples, is {self.nll}: targets "
-                "are too far from the outputs for the likelihood (regression: in units of sigma). "
-                "Check both, or convert the model to a wider dtype."
+                f"The loss, summed over {num_data} examples, is {nll}: targets are too far from "
+                "the outputs for the likelihood (regression: in units of sigma). Check both, or "
+                "convert the model to a wider dtype."
             )
+        return cls(subject, posterior, nll, others, mode, num_targets)
 
     def moved(self, x: Any) -> Inputs:
         """Inputs, or a batch with names, on the model's device; raises as `move`, `BatchReader`."""
         x = self.subject.read_batch.inputs(x)
-        return move(x, self.posterior.mean.device, self.subject.dtypes)
+        dtypes = {p.dtype for p in self.subject.model.parameters()}
+        return move(x, self.posterior.mean.device, dtypes)
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None
@@ -351,18 +373,3 @@ class Fitted:
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)
         )
-
-
-def posterior_of(subject: Subject, curvature: BlockDiagonal, num_data: int) -> GaussianPosterior:
-    """The Gaussian around the model's parameters, under its prior."""
-    mean, order = subject.known.flat(unwrapped(subject.model)), subject.known.order
-    order = None if order is None else order.to(mean.device)
-    return GaussianPosterior(
-        mean,
-        curvature,
-        num_data,
-        subject.prior_precision,
-        order,
-        subject.prior_mean,
-        subject.temperature,
-    )

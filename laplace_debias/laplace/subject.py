@@ -244,7 +244,14 @@ class Subject:
         """The same with another prior, temperature, link or likelihood, or of other parameters."""
         given = fields.pop("prior_precision", self.prior_precision)
         link = fields.pop("link", self.link)
-        temperature = check_temperature(fields.pop("temperature", self.temperature))
+        temperature = real(fields.pop("temperature", self.temperature), "temperature")
+        if temperature.ndim:
+            raise TypeError(f"temperature must be one number, got {temperature.tolist()}.")
+        if not 0 < float(temperature) < math.inf:
+            raise ValueError(
+                f"temperature must be positive and finite, got {float(temperature)}: 1 for the "
+                "posterior itself, less for one that is more certain."
+            )
         other = replace(self, **fields)
         known = other.parameters
         device = other.first_parameter.device
@@ -256,7 +263,7 @@ class Subject:
         return replace(
             other,
             prior_precision=precision,
-            temperature=temperature,
+            temperature=float(temperature),
             link=None if link is None else link_from(link, other.likelihood),
             prior_mean=prior_mean_of(other.given_mean, size, device),
         )
@@ -352,7 +359,7 @@ class Subject:
     ) -> Stream:
         """Data as pairs on the model's device; arguments as `Stream` takes them."""
         device = self.first_parameter.device
-        return Stream(data, self.read_batch, self.dtypes, generator, device, device, progress)
+        return Stream(data, self.read_batch, generator, device, device, progress)
 
     def of_fit(
         self, data: Batches, generator: torch.Generator | None, what: str, progress: str | None
@@ -365,27 +372,9 @@ class Subject:
         ignored = getattr(self.likelihood, "ignore_index", None)
         what = what if ignored is None else f"{what} (ignore_index={ignored})"
         return Stream(
-            *(data, self.read_batch, self.dtypes, generator, None, of_targets, progress),
+            *(data, self.read_batch, generator, None, of_targets, progress),
             *(self.likelihood.counts_any, what, True),
         )
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of the model's parameters."""
-        return {p.dtype for p in self.model.parameters()}
-
-
-def check_temperature(temperature: Any) -> float:
-    """T as a `float`."""
-    value = real(temperature, "temperature")
-    if value.ndim:
-        raise TypeError(f"temperature must be one number, got {temperature!r}.")
-    if not 0 < float(value) < math.inf:
-        raise ValueError(
-            f"temperature must be positive and finite, got {float(value)}: 1 for the posterior "
-            "itself, less for one that is more certain."
-        )
-    return float(value)
 
 
 def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[float]:

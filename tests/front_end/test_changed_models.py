@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.network import fingerprint as watch
-from laplace_debias.curvature.network.fingerprint import Watch, fingerprint
+from laplace_debias.curvature.network import shadow as watch
+from laplace_debias.curvature.network.shadow import Watch, fingerprint
 
 LARGE = 100
 

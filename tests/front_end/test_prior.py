@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.laplace.subject import check_temperature, prior_mean_of
+from laplace_debias.laplace.subject import prior_mean_of
 
 DELTA, NUM_DATA, T = 0.7, 40, 0.3
 
@@ -201,7 +201,7 @@ def test_what_is_no_number_is_refused(value):
     with pytest.raises(TypeError, match=r"prior_mean must be a number or a tensor.*torch\.cat"):
         prior_mean_of(value, None, torch.device("cpu"))
     with pytest.raises(TypeError, match="temperature must be"):
-        check_temperature(value)
+        fitted()[0]._change(temperature=value)
 
 
 def test_a_precision_out_of_range_names_the_block_and_keeps_the_posterior():

@@ -263,7 +263,7 @@ def test_two_calls_with_one_generator_see_other_orders():
 
 
 def seeded(source, generator):
-    return Stream(source, BatchReader(nn.Identity()), {torch.float32}, generator)
+    return Stream(source, BatchReader(nn.Identity()), generator)
 
 
 def test_passes_differ_as_those_of_a_shuffling_loader_do():

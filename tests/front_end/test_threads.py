@@ -258,12 +258,12 @@ def test_overlapping_holders_of_a_setting_restore_it():
     arrived, may_leave = threading.Event(), threading.Event()
 
     def other():
-        with setting:
+        with setting():
             arrived.set()
             may_leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with setting, setting:
+    with setting(), setting():
         thread.start()
         assert arrived.wait(10)
     assert log == ["set"]
@@ -276,13 +276,14 @@ def test_another_thread_may_leave_attention_as_it_was():
     """`sdpa_kernel` alone insists on being left by the thread that came."""
     before = attention_kernels()
     setting = SharedSetting(lambda: sdpa_kernel(SDPBackend.MATH))
-    setting.__enter__()
-    thread = threading.Thread(target=setting.__enter__)
+    first, second = setting(), setting()
+    first.__enter__()
+    thread = threading.Thread(target=second.__enter__)
     thread.start()
     thread.join()
-    setting.__exit__(None, None, None)
+    first.__exit__(None, None, None)
     assert attention_kernels() == {"math"}
-    thread = threading.Thread(target=setting.__exit__, args=(None, None, None))
+    thread = threading.Thread(target=second.__exit__, args=(None, None, None))
     thread.start()
     thread.join()
     assert attention_kernels() == before

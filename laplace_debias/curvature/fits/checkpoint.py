@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from laplace_debias.curvature.network.fingerprint import sum_of_bits
 from laplace_debias.curvature.network.inputs import tensors_of
+from laplace_debias.curvature.network.shadow import sum_of_bits
 from laplace_debias.system.files import (
     DamagedFileError,
     check_target,

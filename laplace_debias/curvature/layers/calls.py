@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.inputs import (
-    LAYER_BY_LAYER,
-    PLAIN_ATTENTION,
     Inputs,
     call,
+    layer_by_layer,
+    plain_attention,
 )
 from laplace_debias.curvature.network.shadow import kept_as_it_is
 from laplace_debias.system.memory import is_out_of_memory
@@ -78,7 +78,7 @@ def runner(module: nn.Module, structure: Any) -> Callable[..., list[Tensor]]:
 
     def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         args, named = pytree.tree_unflatten(list(leaves), structure)
-        with LAYER_BY_LAYER, PLAIN_ATTENTION, kept_as_it_is(module.modules()):
+        with layer_by_layer(), plain_attention(), kept_as_it_is(module.modules()):
             outputs, _ = pytree.tree_flatten(functional_call(module, dict(parameters), args, named))
         return [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
 

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
@@ -57,7 +57,7 @@ class BatchReader:
                 f"batch must be a function from a batch to (inputs, targets), got "
                 f"{type(hook).__name__}: {USE_A_HOOK}."
             )
-        self._model = model
+        self.model = model
         self.hook = hook
         # Found out with the first batch that leaves it open.
         self._shifts: bool | None = None
@@ -124,7 +124,7 @@ class BatchReader:
         # Labels of tokens, [B, T], as some input has them.
         if is_of_labels and any(x.shape[:2] == targets.shape for x in tensors_of(named)):
             if self._shifts is None:
-                self._shifts = shifts_labels(unwrapped(self._model), named, targets)
+                self._shifts = shifts_labels(unwrapped(self.model), named, targets)
             if self._shifts:
                 # Where the outputs that predict them are: each one position earlier.
                 targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
@@ -148,7 +148,7 @@ class BatchReader:
 
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the forward pass; of the model inside, where PEFT passes all on."""
-        model = unwrapped(self._model)
+        model = unwrapped(self.model)
         known = inspect.signature(model.forward).parameters
         base = getattr(model, "get_base_model", None)
         if base is not None and all(p.kind in _ANY for p in known.values()):
@@ -282,7 +282,6 @@ class Stream:
         self,
         source: Batches,
         read: BatchReader,
-        dtypes: Collection[torch.dtype],
         generator: torch.Generator | None = None,
         device: torch.device | None = None,
         of_targets: torch.device | None = None,
@@ -293,7 +292,8 @@ class Stream:
     ) -> None:
         check_generator(generator)
         self.place: Place | None = None
-        self.source, self.read, self.dtypes = source, read, dtypes
+        self.source, self.read = source, read
+        self.dtypes = {p.dtype for p in read.model.parameters()}
         self.device, self.of_targets = device, of_targets
         self.progress, self.counts_any, self.what = progress, counts_any, what
         self.weighs = weighs

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, copy_context
+from functools import partial
 from operator import itemgetter
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -70,9 +71,9 @@ def call(
     arguments = () if isinstance(inputs, Mapping) else tuple(inputs)
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
     if parameters is None:
-        with LAYER_BY_LAYER:
+        with layer_by_layer():
             return logits_of(model(*arguments, **named))
-    with LAYER_BY_LAYER, PLAIN_ATTENTION:
+    with layer_by_layer(), plain_attention():
         return logits_of(functional_call(model, dict(parameters), arguments, named))
 
 
@@ -93,7 +94,9 @@ class SharedSetting:
         self._num_holders = 0
         self._entered: tuple[AbstractContextManager, Context] | None = None
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Within, the setting is made."""
         with _SETTINGS:
             if self._entered is None:
                 # Another thread may be the one to leave: context variables must not mind.
@@ -101,17 +104,20 @@ class SharedSetting:
                 context.run(manager.__enter__)
                 self._entered = manager, context
             self._num_holders += 1
+        try:
+            yield
+        finally:
+            with _SETTINGS:
+                self._num_holders -= 1
+                if self._num_holders == 0 and self._entered is not None:
+                    (manager, context), self._entered = self._entered, None
+                    context.run(manager.__exit__, None, None, None)
 
-    def __exit__(self, *error: object) -> None:
-        with _SETTINGS:
-            self._num_holders -= 1
-            if self._num_holders == 0 and self._entered is not None:
-                (manager, context), self._entered = self._entered, None
-                context.run(manager.__exit__, None, None, None)
 
-
+@SharedSetting
 @contextmanager
-def _layer_by_layer() -> Iterator[None]:
+def layer_by_layer() -> Iterator[None]:
+    """Keeps transformers from fusing their layers, which neither hooks nor forward AD see into."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -120,10 +126,7 @@ def _layer_by_layer() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
-LAYER_BY_LAYER = SharedSetting(_layer_by_layer)
-"""Keeps transformers from fusing their layers, which neither hooks nor forward AD see into."""
-
-PLAIN_ATTENTION = SharedSetting(lambda: sdpa_kernel(SDPBackend.MATH))
+plain_attention = SharedSetting(partial(sdpa_kernel, SDPBackend.MATH))
 """Keeps attention from its fused kernels, which have no forward derivative."""
 
 

@@ -48,7 +48,6 @@ class Network:
             params = plain_names(model, params)
         model = plain
         example = None
-        self._dtypes = {p.dtype for p in model.parameters()}
         if data is not None and is_last_layer(params):
             like = next(model.parameters())
             example = move(first_inputs(self.stream(data)), like.device, None)
@@ -63,7 +62,7 @@ class Network:
 
     def stream(self, data: Batches, generator: torch.Generator | None = None) -> Stream:
         """The data as pairs, where they are; arguments as `Stream` takes them."""
-        return Stream(data, self._read, self._dtypes, generator)
+        return Stream(data, self._read, generator)
 
     @property
     def model(self) -> nn.Module:

@@ -13,10 +13,10 @@ from torch.func import grad, jvp, vjp, vmap
 
 from laplace_debias.curvature.losses import Labels, OutputLoss
 from laplace_debias.curvature.network.inputs import (
-    LAYER_BY_LAYER,
-    PLAIN_ATTENTION,
     Inputs,
     SharedSetting,
+    layer_by_layer,
+    plain_attention,
     tensors_of,
     with_tensors,
 )
@@ -146,7 +146,7 @@ class Lineariser:
         try:
             if kind not in self.programs:
                 # Recording is torch's business of one thread, too.
-                with FORWARD_MODE, _differentiable_kernels(self._network), _QUIET:
+                with FORWARD_MODE, _differentiable_kernels(self._network), _QUIET():
                     self.programs[kind] = trace(function, points, vectors())
         # Whatever recording raises (control flow that looks at values, operations without a forward
         # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
@@ -204,8 +204,8 @@ _QUIET = SharedSetting(_quiet)
 @contextmanager
 def _differentiable_kernels(network: Network) -> Iterator[None]:
     """Keep attention and recurrent layers to kernels with all derivatives of second order."""
-    recurrence = _PLAIN_RECURRENCE if network.is_recurrent else nullcontext()
-    with LAYER_BY_LAYER, PLAIN_ATTENTION, recurrence:
+    recurrence = _PLAIN_RECURRENCE() if network.is_recurrent else nullcontext()
+    with layer_by_layer(), plain_attention(), recurrence:
         yield
 
 
