@@ -38,6 +38,8 @@ def trace(
     function returns values and, one sequence for each vector, what is linear in it.
     """
     # It takes a second to import, which those who never multiply need not wait for.
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     groups: list[int] = []
@@ -52,7 +54,8 @@ def trace(
     # Recording tells tensors apart by identity: each argument must be an object of its own.
     arguments = [x.detach() for x in points]
     arguments += [torch.zeros_like(x) for vector in vectors for x in vector]
-    with torch.no_grad():
+    # The shapes of all results are kept in one mode: a mode for each takes half of the time.
+    with torch.no_grad(), tracing(TracingContext(FakeTensorMode())):
         graph_module = make_fx(flat)(*arguments)
         if any(_writes(node) for node in graph_module.graph.nodes):
             # Results can be shared and kept only where nothing is written to. Afterwards, because
