@@ -20,8 +20,7 @@ Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature 
 network architectures".
 """
 
-from collections.abc import Iterator, Sequence
-from functools import reduce
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.patches import LARGE, has_displacements, patch_moments
 from laplace_debias.curvature.layers.uses import (
-    LayerUses,
     Masks,
     Uses,
     activations,
@@ -63,93 +61,112 @@ def gradient_factor(
     chunks of a batch are cheaper to multiply together: writing G costs more than they do. With
     `as_rows` it is rows, however many.
     """
-    d_out, has_positions = block.shape[0], False
-    if isinstance(uses, CallUses):
-        num_rows = uses.num_columns * uses.num_examples
-    elif block.is_exact or (block.sharing == "reduce" and block.role == "weight"):
-        num_rows = uses[0][1].shape[:2].numel()
-    else:
-        num_rows, has_positions = sum(g.numel() for _, g in uses), not block.has_diagonal_G
-        num_rows //= block.num_groups * d_out
+    d_out = block.shape[0]
+    parts, num_rows, divisor = _gradients(layer, block, uses, masks)
     if as_rows or (num_rows < d_out and d_out >= _WIDE and not block.has_diagonal_G):
-        return Rows(torch.cat(list(gradient_rows(layer, block, uses, masks))))
-    if (
-        has_positions
-        and not isinstance(uses, CallUses)
-        and _counted(layer, block, [x for x, _ in uses], masks) is None
-    ):
-        columns = _columns(layer, block, uses)
-        return reduce(torch.add, map(_gram, columns)) / sum(part.shape[-1] for part in columns)
-    parts = gradient_rows(layer, block, uses, masks)
-    if block.has_diagonal_G:
-        return reduce(torch.add, (rows.square().sum(0) for rows in parts))
-    return reduce(torch.add, map(moments, parts))
+        rows = torch.cat([part.movedim(-1, 1).flatten(0, 1) for part in parts])
+        return Rows(rows if divisor == 1 else rows * divisor**-0.5)
+    total: Tensor | None = None
+    for part in parts:
+        if part.shape[-1] > d_out and not block.has_diagonal_G:
+            # The products of all examples are smaller than a copy with the positions as rows.
+            of_part = (part @ part.mT).sum(0)
+        else:
+            rows = part.movedim(-1, 1).flatten(0, 1)
+            of_part = rows.square().sum(0) if block.has_diagonal_G else moments(rows)
+        total = of_part if total is None else total + of_part
+    assert total is not None
+    return total if divisor == 1 else total / divisor
 
 
-def gradient_rows(
-    layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None
-) -> Iterator[Float[Tensor, "n *groups d_out"]]:
-    """Rows with `rowsᵀ rows = G`, part by part; arguments as `gradient_factor`."""
+def _gradients(
+    layer: nn.Module, block: Block, uses: Uses, masks: Masks | None
+) -> tuple[Iterable[Float[Tensor, "n *groups d_out positions"]], int, int]:
+    """Gradients, part by part, with the sum of whose outer products G is, divided by a number.
+
+    Between the two comes the number of all rows, one for each position.
+    """
     if block.is_exact:
+        if isinstance(uses, CallUses):
+            num_rows = uses.num_columns * uses.num_examples
+        else:
+            num_rows = uses[0][1].shape[:2].numel()
+        of_parts = exact_rows(layer, block, uses)
         # One after the other: a slice of a large parameter may be a single example's.
-        yield from (rows.flatten(0, 1) for _, rows in exact_rows(layer, block, uses))
-        return
+        return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in of_parts), num_rows, 1
     assert not isinstance(uses, CallUses)
-    parts = _columns(layer, block, uses)
+    columns, num_positions, is_table = [], 0, block.role == "table"
+    for x, g in uses:
+        of_use = (
+            token_gradients(layer, block, x, g) if is_table else output_gradients(layer, block, g)
+        )
+        columns.append(of_use.flatten(0, 1))
+        num_positions += of_use.shape[-1]
     if block.sharing == "reduce" and block.role == "weight":
-        yield torch.stack([part.sum(-1) for part in parts]).sum(0)
-        return
-    masks = _counted(layer, block, [x for x, _ in uses], masks)
+        total = torch.stack([part.sum(-1) for part in columns]).sum(0)
+        return [total.unsqueeze(-1)], len(total), 1
+    if is_table:
+        masks = _counted(layer, [x for x, _ in uses], masks)
+    num_rows = len(columns[0]) * num_positions
     if masks is None:
-        scale = sum(part.shape[-1] for part in parts) ** -0.5
-        yield from (part.movedim(-1, 1).flatten(0, 1) * scale for part in parts)
-        return
-    weights = _num_positions(masks).to(parts[0]).clamp_min(1).rsqrt()
-    for part, mask in zip(parts, masks, strict=True):
+        return columns, num_rows, num_positions
+    weights = _num_positions(masks).to(columns[0]).clamp_min(1).rsqrt()
+    parts = []
+    for part, mask in zip(columns, masks, strict=True):
         rows = chosen(part.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
         of_rows = chosen(weights[:, None].expand_as(mask)[None], mask)[0]
-        yield (rows * of_rows.view(-1, *[1] * (rows.ndim - 2))).flatten(0, 1)
-
-
-def _columns(
-    layer: nn.Module, block: Block, uses: LayerUses
-) -> list[Float[Tensor, "n *groups d_out positions"]]:
-    """The gradients of every use, of all columns and examples."""
-    if block.role == "table":
-        return [token_gradients(layer, block, x, g).flatten(0, 1) for x, g in uses]
-    return [output_gradients(layer, block, g).flatten(0, 1) for _, g in uses]
+        rows = rows * of_rows.view(-1, *[1] * (rows.ndim - 2))
+        parts.append(rows.flatten(0, 1).unsqueeze(-1))
+    return parts, num_rows, 1
 
 
 def input_factors(
-    layer: nn.Module,
+    layer: Any,
     block: Block,
     inputs: Sequence[Tensor],
     masks: Masks | None = None,
     as_rows: bool = False,
-) -> Iterator[Factor]:
-    """A of one block on one batch: rows if they are at most half as many as A's and A is wide.
+) -> Iterable[Factor]:
+    """A of one weight block on one batch, summed over its examples; a diagonal one as a vector.
 
-    With `as_rows` it is rows, however many, which then come in several parts.
+    `inputs` are those of all uses, each `[B, ...]`, and `masks` the positions that take part. It is
+    rows if they are at most half as many as A's and A is wide. With `as_rows` it is rows, however
+    many, which then come in several parts.
     """
-    d_in = block.shape[1]
+    if block.role == "table":
+        masks = _counted(layer, inputs, masks)
+        counts = layer.weight.new_zeros(block.shape[1], dtype=torch.long)
+        for index, x in enumerate(inputs):
+            ids = tokens(x).flatten().long()
+            ones = counts.new_ones(len(ids)) if masks is None else masks[index].flatten()
+            counts.index_add_(0, ids, ones.long())
+        return [counts.to(layer.weight.dtype)]
+    parts, d_in = input_rows(layer, block, inputs, masks), block.shape[1]
     if as_rows:
-        yield from map(Rows, input_rows(layer, block, inputs, masks))
-        return
-    if not (block.has_diagonal_A or d_in < _WIDE):
-        positions = 1
-        if block.sharing != "reduce":
-            positions = sum(activations(layer, block, x[:1]).shape[1] for x in inputs)
-        if 2 * positions * len(inputs[0]) <= d_in:
-            yield Rows(torch.cat(list(input_rows(layer, block, inputs, masks))))
-            return
-    yield input_factor(layer, block, inputs, masks)
+        return map(Rows, parts)
+    most = 0 if block.has_diagonal_A or d_in < _WIDE else d_in // 2
+    num_rows = len(inputs[0])
+    if num_rows <= most and block.sharing != "reduce":
+        num_rows *= sum(activations(layer, block, x[:1]).shape[1] for x in inputs)
+    if num_rows <= most:
+        return [Rows(torch.cat(list(parts)))]
+    A = layer.weight.new_zeros(*block.groups, *[d_in] * (1 if block.has_diagonal_A else 2))
+    is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
+    if is_plain and isinstance(layer, CONVOLUTIONS) and has_displacements(layer):
+        images = [x[:, : x.shape[1] // block.num_groups] for x in inputs]
+        if min(image.numel() * image.shape[1] for image in images) >= LARGE:
+            # Without patches.
+            for x in inputs:
+                _add_patches(A, layer, block, x)
+            return [A]
+    for rows in parts:
+        _add_moments(A, rows)
+    return [A]
 
 
-def _counted(
-    layer: Any, block: Block, inputs: Sequence[Tensor], masks: Masks | None
-) -> Masks | None:
-    """The positions that take part; of an embedding those of its `padding_idx` do not."""
-    if block.role != "table" or layer.padding_idx is None:
+def _counted(layer: Any, inputs: Sequence[Tensor], masks: Masks | None) -> Masks | None:
+    """The tokens of an embedding that take part: its `padding_idx` does not."""
+    if layer.padding_idx is None:
         return masks
     real = [tokens(x).ne(layer.padding_idx) for x in inputs]
     return real if masks is None else [a & b for a, b in zip(real, masks, strict=True)]
@@ -160,48 +177,10 @@ def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
     return torch.stack([mask.sum(1) for mask in masks]).sum(0)
 
 
-def _gram(columns: Float[Tensor, "n *groups d positions"]) -> Float[Tensor, "*groups d d"]:
-    """`Σ_n Σ_t g gᵀ`."""
-    if columns.shape[-1] > columns.shape[-2]:
-        # The products of all examples are smaller than a copy with the positions as rows.
-        return (columns @ columns.mT).sum(0)
-    return moments(columns.movedim(-1, 1).flatten(0, 1))
-
-
-def input_factor(
-    layer: Any, block: Block, inputs: Sequence[Tensor], masks: Masks | None = None
-) -> Float[Tensor, "*groups d_in d_in"] | Float[Tensor, " d_in"]:
-    """A of one weight block on one batch, summed over its examples; a diagonal one as a vector.
-
-    `inputs` are those of all uses, each `[B, ...]`, and `masks` the positions that take part.
-    """
-    if block.role == "table":
-        masks = _counted(layer, block, inputs, masks)
-        counts = layer.weight.new_zeros(block.shape[1], dtype=torch.long)
-        for index, x in enumerate(inputs):
-            ids = tokens(x).flatten().long()
-            ones = counts.new_ones(len(ids)) if masks is None else masks[index].flatten()
-            counts.index_add_(0, ids, ones.long())
-        return counts.to(layer.weight.dtype)
-    of_A = [block.shape[1]] * (1 if block.has_diagonal_A else 2)
-    A = layer.weight.new_zeros(*block.groups, *of_A)
-    is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
-    if is_plain and isinstance(layer, CONVOLUTIONS) and has_displacements(layer):
-        images = [x[:, : x.shape[1] // block.num_groups] for x in inputs]
-        if min(image.numel() * image.shape[1] for image in images) >= LARGE:
-            # Without patches.
-            for x in inputs:
-                _add_patches(A, layer, block, x)
-            return A
-    for rows in input_rows(layer, block, inputs, masks):
-        _add_moments(A, rows)
-    return A
-
-
 def input_rows(
     layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Iterator[Float[Tensor, "n *groups d_in"]]:
-    """Rows with `rowsᵀ rows = A`, part by part; arguments as `input_factor`."""
+    """Rows with `rowsᵀ rows = A`, part by part; arguments as `input_factors`."""
     if block.sharing == "reduce":
         yield _mean_activations(layer, block, inputs, masks)
         return
