@@ -184,7 +184,7 @@ class Full(Scheme):
 
     def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return fitted(kind.fit(problem, self.data, None))
+        return fitted(kind.fit(problem, self.data))
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class CrossFit(Scheme):
 
     def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return fitted(kind.crossfit(problem, self.data, self.folds))
+        return fitted(kind.fit(problem, self.data, num_folds=self.folds))
 
 
 OF_FIRST_BATCHES: dict[str, tuple[int, Callable[[Sequence[Any]], Scheme]]] = {

@@ -98,6 +98,11 @@ class Eigenbasis:
     along_G: Float[Tensor, "*groups rows"]
     along_A: Float[Tensor, "*groups columns"]
 
+    def directions(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """U_G and U_A in another dtype."""
+        U_G, U_A = self.U_G, self.U_A
+        return None if U_G is None else U_G.to(dtype), None if U_A is None else U_A.to(dtype)
+
     @property
     def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
         """Eigenvalues and eigenvectors of G, and of A."""
@@ -145,13 +150,11 @@ def eigh_of_each(factors: Sequence[Factor], what: str) -> list[Eigenpairs]:
     An eigenvector's sign is LAPACK's choice, and a sample depends on it. Here every eigenvector has
     a positive product with one fixed vector, so that other machines draw the same samples.
     """
-    rows = [factor.compressed() for factor in factors if isinstance(factor, Rows)]
-    if rows:
-        return _of_rows(rows, what)
-    matrices = [factor for factor in factors if isinstance(factor, Tensor)]
-    if matrices[0].ndim == 1:
-        return [(matrix, None) for matrix in matrices]
-    values, vectors = decomposition.eigh(torch.stack(matrices), what)
+    if isinstance(factors[0], Rows):
+        return _of_rows([factor.compressed() for factor in factors], what)  # type: ignore[union-attr]
+    if factors[0].ndim == 1:
+        return [(factor, None) for factor in factors]  # type: ignore[misc]
+    values, vectors = decomposition.eigh(torch.stack(factors), what)  # type: ignore[arg-type]
     # Below zero there is nothing but rounding.
     return list(zip(values.flip(-1).clamp_min(0), _signed(vectors.flip(-1)), strict=True))
 

@@ -87,10 +87,7 @@ def exact_sums(
     """Exact curvature `[*groups, d_out, d_in]` along every direction, summed over examples."""
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype, sums = problem.dtype, dict[Block, Tensor]()
-    rotations = {
-        block: [U if U is None else U.to(dtype) for U in (basis.U_G, basis.U_A)]
-        for block, basis in bases.items()
-    }
+    rotations = {block: basis.directions(dtype) for block, basis in bases.items()}
 
     def measure(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
         return ekfac_magnitudes(layer, block, uses, *rotations[block])
@@ -130,8 +127,8 @@ def assemble(
     for block in problem.blocks:
         basis = bases.pop(block)
         magnitudes = outer(basis.along_G, basis.along_A) if table is None else table.pop(block)
-        of_block = EigenKronecker(basis.U_G, basis.U_A, magnitudes)
-        blocks[block.name] = of_block.to(problem.dtype)
+        U_G, U_A = basis.directions(problem.dtype)
+        blocks[block.name] = EigenKronecker(U_G, U_A, magnitudes.to(problem.dtype))
     return BlockDiagonal(blocks)
 
 

@@ -62,23 +62,24 @@ class CurvatureKind:
         is_number = self.name in WITH_FACTORS and not isinstance(self.rank, float)
         return int(self.rank) if is_number and self.rank else None
 
-    def fit(self, problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
-        """Directions from some data, magnitudes from others, or from the same for None."""
+    def fit(
+        self,
+        problem: Problem,
+        directions: Pairs,
+        magnitudes: Pairs | None = None,
+        num_folds: int | None = None,
+    ) -> CurvatureFit:
+        """Directions from some data; magnitudes from others, from the same, or out of fold."""
+        if self.is_dense and num_folds is not None:
+            return fit_crossfit_dense(problem, directions, num_folds, self.num_directions)
         if self.name == "full":
             return fit_full(problem, directions, magnitudes)
         if self.num_directions is not None:
             return fit_low_rank(problem, directions, magnitudes, self.num_directions)
-        return self._thin(FITS[self.name](problem, directions, magnitudes))
-
-    def crossfit(self, problem: Problem, data: Pairs, num_folds: int) -> CurvatureFit:
-        """Directions from all the data, magnitudes out of fold."""
-        if self.is_dense:
-            return fit_crossfit_dense(problem, data, num_folds, self.num_directions)
-        return self._thin(fit_crossfit(problem, data, num_folds, self.name))
-
-    def _thin(self, found: CurvatureFit) -> CurvatureFit:
-        """The fit with the directions that `rank` says."""
-        if self.rank is None:
-            return found
-        rank = self.rank
-        return replace(found, curvature=found.curvature.map(lambda _, of: of.leading(rank)))
+        if num_folds is None:
+            fitted = FITS[self.name](problem, directions, magnitudes)
+        else:
+            fitted = fit_crossfit(problem, directions, num_folds, self.name)
+        if (rank := self.rank) is None:
+            return fitted
+        return replace(fitted, curvature=fitted.curvature.map(lambda _, of: of.leading(rank)))

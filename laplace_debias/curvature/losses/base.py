@@ -63,12 +63,14 @@ class OutputLoss(ABC):
     sum of their counts. Working with sums makes everything built on them independent of how the
     data is cut into batches. `is_recordable` says whether `value` consists of operations known to
     be recorded safely, `is_convex` whether it is convex in the outputs for certain, so that a
-    generalised Gauss-Newton matrix is positive semi-definite.
+    generalised Gauss-Newton matrix is positive semi-definite, and `has_distribution` whether labels
+    can be drawn from the model.
     """
 
     reduction: str
     is_recordable: bool = True
     is_convex: bool = True
+    has_distribution: bool = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:  # noqa: B027 (any target fits)
         """Raise a `ValueError` or `TypeError` if targets do not fit outputs of this shape."""
@@ -116,11 +118,6 @@ class OutputLoss(ABC):
         a log-likelihood; see `has_distribution`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no distribution of the labels.")
-
-    @property
-    def has_distribution(self) -> bool:
-        """Whether labels can be drawn from the model."""
-        return type(self).drawn_gradient is not OutputLoss.drawn_gradient
 
 
 class NegativeLogLikelihood(OutputLoss):

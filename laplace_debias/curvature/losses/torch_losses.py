@@ -273,6 +273,7 @@ class AnyLoss(OutputLoss):
     # Nobody knows what is in it: see `SquaredError.value`.
     is_recordable = False
     is_convex = False
+    has_distribution = False
 
     def __init__(self, loss: LossFunction, reduction: str, ignore_index: int | None = None) -> None:
         self.reduction = reduction

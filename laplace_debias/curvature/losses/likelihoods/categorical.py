@@ -78,19 +78,6 @@ class Categorical(Likelihood):
         if _are_soft(targets) and targets.shape == outputs.shape:
             self._check_probabilities(outputs, targets)
             return
-        self._check_indices(outputs, targets)
-
-    def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require class indices: predictions are scored on labels."""
-        if _are_soft(targets) and targets.shape == values.shape:
-            raise ValueError(
-                "Predictions are scored on class indices, got class probabilities (soft targets): "
-                "pass the labels, or `targets.argmax(-1)`."
-            )
-        self.check(values, targets)
-
-    def _check_indices(self, outputs: Tensor, targets: Tensor) -> None:
-        num_classes = outputs.shape[1]
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
                 f"Class labels must be integers, got {targets.dtype}: pass class indices, "
@@ -115,6 +102,15 @@ class Categorical(Likelihood):
                 f"{int(low)} … {int(high)}."
             ),
         )
+
+    def check_predicted(self, values: Tensor, targets: Tensor) -> None:
+        """Require class indices: predictions are scored on labels."""
+        if _are_soft(targets) and targets.shape == values.shape:
+            raise ValueError(
+                "Predictions are scored on class indices, got class probabilities (soft targets): "
+                "pass the labels, or `targets.argmax(-1)`."
+            )
+        self.check(values, targets)
 
     def _check_probabilities(self, outputs: Tensor, targets: Tensor) -> None:
         probabilities = targets.double()
