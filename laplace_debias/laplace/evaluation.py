@@ -185,7 +185,7 @@ def values_of(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
 
 def classified(
     values: Float[Tensor, "n *classes"], labels: Tensor
-) -> tuple[Float[Tensor, "m *classes"], Integer[Tensor, " m"]]:
+) -> tuple[Float[Tensor, "m *kept"], Integer[Tensor, " m"]]:
     """Class probabilities and labels as `metrics` has them; each of several labels a row."""
     if labels.numel() == values.numel():
         return values.flatten(), labels.flatten().long()

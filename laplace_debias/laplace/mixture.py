@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +97,7 @@ class Mixture(Predictor):
         return Independent(mixed, 1) if isinstance(first, Independent) else mixed
 
     def _uncertainty(self, x: Inputs | Record, how: Prediction) -> Uncertainty:
-        alone = replace(how, method="map", samples=None)
+        alone = Prediction("map", positions=how.positions)
         trained = [member._predict(x, alone, None) for member in self.members]
         if not isinstance(trained[0], MultivariateNormal):
             with torch.inference_mode(False):

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -39,29 +39,27 @@ METHODS = ("glm", "glm-mc", "nn", "map")
 DEFAULT_SAMPLES = 100
 
 
-@dataclass(frozen=True, eq=False)
 class Prediction:
     """How to predict; as `Laplace.predict` takes it."""
 
-    method: str = "glm"
-    samples: int | None = None
-    generator: torch.Generator | None = None
-    positions: Positions | None = None
-
-    def __post_init__(self) -> None:
-        method, samples = self.method, self.samples
+    def __init__(
+        self,
+        method: str = "glm",
+        samples: int | None = None,
+        generator: torch.Generator | None = None,
+        positions: Positions | None = None,
+    ) -> None:
         if method not in METHODS:
             raise ValueError(f"Unknown method={method!r}: use one of {', '.join(METHODS)}.")
-        check_generator(self.generator)
+        check_generator(generator)
         if samples is not None and whole(samples, "samples") and method == "map":
             raise ValueError(
                 f'samples={samples}: give them to "glm", "glm-mc" or "nn", none to "map".'
             )
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the predictive has a closed form."""
-        return self.method == "glm" and self.samples is None
+        self.method, self.samples = method, samples
+        self.generator, self.positions = generator, positions
+        # Whether the predictive has a closed form.
+        self.is_closed = method == "glm" and samples is None
 
     def moments(
         self, fitted: Fitted, x: Inputs | Record, diagonal: bool

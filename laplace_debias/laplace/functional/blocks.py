@@ -1,13 +1,13 @@
 """Functional covariance of a posterior that is block-diagonal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.tap import Use
 from laplace_debias.curvature.layers.uses import Uses
@@ -50,7 +50,11 @@ class BlockMoments:
         self.prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
-        self._operators: dict[int, EigenKronecker] = {}
+        self._operators: list[EigenKronecker] = []
+        for block in blocks:
+            operator = posterior.curvature.blocks[block.name]
+            assert isinstance(operator, EigenKronecker)
+            self._operators.append(operator.with_whole_outputs(_COMPLETED))
         self._runs: dict[int, Runs] = {}
 
     def add_last_layer(
@@ -68,10 +72,13 @@ class BlockMoments:
         Returns:
             How many blocks there are: none of another layer.
         """
-        of_layer = linear_blocks(self.blocks, layer, last, outputs)
-        for index in of_layer:
-            self._add_linear(into, index, last, chosen)
-        return len(of_layer)
+        num_added = 0
+        if isinstance(layer, nn.Linear) and outputs.ndim == 2:
+            for index, block in enumerate(self.blocks):
+                if block.site == Site((last.layer,)):
+                    self._add_linear(into, index, last, chosen)
+                    num_added += 1
+        return num_added
 
     def _add_linear(
         self, total: Tensor, index: int, last: Use, chosen: Int[Tensor, "batch k"] | None
@@ -81,7 +88,8 @@ class BlockMoments:
         phi = last.x if not block.is_exact else last.x.new_ones(len(last.x), 1)
         if block.is_joint:
             phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
-        operator, curvature = self._operator(index)
+        operator = self._operators[index]
+        curvature = self.posterior.data_weight * operator.in_frame
         precisions = curvature + self.prior_precisions[:, index, None, None]
         rotated = coordinates(phi, operator.U_A)
         along = rotated.square() @ precisions.reciprocal().mT  # [P, B, d_out]
@@ -105,52 +113,37 @@ class BlockMoments:
         for point, variances in zip(total, along, strict=True):
             point += (rows * variances.unsqueeze(1)) @ rows.mT
 
-    def begin(self, into: Float[Tensor, "grid batch columns *again"]) -> None:
-        """Begin with some columns, whose covariances or variances are added to `into`."""
-        self._into = into
+    def add(
+        self,
+        into: Float[Tensor, "grid batch columns *again"],
+        backward: Iterable[tuple[int, nn.Module, Uses]],
+    ) -> None:
+        """Add the covariances, or variances, of some columns, from each block's output gradients.
 
-    def add(self, index: int, layer: nn.Module, uses: Uses) -> None:
-        """Take one block's inputs and output gradients."""
-        operator, curvature = self._operator(index)
-        deltas = self.prior_precisions[:, index]
-        for part, J, columns in self._jacobians(
-            layer, self.blocks[index], uses, operator.U_G, operator.U_A
-        ):
-            seen = (curvature if columns is None else curvature[..., columns]).flatten()
-            rows, into = J.flatten(2), self._into[:, part]
-            if self._diagonal:
-                into += weighted_squares(rows, seen, deltas)
-            elif len(deltas) <= _PAIRS_FROM or columns is not None or len(seen) < _SORTED:
-                into += weighted_gram(rows, seen, deltas)
-            else:
-                if index not in self._runs:
-                    self._runs[index] = Runs.of(seen, deltas)
-                runs = self._runs[index]
-                into += runs.gram(rows)
-                into += weighted_gram(rows[..., runs.others], seen[runs.others], deltas)
-
-    def _operator(self, index: int) -> tuple[EigenKronecker, Tensor]:
-        """A block's curvature, and N·Λ of every coordinate of it, `[*groups, d_out, d_in]`."""
-        if index not in self._operators:
-            operator = self.posterior.curvature.blocks[self.blocks[index].name]
-            assert isinstance(operator, EigenKronecker)
-            operator = operator.with_whole_outputs(_COMPLETED)
-            self._operators[index] = operator
-        operator = self._operators[index]
-        return operator, self.posterior.data_weight * operator.in_frame
-
-    def end(self) -> None:
-        """Nothing is left to add: every block was added as it came."""
-
-
-def linear_blocks(
-    blocks: Sequence[Block], layer: nn.Module, last: Use, outputs: Tensor
-) -> list[int]:
-    """Numbers of the blocks of a linear layer that gives the outputs `[B, C]` itself."""
-    of_layer = [i for i, block in enumerate(blocks) if block.layer == last.layer]
-    is_known = all(blocks[i].role in ("weight", "bias") for i in of_layer)
-    is_linear = isinstance(layer, nn.Linear) and outputs.ndim == 2
-    return of_layer if is_linear and is_known else []
+        Args:
+            into: The sums.
+            backward: Numbers of blocks, with their layers and uses, as `Tap.backward` yields them.
+        """
+        for index, layer, uses in backward:
+            operator, deltas = self._operators[index], self.prior_precisions[:, index]
+            curvature = self.posterior.data_weight * operator.in_frame
+            for part, J, columns in self._jacobians(
+                layer, self.blocks[index], uses, operator.U_G, operator.U_A
+            ):
+                seen = (curvature if columns is None else curvature[..., columns]).flatten()
+                rows, total = J.flatten(2), into[:, part]
+                if self._diagonal:
+                    total += weighted_squares(rows, seen, deltas)
+                elif len(deltas) <= _PAIRS_FROM or columns is not None or len(seen) < _SORTED:
+                    total += weighted_gram(rows, seen, deltas)
+                else:
+                    if index not in self._runs:
+                        self._runs[index] = Runs.of(seen, deltas)
+                    runs = self._runs[index]
+                    total += runs.gram(rows)
+                    total += weighted_gram(rows[..., runs.others], seen[runs.others], deltas)
+            # Let go before the next block's are made.
+            del uses, J, rows
 
 
 def weighted_squares(

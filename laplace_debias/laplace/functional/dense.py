@@ -1,6 +1,6 @@
 """Functional covariance of posteriors with directions in all parameters together."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -61,42 +61,33 @@ class DenseMoments:
         """None: directions mix the last layer with all others."""
         return 0
 
-    def begin(self, into: Float[Tensor, "grid batch columns *again"]) -> None:
-        """As `BlockMoments.begin`."""
-        self._into = into
-        self._along: Tensor | None = None
-        self._gram: Tensor | None = None
-
-    def add(self, index: int, layer: nn.Module, uses: Uses) -> None:
+    def add(
+        self,
+        into: Float[Tensor, "grid batch columns *again"],
+        backward: Iterable[tuple[int, nn.Module, Uses]],
+    ) -> None:
         """As `BlockMoments.add`."""
-        block, place = self.blocks[index], self._places[index]
-        for part, J, columns in self._jacobians(layer, block, uses, None, None):
-            if columns is not None:
-                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
-            rows = J.flatten(2).double()
-            gram = rows.square().sum(-1) if self._diagonal else rows @ rows.mT
-            along = rows @ self._directions[place].double()
-            if self._gram is None or self._along is None:
-                batch = self._into.shape[1]
-                self._gram = gram.new_zeros(batch, *gram.shape[1:])
-                self._along = along.new_zeros(batch, *along.shape[1:])
-            self._gram[part] += gram
-            self._along[part] += along
-
-    def end(self) -> None:
-        """Add the covariances, or variances, of what came since `begin`."""
-        gram, along, rest = self._gram, self._along, None
-        assert gram is not None
-        assert along is not None
-        block = self.posterior.curvature.blocks[DENSE_BLOCK]
-        magnitudes = block.magnitudes.flatten().double()
+        gram, rest = into.new_zeros(into.shape[1:], dtype=torch.float64), None
+        along = gram.new_zeros(*into.shape[1:3], self._directions.shape[1])
+        for index, layer, uses in backward:
+            block, place = self.blocks[index], self._places[index]
+            for part, J, columns in self._jacobians(layer, block, uses, None, None):
+                if columns is not None:
+                    J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
+                rows = J.flatten(2).double()
+                gram[part] += self._product(rows, rows)
+                along[part] += rows @ self._directions[place].double()
+            # Let go before the next block's are made.
+            del uses, J, rows
+        of_all = self.posterior.curvature.blocks[DENSE_BLOCK]
+        magnitudes = of_all.magnitudes.flatten().double()
         if self._root is not None:
             along = torch.linalg.solve_triangular(self._root.mT, along, upper=True, left=False)
-            rest = self._rest(gram, along, block.shape[0])
-        for into, delta in zip(self._into, self._deltas, strict=True):
+            rest = self._rest(gram, along, of_all.shape[0])
+        for point, delta in zip(into, self._deltas, strict=True):
             weights = 1 / (self.posterior.data_weight * magnitudes + delta)
             total = self._product(along * weights, along)
-            into += (total if rest is None else total + rest / delta).to(into)
+            point += (total if rest is None else total + rest / delta).to(point)
 
     def _rest(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
         """Products of what the directions leave of each row; zero where that is rounding alone."""

@@ -17,13 +17,11 @@ from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.dense import DenseMoments
 from laplace_debias.laplace.functional.moments import (
     OutputRequest,
-    add_columns,
-    bytes_of_a_column,
     check_covariance,
+    columns_at_once,
     unit_columns,
 )
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.system.memory import granted
 
 
 def joint_moments(
@@ -61,15 +59,17 @@ def joint_moments(
     covariance = mean.new_zeros(batch, num_columns, batch, num_columns)
     accumulator = DenseMoments if DENSE_BLOCK in posterior.curvature.blocks else BlockMoments
     moments = accumulator(blocks, posterior, prior_precision[None], False, joint_jacobians)
-    size = num_columns * bytes_of_a_column(in_bytes, blocks, mean)
-    for part in _groups(batch, size, request.memory_bound):
+    least = min(batch, 2)
+    what, remedy = f"a joint covariance of {least} example(s)", ", or ask for some outputs"
+    of_least = request, least * num_columns, in_bytes, blocks, mean, remedy, what
+    for part in _groups(batch, columns_at_once(*of_least)[0] // num_columns):
         part = part.to(mean.device)
         of_part = tap.forward(take(x, part))
         check_outputs(of_part)
         chosen = None if request.outputs is None else request.outputs[part]
         columns = unit_columns(of_part, chosen)
         total = mean.new_zeros(1, 1, *[len(part) * num_columns] * 2)
-        add_columns(total, tap, moments, of_part, columns)
+        moments.add(total, tap.backward(of_part, columns))
         by_example = total.view(*[len(part), num_columns] * 2)
         covariance[part[:, None], :, part] = by_example.permute(0, 2, 1, 3)
     check_covariance(covariance, prior_precision)
@@ -80,11 +80,8 @@ def joint_moments(
     return outputs, covariance
 
 
-def _groups(batch: int, size: int, memory_bound: int | None) -> Iterator[Int[Tensor, " some"]]:
-    """Numbers of examples that go together, so that every two are in one group."""
-    least = min(batch, 2)
-    what = f"a joint covariance of {least} example(s)"
-    fitting = granted(memory_bound, least * size, what, ", or ask for some outputs") // size
+def _groups(batch: int, fitting: int) -> Iterator[Int[Tensor, " some"]]:
+    """Numbers of examples that go together, so many at most, so that every two are in one group."""
     if fitting >= batch:
         yield torch.arange(batch)
         return

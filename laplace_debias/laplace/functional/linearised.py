@@ -49,7 +49,8 @@ def moments(
     deltas = prior_precisions.reshape(num_points, -1).expand(-1, num_blocks).to(posterior.mean)
     may_be_early = partial(can_go_through, blocks=blocks, posterior=posterior)
     with asked_of(fitted, x, positions, may_be_early) as asked:
-        chosen, memory_bound = asked.chosen(outputs), fitted.subject.settings.memory_bound
+        chosen = None if outputs is None else asked.chosen(outputs)
+        memory_bound = fitted.subject.settings.memory_bound
         request = OutputRequest(diagonal, chosen, memory_bound, differences)
         of_request = posterior, asked.x, deltas, request, asked.head
         mean, covariances = functional_moments(asked.network, blocks, *of_request)
@@ -68,7 +69,7 @@ def joint(
     posterior, num_blocks = fitted.posterior, len(fitted.subject.known.block_names)
     deltas = posterior.prior_precision.expand(num_blocks).to(posterior.mean)
     with asked_of(fitted, x, positions) as asked:
-        chosen = asked.chosen(outputs)
+        chosen = None if outputs is None else asked.chosen(outputs)
         request = OutputRequest(False, chosen, fitted.subject.settings.memory_bound)
         of_request = posterior, asked.x, deltas, request
         mean, covariance = joint_moments(asked.network, fitted.subject.known.blocks, *of_request)
@@ -127,14 +128,12 @@ class Asked:
     positions: ChosenPositions | None = None
     head: str | None = None
 
-    def chosen(self, outputs: OutputChoice | None) -> Int[Tensor, "batch k"] | None:
+    def chosen(self, outputs: OutputChoice) -> Int[Tensor, "batch k"]:
         """The flattened outputs that are asked for, those of one position after the other.
 
         Raises:
             ValueError: If there are no such outputs.
         """
-        if outputs is None:
-            return None
         values, at = map_outputs(self.network, self.x), self.positions
         # A row of an example, or of each of its positions.
         rows = values.flatten(1) if at is None else values.flatten(0, 1)

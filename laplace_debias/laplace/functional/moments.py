@@ -140,6 +140,7 @@ def _add(
     bound = request.memory_bound or MEMORY_BOUND
     if num_added < len(blocks):
         at_once, bound = columns_at_once(request, num_columns, gradients, blocks, outputs)
+        at_once = min(num_columns, at_once)
     chunk = max(1, min(bound, _WORTH * len(blocks)) // (gradients * at_once))
     if len(outputs) == 1 < min(chunk, left):
         return chunk
@@ -150,24 +151,8 @@ def _add(
         if request.differences:
             columns = columns - unit_columns(outputs, chosen, slice(-1, None))
         into = total[:, :, some] if request.diagonal else total[:, :, some, some]
-        add_columns(into, tap, moments, outputs, columns, some.stop < num_columns, skipped)
+        moments.add(into, tap.backward(outputs, columns, some.stop < num_columns, skipped))
     return chunk
-
-
-def add_columns(
-    into: Float[Tensor, "grid _ m *again"],
-    tap: Tap,
-    moments: BlockMoments | DenseMoments,
-    outputs: Tensor,
-    columns: Float[Tensor, "columns batch *outputs"],
-    again: bool = False,
-    without: Site | None = None,
-) -> None:
-    """Push columns of cotangents back once, and add their covariances, or variances."""
-    moments.begin(into)
-    for of_block in tap.backward(outputs, columns, again=again, without=without):
-        moments.add(*of_block)
-    moments.end()
 
 
 def can_go_through(head: str, blocks: Sequence[Block], posterior: GaussianPosterior) -> bool:
@@ -205,7 +190,8 @@ def _add_through(
         of_h = replace(request, diagonal=request.diagonal and not wanted.by_inputs)
         num_columns = wanted.h[0].numel() if wanted.by_inputs else wanted.num_outputs
         gradients, remedy = tap.output_bytes(), ", or ask for fewer outputs"
-        at_once, bound = columns_at_once(of_h, num_columns, gradients, below, wanted.h, remedy)
+        most, bound = columns_at_once(of_h, num_columns, gradients, below, wanted.h, remedy)
+        at_once = min(num_columns, most)
         of_columns = BlockMoments(
             blocks, moments.posterior, moments.prior_precisions, of_h.diagonal
         )
@@ -214,7 +200,7 @@ def _add_through(
             size = [some.stop - begin] * (1 if of_h.diagonal else 2)
             found = total.new_zeros(*total.shape[:2], *size)
             columns, more = wanted.columns(some), some.stop < num_columns
-            add_columns(found, tap, of_columns, calls.x, columns, more, without)
+            of_columns.add(found, tap.backward(calls.x, columns, more, without))
             # Without the diagonal alone all columns are one part.
             outputs = wanted.of_columns(some) if of_h.diagonal else wanted
             into = total[..., some] if of_h.diagonal else total
@@ -298,29 +284,21 @@ def columns_at_once(
     blocks: Sequence[Block],
     like: Tensor,
     remedy: str = "",
+    what: str = "an example's output gradients and Jacobians",
 ) -> tuple[int, int]:
-    """How many outputs are differentiated together, and the bytes for it.
+    """How many outputs of one example can be differentiated together, and the bytes for it.
 
     Raises:
         ValueError: If the memory bound does not allow one, or not those that must be together.
     """
-    each = bytes_of_a_column(gradients, blocks, like)
-    remedy = (
-        remedy
-        if remedy or request.diagonal
-        else ", ask for variances (diagonal=True) or for some outputs"
-    )
-    bound = granted(
-        request.memory_bound,
-        (1 if request.diagonal else num_columns) * each,
-        "an example's output gradients and Jacobians",
-        remedy,
-    )
-    return min(num_columns, bound // each), bound
-
-
-def bytes_of_a_column(gradients: int, blocks: Sequence[Block], like: Tensor) -> int:
-    """Bytes that one output of one example takes: its output gradients, or a block's Jacobian."""
-    # Of a table only the rows that are looked up have a Jacobian.
-    sizes = [block.size for block in blocks if block.role != "table"]
-    return max(gradients, max(sizes, default=0) * like.element_size())
+    # Of each its output gradients, or a block's Jacobian.
+    each = gradients
+    for block in blocks:
+        # Of a table only the rows that are looked up have a Jacobian.
+        if block.role != "table":
+            each = max(each, block.size * like.element_size())
+    if not remedy and not request.diagonal:
+        remedy = ", ask for variances (diagonal=True) or for some outputs"
+    needed = each if request.diagonal else num_columns * each
+    bound = granted(request.memory_bound, needed, what, remedy)
+    return bound // each, bound
