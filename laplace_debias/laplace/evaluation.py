@@ -35,22 +35,9 @@ class Targets(NamedTuple):
     log_prob_of: Tensor
 
 
-class Scored(NamedTuple):
-    """The scores that a predictive gives to the targets that count, one row for each.
-
-    The `values` are probabilities, `[n, C]` or for a single logit `[n]`; else means, `[n, C]`. Only
-    normals have `deviations`.
-    """
-
-    values: Float[Tensor, "n *outputs"]
-    log_probs: Float[Tensor, " n"]
-    labels: Tensor
-    deviations: Float[Tensor, "n *outputs"] | None = None
-
-
-def joined(parts: Sequence[Sequence[Tensor | None]], what: str) -> list[Tensor]:
+def joined(parts: Sequence[Sequence[Tensor]], what: str) -> list[Tensor]:
     """The columns of several batches in one, of all processes that share them."""
-    own = [torch.cat(of) for of in zip(*parts, strict=True) if of[0] is not None]
+    own = list(map(torch.cat, zip(*parts, strict=True)))
     of_all = current().on_all(own or None)
     if of_all is None:
         raise ValueError(f"The loader holds no batch: nothing to {what}.")
@@ -91,20 +78,19 @@ def evaluate_predictions(
         is_multilabel = isinstance(getattr(predictive, "base_dist", None), Bernoulli)
         kinds = [is_multilabel, is_multilabel or hasattr(predictive, "probs")]
         parts.append(score(likelihood, predictive, y, class_dim))
-    scored = Scored(*joined(parts, "evaluate"))
+    values, log_probs, targets, *deviations = joined(parts, "evaluate")
     # A process without examples has not seen what is predicted.
     kinds = [any(of) for of in zip(*current().exchange(kinds), strict=True)]
     is_multilabel, has_probabilities = kinds
-    targets, log_probs = scored.labels, scored.log_probs
     if not has_probabilities:
-        targets = targets.reshape(scored.values.shape).to(scored.values.dtype)
-    if not has_probabilities and scored.deviations is None:
+        targets = targets.reshape(values.shape).to(values.dtype)
+    if not has_probabilities and not deviations:
         if ood:
             raise ValueError(
                 "OOD detection of a regression is by the variance of a normal predictive, which "
                 "this likelihood does not give: leave out `ood`."
             )
-        statistics = {"nll": of_log_probs(log_probs), "rmse": of_rmse(scored.values, targets)}
+        statistics = {"nll": of_log_probs(log_probs), "rmse": of_rmse(values, targets)}
         return report_of(statistics, targets, level, intervals)
 
     def of_inputs(x: Inputs) -> Tensor:
@@ -116,15 +102,14 @@ def evaluate_predictions(
     of_ood = {name: _over(data, name, of_inputs) for name, data in ood.items()}
     options: dict[str, Any] = {"intervals": intervals, "level": level}
     if not has_probabilities:
-        assert scored.deviations is not None
-        of_targets = scored.values, scored.deviations, targets
+        of_targets = values, deviations[0], targets
         return metrics.evaluate_regression(*of_targets, of_ood, log_probs=log_probs, **options)
     if is_multilabel:
-        of_labels = scored.values, targets.long(), of_ood
+        of_labels = values, targets.long(), of_ood
         return metrics.evaluate_multilabel(*of_labels, log_probs=log_probs, **options)
     # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
-    of_single = log_probs if scored.values.ndim == 1 else None
-    of_classes = classified(scored.values, targets)
+    of_single = log_probs if values.ndim == 1 else None
+    of_classes = classified(values, targets)
     return metrics.evaluate(*of_classes, of_ood, log_probs=of_single, **options)
 
 
@@ -167,14 +152,19 @@ def targets_of(
 
 def score(
     likelihood: Likelihood, predictive: Distribution, targets: Tensor, class_dim: int | None
-) -> Scored:
-    """Score a predictive on the targets that count."""
+) -> list[Tensor]:
+    """Score a predictive on the targets that count, one row for each.
+
+    Returns:
+        Probabilities, `[n, C]` or for a single logit `[n]`, else means, `[n, C]`; log-probabilities
+        `[n]`; labels. Of a normal also its standard deviations.
+    """
     labels, counted, log_prob_of = targets_of(likelihood, predictive, targets, class_dim)
-    values, deviations = values_of(predictive), None
+    values, log_probs = values_of(predictive), predictive.log_prob(log_prob_of).flatten()
+    scores = [values[counted], log_probs[counted], labels[counted]]
     if isinstance(predictive, Normal | MultivariateNormal):
-        deviations = predictive.variance.reshape(values.shape)[counted].sqrt()
-    log_probs = predictive.log_prob(log_prob_of).flatten()[counted]
-    return Scored(values[counted], log_probs, labels[counted], deviations)
+        scores.append(predictive.variance.reshape(values.shape)[counted].sqrt())
+    return scores
 
 
 def values_of(predictive: Distribution) -> Float[Tensor, "n *outputs"]:

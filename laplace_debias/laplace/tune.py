@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -126,22 +126,18 @@ def links_to_try(default: Link | None, given: str | Link | None) -> list[Link]:
 class Table:
     """A metric at every prior precision of a search, by every link.
 
-    A metric is a sum over the terms that count (targets, positions, labels) over their number. The
-    terms of one example belong together, so errors are taken over examples. The points ascend; of
-    links there is one more, infinity, without any covariance. Without links the sums have one
-    column. At each point σ is multiplied by its factor; None where it is not tuned.
+    A metric (`values`) is a sum over the terms that count (targets, positions, labels) over their
+    number. The terms of one example belong together, so errors are taken over examples. The points
+    ascend; of links there is one more, infinity, without any covariance. Without links the sums
+    have one column. At each point σ is multiplied by its factor; None where it is not tuned.
     """
 
     at: Sequence[float]
     links: Sequence[Link]
     sums: Float[Tensor, "points links examples"]
     counts: Float[Tensor, " examples"]
+    values: Float[Tensor, "points links"]
     factors: Float[Tensor, " points"] | None = None
-
-    @cached_property
-    def values(self) -> Float[Tensor, "points links"]:
-        """The metric."""
-        return self.sums.sum(-1) / self.counts.sum()
 
     def least(self, points: range, links: Sequence[int]) -> tuple[int, int]:
         """Point and link with the least value among some; what is NaN is passed over."""
@@ -208,23 +204,23 @@ def look(
             part.append(torch.cat(row, 1)[counts > 0])
         parts.append(part)
     counts, *columns = joined(parts, "tune on")
-    sums = torch.stack(columns).mT.contiguous()
-    if not with_noise:
-        return Table(at, links, sums, counts)
-    # With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
-    # covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
-    # k² = Σ q / M.
-    squares, log_dets, outputs = sums.unbind(1)
-    factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
-    if not factors.all():
-        raise ValueError(
-            "The residuals of the validation data are zero: there is no noise to estimate. "
-            "Check that the targets are not the outputs, or pass sigma=False."
-        )
-    k = factors.unsqueeze(1)
-    sums = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2 + outputs * k.log()
-    deltas = [gamma / factor**2 for gamma, factor in zip(at, factors.tolist(), strict=True)]
-    return Table(deltas, links, sums.unsqueeze(1), counts, factors)
+    sums, factors = torch.stack(columns).mT.contiguous(), None
+    if with_noise:
+        # With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
+        # covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
+        # k² = Σ q / M.
+        squares, log_dets, outputs = sums.unbind(1)
+        factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
+        if not factors.all():
+            raise ValueError(
+                "The residuals of the validation data are zero: there is no noise to estimate. "
+                "Check that the targets are not the outputs, or pass sigma=False."
+            )
+        k = factors.unsqueeze(1)
+        half = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2
+        sums = (half + outputs * k.log()).unsqueeze(1)
+        at = [gamma / factor**2 for gamma, factor in zip(at, factors.tolist(), strict=True)]
+    return Table(at, links, sums, counts, sums.sum(-1) / counts.sum(), factors)
 
 
 def _noise_terms(predicted: Distribution, labels: Tensor) -> Float[Tensor, "terms 3"]:
