@@ -29,7 +29,6 @@ from laplace_debias.curvature.losses.likelihoods import (
 from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.outputs import (
-    check_layout,
     classes_last,
     warn_of_probabilities,
     warn_of_sigmoid,
@@ -425,7 +424,15 @@ def look_at(
     """Run a few examples: where are the classes, and are the outputs logits?"""
     with torch.no_grad(), kept_as_it_is(network.modules()):
         outputs = call(network, take(x, slice(0, _FEW)))
-    check_layout(torch.Size((len(y), *outputs.shape[1:])), y, settings.class_dim)
+    shape = torch.Size((len(y), *outputs.shape[1:]))
+    # One batch tells for all where the classes are: the others have the same model.
+    fits_both = len(shape) > 2 and y.shape == shape[:-1] == shape[:1] + shape[2:]
+    if settings.class_dim is None and fits_both and shape[1] > 1:
+        raise ValueError(
+            f"Outputs of shape {tuple(shape)} with targets of shape {tuple(y.shape)} may "
+            "have the classes in the last dimension or in dimension 1. Say which: "
+            "Laplace(..., class_dim=-1) for [B, ..., C], class_dim=1 for [B, C, ...]."
+        )
     if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
         warn(
             "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= (--sigma) "

@@ -204,21 +204,6 @@ def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> T
     return targets.movedim(class_dim, -1)
 
 
-def check_layout(shape: torch.Size, targets: Tensor, class_dim: int | None) -> None:
-    """Ask where the classes are if the shapes fit both `[B, ..., C]` and `[B, C, ...]`.
-
-    One batch whose shapes fit one of the two tells for all: the others have the same model.
-    """
-    if class_dim is not None or len(shape) < 3:
-        return
-    if targets.shape == shape[:-1] == shape[:1] + shape[2:] and shape[1] > 1:
-        raise ValueError(
-            f"Outputs of shape {tuple(shape)} with targets of shape {tuple(targets.shape)} may "
-            "have the classes in the last dimension or in dimension 1. Say which: "
-            "Laplace(..., class_dim=-1) for [B, ..., C], class_dim=1 for [B, C, ...]."
-        )
-
-
 def warn_of_probabilities(outputs: Tensor) -> None:
     """Warn if every row of the outputs `[B, ..., C]` is a distribution over C ≥ 2 classes.
 
