@@ -62,7 +62,7 @@ def sweep_rows(
     kept = None if sums is None else {"rows": sums, "extremes": extremes}
     sweep = Sweep(problem, collect, measure, sums=kept, row_bytes=row_bytes)
     seen = sweep.over(batches, first)
-    check_finite_sums([(block, torch.cat(of)) for block, of in extremes.items() if of])
+    check_finite_sums({block: torch.cat(of) for block, of in extremes.items() if of})
     return seen
 
 

@@ -151,7 +151,7 @@ def eigh_of_each(factors: Sequence[Factor], what: str) -> list[Eigenpairs]:
     a positive product with one fixed vector, so that other machines draw the same samples.
     """
     if isinstance(factors[0], Rows):
-        return _of_rows([factor.compressed() for factor in factors], what)  # type: ignore[union-attr]
+        return _of_rows(factors, what)  # type: ignore[arg-type]
     if factors[0].ndim == 1:
         return [(factor, None) for factor in factors]  # type: ignore[misc]
     values, vectors = decomposition.eigh(torch.stack(factors), what)  # type: ignore[arg-type]

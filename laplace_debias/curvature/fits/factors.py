@@ -145,16 +145,17 @@ def input_factors(
     if as_rows:
         return map(Rows, parts)
     most = 0 if block.has_diagonal_A or d_in < _WIDE else d_in // 2
-    num_rows = len(inputs[0])
-    if num_rows <= most and block.sharing != "reduce":
-        num_rows *= sum(activations(layer, block, x[:1]).shape[1] for x in inputs)
-    if num_rows <= most:
+    num_positions = 1
+    if most and block.sharing != "reduce":
+        num_positions = sum(activations(layer, block, x[:1]).shape[1] for x in inputs)
+    if num_positions * len(inputs[0]) <= most:
         return [Rows(torch.cat(list(parts)))]
     A = layer.weight.new_zeros(*block.groups, *[d_in] * (1 if block.has_diagonal_A else 2))
     is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
     if is_plain and isinstance(layer, CONVOLUTIONS) and has_displacements(layer):
-        images = [x[:, : x.shape[1] // block.num_groups] for x in inputs]
-        if min(image.numel() * image.shape[1] for image in images) >= LARGE:
+        # The least work that there is in each group of a use.
+        work = min(x.numel() * x.shape[1] for x in inputs) // block.num_groups**2
+        if work >= LARGE:
             # Without patches.
             for x in inputs:
                 _add_patches(A, layer, block, x)

@@ -56,7 +56,8 @@ def curvature_along(
 
     kept = dict(zip("GA", sides, strict=True))
     seen = Sweep(problem, add, as_rows=as_rows, sums=kept).over(batches, first)
-    check_finite_sums([*sides[0].items(), *sides[1].items()])
+    check_finite_sums(sides[0])
+    check_finite_sums(sides[1])
     along_G, along_A = to_all(problem, sides[0]), to_all(problem, sides[1])
     table = {}
     for block, G in along_G.items():
@@ -96,7 +97,7 @@ def exact_sums(
         add_to(sums, block, squares.to(problem.factor_dtype))
 
     seen = Sweep(problem, collect, measure, sums={"table": sums}).over(batches, first)
-    check_finite_sums(list(sums.items()))
+    check_finite_sums(sums)
     return to_all(problem, sums), seen
 
 

@@ -3,7 +3,7 @@
 Several processes sum each block's factors at one of them, its owner, which decomposes them for all.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class RunningSums:
         kept, d = self.rows[side].setdefault(block, []), block.shape[side]
         if block.is_streamed(side):
             rows, rests = factor.rows.to(dtype), self.rests[side]
-            check_finite_sums([(block, rows)])
+            check_finite_sums({block: rows})
             total = Rows(kept[0] if kept else rows[:0], rests.get(block, 0.0), block.most_rows)
             for part in rows.split(2 * (block.rank or 1)):
                 total = Rows(torch.cat([total.rows, part]), total.rest, total.most).compressed()
@@ -70,16 +70,17 @@ class RunningSums:
     def owned(self, side: int) -> dict[Block, Factor]:
         """Sums of all processes, of the blocks that this process owns."""
         few, sums, problem = self._few(side), self.sums[side], self.problem
-        parts = []
+        found: dict[Block, Factor] = {}
         for block in problem.blocks:
-            if block in few:
-                parts.append((block, few[block].rows))
-            elif block in sums:
-                parts.append((block, sums[block]))
-        check_finite_sums(parts)
-        owners, ranks = owners_of(problem), problem.ranks
-        found = {**few, **ranks.sum_to_owners(of_all_blocks(problem, sums), owners)}
-        return {b: found[b] for b in problem.blocks if b in found and owners[b] == ranks.rank}
+            if block in few or block in sums:
+                found[block] = few[block] if block in few else sums[block]
+        check_finite_sums(found)
+        if problem.ranks.size == 1:
+            return found
+        owners = owners_of(problem)
+        found = {**few, **problem.ranks.sum_to_owners(of_all_blocks(problem, sums), owners)}
+        own = [b for b in problem.blocks if b in found and owners[b] == problem.ranks.rank]
+        return {block: found[block] for block in own}
 
     def _few(self, side: int) -> dict[Block, Rows]:
         """Factors of all processes' rows where these are so few that no matrix is made of them.
@@ -106,7 +107,7 @@ class RunningSums:
         of_all = problem.ranks.on_all(joined) if few else []
         for (block, rest), rows in zip(few.items(), of_all or [], strict=True):
             most = block.most_rows if block.is_streamed(side) else None
-            factors[block] = Rows(rows.to(problem.factor_dtype), rest, most)
+            factors[block] = Rows(rows.to(problem.factor_dtype), rest, most).compressed()
         return factors
 
 
@@ -161,15 +162,18 @@ class ForwardPasses:
         return outputs
 
 
-def check_finite_sums(parts: Sequence[tuple[Block, Tensor]]) -> None:
+def check_finite_sums(sums: Mapping[Block, Factor]) -> None:
     """Require what was summed over the data to be finite, block by block.
 
     What is not finite in one batch is not in the sum either, so that the host waits for the device
     once, behind the last batch.
     """
-    extremes = [torch.stack(torch.aminmax(part)).double() for _, part in parts]
+    extremes = []
+    for value in sums.values():
+        entries = value.rows if isinstance(value, Rows) else value
+        extremes.append(torch.stack(torch.aminmax(entries)).double())
     are_finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
-    for (block, _), is_finite in zip(parts, are_finite, strict=True):
+    for block, is_finite in zip(sums, are_finite, strict=True):
         if not is_finite:
             layer = f"layer {block.layer!r}" if block.layer else "the model"
             raise ValueError(
@@ -237,9 +241,7 @@ def owners_of(problem: Problem) -> dict[Block, int]:
     Reference:
         Graham (1969), "Bounds on multiprocessing timing anomalies".
     """
-    owners, loads = dict.fromkeys(problem.blocks, 0), [0] * problem.ranks.size
-    if problem.ranks.size == 1:
-        return owners
+    owners, loads = dict[Block, int](), [0] * problem.ranks.size
     costs = dict.fromkeys(problem.blocks, 0)
     for block in problem.blocks:
         for shape in (factor_shape(block, 0), factor_shape(block, 1)):

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,11 @@ class Problem:
     Factors are summed and decomposed in `factor_dtype`. `memory_bound` is the bytes that one
     chunk's output gradients may take, None as `granted` takes it. Sums over examples are summed
     over `ranks`, and passes over the data saved in `checkpoint`.
+
+    Attributes:
+        network: The `shadow` of the trained network that is run.
+        dtype: That of the Bayesian parameters.
+        device: Where these are.
     """
 
     cotangents: Cotangents
@@ -41,20 +46,14 @@ class Problem:
     ranks: Ranks = ALONE
     checkpoint: Checkpoint | None = None
 
-    @property
-    def network(self) -> nn.Module:
-        """The `shadow` of the trained network that is run."""
-        return self.stream.tap.network
+    network: nn.Module = field(init=False)
+    dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the Bayesian parameters."""
-        return self.network.get_parameter(self.blocks[0].parameters[0]).dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the Bayesian parameters are."""
-        return self.network.get_parameter(self.blocks[0].parameters[0]).device
+    def __post_init__(self) -> None:
+        network = self.stream.tap.network
+        parameter = network.get_parameter(self.blocks[0].parameters[0])
+        vars(self).update(network=network, dtype=parameter.dtype, device=parameter.device)
 
     def on(self, ranks: Ranks) -> "Problem":
         """The same on several processes, with the labels of `fisher="mc"` that rank 0 draws."""
@@ -248,7 +247,9 @@ class Sweep:
                 if self.measure is None:
                     # Further cotangents of the same examples come with the same inputs.
                     is_new = not (added[block] or block.is_exact)
-                    inputs = [x for x, _ in uses] if is_new else []  # type: ignore[union-attr]
+                    inputs: Sequence[Tensor] = ()
+                    if is_new:
+                        inputs, _ = zip(*uses, strict=True)  # type: ignore[misc]
                     if roots is not None:
                         inputs = [by_example(x, roots, 0) for x in inputs]
                     self._add_factors(layer, block, uses, masks.get(block.layer), inputs)
