@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import dense, sums
+from laplace_debias.curvature.fits.directions import Rows
 from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace import plan as plans
 from laplace_debias.laplace.plan import Tracked
@@ -89,10 +90,11 @@ def test_bytes_of_the_factors_are_those_of_the_sums(case, curvature, monkeypatch
     planned, found = la.plan(data).blocks, {}
     original = sums.check_finite_sums
 
-    def look(parts):
-        for block, part in parts:
-            found[block.name] = found.get(block.name, 0) + part.nbytes
-        original(parts)
+    def look(factors):
+        for block, factor in factors.items():
+            entries = factor.rows if isinstance(factor, Rows) else factor
+            found[block.name] = found.get(block.name, 0) + entries.nbytes
+        original(factors)
 
     monkeypatch.setattr(sums, "check_finite_sums", look)
     la.fit(data)
