@@ -84,33 +84,30 @@ def why_not_backpack(model: nn.Module) -> str | None:
             return f"{name} is in half precision, and is computed with in single precision"
     seen: set[nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        kind, has_hooks = type(module), False
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            has_hooks |= not hook.__module__.startswith("backpack")
-        padding, mode = getattr(module, "padding", 0), getattr(module, "padding_mode", "zeros")
-        is_layer = kind in _LAYERS
-        is_other = not is_layer and kind is not nn.Sequential
-        trainable = [
-            f"{path}.{n}".lstrip(".") for n, p in module.named_parameters() if p.requires_grad
-        ]
-        obstacles = {
-            "stands in the model twice": module in seen,
-            "has forward hooks, which BackPACK does not see": has_hooks,
-            "is a grouped convolution": is_layer and getattr(module, "groups", 1) != 1,
-            f"has {padding=}, which BackPACK cannot follow": is_layer and isinstance(padding, str),
-            f"has padding_mode={mode!r}, which BackPACK ignores": is_layer and mode != "zeros",
-            "has a forward pass of its own": is_other and len(module._modules) > 0,
-            f"holds parameters {trainable} in a layer that BackPACK has no rule for": (
-                is_other and len(trainable) > 0
-            ),
-            "is not one of torch's layers": (
-                is_other and not kind.__module__.startswith("torch.nn.modules")
-            ),
-        }
-        for obstacle, is_there in obstacles.items():
-            if is_there:
-                return f"{path or 'model'} ({kind.__name__}) {obstacle}"
+        kind = type(module)
+        where = f"{path or 'model'} ({kind.__name__})"
+        if module in seen:
+            return f"{where} stands in the model twice"
         seen.add(module)
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not hook.__module__.startswith("backpack"):
+                return f"{where} has forward hooks, which BackPACK does not see"
+        if kind in _LAYERS:
+            padding, mode = getattr(module, "padding", 0), getattr(module, "padding_mode", "zeros")
+            if getattr(module, "groups", 1) != 1:
+                return f"{where} is a grouped convolution"
+            if isinstance(padding, str):
+                return f"{where} has {padding=}, which BackPACK cannot follow"
+            if mode != "zeros":
+                return f"{where} has padding_mode={mode!r}, which BackPACK ignores"
+        elif kind is not nn.Sequential:
+            if module._modules:
+                return f"{where} has a forward pass of its own"
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    return f"{where} holds {name} in a layer that BackPACK has no rule for"
+            if not kind.__module__.startswith("torch.nn.modules"):
+                return f"{where} is not one of torch's layers"
     if not isinstance(model, (nn.Sequential, *LAYERS)):
         return f"the model ({type(model).__name__}) is neither an nn.Sequential nor a layer"
     return None
@@ -185,9 +182,9 @@ def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) ->
     if name not in ("auto", "backpack"):
         raise ValueError(f"Unknown backend={name!r}: use 'auto', 'backpack' or 'hooks'.")
     obstacle = why_not_backpack(model)
-    outside = [block.name for block in blocks if block.role == "entries"]
-    if obstacle is None and outside:
-        obstacle = f"{outside} belong to no layer that it knows"
+    for block in blocks:
+        if obstacle is None and block.role == "entries":
+            obstacle = f"{block.name} belongs to no layer that it knows"
     if obstacle is None:
         return BackpackStream
     if name == "auto":

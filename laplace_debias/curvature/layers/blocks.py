@@ -49,7 +49,7 @@ class Site(NamedTuple):
         return " and ".join(path or "the model" for path in self.paths)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Block:
     """One curvature block: a layer's weight matrix, bias or scale.
 
@@ -98,37 +98,30 @@ class Block:
     calls: tuple[str, ...] = ()
     rank: int | None = None
 
-    size: int = field(init=False, compare=False)
-    site: Site = field(init=False, compare=False)
-    groups: tuple[int, ...] = field(init=False, compare=False)
-    is_exact: bool = field(init=False, compare=False)
-    is_joint: bool = field(init=False, compare=False)
-    has_diagonal_G: bool = field(init=False, compare=False)
-    has_diagonal_A: bool = field(init=False, compare=False)
-    most_rows: int | None = field(init=False, compare=False)
+    size: int = field(init=False)
+    site: Site = field(init=False)
+    groups: tuple[int, ...] = field(init=False)
+    is_exact: bool = field(init=False)
+    is_joint: bool = field(init=False)
+    has_diagonal_G: bool = field(init=False)
+    has_diagonal_A: bool = field(init=False)
+    most_rows: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        role, (d_out, d_in) = self.role, self.shape
-        groups = () if self.num_groups == 1 else (self.num_groups,)
-        at = self.name if role == "entries" else self.layer
-        derived = vars(self)
-        derived.update(
-            size=self.num_groups * d_out * d_in,
-            site=Site(self.calls, True) if self.calls else Site((at,)),
-            groups=groups,
-            is_exact=role in ("bias", "scale", "depthwise", "entries"),
-            is_joint=len(self.parameters) == 2,
-            most_rows=None if self.rank is None else 4 * self.rank,
-        )
-        has_wide_out = not groups and d_out > WIDE and not self.is_streamed(0)
-        has_wide_in = not groups and d_in > WIDE and not self.is_streamed(1)
-        is_large = self.size > _DENSE_UP_TO
-        derived["has_diagonal_G"] = is_large if role == "entries" else has_wide_out
-        derived["has_diagonal_A"] = role == "table" or has_wide_in
-
-    def __hash__(self) -> int:
-        """By its name, which no other block has."""
-        return hash(self.name)
+        d_out, d_in = self.shape
+        self.size = self.num_groups * d_out * d_in
+        self.groups = () if self.num_groups == 1 else (self.num_groups,)
+        self.is_exact = self.role in ("bias", "scale", "depthwise", "entries")
+        self.is_joint = len(self.parameters) == 2
+        self.most_rows = None if self.rank is None else 4 * self.rank
+        at = self.name if self.role == "entries" else self.layer
+        self.site = Site(self.calls, True) if self.calls else Site((at,))
+        self.has_diagonal_G = d_out > WIDE and not self.groups and not self.is_streamed(0)
+        self.has_diagonal_A = d_in > WIDE and not self.groups and not self.is_streamed(1)
+        if self.role == "entries":
+            self.has_diagonal_G = self.size > _DENSE_UP_TO
+        if self.role == "table":
+            self.has_diagonal_A = True
 
     def is_streamed(self, side: int) -> bool:
         """Whether no matrix is made of a factor, G or A, which is much wider than `rank`."""
@@ -168,8 +161,16 @@ def curvature_blocks(
     for name in names:
         path, _, key = name.rpartition(".")
         holders, layer = owners[id(parameters[name])], paths[path]
-        is_of_layer = key in ("weight", "bias") or isinstance(layer, nn.MultiheadAttention)
-        if len(holders) > 1 or not (is_of_layer and _is_supported(layer)):
+        # A subclass may compute the same as the layer; `resolve` finds out.
+        match layer:
+            case nn.MultiheadAttention():
+                is_of_layer = is_attention(layer) and layer.bias_k is None
+            case nn.Embedding() if layer.max_norm or layer.scale_grad_by_freq:
+                is_of_layer = False
+            case _:
+                is_known = isinstance(layer, LAYERS) or is_hugging_face_conv1d(layer)
+                is_of_layer = is_known and key in ("weight", "bias")
+        if len(holders) > 1 or not is_of_layer:
             by_calls.setdefault(name, holders)
     blocks: list[Block] = []
     merged: set[str] = set()
@@ -192,17 +193,6 @@ def curvature_blocks(
     return blocks
 
 
-def _is_supported(layer: nn.Module) -> bool:
-    """Whether a layer is one of `LAYERS`, or a subclass that may compute the same."""
-    if is_hugging_face_conv1d(layer):
-        return True
-    if isinstance(layer, nn.Embedding) and (layer.max_norm or layer.scale_grad_by_freq):
-        return False
-    if isinstance(layer, nn.MultiheadAttention):
-        return is_attention(layer) and layer.bias_k is None
-    return isinstance(layer, LAYERS)
-
-
 def parameter_order(
     model: nn.Module, names: Sequence[str], blocks: Sequence[Block]
 ) -> Int[Tensor, " parameters"] | None:
@@ -211,12 +201,12 @@ def parameter_order(
     Entries come one block after the other, each `[*groups, d_out, d_in]` row-major. None if the two
     orders are the same.
     """
-    shapes = {name: model.get_parameter(name).shape for name in names}
-    everything = torch.arange(sum(map(torch.Size.numel, shapes.values())))
+    parameters = list(map(model.get_parameter, names))
+    everything = torch.arange(sum(map(Tensor.numel, parameters)))
     positions, start = {}, 0
-    for name, shape in shapes.items():
-        positions[name] = everything[start : start + shape.numel()].view(shape)
-        start += shape.numel()
+    for name, parameter in zip(names, parameters, strict=True):
+        positions[name] = everything[start : start + parameter.numel()].view(parameter.shape)
+        start += parameter.numel()
     # Of a large model these are more bytes than its parameters: most blocks' are views of them.
     order, place = None, 0
     for block in blocks:

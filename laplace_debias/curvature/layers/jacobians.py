@@ -70,10 +70,11 @@ def rotated_jacobians(
     if block.role == "table":
         yield from _looked_up(layer, block, uses, U_G, U_A)
         return
-    num_columns = uses[0][1].shape[0]
+    num_columns, num_gradients = uses[0][1].shape[0], 0
+    for _, g in uses:
+        num_gradients += g[0, 0].numel()
     # Of many positions the sum over them is rotated, of few each.
-    positions = sum(g[0, 0].numel() for _, g in uses) // (block.num_groups * block.shape[0])
-    is_summed_first = positions > block.shape[1]
+    is_summed_first = num_gradients // (block.num_groups * block.shape[0]) > block.shape[1]
     for part in slices(layer, block, uses[0][0], extra=num_columns * block.size):
         total: Tensor | None = None
         columns = None

@@ -22,6 +22,7 @@ The pass is left out where it cannot find anything: every output is one of a pos
 or the inputs are images or features.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,16 +70,15 @@ class PositionFinder:
         self._network = network
         self._cotangents = cotangents
         self._ndim, self._device = outputs.ndim, outputs.device
-        sharing = {block.layer for block in blocks if not block.is_exact}
-        lengths: dict[str, set[int]] = {}
-        for use in uses:
-            if use.layer in sharing and use.z.ndim > 2:
-                mask = takes_part(network.get_submodule(use.layer), use.z)
-                lengths.setdefault(use.layer, set()).add(mask.shape[1])
-        self._blocks = [block for block in blocks if not block.is_exact and block.layer in lengths]
-        of_blocks = set[int]().union(*lengths.values())
+        lengths: dict[Block, set[int]] = {}
+        for block, use in itertools.product(blocks, uses):
+            if use.layer == block.layer and use.z.ndim > 2 and not block.is_exact:
+                positions = use.z[0].numel() // (block.num_groups * block.shape[0])
+                lengths.setdefault(block, set()).add(positions)
+        self._blocks = list(lengths)
         # Outputs have the classes behind their positions, or between them and the examples.
         of_outputs = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
+        of_blocks = set[int]().union(*lengths.values())
         self._is_pooled = outputs.ndim == 2 or not of_blocks <= of_outputs
         self._pass: _Pass | None = None
 

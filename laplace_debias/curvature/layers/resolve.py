@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.blocks import (
     Block,
     Sharing,
+    Site,
     around,
     curvature_blocks,
     owners_of_parameters,
@@ -78,7 +79,7 @@ def resolve(
         unused = [name for name, gradient in zip(unused, of_all, strict=True) if gradient is None]
     used = [name for name in names if name not in unused]
     calls: dict[str, tuple[str, ...]] = {}
-    owners, right = owners_of_parameters(network), set[Block]()
+    owners, right = owners_of_parameters(network), set[tuple[str, Site]]()
     for block in curvature_blocks(network, used, joint, sharing) if used else []:
         if len(block.calls) == 1:
             calls[block.name] = ()
@@ -87,7 +88,7 @@ def resolve(
         wrong = _wrong(tap, blocks, right, names, few, more, reference)
         if not wrong:
             return Resolved(blocks, calls, unused)
-        right.update(block for block in blocks if block not in wrong)
+        right.update((block.name, block.site) for block in blocks if block not in wrong)
         lost: dict[str, Exception] = {}
         for block, error in wrong.items():
             further = around(network, block.calls) if block.calls else None
@@ -190,7 +191,7 @@ def _gradients(
 def _wrong(
     tap: Tap,
     blocks: Sequence[Block],
-    right: Collection[Block],
+    right: Collection[tuple[str, Site]],
     names: Sequence[str],
     x: Inputs,
     more: Inputs | None,
@@ -201,9 +202,12 @@ def _wrong(
         return {}
     tap.at(blocks)
     # Two examples may take the same way through a model by chance.
-    faults = {} if more is None else tap.look(more)[1]
-    outputs, of_few = tap.look(x)
-    faults |= of_few
+    faults: dict[Site, Exception] = {}
+    if more is not None:
+        tap.forward(more, strict=False)
+        faults |= tap.faults
+    outputs = tap.forward(x, strict=False)
+    faults |= tap.faults
     uses: dict[Block, tuple[nn.Module, Uses]] = {}
     if outputs.shape == reference.cotangent.shape:
         cotangent = reference.cotangent.unsqueeze(0)
@@ -218,7 +222,7 @@ def _wrong(
             wrong[block] = faults[block.site]
         elif block not in uses:
             wrong[block] = ValueError(f"The outputs do not depend on {block.site}.")
-        elif block not in right:
+        elif (block.name, block.site) not in right:
             try:
                 places = slice(start, stop) if order is None else order[start:stop]
                 norms[block] = _deviation(block, *uses[block], reference.gradients[:, places])

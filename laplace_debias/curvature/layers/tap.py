@@ -1,6 +1,6 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,12 +51,14 @@ class Tap:
 
     def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
         self.network = network
-        self._modules = list(network.modules())
         self.one_by_one = False
-        for module in self._modules:
+        for module in list(network.modules()):
             self.one_by_one |= isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.register_forward_hook(lay_out_gradients, prepend=True)
+            if type(module) is nn.MultiheadAttention:
+                expose_projections(module)
+        self._modules = list(network.modules())
         self._names: dict[Site, list[str]] = {}
         self._batch, self._has_graph = 0, True
         self.at(blocks)
@@ -71,61 +73,59 @@ class Tap:
         # What is known of the examples' dimensions stays where the places are the same.
         if names and names == self._names:
             return
-        if names:
-            expose_projections(self.network)
-            self._modules = list(self.network.modules())
-        self._names, called = names, list[str]()
+        self._names, called = names, dict[str, None]()
         self.layers: dict[Site, nn.Module] = {}
         self._operands: dict[str, Tensor] = {}
-        self._has_tables = False
+        self._needs_dims = False
         for site, of_site in names.items():
             path = site.paths[0]
             if path in of_site:
                 self._operands[path] = self.network.get_parameter(path)
                 path = path.rpartition(".")[0]
             self.layers[site] = self.network.get_submodule(path)
-            self._has_tables |= isinstance(self.layers[site], nn.Embedding)
-            called += site.paths if site.is_call else ()
-        self._recorder = CallRecorder(self.network, list(dict.fromkeys(called)))
+            self._needs_dims |= isinstance(self.layers[site], nn.Embedding)
+            called |= dict.fromkeys(site.paths if site.is_call else ())
+        self._needs_dims |= any(called)
+        self._recorder = CallRecorder(self.network, list(called)) if called else None
         self._dims = ExampleDims()
         self.forget()
 
     def forget(self) -> None:
         """Let go of the last `forward`'s uses."""
         self.uses: list[Use] = []
+        # The outputs of uses and calls by their `id`: a norm's scale and bias have one.
+        self._targets: dict[int, Tensor] = {}
+        self._sizes: set[int] = set()
         self._handed_on: dict[str, Tensor] = {}
         self._calls: list[Call] = []
         # Modules with calls whose examples have no dimension of their own.
         self._merged_calls: set[str] = set()
-        self._recorder.seen = {}
+        if self._recorder is not None:
+            self._recorder.seen = {}
 
-    def forward(self, x: Inputs, graph: bool = True) -> Tensor:
+    def forward(self, x: Inputs, graph: bool = True, strict: bool = True) -> Tensor:
         """Run the network and record the uses of the tapped layers.
 
-        Nothing can be pushed back without the graph.
+        Nothing can be pushed back without the graph. By site `faults` says what cannot be measured;
+        the first is raised if `strict`.
         """
         self._has_graph = graph
-        outputs, faults = self.look(x)
-        for error in faults.values():
-            raise error
-        return outputs
-
-    def look(self, x: Inputs) -> tuple[Tensor, dict[Site, Exception]]:
-        """As `forward`, which raises the first of the faults that are returned, site by site."""
-        if not self._dims.is_known and (self._has_tables or any(self._recorder.paths)):
+        if self._needs_dims and not self._dims.is_known:
             self._learn(x)
         outputs = self._run(x)
-        sizes = {len(use.x) for use in self.uses}
-        if self._merged_calls or not sizes <= {self._batch}:
+        if self._merged_calls or not self._sizes <= {self._batch}:
             # Sequences of another length, or images of another size, have other dimensions.
             self._learn(x)
             outputs = self._run(x)
-        return outputs, self._faults()
+        self.faults = self._faults()
+        if strict and self.faults:
+            raise next(iter(self.faults.values()))
+        return outputs
 
     def _run(self, x: Inputs) -> Tensor:
         self.forget()
         self._batch = num_examples(x)
-        handles = self._recorder.hook()
+        handles = [] if self._recorder is None else self._recorder.hook()
         for site, layer in self.layers.items():
             if not site.is_call and site.paths[0] not in self._operands:
                 # Before any hook of the user's that may replace the output: what they do to it is
@@ -146,9 +146,15 @@ class Tap:
         finally:
             for handle in handles:
                 handle.remove()
-        if "" in self._recorder.paths and not outputs.requires_grad:
-            outputs = outputs.detach().requires_grad_()
-        self._calls, self._merged_calls = self._recorder.calls(x, outputs, self._batch)
+        if self._recorder is not None:
+            if "" in self._recorder.paths and not outputs.requires_grad:
+                outputs = outputs.detach().requires_grad_()
+            self._calls, self._merged_calls = self._recorder.calls(x, outputs, self._batch)
+        for use in self.uses:
+            self._targets[id(use.z)] = use.z
+            self._sizes.add(len(use.x))
+        for one in self._calls:
+            self._targets.update(zip(map(id, one.outputs), one.outputs, strict=True))
         return outputs
 
     def _record(
@@ -184,6 +190,9 @@ class Tap:
     def _faults(self) -> dict[Site, Exception]:
         """The faults at the sites, for the last forward pass."""
         faults: dict[Site, Exception] = {}
+        called = {*self._merged_calls}
+        for one in self._calls:
+            called.add(one.path)
         for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
                 f"{sorted(self._dims.uncopied)} look up the same for all examples, in a way that "
@@ -191,6 +200,7 @@ class Tap:
                 "leave their parameters out with params=."
             )
         for use in self.uses:
+            called.add(use.layer)
             if use.x._version != use.version:
                 faults[Site((use.layer,))] = NotImplementedError(
                     f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
@@ -198,11 +208,6 @@ class Tap:
                 )
             elif len(use.x) != self._batch:
                 faults[Site((use.layer,))] = not_batched(use.layer, use.x, self._batch)
-        of_uses, of_calls = (
-            map(attrgetter("layer"), self.uses),
-            map(attrgetter("path"), self._calls),
-        )
-        called = {*of_uses, *of_calls, *self._merged_calls}
         for site in self.layers:
             if not called.issuperset(site.paths):
                 faults[site] = ValueError(
@@ -228,8 +233,10 @@ class Tap:
                 if use.layer not in self._operands:
                     of_layers.setdefault(use.layer, []).append(len(use.x))
             inputs.append(of_layers)
-            calls.append(self._recorder.seen)
-        self._recorder.learn(*calls)
+            if self._recorder is not None:
+                calls.append(self._recorder.seen)
+        if self._recorder is not None:
+            self._recorder.learn(*calls)
         self._dims = ExampleDims.of(self.network, *inputs)
         if self._dims.common and not self._takes_copies(two, outputs[1]):
             self._dims = replace(self._dims, common=set(), uncopied=self._dims.common)
@@ -247,10 +254,7 @@ class Tap:
 
     def output_bytes(self) -> int:
         """Bytes of the tapped layers' outputs for one example of the last `forward`."""
-        # A norm's scale and bias have one output.
-        total = sum({id(use.z): use.z.nbytes for use in self.uses}.values())
-        for one in self._calls:
-            total += sum([z.nbytes for z in one.outputs])
+        total = sum(map(attrgetter("nbytes"), self._targets.values()))
         return max(1, total // self._batch)
 
     def last_layer(self, outputs: Tensor) -> Use | None:
@@ -276,7 +280,7 @@ class Tap:
         left out.
         """
         reached = self._reached(outputs, columns, again, without)
-        unreached = [s for s in self.layers if s != without and s not in reached]
+        unreached = self.layers.keys() - reached.keys() - {without}
         if unreached and strict:
             raise ValueError(
                 f"The outputs do not depend on {sorted(map(str, unreached))} by differentiable "
@@ -289,15 +293,9 @@ class Tap:
         for site in reversed(self.layers):
             if site not in reached:
                 continue
-            # What uses are made of is let go before they are handed over.
-            found, pairs = reached.pop(site), list[tuple[Any, Any]]()
-            while found:
-                of_use, gradients = found.pop(0)
-                together = [_together(g) if g else None for g in gradients]
-                pairs.append((of_use, together if site.is_call else together[0]))
-                del gradients, together
+            pairs = reached.pop(site)
             uses: Uses = pairs
-            if site.is_call:
+            if site.is_call and self._recorder is not None:
                 names, loops = self._names[site], self._recorder.loops
                 uses = CallUses(self.network, pairs, names, self._batch, loops)
             for number in self._numbers[site]:
@@ -308,47 +306,59 @@ class Tap:
         self, outputs: Tensor, columns: Tensor, again: bool, without: Site | None
     ) -> dict[Site, list[tuple[Any, Any]]]:
         """For every site that is reached its inputs or calls, with gradients at the outputs."""
-        uses = [use for use in self.uses if Site((use.layer,)) != without]
-        targets = [use.z for use in uses]
-        for one in self._calls:
-            targets += one.outputs
-        gradients = iter(self._gradients(outputs, targets, columns, again))
+        targets = self._targets.copy()
+        for use in self.uses:
+            if Site((use.layer,)) == without:
+                targets.pop(id(use.z), None)
+        gradients = self._gradients(outputs, targets, columns, again)
         reached: dict[Site, list[tuple[Any, Any]]] = {}
-        for use in uses:
-            if of_use := next(gradients):
-                reached.setdefault(Site((use.layer,)), []).append((use.x, [of_use]))
+        for use in self.uses:
+            if id(use.z) in gradients:
+                reached.setdefault(Site((use.layer,)), []).append((use.x, gradients[id(use.z)]))
         for one in self._calls:
-            of_outputs = [next(gradients) for _ in one.outputs]
-            if any(of_outputs):
-                for site in self.layers:
-                    if site.is_call and one.path in site.paths:
-                        reached.setdefault(site, []).append((one, of_outputs))
+            of_outputs = [gradients.get(id(z)) for z in one.outputs]
+            for site in self.layers:
+                is_read = site.is_call and one.path in site.paths
+                if is_read and any(g is not None for g in of_outputs):
+                    reached.setdefault(site, []).append((one, of_outputs))
         return reached
 
     def _gradients(
-        self, outputs: Tensor, targets: Sequence[Tensor], columns: Tensor, again: bool
-    ) -> list[list[Tensor]]:
-        """For every target its gradients, cotangent by cotangent or in one tensor.
+        self, outputs: Tensor, targets: dict[int, Tensor], columns: Tensor, again: bool
+    ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
+        """The gradients at targets, by their `id`, where the outputs depend on them.
 
         torch differentiates convolutions one cotangent at a time anyway, and copies around that.
         """
-        gradients: list[list[Tensor]] = [[] for _ in targets]
         if not outputs.requires_grad or not targets:
-            return gradients
+            return {}
         parts = list(columns) if self.one_by_one else [columns]
+        of_targets: dict[int, list[Tensor]] = {}
         for index, part in enumerate(parts):
             of_part = torch.autograd.grad(
                 outputs,
-                targets,
+                list(targets.values()),
                 grad_outputs=part,
                 is_grads_batched=not self.one_by_one,
                 allow_unused=True,
                 retain_graph=again or index + 1 < len(parts),
             )
-            for of_target, gradient in zip(gradients, of_part, strict=True):
+            for target, gradient in zip(targets, of_part, strict=True):
                 if gradient is not None:
-                    of_target.append(gradient.unsqueeze(0) if self.one_by_one else gradient)
-        return gradients
+                    of_targets.setdefault(target, []).append(gradient)
+        # What a gradient is made of is let go before the next.
+        del of_part, gradient
+        found: dict[int, Tensor] = {}
+        for target in list(of_targets):
+            of_target = of_targets.pop(target)
+            if not self.one_by_one:
+                (found[target],) = of_target
+            elif len(of_target) == 1:
+                found[target] = of_target[0].unsqueeze(0)
+            else:
+                # An example's columns lie one after the other, as products of Jacobians take them.
+                found[target] = torch.stack(of_target, 1).transpose(0, 1)
+        return found
 
 
 def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[RemovableHandle]:
@@ -366,13 +376,6 @@ def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[Remov
         layer.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
         inside.register_forward_pre_hook(end, prepend=True),
     ]
-
-
-def _together(gradients: list[Tensor]) -> Float[Tensor, "columns batch *outputs"]:
-    if len(gradients) == 1:
-        return gradients[0]
-    # An example's columns lie one after the other, as products of Jacobians take them.
-    return torch.cat([g.transpose(0, 1) for g in gradients], 1).transpose(0, 1)
 
 
 def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:

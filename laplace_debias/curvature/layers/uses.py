@@ -48,10 +48,8 @@ def activations(
     positions of a convolution, transposed ones too, with `d_in = C_in·k_1·…` ordered as `unfold`
     does.
     """
-    if isinstance(layer, TRANSPOSED):
-        rows = _transposed_patches(layer, x)
-    elif isinstance(layer, CONVOLUTIONS):
-        rows = _patches(padded(layer, x), layer.kernel_size, layer.stride, layer.dilation)
+    if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)):
+        rows = _patches(layer, x)
     else:
         rows = x.reshape(x.shape[0], -1, x.shape[-1])
     # Channels come first in a row, and a group's are neighbours.
@@ -68,52 +66,35 @@ def padded(layer: Any, x: Float[Tensor, "batch channels *space"]) -> Tensor:
 
 
 def _patches(
-    x: Float[Tensor, "batch channels *space"],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    flipped: bool = False,
-) -> Float[Tensor, "batch positions d_in"]:
-    dims = len(kernel)
-    for dim, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        x = x.unfold(dim, (size - 1) * gap + 1, step)[..., ::gap]
-    # [B, C, o_1, …, k_1, …] → [B, o_1·…, C·k_1·…]
-    positions = list(range(2, 2 + dims))
-    kernels = list(range(2 + dims, 2 + 2 * dims))
-    if flipped:
-        x = x.flip(kernels)
-    x = x.permute(0, *positions, 1, *kernels)
-    return x.flatten(1 + dims).flatten(1, dims)
-
-
-def _transposed_patches(
     layer: Any, x: Float[Tensor, "batch channels *space"]
 ) -> Float[Tensor, "batch positions d_in"]:
-    """The patch that a transposed convolution sees from each output position.
+    """The patch that a convolution sees from each output position.
 
-    It is the convolution, with the kernel turned round, of its input with zeros between the pixels.
+    A transposed one is the convolution, with the kernel turned round, of its input with zeros
+    between the pixels.
     """
-    stuffed = x.new_zeros(
-        *x.shape[:2],
-        *((n - 1) * s + 1 for n, s in zip(x.shape[2:], layer.stride, strict=True)),
-    )
-    at: Any = (..., *(slice(None, None, s) for s in layer.stride))
-    stuffed[at] = x
-    geometry = zip(
-        layer.kernel_size,
-        layer.dilation,
-        layer.padding,
-        layer.output_padding,
-        strict=True,
-    )
-    # As F.pad takes it: the last dimension first. Negative padding cuts.
-    margins: list[int] = []
-    for size, gap, padding, extra in reversed(list(geometry)):
-        margin = (size - 1) * gap - padding
-        margins += [margin, margin + extra]
-    dims = len(layer.kernel_size)
-    ones = (1,) * dims
-    return _patches(F.pad(stuffed, margins), layer.kernel_size, ones, layer.dilation, flipped=True)
+    kernel, dilation, stride, dims = layer.kernel_size, layer.dilation, layer.stride, x.ndim - 2
+    is_transposed = isinstance(layer, TRANSPOSED)
+    if is_transposed:
+        sizes = [(n - 1) * step + 1 for n, step in zip(x.shape[2:], stride, strict=True)]
+        stuffed = x.new_zeros(*x.shape[:2], *sizes)
+        at: Any = (..., *(slice(None, None, step) for step in stride))
+        stuffed[at] = x
+        # As F.pad takes it: the last dimension first. Negative padding cuts.
+        margins: list[int] = []
+        for dim in reversed(range(dims)):
+            margin = (kernel[dim] - 1) * dilation[dim] - layer.padding[dim]
+            margins += [margin, margin + layer.output_padding[dim]]
+        x, stride = F.pad(stuffed, margins), (1,) * dims
+    else:
+        x = padded(layer, x)
+    for dim in range(dims):
+        window = (kernel[dim] - 1) * dilation[dim] + 1
+        x = x.unfold(2 + dim, window, stride[dim])[..., :: dilation[dim]]
+    # [B, C, o_1, …, k_1, …] → [B, o_1·…, C·k_1·…]
+    positions, kernels = range(2, 2 + dims), range(2 + dims, 2 + 2 * dims)
+    x = x.flip(tuple(kernels)) if is_transposed else x
+    return x.permute(0, *positions, 1, *kernels).flatten(1 + dims).flatten(1, dims)
 
 
 def tokens(x: Tensor) -> Int[Tensor, "batch positions"]:
@@ -202,7 +183,15 @@ def exact_rows(
             rows.append((g * x).sum(2))
             continue
         if block.role == "scale":
-            g = g * _normalised(layer, x)
+            match layer:
+                case nn.LayerNorm():
+                    g = g * F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+                case nn.RMSNorm():
+                    g = g * F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
+                case nn.GroupNorm():
+                    g = g * F.group_norm(x, layer.num_groups, eps=layer.eps)
+                case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d():
+                    g = g * F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
         rows.append(output_gradients(layer, block, g).sum(-1))
     yield slice(0, rows[0].shape[1]), torch.stack(rows).sum(0)
 
@@ -211,7 +200,10 @@ def _kernel_rows(
     layer: Any, block: Block, x: Tensor, g: Tensor
 ) -> Float[Tensor, "columns batch groups d_out"]:
     """Jacobian rows of depthwise kernels, `Σ_t g_t a_t`, with `Σ_t g_t` behind in a joint block."""
-    if _has_fast_convolutions(layer, x):
+    # oneDNN convolves tens of thousands of groups at once, where torch's own code loops over them.
+    has_mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    is_flat = isinstance(layer, (nn.Conv1d, nn.Conv2d)) and layer.in_channels == layer.groups
+    if has_mkldnn and is_flat and x.device.type == "cpu" and x.dtype == torch.float32:
         rows = _correlated(layer, x, g)
         total = output_gradients(layer, block, g).sum(-1)
         return torch.cat([rows, total], dim=-1) if block.is_joint else rows
@@ -221,17 +213,6 @@ def _kernel_rows(
         columns = output_gradients(layer, block, g[:, part]).squeeze(-2)  # [K, b, groups, T]
         parts.append((columns.movedim(0, 2) @ a).movedim(2, 0))
     return torch.cat(parts, dim=1)
-
-
-def _has_fast_convolutions(layer: nn.Module, x: Tensor) -> bool:
-    """Whether `_correlated` serves a layer, and fast.
-
-    oneDNN convolves tens of thousands of groups at once, where torch's own code loops over them.
-    """
-    is_there = bool(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled)
-    is_in_reach = x.device.type == "cpu" and x.dtype == torch.float32
-    is_known = isinstance(layer, (nn.Conv1d, nn.Conv2d)) and layer.in_channels == layer.groups
-    return is_there and is_in_reach and is_known
 
 
 def _correlated(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batch groups d_in"]:
@@ -251,17 +232,3 @@ def _correlated(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batc
     # Where the stride leaves a rest, the padded image is larger than what the kernel sees.
     inside: Any = (0, slice(None), *(slice(size) for size in layer.kernel_size))
     return full[inside].reshape(batch, channels, num_columns, -1).permute(2, 0, 1, 3)
-
-
-def _normalised(layer: nn.Module, x: Tensor) -> Tensor:
-    """The values that a normalisation's scale multiplies, in evaluation mode, of `x`'s shape."""
-    match layer:
-        case nn.LayerNorm():
-            return F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
-        case nn.RMSNorm():
-            return F.rms_norm(x, layer.normalized_shape, eps=layer.eps)
-        case nn.GroupNorm():
-            return F.group_norm(x, layer.num_groups, eps=layer.eps)
-        case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d():
-            return F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
-    raise TypeError(f"{type(layer).__name__} has no scale.")

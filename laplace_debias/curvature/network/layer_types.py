@@ -39,30 +39,27 @@ def is_attention(layer: nn.Module) -> bool:
     return type(layer) in (nn.MultiheadAttention, _ExposedAttention)
 
 
-def expose_projections(network: nn.Module) -> None:
-    """Give every attention of a `shadow` layers `query`, `key` and `value`.
+def expose_projections(attention: nn.MultiheadAttention) -> None:
+    """Give an attention of a `shadow` layers `query`, `key` and `value`.
 
     They are called, as is `out_proj`, in a forward pass in which one of them has a hook.
     """
-    for attention in list(network.modules()):
-        if type(attention) is not nn.MultiheadAttention:
-            continue
-        packed = attention.in_proj_weight
-        weights = (
-            [getattr(attention, f"{name[0]}_proj_weight") for name in PROJECTIONS]
-            if packed is None
-            else packed.detach().chunk(3)
-        )
-        bias = attention.in_proj_bias
-        biases = [None] * 3 if bias is None else bias.detach().chunk(3)
-        for name, weight, offset in zip(PROJECTIONS, weights, biases, strict=True):
-            attention.add_module(name, _linear(weight, offset))
-        out = attention.out_proj
-        exposed = _linear(out.weight, out.bias)
-        # The same parameters: another layer may share them.
-        exposed.weight, exposed.bias = out.weight, out.bias
-        attention.out_proj = exposed  # type: ignore[assignment]
-        attention.__class__ = _ExposedAttention
+    packed = attention.in_proj_weight
+    weights = (
+        [getattr(attention, f"{name[0]}_proj_weight") for name in PROJECTIONS]
+        if packed is None
+        else packed.detach().chunk(3)
+    )
+    bias = attention.in_proj_bias
+    biases = [None] * 3 if bias is None else bias.detach().chunk(3)
+    for name, weight, offset in zip(PROJECTIONS, weights, biases, strict=True):
+        attention.add_module(name, _linear(weight, offset))
+    out = attention.out_proj
+    exposed = _linear(out.weight, out.bias)
+    # The same parameters: another layer may share them.
+    exposed.weight, exposed.bias = out.weight, out.bias
+    attention.out_proj = exposed  # type: ignore[assignment]
+    attention.__class__ = _ExposedAttention
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -69,7 +69,9 @@ def is_last_layer(selection: object) -> bool:
 def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     """Paths of the layers that the outputs come from; parameters used outside of a layer."""
     network = shadow(model)
-    expose_projections(network)
+    for module in list(network.modules()):
+        if type(module) is nn.MultiheadAttention:
+            expose_projections(module)
     cuts: list[tuple[str, Tensor]] = []
     passed_over = {id(p) for m in network.modules() if _is_passed_over(m) for p in m.parameters()}
     layers = dict(_layers(network))

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 from laplace_debias.system.memory import is_out_of_memory
 
-_BATCH_NORM = nn.modules.batchnorm._BatchNorm
-_DROPOUT = nn.modules.dropout._DropoutNd
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -130,7 +128,29 @@ def usable(model: nn.Module) -> nn.Module:
             )
     plain = unwrapped(model)
     for path, module in plain.named_modules():
-        _check_deterministic(module, f"{path or 'model'} ({type(module).__name__})")
+        name = f"{path or 'model'} ({type(module).__name__})"
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        # By its module: to import the classes takes long, and torchao is to replace them.
+        if ".quantized.dynamic." in type(module).__module__:
+            raise ValueError(
+                f"{name} is dynamically quantised: it rounds by the largest input of the batch, so "
+                "an example's output depends on the others. Use the model as it was before "
+                "quantize_dynamic."
+            )
+        if is_norm and module.running_mean is None:
+            raise ValueError(
+                f"{name} keeps no running statistics, so an example's output depends on the rest "
+                "of its batch, and curvature per example is not defined: train it with "
+                "track_running_stats=True."
+            )
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        if module.training and (is_norm or is_dropout):
+            what = "is active: dropout makes the outputs random"
+            if is_norm:
+                what = "is in training mode and would mix the examples of a batch"
+            raise ValueError(
+                f"{name} {what}. Curvature is computed in eval mode: call `model.eval()` first."
+            )
     return plain
 
 
@@ -142,30 +162,6 @@ def _split(name: str) -> NotImplementedError:
         "options=StateDictOptions(full_state_dict=True)). If its posterior is too large, take "
         'params="last_layer" or adapters. Processes may share the data.'
     )
-
-
-def _check_deterministic(module: nn.Module, name: str) -> None:
-    """Refuse a module whose outputs are random or depend on the other examples of the batch."""
-    is_norm = isinstance(module, _BATCH_NORM)
-    is_dropout = isinstance(module, _DROPOUT) and module.p > 0
-    obstacles = {
-        "is dynamically quantised: it rounds by the largest input of the batch, so an example's "
-        "output depends on the others. Use the model as it was before quantize_dynamic.": (
-            # By its module: to import the classes takes long, and torchao is to replace them.
-            ".quantized.dynamic." in type(module).__module__
-        ),
-        "keeps no running statistics, so an example's output depends on the rest of its batch, and "
-        "curvature per example is not defined: train it with track_running_stats=True.": (
-            is_norm and module.running_mean is None
-        ),
-        "is active: dropout makes the outputs random. Curvature is computed in eval mode: call "
-        "`model.eval()` first.": is_dropout and module.training,
-        "is in training mode and would mix the examples of a batch. Curvature is computed in eval "
-        "mode: call `model.eval()` first.": is_norm and module.training,
-    }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
-            raise ValueError(f"{name} {obstacle}")
 
 
 def check_no_autocast(device: torch.device) -> None:
@@ -189,7 +185,10 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def is_narrow(model: nn.Module, names: Iterable[str]) -> bool:
     """Whether some of these parameters are in half precision."""
-    return any(model.get_parameter(name).dtype in NARROW for name in names)
+    found = False
+    for name in names:
+        found |= model.get_parameter(name).dtype in NARROW
+    return found
 
 
 def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
@@ -212,8 +211,11 @@ def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
 
 def coarsest_eps(model: nn.Module) -> float:
     """The relative rounding of the model's coarsest floating-point tensor."""
-    tensors = (*model.parameters(), *model.buffers())
-    return max(torch.finfo(x.dtype).eps for x in tensors if x.is_floating_point())
+    coarsest = 0.0
+    for x in (*model.parameters(), *model.buffers()):
+        if x.is_floating_point():
+            coarsest = max(coarsest, torch.finfo(x.dtype).eps)
+    return coarsest
 
 
 def _widen(value: Tensor) -> Tensor:
@@ -256,11 +258,10 @@ def unwrapped(model: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.
 
 def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Names as the plain model has them, `0.weight` for `module.0.weight`; unknown ones stay."""
-    inside = unwrapped(model)
-    plain = {id(p): name for name, p in inside.named_parameters()}
-    known = set(plain.values())
-    wrapped = {n: plain[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-    return [name if name in known else wrapped.get(name, name) for name in names]
+    plain = dict(unwrapped(model).named_parameters())
+    own_names = {id(parameter): name for name, parameter in plain.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False)) | plain
+    return [own_names.get(id(parameters.get(name)), name) for name in names]
 
 
 # Integers of as many bytes as an entry; two of eight for a complex one in float64.
