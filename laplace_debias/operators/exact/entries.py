@@ -1,7 +1,6 @@
 """Trace, diagonal and norms."""
 
-from functools import reduce, singledispatch
-from typing import Any
+from functools import reduce
 
 import torch
 from jaxtyping import Float
@@ -13,7 +12,6 @@ from laplace_debias.operators.exact.spectrum import (
     NoClosedFormError,
     eigenvalues,
     or_none,
-    pass_on,
     squares,
 )
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
@@ -49,83 +47,44 @@ def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
     return None if values is None else values.abs().amax()
 
 
-@singledispatch
 def _trace(operator: LinearOperator) -> Tensor:
+    match operator:
+        case EigenKronecker():
+            return (operator.magnitudes * operator.multiplicities).sum()
+        case BlockDiagonal():
+            return torch.stack([_trace(block) for block in operator.blocks.values()]).sum()
+        case Assumed() | Permuted():
+            return _trace(operator.operator)
     return _diagonal(operator).sum()
 
 
-@_trace.register
-def _(operator: EigenKronecker) -> Tensor:
-    return (operator.magnitudes * operator.multiplicities).sum()
-
-
-@_trace.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor:
-    return torch.stack([_trace(block) for block in operator.blocks.values()]).sum()
-
-
-pass_on(_trace, Assumed)
-pass_on(_trace, Permuted)
-
-
-@singledispatch
 def _diagonal(operator: LinearOperator) -> Tensor:
+    match operator:
+        case Identity():
+            return torch.ones(operator.n, dtype=operator.dtype, device=operator.device)
+        case Diagonal():
+            return operator.values.clone()
+        case Dense():
+            return operator.matrix.diagonal().clone()
+        case EigenKronecker():
+            entries = operator.in_frame
+            if operator.U_G is not None:
+                entries = frame(operator.U_G).square() @ entries
+            if operator.U_A is not None:
+                entries = entries @ frame(operator.U_A).square().mT
+            return entries.flatten().clone()
+        case Kronecker():
+            return reduce(torch.kron, map(_diagonal, squares(operator.factors)))
+        case BlockDiagonal():
+            return torch.cat([_diagonal(block) for block in operator.blocks.values()])
+        case LowRankPlusDiagonal():
+            return operator.U.square() @ operator.magnitudes + operator.diagonal
+        case Sum():
+            return reduce(torch.add, map(_diagonal, operator.terms))
+        case Scaled():
+            return operator.scalar * _diagonal(operator.operator)
+        case Permuted():
+            return operator.permuted(_diagonal(operator.operator))
+        case Assumed():
+            return _diagonal(operator.operator)
     raise NoClosedFormError
-
-
-@_diagonal.register
-def _(operator: Identity) -> Tensor:
-    return torch.ones(operator.n, dtype=operator.dtype, device=operator.device)
-
-
-@_diagonal.register
-def _(operator: Diagonal) -> Tensor:
-    return operator.values.clone()
-
-
-@_diagonal.register
-def _(operator: Dense) -> Tensor:
-    return operator.matrix.diagonal().clone()
-
-
-@_diagonal.register
-def _(operator: EigenKronecker) -> Tensor:
-    squares = operator.in_frame
-    if operator.U_G is not None:
-        squares = frame(operator.U_G).square() @ squares
-    if operator.U_A is not None:
-        squares = squares @ frame(operator.U_A).square().mT
-    return squares.flatten().clone()
-
-
-@_diagonal.register
-def _(operator: Kronecker) -> Tensor:
-    return reduce(torch.kron, map(_diagonal, squares(operator.factors)))
-
-
-@_diagonal.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor:
-    return torch.cat([_diagonal(block) for block in operator.blocks.values()])
-
-
-@_diagonal.register
-def _(operator: LowRankPlusDiagonal) -> Tensor:
-    return operator.U.square() @ operator.magnitudes + operator.diagonal
-
-
-@_diagonal.register
-def _(operator: Sum) -> Tensor:
-    return reduce(torch.add, map(_diagonal, operator.terms))
-
-
-@_diagonal.register
-def _(operator: Scaled) -> Tensor:
-    return operator.scalar * _diagonal(operator.operator)
-
-
-@_diagonal.register
-def _(operator: Permuted) -> Tensor:
-    return operator.permuted(_diagonal(operator.operator))
-
-
-pass_on(_diagonal, Assumed)

@@ -1,8 +1,5 @@
 """Inverses, solutions and log-determinants."""
 
-from functools import singledispatch
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,7 +13,6 @@ from laplace_debias.operators.exact.spectrum import (
     function_of,
     low_rank_eigh,
     or_none,
-    pass_on,
     squares,
     symmetric_matrix,
 )
@@ -47,32 +43,37 @@ def exact_logdet(operator: LinearOperator) -> Float[Tensor, ""] | None:
     return or_none(_logdet, operator)
 
 
-@singledispatch
 def _inverse(operator: LinearOperator) -> LinearOperator:
+    match operator:
+        case Identity():
+            return operator
+        case Diagonal():
+            # These eigenvalues are given, not computed: each is as precise as any.
+            return Diagonal(_checked_reciprocal(operator.values))
+        case EigenKronecker():
+            # Curvature plus a weak prior: as small as the prior, and as precise.
+            added = operator.added
+            is_damped = bool(added > 0) and bool((operator.magnitudes >= added).all())
+            return operator.apply(_checked_reciprocal if is_damped else _resolved_reciprocal)
+        case Dense():
+            return _inverse_of_matrix(operator)
+        case Kronecker():
+            return Kronecker(*map(_inverse, squares(operator.factors)))
+        case BlockDiagonal():
+            return operator.map(lambda _, block: _inverse(block))
+        case LowRankPlusDiagonal():
+            return _inverse_of_low_rank(operator)
+        case Scaled():
+            _checked_reciprocal(torch.as_tensor(operator.scalar, dtype=operator.dtype)[None])
+            return scale(_inverse(operator.operator), 1 / operator.scalar)
+        case Assumed():
+            return assume(_inverse(operator.operator), True, operator.positive_semidefinite)
+        case Permuted():
+            return operator.replaced(_inverse(operator.operator))
     return function_of(operator, _resolved_reciprocal)
 
 
-@_inverse.register
-def _(operator: Identity) -> LinearOperator:
-    return operator
-
-
-@_inverse.register
-def _(operator: Diagonal) -> LinearOperator:
-    # These eigenvalues are given, not computed: each is as precise as any.
-    return Diagonal(_checked_reciprocal(operator.values))
-
-
-@_inverse.register
-def _(operator: EigenKronecker) -> LinearOperator:
-    # Curvature plus a weak prior: as small as the prior, and as precise.
-    added = operator.added
-    is_damped = bool(added > 0) and bool((operator.magnitudes >= added).all())
-    return operator.apply(_checked_reciprocal if is_damped else _resolved_reciprocal)
-
-
-@_inverse.register
-def _(operator: Dense) -> LinearOperator:
+def _inverse_of_matrix(operator: Dense) -> LinearOperator:
     matrix = operator.matrix
     if not len(matrix):
         return operator
@@ -86,18 +87,7 @@ def _(operator: Dense) -> LinearOperator:
     return Dense((inverse + inverse.T) / 2 if operator.is_symmetric else inverse)
 
 
-@_inverse.register
-def _(operator: Kronecker) -> LinearOperator:
-    return Kronecker(*map(_inverse, squares(operator.factors)))
-
-
-@_inverse.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> LinearOperator:
-    return operator.map(lambda _, block: _inverse(block))
-
-
-@_inverse.register
-def _(operator: LowRankPlusDiagonal) -> LinearOperator:
+def _inverse_of_low_rank(operator: LowRankPlusDiagonal) -> LinearOperator:
     magnitudes, diagonal = operator.magnitudes, operator.diagonal
     # What is not negative cannot cancel the diagonal.
     is_positive = bool((magnitudes >= 0).all() & (diagonal > 0).all())
@@ -115,53 +105,22 @@ def _(operator: LowRankPlusDiagonal) -> LinearOperator:
     )
 
 
-@_inverse.register
-def _(operator: Scaled) -> LinearOperator:
-    _checked_reciprocal(torch.as_tensor(operator.scalar, dtype=operator.dtype)[None])
-    return scale(_inverse(operator.operator), 1 / operator.scalar)
-
-
-@_inverse.register
-def _(operator: Assumed) -> LinearOperator:
-    return assume(_inverse(operator.operator), True, operator.positive_semidefinite)
-
-
-@_inverse.register
-def _(operator: Permuted) -> LinearOperator:
-    return operator.replaced(_inverse(operator.operator))
-
-
-@singledispatch
 def _logdet(operator: LinearOperator) -> Tensor:
+    match operator:
+        case Dense():
+            root, info = torch.linalg.cholesky_ex(symmetric_matrix(operator))
+            # The factorisation stops at the first minor that is not positive.
+            if bool(info == 0):
+                return 2 * root.diagonal().log().sum()
+        case BlockDiagonal():
+            return torch.stack([_logdet(block) for block in operator.blocks.values()]).sum()
+        case LowRankPlusDiagonal(diagonal=diagonal) if bool((diagonal > 0).all()):
+            # The matrix determinant lemma: A and I + D^-½UMUᵀD^-½ are positive definite together.
+            ratios, _ = low_rank_eigh(operator, diagonal.reshape(-1, 1).rsqrt())
+            return diagonal.expand(len(operator.U)).log().sum() + _checked_log(1 + ratios).sum()
+        case Assumed() | Permuted():
+            return _logdet(operator.operator)
     return _checked_log(eigenvalues_of(operator)).sum()
-
-
-@_logdet.register
-def _(operator: Dense) -> Tensor:
-    root, info = torch.linalg.cholesky_ex(symmetric_matrix(operator))
-    if bool(info != 0):
-        # The factorisation stops at the first minor that is not positive.
-        return _checked_log(eigenvalues_of(operator)).sum()
-    return 2 * root.diagonal().log().sum()
-
-
-@_logdet.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor:
-    return torch.stack([_logdet(block) for block in operator.blocks.values()]).sum()
-
-
-@_logdet.register
-def _(operator: LowRankPlusDiagonal) -> Tensor:
-    if not bool((operator.diagonal > 0).all()):
-        return _checked_log(eigenvalues_of(operator)).sum()
-    # The matrix determinant lemma: A and I + D^-½UMUᵀD^-½ are positive definite together.
-    ratios, _ = low_rank_eigh(operator, operator.diagonal.reshape(-1, 1).rsqrt())
-    diagonal = operator.diagonal.expand(len(operator.U))
-    return diagonal.log().sum() + _checked_log(1 + ratios).sum()
-
-
-pass_on(_logdet, Assumed)
-pass_on(_logdet, Permuted)
 
 
 def _checked_log(values: Tensor) -> Tensor:

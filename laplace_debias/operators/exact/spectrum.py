@@ -1,7 +1,7 @@
 """How closed forms that do not exist are told: by an exception inside, by None outside."""
 
 from collections.abc import Callable, Collection
-from functools import reduce, singledispatch
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -48,11 +48,6 @@ def squares(operators: Collection[LinearOperator]) -> Collection[LinearOperator]
     if any(operator.shape[0] != operator.shape[1] for operator in operators):
         raise NoClosedFormError
     return operators
-
-
-def pass_on(rule: Any, wrapper: type) -> None:
-    """Register that a wrapper has the closed form of what it wraps."""
-    rule.register(wrapper, lambda operator, *rest: rule(operator.operator, *rest))
 
 
 def exact_eigh(
@@ -117,162 +112,106 @@ def symmetric_matrix(operator: Dense) -> Tensor:
     return operator.matrix
 
 
-@singledispatch
 def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
+    match operator:
+        case Identity():
+            ones = torch.ones(operator.n, dtype=operator.dtype, device=operator.device)
+            return ones, operator
+        case Diagonal():
+            return operator.values, Identity(operator.shape[0], operator.dtype, operator.device)
+        case Dense():
+            values, vectors = eigh(symmetric_matrix(operator), "a dense operator")
+            return values.flip(0), Dense(vectors.flip(1))
+        case EigenKronecker():
+            return operator.eigenvalues.flatten(), _vectors(operator)
+        case Kronecker():
+            pairs = [_eigh(factor) for factor in operator.factors]
+            values = reduce(torch.kron, [values for values, _ in pairs])
+            return values, Kronecker(*(of_factor for _, of_factor in pairs))
+        case BlockDiagonal():
+            pairs = [_eigh(block) for block in operator.blocks.values()]
+            of_blocks = dict(zip(operator.blocks, [of for _, of in pairs], strict=True))
+            return torch.cat([values for values, _ in pairs]), BlockDiagonal(of_blocks)
+        case Scaled():
+            values, of_one = _eigh(operator.operator)
+            return operator.scalar * values, of_one
+        case Sum():
+            # A and c if the sum is A + c·I.
+            multiples = [identity_multiple(term) for term in operator.terms]
+            rest = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
+            if len(rest) == 1:
+                values, of_one = _eigh(rest[0])
+                return values + sum(c for c in multiples if c is not None), of_one
+        case Permuted():
+            values, of_one = _eigh(operator.operator)
+            return values, of_one if operator.order is None else of_one[operator.order.argsort(), :]
+        case Assumed():
+            return _eigh(operator.operator)
     raise NoClosedFormError
 
 
-@_eigh.register
-def _(operator: Identity) -> tuple[Tensor, LinearOperator]:
-    return torch.ones(operator.n, dtype=operator.dtype, device=operator.device), operator
-
-
-@_eigh.register
-def _(operator: Diagonal) -> tuple[Tensor, LinearOperator]:
-    return operator.values, Identity(len(operator.values), operator.dtype, operator.device)
-
-
-@_eigh.register
-def _(operator: Dense) -> tuple[Tensor, LinearOperator]:
-    values, vectors = eigh(symmetric_matrix(operator), "a dense operator")
-    return values.flip(0), Dense(vectors.flip(1))
-
-
-@_eigh.register
-def _(operator: EigenKronecker) -> tuple[Tensor, LinearOperator]:
+def _vectors(operator: EigenKronecker) -> LinearOperator:
+    """The eigenvectors of all groups, those that thin directions leave too."""
     *groups, d_out, d_in = operator.sizes
-    U_G, U_A = (completed(U) if is_thin(U) else U for U in (operator.U_G, operator.U_A))
-
-    def vectors(at: tuple[int, ...]) -> Kronecker:
-        left = Identity(d_out, operator.dtype, operator.device) if U_G is None else Dense(U_G[at])
-        right = Identity(d_in, operator.dtype, operator.device) if U_A is None else Dense(U_A[at])
-        return Kronecker(left, right)
-
-    values = operator.eigenvalues.flatten()
-    if not groups:
-        return values, vectors(())
-    return values, BlockDiagonal({str(index): vectors((index,)) for index in range(groups[0])})
-
-
-@_eigh.register
-def _(operator: Kronecker) -> tuple[Tensor, LinearOperator]:
-    pairs = [_eigh(factor) for factor in operator.factors]
-    values = reduce(torch.kron, [values for values, _ in pairs])
-    return values, Kronecker(*(vectors for _, vectors in pairs))
+    of_groups: dict[str, LinearOperator] = {}
+    for at in [(index,) for index in range(groups[0])] if groups else [()]:
+        sides: list[LinearOperator] = []
+        for U, size in ((operator.U_G, d_out), (operator.U_A, d_in)):
+            if U is None:
+                sides.append(Identity(size, operator.dtype, operator.device))
+            else:
+                sides.append(Dense((completed(U) if is_thin(U) else U)[at]))
+        of_groups[str(len(of_groups))] = Kronecker(*sides)
+    return BlockDiagonal(of_groups) if groups else of_groups["0"]
 
 
-@_eigh.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> tuple[Tensor, LinearOperator]:
-    pairs = [_eigh(block) for block in operator.blocks.values()]
-    vectors = {name: of_block for name, (_, of_block) in zip(operator.blocks, pairs, strict=True)}
-    return torch.cat([values for values, _ in pairs]), BlockDiagonal(vectors)
-
-
-@_eigh.register
-def _(operator: Scaled) -> tuple[Tensor, LinearOperator]:
-    values, vectors = _eigh(operator.operator)
-    return operator.scalar * values, vectors
-
-
-@_eigh.register
-def _(operator: Sum) -> tuple[Tensor, LinearOperator]:
-    # A and c if the sum is A + c·I.
-    multiples = [identity_multiple(term) for term in operator.terms]
-    rest = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
-    if len(rest) != 1:
-        raise NoClosedFormError
-    values, vectors = _eigh(rest[0])
-    return values + sum(multiple for multiple in multiples if multiple is not None), vectors
-
-
-@_eigh.register
-def _(operator: Permuted) -> tuple[Tensor, LinearOperator]:
-    values, vectors = _eigh(operator.operator)
-    if operator.order is None:
-        return values, vectors
-    return values, vectors[operator.order.argsort(), :]
-
-
-pass_on(_eigh, Assumed)
-
-
-@singledispatch
 def eigenvalues_of(operator: LinearOperator) -> Tensor:
     """All eigenvalues in any order."""
+    match operator:
+        case EigenKronecker():
+            return operator.eigenvalues.flatten()
+        case BlockDiagonal():
+            return torch.cat([eigenvalues_of(block) for block in operator.blocks.values()])
+        case LowRankPlusDiagonal():
+            if operator.diagonal.ndim != 0:
+                raise NoClosedFormError
+            values, vectors = low_rank_eigh(operator)
+            rest = values.new_zeros(len(vectors) - len(values))
+            return torch.cat([values, rest]) + operator.diagonal
+        case Assumed() | Permuted():
+            return eigenvalues_of(operator.operator)
     return _eigh(operator)[0]
 
 
-@eigenvalues_of.register
-def _(operator: EigenKronecker) -> Tensor:
-    return operator.eigenvalues.flatten()
-
-
-@eigenvalues_of.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any]) -> Tensor:
-    return torch.cat([eigenvalues_of(block) for block in operator.blocks.values()])
-
-
-@eigenvalues_of.register
-def _(operator: LowRankPlusDiagonal) -> Tensor:
-    if operator.diagonal.ndim != 0:
-        raise NoClosedFormError
-    values, vectors = low_rank_eigh(operator)
-    return torch.cat([values, values.new_zeros(len(vectors) - len(values))]) + operator.diagonal
-
-
-pass_on(eigenvalues_of, Assumed)
-pass_on(eigenvalues_of, Permuted)
-
-
-@singledispatch
 def function_of(operator: LinearOperator, function: Spectrum) -> LinearOperator:
     """A function of a symmetric operator: the same eigenvectors, `function` of the eigenvalues.
 
     The function maps eigenvalues entry by entry, and may be called for each block.
     """
-    values, vectors = _eigh(operator)
-    return assume(vectors @ Diagonal(function(values)) @ vectors.T, symmetric=True)
-
-
-@function_of.register
-def _(operator: Diagonal, function: Spectrum) -> LinearOperator:
-    return Diagonal(function(operator.values))
-
-
-@function_of.register
-def _(operator: EigenKronecker, function: Spectrum) -> LinearOperator:
-    return operator.apply(function)
-
-
-@function_of.register
-def _(operator: Dense, function: Spectrum) -> LinearOperator:
-    values, vectors = eigh(symmetric_matrix(operator), "a dense operator")
-    matrix = vectors * function(values) @ vectors.T
-    return Dense((matrix + matrix.T) / 2)
-
-
-@function_of.register(BlockDiagonal)
-def _(operator: BlockDiagonal[Any], function: Spectrum) -> LinearOperator:
-    return operator.map(lambda _, block: function_of(block, function))
-
-
-@function_of.register
-def _(operator: LowRankPlusDiagonal, function: Spectrum) -> LinearOperator:
-    if operator.diagonal.ndim != 0:
-        raise NoClosedFormError
-    values, vectors = low_rank_eigh(operator)
-    # All eigenvalues at once: what a function takes for zero depends on the largest one.
-    everywhere = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
-    rest = everywhere[-1]
-    return LowRankPlusDiagonal(vectors, everywhere[:-1] - rest, rest)
-
-
-@function_of.register
-def _(operator: Permuted, function: Spectrum) -> LinearOperator:
-    return operator.replaced(function_of(operator.operator, function))
-
-
-pass_on(function_of, Assumed)
+    match operator:
+        case Diagonal():
+            return Diagonal(function(operator.values))
+        case EigenKronecker():
+            return operator.apply(function)
+        case Dense():
+            values, vectors = eigh(symmetric_matrix(operator), "a dense operator")
+            matrix = vectors * function(values) @ vectors.T
+            return Dense((matrix + matrix.T) / 2)
+        case BlockDiagonal():
+            return operator.map(lambda _, block: function_of(block, function))
+        case LowRankPlusDiagonal():
+            if operator.diagonal.ndim != 0:
+                raise NoClosedFormError
+            values, vectors = low_rank_eigh(operator)
+            # All eigenvalues at once: what a function takes for zero depends on the largest one.
+            values = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
+            return LowRankPlusDiagonal(vectors, values[:-1] - values[-1], values[-1])
+        case Permuted():
+            return operator.replaced(function_of(operator.operator, function))
+        case Assumed():
+            return function_of(operator.operator, function)
+    values, of_all = _eigh(operator)
+    return assume(of_all @ Diagonal(function(values)) @ of_all.T, symmetric=True)
 
 
 def _checked_sqrt(values: Tensor) -> Tensor:
