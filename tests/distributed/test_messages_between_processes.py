@@ -59,13 +59,12 @@ def test_as_many_bytes_as_the_sums_have(processes, curvature, mode):
         assert sum(size for name, size in called if name == collective) == NUMBER * numbers
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full", "lowrank"])
 @pytest.mark.parametrize("fisher", ["exact", "mc"])
-def test_no_message_for_a_batch(processes, curvature, fisher):
-    many, few = (
-        processes.run(RANKS, tasks.count_messages, curvature, "full", batch, fisher)[0]
-        for batch in (6, 37)
-    )
-    assert many == few
-    # Of EKFAC both factors and the table go out, an eigenbasis of four tensors comes back.
-    assert 0 < len(many) <= 7 * len(sizes())
+def test_no_message_for_a_batch(processes, fisher):
+    curvatures = ("kfac", "ekfac", "diag", "full", "lowrank")
+    cases = [(curvature, "full", batch, fisher) for curvature in curvatures for batch in (6, 37)]
+    counts = iter(processes.run(RANKS, tasks.messages_of_each, cases)[0])
+    for curvature, many, few in zip(curvatures, counts, counts, strict=True):
+        assert many == few, curvature
+        # Of EKFAC both factors and the table go out, an eigenbasis of four tensors comes back.
+        assert 0 < len(many) <= 7 * len(sizes())

@@ -137,7 +137,7 @@ def test_judged_is_in_the_units_of_the_table():
 
 
 def test_the_last_layer_of_a_timm_network_keeps_its_decisions(example):
-    found, printed = example("timm_last_layer", ["--epochs", "10", "--train", "200"])
+    found, printed = example("timm_last_layer", ["--epochs", "4", "--train", "100"])
     assert "classifier.weight, classifier.bias, 2,570 of" in printed
     # Whatever Laplace does to the probabilities, the classes stay nearly those of the network.
     assert found["after"]["accuracy"] == pytest.approx(found["before"]["accuracy"], abs=0.02)

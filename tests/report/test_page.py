@@ -54,19 +54,13 @@ def change(path, **changes):
 
 
 @pytest.fixture(scope="module")
-def folder(run_of_images, tmp_path_factory):
-    folder = shortened(run_of_images, tmp_path_factory.mktemp("page") / "run")
-    write_page(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def page(folder):
-    return (folder / "report.html").read_text(encoding="utf-8")
+def page(page_of_images):
+    return page_of_images.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_every_picture_is_a_file_and_in_the_page(folder, page):
+def test_every_picture_is_a_file_and_in_the_page(page_of_images, page):
+    folder = page_of_images.parent
     names = {path.stem for path in (folder / "pictures").iterdir()}
     # The first one is a picture from below once more.
     first, *others = re.findall(r'<figure [^>]*id="picture-([\w.-]+)"', page)
@@ -173,7 +167,8 @@ def test_every_group_of_pictures_says_how_to_read_it(page):
 
 
 @pytest.mark.slow
-def test_the_same_folder_gives_the_same_page_and_matplotlib_is_left_as_it_was(folder, page):
+def test_the_same_folder_gives_the_same_page_and_matplotlib_is_left_as_it_was(page_of_images, page):
+    folder = page_of_images.parent
     pictures = {path: path.read_bytes() for path in (folder / "pictures").iterdir()}
     settings = dict(matplotlib.rcParams)
     assert written(folder) == page
@@ -308,7 +303,7 @@ def test_damaged_folders_are_refused_with_what_to_do(run_of_images, tmp_path, sp
 def test_files_that_were_edited_are_refused_in_a_sentence(
     run_of_images, tmp_path, name, changes, told
 ):
-    folder = shortened(run_of_images, tmp_path / "run", shifts=False, ood=False)
+    folder = shortened(run_of_images, tmp_path / "run", shifts=False, ood=False, pictures=False)
     change(folder / name, **changes)
     sentence = f"{folder} do not fit together ({told}: "
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:

@@ -17,20 +17,17 @@ pytestmark = pytest.mark.skipif(
     BROWSER is None,
     reason="there is no Chromium: install one, or say where it is in LAPLACE_DEBIAS_CHROMIUM",
 )
-KINDS = {
-    "full": {},
-    "regression": {},
-    "bare": {"shifts": False, "ood": False, "posterior": False, "pictures": False},
-}
+BARE = {"shifts": False, "ood": False, "posterior": False, "pictures": False}
+KINDS = ("full", "regression", "bare")
 
 
-@pytest.fixture(scope="module")
-def addresses(run_of_images, run_of_rows, tmp_path_factory):
-    base, found = tmp_path_factory.mktemp("pages"), {}
-    for kind, options in KINDS.items():
-        run = run_of_rows if kind == "regression" else run_of_images
-        found[kind] = write_page(shortened(run, base / kind, **options)).as_uri()
-    return found
+def address_of(kind, request, folder):
+    """Where the page of a run lies, made where it is not that of all tests."""
+    if kind == "full":
+        return request.getfixturevalue("page_of_images").as_uri()
+    run = "run_of_rows" if kind == "regression" else "run_of_images"
+    options = BARE if kind == "bare" else {}
+    return write_page(shortened(request.getfixturevalue(run), folder / kind, **options)).as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +40,7 @@ def browser():
 
 
 @pytest.fixture
-def opened(browser, addresses):
+def opened(browser, request, tmp_path):
     """Opens a page and gathers what goes wrong: errors, and requests to anywhere."""
     contexts, wrong = [], []
 
@@ -59,7 +56,7 @@ def opened(browser, addresses):
                 None if request.url.startswith(("file:", "data:")) else wrong.append(request.url)
             ),
         )
-        page.goto(addresses[kind])
+        page.goto(address_of(kind, request, tmp_path))
         return page
 
     yield open_page

@@ -429,6 +429,11 @@ def count_messages(rank, curvature, mode, batch, fisher="exact", options=()):
     return messages_of(lambda: la.fit(data, mode=mode, **dict(options)))
 
 
+def messages_of_each(rank, cases):
+    """The same of several fits."""
+    return [count_messages(rank, *case) for case in cases]
+
+
 def messages_of(call):
     """The collectives that a call makes, `(name, bytes)`."""
     called = []
