@@ -4,7 +4,6 @@ import operator
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -17,7 +16,7 @@ from laplace_debias.curvature.fits.sums import FactorSums, ForwardPasses, Runnin
 from laplace_debias.curvature.fits.sweep import Problem, Seen
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.network.batches import Placed, Stream
+from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
 from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
 from laplace_debias.curvature.network.shards import FAR
@@ -148,15 +147,14 @@ class Reading:
             with self._faults.of_batch(number):
                 num_drawn += self._look(pair, [size or 0 for size in sizes], inputs, drawn)
         self._faults.read()
-        # Labels of processes are drawn by numbers far from each other's.
-        place = partial(operator.add, FAR * ranks.rank)
         for k, fold in enumerate(self.folds):
             of_fold = inputs.pop(0)
             if fold.num_read > before[k]:
                 fold.inputs = _added(fold.inputs, of_fold.owned(1))
             if num_drawn[k]:
-                placed = Placed(_joined(drawn[k]), lambda _, seen: place(seen))
-                sums, seen = factor_sums(self.problem, placed, self.num_drawn)
+                # Labels of processes are drawn by numbers far from each other's.
+                first = FAR * ranks.rank + self.num_drawn
+                sums, seen = factor_sums(self.problem, _joined(drawn[k]), first)
                 self.num_drawn += seen.num_examples
                 fold.gradients = _added(fold.gradients, {b: G for b, (G, _) in sums.items()})
 

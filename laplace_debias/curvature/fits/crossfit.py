@@ -12,9 +12,8 @@ or covariance matrix estimator").
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,29 +45,12 @@ from laplace_debias.curvature.fits.sums import (
 )
 from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
+from laplace_debias.curvature.network.batches import Fold, Pairs, weight_of
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.network.shards import first_places
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.ranks import Ranks
-
-
-@dataclass(frozen=True)
-class Fold:
-    """Some of the examples: this process's pairs, and the number or weight of all processes'.
-
-    A pair's place is that of its first example in all data of the fit, fold after fold.
-    """
-
-    pairs: list[Any]
-    places: list[int]
-    size: float
-
-    @property
-    def placed(self) -> Placed:
-        """The pairs, with their places."""
-        return Placed(self.pairs, lambda number, _: self.places[number])
 
 
 def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
@@ -124,10 +106,10 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
         for fold in folds:
             everything.pairs.extend(fold.pairs)
             everything.places.extend(fold.places)
-        return fit_diagonal(problem, everything.placed, None)
+        return fit_diagonal(problem, everything, None)
     of_folds, seen = [], Seen()
     for fold in folds:
-        sums, of_fold = factor_sums(problem, fold.placed)
+        sums, of_fold = factor_sums(problem, fold)
         of_folds.append(sums)
         seen = seen + of_fold
     del sums
@@ -344,7 +326,7 @@ def exact_crossfit(
             (along_G, U_G), (along_A, U_A) = sides
             bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
         bases = shared_bases(problem, bases)
-        of_fold = exact_sums(problem, bases, fold.placed, 0)[0]
+        of_fold = exact_sums(problem, bases, fold, 0)[0]
         for block in list(of_fold):
             squares = bases.pop(block).pooled(of_fold.pop(block), problem.dtype)
             add_to(table, block, squares / num_examples)

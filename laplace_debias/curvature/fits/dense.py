@@ -131,7 +131,7 @@ def fit_crossfit_dense(
     for fold in folds:
         of_fold: list[Rows] = []
         sums = {DENSE_BLOCK: of_fold}
-        seen = seen + sweep_rows(problem, fold.placed, of_fold.append, 0, sums)
+        seen = seen + sweep_rows(problem, fold, of_fold.append, 0, sums)
         rows.append(_joined(problem, of_fold, size))
 
     def crossfitted(rows: list[Tensor]) -> tuple[Tensor, Tensor]:

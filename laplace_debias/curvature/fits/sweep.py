@@ -16,7 +16,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.network.batches import Pairs, Placed, weight_of
+from laplace_debias.curvature.network.batches import Fold, Pairs, weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import Faults, check_outputs
 from laplace_debias.operators import BlockDiagonal
@@ -118,7 +118,7 @@ class Sweep:
         """Go through data; of several processes each through its own, and what all saw is summed.
 
         `first` is the position of the first example in all data of the fit: Monte-Carlo labels are
-        keyed by it, so that different data get different labels. `Placed` pairs say the rest.
+        keyed by it, so that different data get different labels. a `Fold` says the rest.
         """
         faults, num_read, place_of = Faults(), 0, getattr(batches, "place", None)
         if self.checkpoint is not None:
@@ -131,7 +131,8 @@ class Sweep:
             num_read += len(pair[1])
             if self.checkpoint is not None and self.checkpoint.has(pair):
                 continue
-            with faults.of_batch(None if isinstance(batches, Placed) else number):
+            # The pairs of a fold are not the batches of the user.
+            with faults.of_batch(None if isinstance(batches, (list, Fold)) else number):
                 self._batch(place, pair)
             if self.checkpoint is not None:
                 self.checkpoint.done(self.seen, faults.read)

@@ -256,15 +256,23 @@ Pairs = Iterable[tuple[Any, ...]]
 Place = Callable[[int, int], int]
 
 
-@dataclasses.dataclass
-class Placed:
-    """Pairs cut from the user's batches, and where they are among the examples of all processes."""
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """Some of the examples: this process's pairs, and the number or weight of all processes'.
 
-    pairs: Pairs
-    place: Place
+    A pair's place is that of its first example in all data of the fit, fold after fold.
+    """
+
+    pairs: list[Any]
+    places: list[int]
+    size: float
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.pairs)
+
+    def place(self, number: int, _: int) -> int:
+        """The place of a pair, by its number."""
+        return self.places[number]
 
 
 class Stream:
