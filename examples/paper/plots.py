@@ -1,6 +1,7 @@
 """Pictures of several experiments."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,7 @@ from matplotlib.lines import Line2D
 
 from examples.paper.common import Row
 from examples.paper.quadratics import FULL, OTHER, SAME
-from laplace_debias.report.style import (
-    FONT_SIZE,
-    OKABE_ITO,
-    method_colours,
-    new_panels,
-    style_axes,
-)
+from laplace_debias.report.style import FONT_SIZE, OKABE_ITO, style_axes
 
 MARKERS = {
     OTHER: (".", 22, OKABE_ITO["sky blue"]),
@@ -35,6 +30,31 @@ _METRIC_NAMES = {
     "test_accuracy": "Test accuracy ↑",
 }
 _METRIC_FAMILIES = {"auroc": "AUROC", "aupr": "AUPR", "fpr95": "FPR95"}
+_METHOD_COLOURS = {
+    "MAP": "#7F7F7F",
+    "vanilla": "#7F7F7F",
+    "mini-batch": OKABE_ITO["orange"],
+    "single-batch": OKABE_ITO["orange"],
+    "debiased": OKABE_ITO["blue"],
+    "full-batch": OKABE_ITO["black"],
+}
+_OTHER_COLOURS = [OKABE_ITO[name] for name in ("green", "purple", "sky blue", "vermillion")]
+
+
+def method_colours(methods: Iterable[str]) -> dict[str, str]:
+    """The colour of each method, the same in every picture for the four of the paper."""
+    others = itertools.cycle(_OTHER_COLOURS)
+    return {
+        method: _METHOD_COLOURS.get(method) or next(others) for method in dict.fromkeys(methods)
+    }
+
+
+def new_panels(
+    rows: int, columns: int, size: tuple[float, float], **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """A white picture of a size in inches, and its axes `[rows, columns]`."""
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def metric_label(metric: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor, nn
 
 from laplace_debias.commands.network import not_for, print_notes
@@ -23,7 +23,7 @@ from laplace_debias.linalg import (
 )
 from laplace_debias.operators import LinearOperator, LowRankPlusDiagonal
 from laplace_debias.report.spectrum_plot import plot_spectral_density
-from laplace_debias.report.style import OKABE_ITO, log_ticks, new_panels, save, style_axes
+from laplace_debias.report.style import OKABE_ITO, save, style_axes
 from laplace_debias.report.tables import write_csv
 from laplace_debias.sources import Loaded, SourceSettings, Task, load
 from laplace_debias.sources.shares import share
@@ -221,12 +221,15 @@ def measure(A: LinearOperator, settings: Settings) -> SpectrumResult:
 
 def draw(result: SpectrumResult, matrix: str) -> Figure:
     """The eigenvalues one by one, and the density of all."""
-    figure, ((by_rank, by_value),) = new_panels(1, 2, (9.6, 3.8))
+    figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor="white")
+    by_rank, by_value = figure.subplots(1, 2)
     values = result.eigenpairs.values.cpu()
     by_rank.plot(range(1, len(values) + 1), values, "o", markersize=3.5, color=OKABE_ITO["blue"])
     if bool((values > 0).all()):
         by_rank.set_yscale("log")
-        log_ticks(by_rank.yaxis)
+        by_rank.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        by_rank.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        by_rank.yaxis.set_minor_formatter(NullFormatter())
     by_rank.xaxis.set_major_locator(MaxNLocator(integer=True))
     by_rank.set_xlabel("Rank")
     by_rank.set_ylabel("Eigenvalue")

@@ -15,7 +15,7 @@ from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators import GGN, Hessian
 from laplace_debias.linalg.checks import check_choice
-from laplace_debias.system.ranks import Ranks, current, together
+from laplace_debias.system.ranks import current, together
 
 _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}
 
@@ -40,38 +40,30 @@ def objective(
     matrix = _CURVATURES[curvature](
         model, loss, data, params, num_data, reduction=reduction, batch=batch
     )
-    network = Network(model, params, data, batch)
-    ranks = current()
+    network, ranks = Network(model, params, data, batch), current()
     batches = Data(network.stream(data), network.device, num_data, ranks)
-    value, gradient = _loss_and_gradient(network, loss, batches, reduction, progress, ranks)
-    position = network.join([p.clone() for p in network.parameters], batched=False)
-    return value, gradient, matrix, position, decay_mask(network.parameters)
-
-
-def _loss_and_gradient(
-    network: Network, loss: Loss, data: Data, reduction: str | None, progress: bool, ranks: Ranks
-) -> tuple[Tensor, Tensor]:
-    """The loss on the data as one batch, and its gradient `[D]`, in one pass."""
     output = output_loss(loss, reduction)
     parameters = tuple(p.detach().requires_grad_() for p in network.parameters)
     value = torch.zeros((), dtype=network.dtype, device=network.device)
     gradient = torch.zeros(network.num_parameters, dtype=network.dtype, device=network.device)
     count = 0.0
-    for batch in tqdm(data, desc="loss", unit="batch", leave=False, disable=not progress):
+    for part in tqdm(batches, desc="loss", unit="batch", leave=False, disable=not progress):
+        inputs, targets = part.inputs, part.targets
         with torch.enable_grad():
-            outputs = network.outputs(parameters, batch.inputs)
+            outputs = network.outputs(parameters, inputs)
             check_outputs(outputs, least=0)
-            output.check(outputs, batch.targets)
-            labels = output.labels(batch.targets, outputs.ndim)
-            total = output.value(outputs, labels)
+            output.check(outputs, targets)
+            total = output.value(outputs, output.labels(targets, outputs.ndim))
         gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
         value += total.detach()
         gradient += network.join(gradients, batched=False)
-        count += output.count(batch.targets)
+        count += output.count(targets)
     ranks.sum([value, gradient])
     count = sum(ranks.exchange(float(count)))
     scale = 1 / count if output.reduction == "mean" else 1.0
-    return value * scale, gradient * scale
+    position = network.join([p.clone() for p in network.parameters], batched=False)
+    decayed = decay_mask(network.parameters)
+    return value * scale, gradient * scale, matrix, position, decayed
 
 
 def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:

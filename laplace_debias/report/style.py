@@ -1,19 +1,13 @@
-"""How pictures look: one colour per method, names of metrics, and how they are saved.
+"""How pictures look, and how they are saved.
 
 Neither this file nor the pictures use pyplot, so the user's state is untouched.
 """
 
-import itertools
 import os
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from laplace_debias.system.files import written_atomically
 
@@ -39,38 +33,6 @@ FONT_SIZE = 10.0
 """Size of text in points; ticks are a little smaller, titles a little larger."""
 
 _DPI = 150
-_METHOD_COLOURS = {
-    "MAP": "#7F7F7F",
-    "vanilla": "#7F7F7F",
-    "mini-batch": OKABE_ITO["orange"],
-    "single-batch": OKABE_ITO["orange"],
-    "debiased": OKABE_ITO["blue"],
-    "full-batch": OKABE_ITO["black"],
-}
-_OTHER_COLOURS = [OKABE_ITO[name] for name in ("green", "purple", "sky blue", "vermillion")]
-
-
-def method_colours(methods: Iterable[str]) -> dict[str, str]:
-    """The colour of each method, the same in every picture for the four of the paper."""
-    others = itertools.cycle(_OTHER_COLOURS)
-    return {
-        method: _METHOD_COLOURS.get(method) or next(others) for method in dict.fromkeys(methods)
-    }
-
-
-def new_panels(
-    rows: int, columns: int, size: tuple[float, float], **options: Any
-) -> tuple[Figure, np.ndarray]:
-    """A white picture of a size in inches, and its axes `[rows, columns]`."""
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def log_ticks(axis: Axis, steps: Sequence[int] = (1, 2, 5)) -> None:
-    """Plain numbers at the steps of every decade of a logarithmic axis, none between."""
-    axis.set_major_locator(LogLocator(subs=tuple(steps)))
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def style_axes(ax: Axes) -> None:

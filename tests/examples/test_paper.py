@@ -13,6 +13,7 @@ from examples.paper import kfac_error, laplace
 from examples.paper.__main__ import EXPERIMENTS, main
 from examples.paper.common import CROSSFIT, FULL, MINI, Settings, Trained, distances, judge
 from examples.paper.data import digits, digits_parts
+from examples.paper.plots import method_colours
 from examples.paper.problems import Recipe, get_problem, train
 from examples.paper.quadratics import OTHER, SAME, BiasSettings, bias_rows, summary_of
 
@@ -223,3 +224,11 @@ def test_an_unknown_problem_is_named(tmp_path):
     with pytest.raises(ValueError, match="unknown problem 'digit'"):
         main(["contours", "--problem=digit", f"--output={tmp_path}"])
     assert Settings(output=tmp_path).problem == "allcnn-digits"
+
+
+def test_colours_of_known_and_other_methods_differ():
+    methods = ["crossfit", "MAP", "mini-batch", "debiased", "full-batch", "other", "third"]
+    colours = method_colours(methods)
+    assert list(colours) == methods
+    assert len(set(colours.values())) == len(methods)
+    assert method_colours(["debiased"])["debiased"] == colours["debiased"]

@@ -139,21 +139,11 @@ def test_single_precision_is_kept():
 def test_picture_shows_the_density_and_its_error(scale):
     density = spectral_density(symmetric(VALUES), scale=scale, num_steps=10, generator=generator())
     ax = Figure().subplots()
-    plot_spectral_density({"network": density}, ax)
+    plot_spectral_density(density, ax)
     assert ax.get_xscale() == scale
     drawn = torch.as_tensor(ax.lines[0].get_ydata())
     torch.testing.assert_close(drawn.max(), density.density.max())
     assert len(ax.collections) == 1
-    plot_spectral_density(density, ax)
-    assert len(ax.lines) == 2
-
-
-def test_pictures_of_nothing_or_of_two_scales_are_refused():
-    linear = spectral_density(Diagonal(VALUES))
-    log = spectral_density(Diagonal(VALUES), scale="log")
-    for densities in ({}, {"a": linear, "b": log}):
-        with pytest.raises(ValueError, match="expected one"):
-            plot_spectral_density(densities, Figure().subplots())
 
 
 def test_more_points_refine_the_same_density():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from csv_table import read_csv
 
-from laplace_debias.report.style import method_colours
 from laplace_debias.report.tables import print_table, write_csv
 
 ROWS = [
@@ -84,11 +83,3 @@ def test_bad_tables_are_refused(tmp_path):
     with pytest.raises(ValueError, match="column 'a' holds a list"):
         write_csv([{"a": [1]}], path)
     assert not path.exists()
-
-
-def test_colours_of_known_and_other_methods_differ():
-    methods = ["crossfit", "MAP", "mini-batch", "debiased", "full-batch", "other", "third"]
-    colours = method_colours(methods)
-    assert list(colours) == methods
-    assert len(set(colours.values())) == len(methods)
-    assert method_colours(["debiased"])["debiased"] == colours["debiased"]
