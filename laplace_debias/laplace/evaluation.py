@@ -1,7 +1,7 @@
 """A report on predictions: the metrics of a predictive over loaders."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Integer
@@ -21,18 +21,6 @@ from laplace_debias.metrics.report import report_of
 from laplace_debias.system.ranks import current
 
 Predict = Callable[[Inputs], Distribution]
-
-
-class Targets(NamedTuple):
-    """The targets of a batch, checked.
-
-    The `labels` have a row for each term, of which `counted` count. For densities there is
-    `log_prob_of`: as the predictive has them, zeros for what does not count.
-    """
-
-    labels: Tensor
-    counted: Bool[Tensor, " terms"]
-    log_prob_of: Tensor
 
 
 def joined(parts: Sequence[Sequence[Tensor]], what: str) -> list[Tensor]:
@@ -128,10 +116,14 @@ def targets_of(
     targets: Tensor,
     class_dim: int | None = None,
     leading: int = 0,
-) -> Targets:
+) -> tuple[Tensor, Bool[Tensor, " terms"], Tensor]:
     """Check a batch's targets beside a predictive of them.
 
     It may have `leading` dimensions in front of the batch's, of whose entries the first is seen.
+
+    Returns:
+        The targets with a row for each term; which of these count; and the targets that
+        `predictive.log_prob` takes, zeros where they do not count.
     """
     shape = predictive.batch_shape[leading:]
     values = values_of(predictive)[: shape.numel()]
@@ -147,7 +139,7 @@ def targets_of(
     safe = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
     safe = safe.reshape(shape + predictive.event_shape)
     is_discrete = isinstance(predictive, torch.distributions.Categorical)
-    return Targets(labels, counted, safe if is_discrete else safe.to(values.dtype))
+    return labels, counted, safe if is_discrete else safe.to(values.dtype)
 
 
 def score(

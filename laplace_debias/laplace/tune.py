@@ -25,7 +25,7 @@ from laplace_debias.curvature.losses.likelihoods import (
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import evidence, predictive
-from laplace_debias.laplace.evaluation import Targets, classified, joined, targets_of, values_of
+from laplace_debias.laplace.evaluation import classified, joined, targets_of, values_of
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.laplace.schemes import check_held_out
@@ -178,26 +178,28 @@ def look(
     grid, parts = torch.tensor(points, dtype=torch.float64), []
     at = [*points, math.inf] if links else list(points)
     for x, y in data:
-        targets, rows = None, dict[int, list[Tensor]]()
+        examples, rows = None, dict[int, list[Tensor]]()
         for number, predicted in predict(x, grid, links):
-            # The same by every link and at every point.
-            if targets is None:
+            if examples is None:
+                # The same by every link and at every point.
                 targets = targets_of(likelihood, predicted, y, class_dim, leading=1)
+                labels, counted, log_prob_of = targets
             if with_noise:
-                terms = _noise_terms(predicted, targets.labels)
+                terms = _noise_terms(predicted, labels)
             elif metric == "nll":
                 # No class probabilities: for a thousand classes a thousandth of the memory.
                 shape = predicted.batch_shape + predicted.event_shape
-                log_probs = predicted.log_prob(targets.log_prob_of.expand(shape))
-                terms = -log_probs.flatten(1)[:, targets.counted].double().T
+                log_probs = predicted.log_prob(log_prob_of.expand(shape))
+                terms = -log_probs.flatten(1)[:, counted].double().T
             else:
-                terms = _brier_terms(predicted, targets)
-            # The example of every term that counts.
-            shape = predicted.batch_shape[1:]
-            examples = targets.counted.view(shape).nonzero()[:, 0]
-            examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
+                terms = _brier_terms(predicted, labels, counted)
+            if examples is None:
+                # That of every term that counts.
+                examples = counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
+                examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
             sums = terms.new_zeros(len(y), terms.shape[1]).index_add_(0, examples, terms)
             rows.setdefault(number, []).append(sums)
+        assert examples is not None
         counts = examples.bincount(minlength=len(y)).double()
         part = [counts[counts > 0]]
         for row in rows.values():
@@ -206,19 +208,7 @@ def look(
     counts, *columns = joined(parts, "tune on")
     sums, factors = torch.stack(columns).mT.contiguous(), None
     if with_noise:
-        # With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
-        # covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
-        # k² = Σ q / M.
-        squares, log_dets, outputs = sums.unbind(1)
-        factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
-        if not factors.all():
-            raise ValueError(
-                "The residuals of the validation data are zero: there is no noise to estimate. "
-                "Check that the targets are not the outputs, or pass sigma=False."
-            )
-        k = factors.unsqueeze(1)
-        half = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2
-        sums = (half + outputs * k.log()).unsqueeze(1)
+        sums, factors = _with_best_noise(sums)
         at = [gamma / factor**2 for gamma, factor in zip(at, factors.tolist(), strict=True)]
     return Table(at, links, sums, counts, sums.sum(-1) / counts.sum(), factors)
 
@@ -237,12 +227,35 @@ def _noise_terms(predicted: Distribution, labels: Tensor) -> Float[Tensor, "term
     return torch.stack([squares, log_dets, torch.full_like(squares, root.shape[-1])], -1)
 
 
-def _brier_terms(predicted: Distribution, targets: Targets) -> Float[Tensor, "terms links"]:
-    """Of each term Σ_k (p_k − y_k)², a column for each link."""
-    num_links, labels = predicted.batch_shape[0], targets.labels[targets.counted]
+def _with_best_noise(
+    sums: Float[Tensor, "points 3 examples"],
+) -> tuple[Float[Tensor, "points 1 examples"], Float[Tensor, " points"]]:
+    """The NLL at the best σ = k σ₀ for each γ, and k.
+
+    With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
+    covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
+    k² = Σ q / M.
+    """
+    squares, log_dets, outputs = sums.unbind(1)
+    factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
+    if not factors.all():
+        raise ValueError(
+            "The residuals of the validation data are zero: there is no noise to estimate. "
+            "Check that the targets are not the outputs, or pass sigma=False."
+        )
+    k = factors.unsqueeze(1)
+    half = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2
+    return (half + outputs * k.log()).unsqueeze(1), factors
+
+
+def _brier_terms(
+    predicted: Distribution, labels: Tensor, counted: Bool[Tensor, " terms"]
+) -> Float[Tensor, "counted links"]:
+    """Of each term that counts Σ_k (p_k − y_k)², a column for each link."""
+    num_links, labels = predicted.batch_shape[0], labels[counted]
     if not len(labels):  # A batch may hold ignored targets alone.
         return torch.zeros(0, num_links, dtype=torch.float64, device=labels.device)
-    values = values_of(predicted)[targets.counted.repeat(num_links)]
+    values = values_of(predicted)[counted.repeat(num_links)]
     labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
     probs, labels = check_classification(*classified(values, labels))
     squares = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
