@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, metrics
-from laplace_debias.report.style import method_colours, save, style_axes
+from laplace_debias.report.style import OKABE_ITO, save, style_axes
 from laplace_debias.sources.corruptions import corrupt
 
 EPOCHS = 40
@@ -26,6 +26,10 @@ DRAWS = 5
 EXAMPLES = 32  # of a mini-batch; all 1,000 stand for the full batch
 PRIOR_PRECISIONS = (0.001, 0.00562, 0.0316, 0.178, 1.0, 5.62, 31.6, 178.0, 1000.0)
 MAP, MINI, DEBIASED, FULL = METHODS = ("MAP", "mini-batch", "debiased", "full-batch")
+COLOURS = {MAP: "#7F7F7F"} | {
+    method: OKABE_ITO[name]
+    for method, name in ((MINI, "orange"), (DEBIASED, "blue"), (FULL, "black"))
+}
 
 Row = dict[str, str | int | float]
 
@@ -128,15 +132,14 @@ def draw_nll(rows: list[Row], path: Path) -> None:
     """The NLL against the prior precision: a line for each posterior."""
     figure = Figure(figsize=(5.6, 3.6), layout="constrained", facecolor="white")
     ax = figure.subplots()
-    colours = method_colours(METHODS)
-    ax.axhline(rows[0]["nll"], color=colours[MAP], linestyle="--", label=MAP)
+    ax.axhline(rows[0]["nll"], color=COLOURS[MAP], linestyle="--", label=MAP)
     for method in METHODS[1:]:
         for draw in range(DRAWS):
             chosen = [r for r in rows if (r["method"], r["draw"]) == (method, draw)]
             nll = [row["nll"] for row in chosen]
             label = method if draw == 0 else None
             ax.plot(
-                PRIOR_PRECISIONS[: len(nll)], nll, "o-", ms=3, color=colours[method], label=label
+                PRIOR_PRECISIONS[: len(nll)], nll, "o-", ms=3, color=COLOURS[method], label=label
             )
     ax.set(xscale="log", xlabel="Prior precision δ", ylabel="NLL (nats) ↓")
     ax.legend(frameon=False)

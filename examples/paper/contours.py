@@ -7,11 +7,11 @@ import torch
 from matplotlib.figure import Figure
 
 from examples.paper.common import FULL, MINI, Row, load, write
-from examples.paper.plots import add_legend
+from examples.paper.plots import add_legend, method_colours, new_panels
 from examples.paper.quadratics import BiasSettings, mean_cut, measure
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.quadratic import Cut
-from laplace_debias.report.style import method_colours, new_panels, style_axes
+from laplace_debias.report.style import style_axes
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from examples.paper.common import Row, load, write
-from examples.paper.plots import points_figure
+from examples.paper.plots import new_panels, points_figure
 from examples.paper.quadratics import (
     OTHER,
     BiasSettings,
@@ -17,7 +17,7 @@ from examples.paper.quadratics import (
     find_directions,
     quadratic_on,
 )
-from laplace_debias.report.style import new_panels, style_axes
+from laplace_debias.report.style import style_axes
 
 
 @dataclass(kw_only=True)

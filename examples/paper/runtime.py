@@ -27,8 +27,9 @@ from examples.paper.common import (
 from examples.paper.common import (
     Settings as Shared,
 )
+from examples.paper.plots import new_panels
 from laplace_debias import Laplace
-from laplace_debias.report.style import OKABE_ITO, new_panels, style_axes
+from laplace_debias.report.style import OKABE_ITO, style_axes
 
 
 @dataclass(kw_only=True)

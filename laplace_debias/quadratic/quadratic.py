@@ -209,7 +209,8 @@ class Quadratic:
     def __call__(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
         """q(θ) at one position `[D]` or at many `[D, k]`; one product each."""
         offset = self._offset(theta)
-        return self.value + (_inner(self.gradient, offset) + self._curve(offset) / 2)
+        product = self.matrix @ offset
+        return self.value + (_inner(self.gradient, offset) + _inner(offset, product) / 2)
 
     def gradient_at(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "dim *k"]:
         """∇q(θ) = g + H(θ − θ₀), of θ's shape; one product for each position."""
@@ -255,7 +256,8 @@ class Quadratic:
         Raises:
             ValueError: If a shape does not fit, or a direction is zero or not finite.
         """
-        return self._curve(self._unit(direction))
+        unit = self._unit(direction)
+        return _inner(unit, self.matrix @ unit)
 
     def cut(
         self,
@@ -352,9 +354,6 @@ class Quadratic:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}: expected ({size},) or ({size}, k)."
             )
-
-    def _curve(self, offset: Tensor) -> Tensor:
-        return _inner(offset, self.matrix @ offset)
 
 
 def _inner(left: Tensor, right: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Functional covariance of posteriors with directions in all parameters together."""
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
 import torch
 from jaxtyping import Float
@@ -46,12 +45,8 @@ class DenseMoments:
         jacobians: Jacobians = rotated_jacobians,
     ) -> None:
         self.blocks = blocks
-        ends = list(accumulate(block.size for block in blocks))
-        self._places = [
-            slice(end - block.size, end) for end, block in zip(ends, blocks, strict=True)
-        ]
         self.posterior = posterior
-        self._directions = _directions(posterior)
+        self._directions = _directions(posterior).split([block.size for block in blocks])
         self._root = orthonormaliser(posterior)
         self._deltas = prior_precisions[:, 0].double()
         self._diagonal = diagonal
@@ -68,15 +63,15 @@ class DenseMoments:
     ) -> None:
         """As `BlockMoments.add`."""
         gram, rest = into.new_zeros(into.shape[1:], dtype=torch.float64), None
-        along = gram.new_zeros(*into.shape[1:3], self._directions.shape[1])
+        along = gram.new_zeros(*into.shape[1:3], self._directions[0].shape[1])
         for index, layer, uses in backward:
-            block, place = self.blocks[index], self._places[index]
+            block, U = self.blocks[index], self._directions[index]
             for part, J, columns in self._jacobians(layer, block, uses, None, None):
                 if columns is not None:
                     J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
                 rows = J.flatten(2).double()
                 gram[part] += self._product(rows, rows)
-                along[part] += rows @ self._directions[place].double()
+                along[part] += rows @ U.double()
             # Let go before the next block's are made.
             del uses, J, rows
         of_all = self.posterior.curvature.blocks[DENSE_BLOCK]

@@ -1,6 +1,5 @@
 r"""Products of a linear head's own Jacobian rows, $e_c \otimes h_t$, weighed by variances."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,12 +64,6 @@ class Wanted:
         at = rows.positions.T[:, :, None, None].expand(-1, -1, 1, d)
         return columns.scatter_(2, at, self.weight[rows.classes.T].unsqueeze(2))
 
-    def slices(self) -> Iterator[slice]:
-        """Parts of the outputs whose rows of the weight fit into a slice."""
-        step = max(1, _SLICE // self.weight.shape[1])
-        for start in range(0, self.num_outputs, step):
-            yield slice(start, min(start + step, self.num_outputs))
-
     def rows_of(self, example: int, some: Tensor | slice) -> Float[Tensor, "some p_d"]:
         """Rows $w_c$ at their positions, as they multiply an example's flattened h."""
         at, classes = self.positions[example, some], self.classes[example, some]
@@ -128,8 +121,9 @@ def head_products(
             return (posterior.data_weight * magnitudes[some] + delta).reciprocal()
 
         if rows_of_G is None and diagonal:
-            slices = [(a[at[s]], classes[s]) for s in wanted.slices()]
-            return torch.cat([(x.square() * variances(some)).sum(-1) for x, some in slices])
+            step = max(1, _SLICE // wanted.weight.shape[1])
+            parts = zip(at.split(step), classes.split(step), strict=True)
+            return torch.cat([(a[t].square() * variances(c)).sum(-1) for t, c in parts])
         if rows_of_G is None:
             products = (a[at] * variances(classes)) @ a[at].mT
             return products * (classes[:, None] == classes)
