@@ -108,7 +108,7 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
     data = [(validation.mean, validation.labels)]
     by = links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None)
     table = look(predict, data, _SOFTMAX, None, "nll", validation.grid.tolist(), by)
-    found, _ = search(table, "nll", _SOFTMAX)
+    found, _ = search(table, "nll")
     assert found.link is not None
     return float(found), found.link
 

@@ -20,8 +20,6 @@ from laplace_debias.metrics.evaluation import separation
 from laplace_debias.metrics.report import report_of
 from laplace_debias.system.ranks import current
 
-Predict = Callable[[Inputs], Distribution]
-
 
 def joined(parts: Sequence[Sequence[Tensor]], what: str) -> list[Tensor]:
     """The columns of several batches in one, of all processes that share them."""
@@ -38,7 +36,7 @@ def joined(parts: Sequence[Sequence[Tensor]], what: str) -> list[Tensor]:
 
 
 def evaluate_predictions(
-    predict: Predict,
+    predict: Callable[[Inputs], Distribution],
     likelihood: Likelihood,
     batches: Batches,
     ood: Mapping[str, Batches],

@@ -12,7 +12,6 @@ residuals stay, and the curvature C of the mean loss becomes k⁻² C. No data i
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -260,32 +259,29 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
     )
     k = math.sqrt((Q + 10.0**result.x * S) / M)
     delta = 10.0**result.x * k**-2
-    tuned = rescaled(fitted, k, delta)
-    assert isinstance(tuned.subject.likelihood, Gaussian)
+    tuned, sigma = rescaled(fitted, k, delta)
     table.sort(key=lambda row: row["prior_precision"])
-    return Tuning(
-        delta, OF_EVIDENCE, -result.fun, table, tuned.subject.likelihood.sigma.tolist()
-    ), tuned
+    return Tuning(delta, OF_EVIDENCE, -result.fun, table, sigma), tuned
 
 
-def rescaled(fitted: Fitted, factor: float, prior_precision: float | Sequence[float]) -> Fitted:
-    """The fit with σ multiplied by a factor, under another prior."""
+def rescaled(
+    fitted: Fitted, factor: float, prior_precision: float
+) -> tuple[Fitted, float | list[float]]:
+    """The fit with σ multiplied by a factor, under another prior; and that σ."""
     old, share = fitted.posterior, factor**-2
     assert isinstance(fitted.subject.likelihood, Gaussian)
     assert fitted.num_targets is not None
-    deltas = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
+    likelihood = Gaussian(fitted.subject.likelihood.sigma * factor)
+    delta = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
     curvature = old.curvature.map(lambda _, block: applied(block, lambda L: share * L))
     squares = squared_residuals(fitted)
-    return replace(
+    tuned = replace(
         fitted,
-        subject=replace(
-            fitted.subject,
-            likelihood=Gaussian(fitted.subject.likelihood.sigma * factor),
-            prior_precision=deltas,
-        ),
-        posterior=replace(old, curvature=curvature, prior_precision=deltas),
-        nll=fitted.nll + 0.5 * squares * (factor**-2 - 1) + fitted.num_targets * math.log(factor),
+        subject=replace(fitted.subject, likelihood=likelihood, prior_precision=delta),
+        posterior=replace(old, curvature=curvature, prior_precision=delta),
+        nll=fitted.nll + 0.5 * squares * (share - 1) + fitted.num_targets * math.log(factor),
     )
+    return tuned, likelihood.sigma.tolist()
 
 
 def squared_residuals(fitted: Fitted) -> float:

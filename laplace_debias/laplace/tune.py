@@ -7,7 +7,7 @@ beside the covariances, and are all looked at in the same pass.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 
@@ -88,11 +88,11 @@ def on_data(
     by_links = partial(predictive.predictives_by_links, fitted)
     at = points.tolist(), links_to_try(default, link)
     table = look(by_links, stream, likelihood, class_dim, metric, *at, with_noise)
-    result, factor = search(table, metric, likelihood)
-    if factor is None:
+    result, best = search(table, metric)
+    if table.factors is None:
         return evidence.noting_assumed(result, fitted, sigma), None
-    assert isinstance(result.prior_precision, float)
-    return result, evidence.rescaled(fitted, factor, result.prior_precision)
+    tuned, sigmas = evidence.rescaled(fitted, float(table.factors[best]), float(result))
+    return replace(result, sigma=sigmas), tuned
 
 
 def _checked(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " grid"]:
@@ -158,11 +158,8 @@ class Table:
         return difference <= max(_ALIKE * float(paired), _NOTHING * float(own))
 
 
-Predict = Callable[[Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution]]]
-
-
 def look(
-    predict: Predict,
+    predict: Callable[[Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution]]],
     data: Pairs,
     likelihood: Likelihood,
     class_dim: int | None,
@@ -262,19 +259,19 @@ def _brier_terms(
     return squares.view(num_links, -1).T
 
 
-def search(table: Table, metric: str, likelihood: Likelihood) -> tuple[Tuning, float | None]:
-    """The choice among what was looked at: the findings, and what σ is multiplied by."""
+def search(table: Table, metric: str) -> tuple[Tuning, int]:
+    """The choice among what was looked at: the findings, without σ, and the point's number."""
     by = table.links
     points = range(len(table.at) - (len(by) > 0))
     number = _chosen(table, by, points) if len(by) > 1 else 0
     best, is_worse = _lowest(table, number, points)
     values, errors = table.values[:, number], table.errors(table.sums[:, number]).tolist()
-    factors, can_tell = table.factors, len(table.counts) > 1
+    can_tell = len(table.counts) > 1
     rows: list[Row] = []
     for point in points:
         row: Row = {"prior_precision": table.at[point], metric: float(values[point])}
-        if factors is not None:
-            row["sigma_factor"] = float(factors[point])
+        if table.factors is not None:
+            row["sigma_factor"] = float(table.factors[point])
         if can_tell:
             row["standard_error"] = errors[point]
         rows.append(row)
@@ -283,24 +280,20 @@ def search(table: Table, metric: str, likelihood: Likelihood) -> tuple[Tuning, f
         low -= 1
     while high < points[-1] and not is_worse[high + 1]:
         high += 1
-    within, factor, sigma = table.at[low : high + 1], None, None
-    if factors is not None:
-        assert isinstance(likelihood, Gaussian)
-        factor = float(factors[best])
-        sigma = (likelihood.sigma * factor).tolist()
+    within = table.at[low : high + 1]
     is_flat = can_tell and len(within) == len(points)
     result = Tuning(
         table.at[best],
         metric,
         float(values[best]),
         sorted(rows, key=itemgetter("prior_precision")),
-        sigma,
+        None,
         (min(within), max(within)) if can_tell else None,
         _at_the_end(table.at[best], () if is_flat else points, best, by, number),
         by[number] if by else None,
         _compared(table, by, (best, number), points, metric) if len(by) > 1 else [],
     )
-    return result, factor
+    return result, best
 
 
 def _chosen(table: Table, by: Sequence[Link], points: range) -> int:

@@ -61,7 +61,7 @@ def shaped(curve, num_examples=200, noise=0.0, start=DEFAULT_GRID):
             yield number, Categorical(logits=logits.unsqueeze(0), validate_args=False)
 
     table = look(predict, batches, Softmax(), None, "nll", start.tolist(), [])
-    return search(table, "nll", Softmax())[0], batches, tried
+    return search(table, "nll")[0], batches, tried
 
 
 def resolution(found):
