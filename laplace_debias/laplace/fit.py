@@ -27,7 +27,7 @@ from laplace_debias.curvature.network.shadow import (
 from laplace_debias.curvature.network.shards import place_of, refuse_same
 from laplace_debias.laplace.anytime import Auto
 from laplace_debias.laplace.file import likelihood_to_json
-from laplace_debias.laplace.plan import check_room, posterior_bytes
+from laplace_debias.laplace.plan import available_memory, check_room, posterior_bytes
 from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.laplace.schemes import (
     OF_FIRST_BATCHES,
@@ -40,7 +40,6 @@ from laplace_debias.laplace.schemes import (
 )
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.system.checks import check_generator
-from laplace_debias.system.memory import available_memory
 from laplace_debias.system.ranks import current
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

@@ -2,9 +2,11 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -23,12 +25,14 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
-from laplace_debias.system.memory import available_memory
 from laplace_debias.system.ranks import alone
 from laplace_debias.system.shown import aligned
 
 # Matrices of a factor's size while it is decomposed, it included.
 _OF_EIGH = 5
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 # How many rows the factors G and A of blocks have; None where they are matrices.
 NumRows = Mapping[Block, Sequence[int | None]]
@@ -178,6 +182,31 @@ def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_R
         rank = size if kind.num_directions is None else min(kind.num_directions, size)
         kept = problem.dtype.itemsize * rank * (size + 1)
     return kept + problem.dtype.itemsize * size
+
+
+def available_memory(device: torch.device | None = None) -> int | None:
+    """Bytes that can still be allocated; None where the system does not tell.
+
+    Of a GPU what is free on it, with what torch's allocator holds and does not use. Of the CPU what
+    Linux says is available, and no more than the process's control group (version 2, a container's
+    limit) leaves, where cached files are given back if needed.
+    """
+    if device is not None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + held
+    found: list[int] = []
+    if device is None or device.type == "cpu":
+        with suppress(OSError, LookupError):
+            found.append(1024 * int(_MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]))
+        # Without a limit it is "max".
+        with suppress(OSError, LookupError, ValueError):
+            limit = int((_CGROUP / "memory.max").read_text())
+            stat = (_CGROUP / "memory.stat").read_text()
+            cached = int(stat.partition("inactive_file ")[2].split()[0])
+            used = int((_CGROUP / "memory.current").read_text()) - cached
+            found.append(max(0, limit - used))
+    return min(found, default=None)
 
 
 def check_room(needed: int, available: int | None, what: str) -> None:

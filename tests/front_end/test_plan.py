@@ -15,7 +15,6 @@ from laplace_debias.curvature.fits.directions import Rows
 from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace import plan as plans
 from laplace_debias.laplace.plan import Tracked
-from laplace_debias.system import memory
 
 
 class Tokens(nn.Module):
@@ -245,14 +244,14 @@ def test_a_printed_plan_is_aligned_and_complete(case):
 
 
 def test_available_memory_is_no_more_than_a_container_has(tmp_path, monkeypatch):
-    of_machine = memory.available_memory()
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    of_machine = plans.available_memory()
+    monkeypatch.setattr(plans, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 200\n")
-    assert memory.available_memory() == 500 < of_machine
+    assert plans.available_memory() == 500 < of_machine
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_memory() > 500
+    assert plans.available_memory() > 500
 
 
 def test_a_wide_layer_has_no_factor_on_that_side():

@@ -18,9 +18,9 @@ from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Fold, Pairs, weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
-from laplace_debias.curvature.network.outputs import Faults, check_outputs
+from laplace_debias.curvature.network.outputs import MOST_GRANTED, Faults, check_outputs, granted
 from laplace_debias.operators import BlockDiagonal
-from laplace_debias.system.memory import MOST_GRANTED, granted, is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.ranks import ALONE, Ranks
 
 

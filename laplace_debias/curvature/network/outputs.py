@@ -1,4 +1,4 @@
-"""Checks of what comes out of a network: right numbers, the right shape, the classes last.
+"""Checks of what comes out of a network: right numbers, the right shape, not too many of them.
 
 Faults in the numbers of a batch are asked without waiting for the device.
 
@@ -22,6 +22,10 @@ from laplace_debias.curvature.network.shadow import coarsest_eps, kept_as_it_is
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.shown import warn
 
+MEMORY_BOUND = 2**27
+"""Bytes, unless a user says otherwise."""
+MOST_GRANTED = 2**32
+"""Bytes up to which what one example needs is granted without being asked for."""
 # Answers that are kept before they are read: a pass over wrong data ends early, and an answer takes
 # half a kilobyte of the device's memory.
 _MOST_KEPT = 1024
@@ -90,6 +94,26 @@ def _of_batch(error: Exception, number: int | None) -> Exception:
     if number is None:
         return error
     return type(error)(f"{error} (Batch {number} of the pass over the data.)")
+
+
+def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:
+    """The bytes that may be used, at least those `needed`.
+
+    A bound of None is 128 MiB, and more where one example needs it, up to 4 GiB.
+    """
+    if needed <= (MEMORY_BOUND if bound is None else bound):
+        return MEMORY_BOUND if bound is None else bound
+    if bound is None and needed <= MOST_GRANTED:
+        return needed
+    found = (
+        f"more than the {MOST_GRANTED} that are used without being asked for"
+        if bound is None
+        else f"and memory_bound={bound} is too small"
+    )
+    subject = what[:1].upper() + what[1:]
+    raise ValueError(
+        f"{subject} takes {needed} bytes, {found}. Pass memory_bound={needed}{remedy}."
+    )
 
 
 def check_outputs(outputs: Tensor, probed: int | None = None, least: int = 2) -> None:

@@ -12,12 +12,16 @@ from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import LinearCalls
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
-from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.outputs import (
+    MEMORY_BOUND,
+    MOST_GRANTED,
+    check_outputs,
+    granted,
+)
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.dense import DenseMoments
 from laplace_debias.laplace.functional.head_products import Wanted, contracted, head_products
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.system.memory import MEMORY_BOUND, MOST_GRANTED, granted
 
 # A chunk's output gradients take the memory bound, beside the forward pass and slices of Jacobians.
 # More bytes of them for each block make calls no cheaper.
