@@ -101,12 +101,12 @@ def fit(
         for field, called in others:
             streams[field] = subject.of_fit(getattr(scheme, field), generator, called, None)
         if ranks.size > 1:
-            plain, names = unwrapped(subject.model), subject.known.block_names
             if subject.settings.fisher.kind == "mc":
                 # It matters where examples are among those of all processes.
                 for one in streams.values():
                     one.place = place_of(ranks, one)
-            ranks.require_same(model=lambda: checksum(plain), blocks=lambda: names)
+            model, blocks = checksum(unwrapped(subject.model)), subject.known.block_names
+            ranks.require_same(model=model, blocks=blocks)
             marks = [] if expected.is_shared else [mark_of(x, y) for x, y, *_ in stream.first]
             refuse_same(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
         what = f"Nothing was fitted: the posterior of curvature={kind.name!r} takes"

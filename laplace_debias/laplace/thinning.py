@@ -140,8 +140,7 @@ def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> Eige
         rank = int((scores[..., :r] > threshold).sum(-1).amax())
         if 2 * rank >= d or bool((scores[..., r:] > threshold).any()):
             continue
-        order = scores[..., :r].argsort(-1, descending=True)
-        block = block.kept(side, order, rank)
+        block = block.kept(side, scores[..., :r].argsort(-1, descending=True), rank)
     return block
 
 

@@ -76,8 +76,7 @@ class BatchReader:
         named = None if is_pair or self.hook is not None else _named(batch)
         if is_pair:
             inputs, targets = batch
-            if not isinstance(inputs, Mapping):
-                inputs = _named(inputs) or inputs
+            inputs = _named(inputs) or inputs
         elif named is not None:
             inputs, targets = self._from_names(named)
         else:
