@@ -34,11 +34,11 @@ from laplace_debias.curvature.network.outputs import (
     warn_of_sigmoid,
 )
 from laplace_debias.curvature.network.selection import (
+    LAST_LAYER,
     SUPPORTED,
     ParameterSelection,
     check_parameters,
     is_general,
-    is_last_layer,
     leaving_out,
     select_parameters,
 )
@@ -224,7 +224,7 @@ class Subject:
         if isinstance(selection, (list, tuple)):
             selection = plain_names(model, selection)
         selected = None
-        if not is_last_layer(selection) or not any(p.requires_grad for p in plain.parameters()):
+        if selection != LAST_LAYER or not any(p.requires_grad for p in plain.parameters()):
             selected = BayesianParameters.of(plain, selection, settings, None, calls)
         names = selected.names if selected else [name for name, _ in plain.named_parameters()]
         if settings.class_dim not in (None, -1) or is_narrow(plain, names):
@@ -337,7 +337,7 @@ class Subject:
         plain, found, settings = unwrapped(self.model), self.selected, self.settings
         (x, y, *_), device = first[0], self.first_parameter.device
         x, y = move(x, device, None), y.to(device)
-        if found is None or is_last_layer(self.selection):
+        if found is None or self.selection == LAST_LAYER:
             found = BayesianParameters.of(plain, self.selection, settings, x)
             known = self.parameters
             if known is not None and known.names != found.names:

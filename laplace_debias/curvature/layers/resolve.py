@@ -72,19 +72,19 @@ def resolve(
     check_outputs(outputs, num_examples(x))
     reference = _Reference.of(network, names, few)
     check_repeatable(network, one, outputs, reference.outputs[:1])
-    unused = reference.unused
+    unused, used = reference.unused, list(names)
     if reference.is_partial:
         more = take(x, slice(0, _MORE))
-        *_, (of_all,) = _differentiated(network, unused, more, one_by_one=False)
-        unused = [name for name, gradient in zip(unused, of_all, strict=True) if gradient is None]
-    used = [name for name in names if name not in unused]
+        unused = _Reference.of(network, unused, more).unused if unused else []
+    for name in unused:
+        used.remove(name)
     calls: dict[str, tuple[str, ...]] = {}
     owners, right = owners_of_parameters(network), set[tuple[str, Site]]()
-    for block in curvature_blocks(network, used, joint, sharing) if used else []:
+    for block in curvature_blocks(network, used, joint, sharing):
         if len(block.calls) == 1:
             calls[block.name] = ()
     while True:
-        blocks = curvature_blocks(network, used, joint, sharing, calls) if used else []
+        blocks = curvature_blocks(network, used, joint, sharing, calls)
         wrong = _wrong(tap, blocks, right, names, few, more, reference)
         if not wrong:
             return Resolved(blocks, calls, unused)
@@ -114,7 +114,7 @@ def resolve(
 
 @dataclass(frozen=True)
 class _Reference:
-    """Gradients of a few examples along one random cotangent, by automatic differentiation.
+    """Gradients of two examples along one random cotangent, by automatic differentiation.
 
     `cotangent` has the outputs' shape, `gradients` are `[B, D]`. No example's outputs depend on
     `unused` parameters; `is_partial` says whether the gradient of some parameter is zero for some
@@ -131,49 +131,47 @@ class _Reference:
 
     @classmethod
     def of(cls, network: nn.Module, names: Sequence[str], x: Inputs) -> "_Reference":
-        """Run a network for two examples."""
-        outputs, cotangent, found = _differentiated(network, names, x, one_by_one=True)
-        parts, unused = [], []
-        for name, *of_name in zip(names, *found, strict=True):
-            none = torch.zeros_like(network.get_parameter(name))
-            of_examples = [none if g is None else g.to_dense() for g in of_name]
-            parts.append(torch.stack(of_examples).reshape(len(of_examples), -1))
-            if all(g is None for g in of_name):
-                unused.append(name)
-        norms, gradients = torch.stack([part.norm(dim=1) for part in parts]), torch.cat(parts, 1)
-        eps, is_partial = coarsest_eps(network), bool((norms == 0).any())
-        # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
-        rounding = eps**0.5 * float(norms.nan_to_num(0.0, 0.0).max())
-        return cls(outputs, cotangent, gradients, unused, is_partial, rounding, eps)
-
-
-def _differentiated(
-    network: nn.Module, names: Sequence[str], x: Inputs, one_by_one: bool
-) -> tuple[Tensor, Tensor, list[Sequence[Tensor | None]]]:
-    """The outputs, a random cotangent, and gradients along it: of each example, or of all."""
-    parameters = [network.get_parameter(name).requires_grad_() for name in names]
-    try:
-        with torch.enable_grad(), kept_as_it_is(network.modules()):
-            outputs = call(network, x)
-        device, dtype = outputs.device, outputs.dtype
-        generator = torch.Generator(device).manual_seed(0)
-        drawn = torch.randn(outputs.shape, generator=generator, dtype=dtype, device=device)
-        parts = [drawn]
-        if one_by_one:
-            # Not each example alone: some gradients of torch are wrong for a batch of one.
-            places = torch.arange(len(drawn), device=device).view(-1, *[1] * (drawn.ndim - 1))
-            parts = [drawn * (places == index) for index in range(len(drawn))]
-        gradients = [_gradients(outputs, parameters, part) for part in parts]
-        return outputs.detach(), drawn, gradients
-    finally:
+        """Run a network, and differentiate the outputs for the first two examples."""
+        parameters, of_examples = list(map(network.get_parameter, names)), []
         for parameter in parameters:
-            parameter.requires_grad_(False)
+            parameter.requires_grad_()
+        try:
+            with torch.enable_grad(), kept_as_it_is(network.modules()):
+                outputs = call(network, x)
+            device, dtype = outputs.device, outputs.dtype
+            generator = torch.Generator(device).manual_seed(0)
+            drawn = torch.randn(outputs.shape, generator=generator, dtype=dtype, device=device)
+            for example in range(min(2, len(drawn))):
+                # Not an example alone: some gradients of torch are wrong for a batch of one.
+                cotangent = torch.zeros_like(drawn)
+                cotangent[example] = drawn[example]
+                of_examples.append(_gradients(outputs, parameters, cotangent))
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+        parts, norms, unused = [], [], []
+        for name, parameter, *gradients in zip(names, parameters, *of_examples, strict=True):
+            rows = []
+            for gradient in gradients:
+                rows.append(
+                    torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+                )
+            parts.append(torch.stack(rows).reshape(len(rows), -1))
+            norms.append(parts[-1].norm(dim=1))
+            if gradients[0] is None:
+                unused.append(name)
+        of_parts, eps = torch.stack(norms), coarsest_eps(network)
+        # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
+        rounding = eps**0.5 * float(of_parts.nan_to_num(0.0, 0.0).max())
+        is_partial = bool((of_parts == 0).any())
+        joined = torch.cat(parts, 1)
+        return cls(outputs.detach(), drawn, joined, unused, is_partial, rounding, eps)
 
 
 def _gradients(
     outputs: Tensor, parameters: Sequence[Tensor], cotangent: Tensor
 ) -> Sequence[Tensor | None]:
-    if not outputs.requires_grad or not parameters:
+    if not outputs.requires_grad:
         return [None] * len(parameters)
     try:
         return torch.autograd.grad(

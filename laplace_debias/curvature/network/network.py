@@ -11,9 +11,9 @@ from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
+    LAST_LAYER,
     ParameterSelection,
     check_parameters,
-    is_last_layer,
     select_parameters,
 )
 from laplace_debias.curvature.network.shadow import (
@@ -48,7 +48,7 @@ class Network:
             params = plain_names(model, params)
         model = plain
         example = None
-        if data is not None and is_last_layer(params):
+        if data is not None and params == LAST_LAYER:
             like = next(model.parameters())
             example = move(first_inputs(self.stream(data)), like.device, None)
         self.names = select_parameters(model, params, example)

@@ -60,11 +60,6 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     )
 
 
-def is_last_layer(selection: object) -> bool:
-    """Whether a selection of parameters is that of the last layer."""
-    return isinstance(selection, str) and selection == LAST_LAYER
-
-
 @torch.inference_mode(False)
 def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     """Paths of the layers that the outputs come from; parameters used outside of a layer."""
@@ -185,27 +180,27 @@ def select_parameters(
             "(requires_grad). Call requires_grad_(True) on it, or on the layers that shall be "
             "Bayesian."
         )
-    if selection in ("all", SUPPORTED):
-        chosen = set(trainable)
-    elif selection == "weights":
-        chosen = {name for name in trainable if name.rpartition(".")[2] != "bias"}
-    elif is_last_layer(selection):
-        chosen = set(last_layer_parameters(model, example))
+    names = list(trainable)
+    if selection == "weights":
+        names = [name for name in trainable if name.rpartition(".")[2] != "bias"]
+    elif selection == LAST_LAYER:
+        names = last_layer_parameters(model, example)
     elif isinstance(selection, str):
-        raise ValueError(
-            f"Unknown params={selection!r}: use 'all', 'weights', 'supported', 'last_layer', a "
-            "list of parameter names, or a predicate (name, parameter) -> bool."
-        )
+        if selection not in ("all", SUPPORTED):
+            raise ValueError(
+                f"Unknown params={selection!r}: use 'all', 'weights', 'supported', 'last_layer', a "
+                "list of parameter names, or a predicate (name, parameter) -> bool."
+            )
     elif callable(selection):
-        chosen = {name for name, parameter in trainable.items() if selection(name, parameter)}
+        names = [name for name, parameter in trainable.items() if selection(name, parameter)]
     elif isinstance(selection, Sequence) and all(isinstance(name, str) for name in selection):
-        unknown = [name for name in selection if name not in trainable]
-        if unknown:
+        given = set(selection)
+        if unknown := sorted(given - trainable.keys()):
             raise ValueError(
                 f"params names {unknown}, which the model does not have or which are frozen "
                 f"(requires_grad=False). It has {list(trainable)}."
             )
-        chosen = set(selection)
+        names = [name for name in trainable if name in given]
     else:
         # Not the thing itself: it may hold, and would print, every weight.
         came = type(selection).__name__
@@ -215,7 +210,6 @@ def select_parameters(
             f"params must be a string, a sequence of names or a predicate, got a {came}: "
             f"give names, of {list(trainable)}."
         )
-    names = [name for name in trainable if name in chosen]
     if not names:
         raise ValueError(
             f"params={selection!r} selects no parameter; trainable ones are {list(trainable)}."
@@ -225,7 +219,7 @@ def select_parameters(
 
 def is_general(selection: object) -> bool:
     """Whether a selection is a word for parameters of a kind, of which none is meant by name."""
-    return isinstance(selection, str) and not is_last_layer(selection)
+    return isinstance(selection, str) and selection != LAST_LAYER
 
 
 def leaving_out(names: Sequence[str]) -> str:
