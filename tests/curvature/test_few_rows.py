@@ -11,6 +11,7 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import directions, factors
 from laplace_debias.curvature.fits.directions import Rows
+from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 MODES = ["full", "mini", "debiased", "crossfit"]
@@ -170,3 +171,23 @@ def test_layers_that_nothing_went_into_have_a_block_of_zeros(monkeypatch):
 def test_rows_that_are_not_finite_are_refused(monkeypatch, bad):
     with pytest.raises(ValueError, match="factor A of head"):
         directions.eigh(Rows(torch.full((2, 8), bad).double()), "factor A of head")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("num_columns", [2, 8])
+def test_magnitudes_along_thin_directions_are_those_along_a_whole_basis(groups, num_columns):
+    """Of two cotangents at two positions there are fewer rows than half of the outputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(6 * groups, 20 * groups, 2, groups=groups)).double()
+    [block] = curvature_blocks(model, ["0.weight"])
+    uses = [(torch.randn(3, 6 * groups, 3, 2), torch.randn(num_columns, 3, 20 * groups, 2, 1))]
+    uses = [(x.double(), g.double()) for x, g in uses]
+    ranks = 3, 5
+    U_G, U_A = (torch.linalg.qr(torch.randn(*block.groups, d, d).double())[0] for d in block.shape)
+    expected = directions.ekfac_magnitudes(model[0], block, uses, U_G, U_A)
+    for dim, rank in zip((-2, -1), ranks, strict=True):
+        kept, rest = expected.tensor_split([rank], dim)
+        expected = torch.cat([kept, rest.mean(dim, keepdim=True)], dim)
+    thin = (U[..., :rank] for U, rank in zip((U_G, U_A), ranks, strict=True))
+    actual = directions.ekfac_magnitudes(model[0], block, uses, *thin)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)

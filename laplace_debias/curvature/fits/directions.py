@@ -302,15 +302,16 @@ def ekfac_magnitudes(
         rows = coordinates(output_gradients(layer, block, g)[..., 0], U_G)
         total = rows.square().sum(0).T @ a.square()
     else:
+        # Of thin directions a frame has as many coordinates more.
+        sides = zip(block.shape, (U_G, U_A), strict=True)
+        frame = [d + (U.shape[-1] if is_thin(U) else 0) for d, U in sides]
         for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
             squares = J.square().sum((0, 1))
+            if total is None:
+                total = squares.new_zeros(*squares.shape[:-2], *frame)
             if columns is None:
-                total = squares if total is None else total.add_(squares)
+                total[..., : squares.shape[-2], : squares.shape[-1]] += squares
             else:
-                if total is None:
-                    # Of thin directions a frame has as many columns more.
-                    width = block.shape[1] + (U_A.shape[-1] if is_thin(U_A) else 0)
-                    total = squares.new_zeros(len(squares), width)
                 total.index_add_(1, columns, squares)
     assert total is not None
     return folded(folded(total, U_A).mT, U_G).mT

@@ -32,10 +32,9 @@ _FEW_POSITIONS = 16
 class Rotated(NamedTuple):
     """Jacobians of some examples in a block's eigenbasis.
 
-    `J` is `[b, K, *groups, d_out, d_in]`, of thin directions in their frame. `columns` says which
-    columns these are: of an embedding those that are not zero, of what thin directions leave, where
-    an example has few positions, as many as these; None for all. Squares and products of columns
-    that are named twice add up to those of that column, or of all that thin directions leave.
+    `J` is `[b, K, *groups, d_out, d_in]`, of thin directions in their frame: there its rows and
+    columns are the first ones where those that follow are zero. `columns` says which columns these
+    are of an embedding, where the others are zero; None of other layers.
     """
 
     examples: slice
@@ -59,8 +58,8 @@ def rotated_jacobians(
     r"""A block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, slice by slice.
 
     Activations and output gradients are rotated, never their product: the cost is that of the
-    Jacobian itself plus one rotation of each row. With `apart` each example may have columns of its
-    own for what thin directions leave.
+    Jacobian itself plus one rotation of each row. With `apart` each example may have rows and
+    columns of its own for what thin directions leave.
     """
     if block.is_exact:
         for part, rows in exact_rows(layer, block, uses):
@@ -74,40 +73,42 @@ def rotated_jacobians(
     for _, g in uses:
         num_gradients += g[0, 0].numel()
     # Of many positions the sum over them is rotated, of few each.
-    is_summed_first = num_gradients // (block.num_groups * block.shape[0]) > block.shape[1]
+    positions = num_gradients // (block.num_groups * block.shape[0])
+    is_apart = apart and len(uses) == 1
+    has_few_rows = is_apart and is_thin(U_G) and 2 * num_columns * positions < block.shape[0]
+    is_summed_first = positions > block.shape[1] and not has_few_rows
     for part in slices(layer, block, uses[0][0], extra=num_columns * block.size):
         total: Tensor | None = None
-        columns = None
         for x, g in uses:
             a = activations(layer, block, x[part])
-            if apart and len(uses) == 1 and is_thin(U_A) and a.shape[1] < block.shape[1]:
-                a, columns = _few_columns(a, U_A)
-            else:
-                a = coordinates(a, U_A)
+            is_few = is_apart and is_thin(U_A) and a.shape[1] < block.shape[1]
+            a = _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
             # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
             # every column.
             rows = output_gradients(layer, block, g[:, part]).movedim(0, -3)
-            rows = rows if is_summed_first else _along(U_G, rows)
+            if has_few_rows:
+                of_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
+                few = _few_coordinates(of_example.flatten(1, 2), U_G)
+                rows = few.unflatten(1, of_example.shape[1:3]).movedim((1, 2), (-3, -1))
+            elif not is_summed_first:
+                rows = _along(U_G, rows)
             product = rows.flatten(-3, -2) @ a.movedim(1, -2)
             total = product if total is None else total.add_(product)
         assert total is not None
         J = total.unflatten(-2, (num_columns, -1))
         J = _along(U_G, J) if is_summed_first else J
-        yield Rotated(part, J.movedim(-3, 1), columns)
+        yield Rotated(part, J.movedim(-3, 1))
 
 
-def _few_columns(
-    a: Float[Tensor, "batch positions *groups d_in"], U_A: Float[Tensor, "*groups d_in rank"]
-) -> tuple[Float[Tensor, "batch positions *groups few"], Int[Tensor, " few"]]:
-    """Activations along thin directions, with T columns for what these leave.
+def _few_coordinates(
+    rows: Float[Tensor, "batch n *groups d"], U: Float[Tensor, "*groups d rank"]
+) -> Float[Tensor, "batch n *groups few"]:
+    """An example's n < d rows along thin directions, with n coordinates for what these leave.
 
-    All directions there have one magnitude, so any orthonormal basis of the T rows will do.
+    All directions there have one magnitude, so any orthonormal basis of the rows will do.
     """
-    rank = U_A.shape[-1]
-    along, rest = in_parts(a, U_A)
-    few = torch.linalg.qr(rest.movedim(1, -1), mode="r").R.movedim(-1, 1)
-    columns = torch.arange(rank + few.shape[-1], device=a.device).clamp_max(rank)
-    return torch.cat([along, few], -1), columns
+    along, rest = in_parts(rows, U)
+    return torch.cat([along, torch.linalg.qr(rest.movedim(1, -1), mode="r").R.movedim(-1, 1)], -1)
 
 
 def joint_jacobians(

@@ -22,8 +22,6 @@ _PAIRS_FROM = 3
 _RUN, _ALIKE, _SORTED = 64, 0.05, 2**14
 # Numbers that a slice of weighed products holds.
 _SLICE = 2**19
-# Thin directions of so many outputs at most are completed: one rotation for two.
-_COMPLETED = 512
 
 
 class BlockMoments:
@@ -54,7 +52,7 @@ class BlockMoments:
         for block in blocks:
             operator = posterior.curvature.blocks[block.name]
             assert isinstance(operator, EigenKronecker)
-            self._operators.append(operator.with_whole_outputs(_COMPLETED))
+            self._operators.append(operator)
         self._runs: dict[int, Runs] = {}
 
     def add_last_layer(
@@ -130,11 +128,12 @@ class BlockMoments:
             for part, J, columns in self._jacobians(
                 layer, self.blocks[index], uses, operator.U_G, operator.U_A
             ):
-                seen = (curvature if columns is None else curvature[..., columns]).flatten()
+                seen = curvature if columns is None else curvature[..., columns]
+                seen = seen[..., : J.shape[-2], : J.shape[-1]].flatten()
                 rows, total = J.flatten(2), into[:, part]
                 if self._diagonal:
                     total += weighted_squares(rows, seen, deltas)
-                elif len(deltas) <= _PAIRS_FROM or columns is not None or len(seen) < _SORTED:
+                elif len(deltas) <= _PAIRS_FROM or len(seen) < max(_SORTED, curvature.numel()):
                     total += weighted_gram(rows, seen, deltas)
                 else:
                     if index not in self._runs:

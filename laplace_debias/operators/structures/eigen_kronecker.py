@@ -123,15 +123,6 @@ class EigenKronecker(Symmetric):
         *_, d_out, d_in = self.sizes
         return self.in_frame[..., :d_out, :d_in]
 
-    def with_whole_outputs(self, most: int) -> "EigenKronecker":
-        """The operator with a basis of the output side if it was thin, of so many rows at most."""
-        if not is_thin(self.U_G) or self.U_G.shape[-2] > most:
-            return self
-        last = self.magnitudes[..., -1:, :].expand(*self.sizes[:-1], -1)
-        rank = self.U_G.shape[-1]
-        magnitudes = torch.cat([self.magnitudes[..., :-1, :], last[..., rank:, :]], -2)
-        return replace(self, U_G=completed(self.U_G), magnitudes=magnitudes)
-
     @property
     def is_positive_semidefinite(self) -> bool:
         """Whether no magnitude is negative."""
