@@ -101,12 +101,13 @@ def rotated_jacobians(
 
 
 def _few_coordinates(
-    rows: Float[Tensor, "batch n *groups d"], U: Float[Tensor, "*groups d rank"]
+    rows: Float[Tensor, "batch n *groups d"], U: Float[Tensor, "*groups d rank"] | None
 ) -> Float[Tensor, "batch n *groups few"]:
     """An example's n < d rows along thin directions, with n coordinates for what these leave.
 
     All directions there have one magnitude, so any orthonormal basis of the rows will do.
     """
+    assert U is not None
     along, rest = in_parts(rows, U)
     return torch.cat([along, torch.linalg.qr(rest.movedim(1, -1), mode="r").R.movedim(-1, 1)], -1)
 
