@@ -59,7 +59,6 @@ def scheme_of_mode(
     expected = expected_of_loader(loader, num_data, mode)
     if mode not in OF_FIRST_BATCHES:
         return Full(loader) if mode == "full" else Auto(loader), expected
-    check_generator(generator)
     if resume is not None:
         _check_resumable(resume, subject.settings.fisher.kind, generator, loader)
     needed, of_batches = OF_FIRST_BATCHES[mode]
@@ -91,8 +90,10 @@ def fit(
         _check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
     scheme.check(kind)
     check_no_autocast(subject.first_parameter.device)
-    if ranks.size > 1:
-        expected = expected.over(ranks)
+    if ranks.size > 1 and expected.is_told:
+        # Each process's loader tells of its own examples.
+        sizes = ranks.exchange(expected.num_data)
+        expected = replace(expected, num_data=None if None in sizes else sum(sizes))
     bar = "fit" if progress and mode in ("full", "auto") else None
     with torch.inference_mode(False):
         (first, what), *others = scheme.fields.items()

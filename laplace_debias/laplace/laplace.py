@@ -213,7 +213,7 @@ class Laplace(Approximation):
             RuntimeError: Under autocast.
             OSError: If the folder of `resume` cannot be written to.
         """
-        self._agree(mode=mode, folds=folds, resume=resume)
+        self._agree(mode=mode, num_data=num_data, folds=folds, resume=resume)
         if not isinstance(train_loader, Scheme):
             scheme, expected = fits.scheme_of_mode(
                 self._subject, train_loader, mode, num_data, generator, resume, folds
@@ -251,7 +251,7 @@ class Laplace(Approximation):
             generator: Seeds the labels of `fisher="mc"` and what loaders draw.
             resume: A folder to go on from, as `fit` takes it.
         """
-        self._agree(folds=folds, resume=resume)
+        self._agree(num_data=num_data, folds=folds, resume=resume)
         if folds is not None and magnitudes is not None:
             raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
         scheme: Scheme = Full(directions) if magnitudes is None else Split(directions, magnitudes)

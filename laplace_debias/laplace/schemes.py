@@ -6,7 +6,7 @@ is one more class here.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, SupportsIndex
 
 from torch.utils.data import (
@@ -26,7 +26,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.shards import ShardedBatches, check_shared
 from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.system.checks import whole
-from laplace_debias.system.ranks import Ranks, current
+from laplace_debias.system.ranks import current
 
 _TELL_BY_LENGTH = (SequentialSampler, RandomSampler, SubsetRandomSampler)
 
@@ -42,18 +42,6 @@ class Expected:
     is_told: bool = False
     is_whole: bool = False
     is_shared: bool = False
-
-    def over(self, ranks: Ranks) -> "Expected":
-        """N of several processes: the sum of what their loaders tell, or what all were given."""
-        sizes = ranks.exchange(self.num_data)
-        if self.is_told:
-            return replace(self, num_data=None if None in sizes else sum(sizes))
-        if len(set(sizes)) > 1:
-            raise ValueError(
-                f"num_data differs between the ranks, {sizes}: pass the number of training "
-                "examples of all of them together, on each."
-            )
-        return self
 
 
 def expected_of_loader(loader: Any, num_data: SupportsIndex | None, mode: str) -> Expected:
