@@ -96,11 +96,12 @@ def fit(
         expected = replace(expected, num_data=None if None in sizes else sum(sizes))
     bar = "fit" if progress and mode in ("full", "auto") else None
     with torch.inference_mode(False):
-        (first, what), *others = scheme.fields.items()
-        subject, problem, stream = subject.problem(getattr(scheme, first), generator, what, bar)
-        streams = {first: stream}
-        for field, called in others:
-            streams[field] = subject.of_fit(getattr(scheme, field), generator, called, None)
+        # The labels' seed is drawn before the loaders' orders.
+        fisher, streams = subject.settings.fisher.seeded(generator, ranks), {}
+        for field, what in scheme.fields.items():
+            streams[field] = subject.of_fit(getattr(scheme, field), generator, what, bar)
+        stream = next(iter(streams.values()))
+        subject, problem = subject.problem(stream, fisher)
         if ranks.size > 1:
             if subject.settings.fisher.kind == "mc":
                 # It matters where examples are among those of all processes.

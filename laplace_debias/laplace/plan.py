@@ -25,7 +25,7 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.laplace.schemes import FOLDS, check_mode
 from laplace_debias.laplace.subject import Subject
-from laplace_debias.system.ranks import alone
+from laplace_debias.system.ranks import alone, current
 from laplace_debias.system.shown import aligned
 
 # Matrices of a factor's size while it is decomposed, it included.
@@ -138,7 +138,8 @@ def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> 
     kind, chunk, seconds, rows = subject.settings.kind, _Chunk(), None, _NO_ROWS
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        _, problem, stream = subject.problem(loader, None)
+        fisher, stream = subject.settings.fisher.seeded(None, current()), subject.of_fit(loader)
+        _, problem = subject.problem(stream, fisher)
         ((x, y, *_),) = stream.first
         # A pass goes through one fold.
         part, available = slice(0, -(-len(y) // num_folds)), available_memory(problem.device)

@@ -297,19 +297,10 @@ class Subject:
             return network
         return classes_last(network, class_dim)
 
-    def problem(
-        self,
-        data: Batches,
-        generator: torch.Generator | None,
-        what: str = "data",
-        progress: str | None = None,
-    ) -> tuple["Subject", Problem, Stream]:
-        """The problem that is fitted, as the first batch of some data tells, which is not lost."""
+    def problem(self, stream: Stream, fisher: FisherType) -> tuple["Subject", Problem]:
+        """The problem that is fitted, as a stream's first batch tells, and its subject."""
         settings = self.settings
         usable(self.model)
-        # The labels' seed is drawn before the loader's order.
-        fisher = settings.fisher.seeded(generator)
-        stream = self.of_fit(data, generator, what, progress)
         found, tap = self._look_at(stream)
         blocks = found.known.blocks
         backend = choose_backend(unwrapped(self.model), self.backend, blocks)
@@ -319,8 +310,9 @@ class Subject:
             backend(tap, blocks),
             settings.factor_dtype,
             settings.memory_bound,
+            current(),
         )
-        return found, problem.on(current()), stream
+        return found, problem
 
     def _look_at(self, stream: Stream) -> tuple["Subject", Tap]:
         """The subject with the parameters that the first batch tells, and a tap where they are.
@@ -361,7 +353,11 @@ class Subject:
         return Stream(data, self.read_batch, generator, device, device, progress)
 
     def of_fit(
-        self, data: Batches, generator: torch.Generator | None, what: str, progress: str | None
+        self,
+        data: Batches,
+        generator: torch.Generator | None = None,
+        what: str = "data",
+        progress: str | None = None,
     ) -> Stream:
         """Data of a fit as pairs, of which at least one target must count.
 

@@ -101,7 +101,8 @@ def test_every_pass_goes_on_by_halves(case, curvature, mode, options, monkeypatc
 def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatch):
     model, batches = case
     la = Laplace(model, backend="hooks")
-    _, problem, _ = la._subject.problem(batches, None)
+    subject = la._subject
+    _, problem = subject.problem(subject.of_fit(batches), subject.settings.fisher)
     fits_up_to(monkeypatch, 0, MESSAGES[0])
     with pytest.raises(RuntimeError, match=r'1 example.*memory_bound=.*fisher="mc"'):
         sums.factor_sums(problem, batches)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,14 +54,6 @@ class Problem:
         network = self.stream.tap.network
         parameter = network.get_parameter(self.blocks[0].parameters[0])
         vars(self).update(network=network, dtype=parameter.dtype, device=parameter.device)
-
-    def on(self, ranks: Ranks) -> "Problem":
-        """The same on several processes, with the labels of `fisher="mc"` that rank 0 draws."""
-        if ranks.size == 1:
-            return self
-        fisher = self.cotangents.fisher
-        fisher = replace(fisher, seed=ranks.exchange(fisher.seed)[0])
-        return replace(self, ranks=ranks, cotangents=replace(self.cotangents, fisher=fisher))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood, OutputLoss, Uniforms
 from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.system.checks import whole
+from laplace_debias.system.ranks import ALONE, Ranks
 
 FISHERS = ("exact", "mc", "empirical")
 
@@ -35,15 +36,16 @@ class FisherType:
                 f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
             )
 
-    def seeded(self, generator: torch.Generator | None) -> "FisherType":
+    def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
         """The same with labels that a generator decides; torch's global one if None.
 
-        Nothing is drawn where there are no labels to draw.
+        Of several processes the first one draws; where there are no labels to draw none does.
         """
         if self.kind != "mc":
             return self
         device = "cpu" if generator is None else generator.device
-        return replace(self, seed=int(torch.randint(2**62, (), generator=generator, device=device)))
+        seed = int(torch.randint(2**62, (), generator=generator, device=device))
+        return replace(self, seed=ranks.exchange(seed)[0])
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class KFAC(Permuted):
         if magnitudes is not None:
             others = network.stream(magnitudes, generator)
             measured = LossData(others, network, loss, reduction, None)
-        cotangents = Cotangents(of_loss.loss, columns.seeded(generator))
+        cotangents = Cotangents(of_loss.loss, columns.seeded(generator, current()))
         with torch.inference_mode(False):
             resolved = resolve(tap, network.names, of_loss.first.inputs, joint, sharing)
             if resolved.unused:
@@ -157,8 +157,8 @@ class KFAC(Permuted):
                 )
             blocks = resolved.blocks
             stream = choose_backend(unwrapped(model), backend, blocks)(tap, blocks)
-            problem = Problem(cotangents, blocks, stream, factor_dtype, memory_bound)
-            problem = problem.on(current())
+            how = factor_dtype, memory_bound, current()
+            problem = Problem(cotangents, blocks, stream, *how)
             fitted = self._fit(problem, of_loss, None if magnitudes is None else measured)
         order = parameter_order(tap.network, network.names, blocks)
         Permuted.__init__(
