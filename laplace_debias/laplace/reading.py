@@ -124,6 +124,12 @@ class Reading:
         new, skipped = copy(self), 0 if isinstance(data.source, Iterator) else self.num_batches
         new.problem, new._looks_each, new._forward = problem, looks, ForwardPasses(problem)
         new.pairs = enumerate(islice(data.in_step(), skipped, None), start=skipped + 1)
+        # The same blocks are other objects there.
+        there = dict(zip(self.problem.blocks, problem.blocks, strict=True))
+        new.folds = [copy(fold) for fold in self.folds]
+        for fold in new.folds:
+            fold.gradients = {there[block]: G for block, G in fold.gradients.items()}
+            fold.inputs = {there[block]: A for block, A in fold.inputs.items()}
         return new
 
     def until(self, target: int) -> "Reading":
