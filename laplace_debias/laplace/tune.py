@@ -68,7 +68,8 @@ def on_data(
         )
     link_from(link, likelihood)
     points = DEFAULT_GRID if grid is None else _checked(grid)
-    with_noise = (sigma or grid is None) and evidence.tunes_noise(fitted, sigma)
+    with_noise = sigma or (is_regression and grid is None)
+    with_noise = with_noise and evidence.tunes_noise(fitted, sigma)
     if with_noise:
         if grid is not None:
             raise ValueError(
@@ -78,7 +79,7 @@ def on_data(
         # The grid is of γ = δ k², about the k² that the residuals of the training data tell.
         assert fitted.num_targets is not None
         points = points * (evidence.squared_residuals(fitted) / fitted.num_targets)
-    for point in points:
+    for point in points[[0, -1]]:  # They ascend.
         fitted.posterior.check_prior_precision(point)
     # The first batch shows how many classes there are.
     default = None
@@ -90,7 +91,7 @@ def on_data(
     table = look(by_links, stream, likelihood, class_dim, metric, *at, with_noise)
     result, best = search(table, metric)
     if table.factors is None:
-        return evidence.noting_assumed(result, fitted, sigma), None
+        return evidence.noting_assumed(result, fitted, sigma) if is_regression else result, None
     tuned, sigmas = evidence.rescaled(fitted, float(table.factors[best]), float(result))
     return replace(result, sigma=sigmas), tuned
 

@@ -95,10 +95,12 @@ def functional_moments(
         outputs = tap.forward(take(x, part))
         check_outputs(outputs, num_examples(x) if chunk == 1 else None)
         chosen = None if request.outputs is None else request.outputs[part]
-        check_size(outputs, chosen, request, free_positions=0 if calls is None else 1)
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))
-        size = [means[-1].shape[1]] * (1 if request.diagonal else 2)
+        num_outputs = means[-1].shape[1]
+        if num_outputs**2 * outputs.element_size() > MOST_GRANTED:
+            check_size(num_outputs, outputs, request, free_positions=0 if calls is None else 1)
+        size = [num_outputs] * (1 if request.diagonal else 2)
         total = outputs.new_zeros(len(prior_precisions), len(flat), *size)
         if calls is None:
             left = num_examples(x) - start
@@ -218,23 +220,19 @@ def _add_through(
 
 
 def check_size(
+    size: int,
     outputs: Float[Tensor, "batch *outputs"],
-    chosen: Int[Tensor, "batch k"] | None,
     request: OutputRequest,
-    free_positions: int = 0,
+    free_positions: int,
 ) -> None:
-    """Require what is asked for to be of a size that can be computed.
+    """Require many outputs that are asked for to be such as can be computed.
 
     Raises:
         ValueError: If an example's covariance does not fit into memory, or if it has so many
             positions and outputs at each that differentiating them all takes hours.
     """
-    size = outputs[0].numel() if chosen is None else chosen.shape[1]
-    needed = size**2 * outputs.element_size()
-    if needed <= MOST_GRANTED:
-        return
-    shape = tuple(outputs.shape[1:])
-    if outputs.ndim > 2 and outputs.shape[1] > free_positions and chosen is None:
+    needed, shape = size**2 * outputs.element_size(), tuple(outputs.shape[1:])
+    if outputs.ndim > 2 and outputs.shape[1] > free_positions and request.outputs is None:
         raise ValueError(
             f"The model has {size} outputs an example, of shape {shape}, and each would be "
             "differentiated by itself: ask for some positions (positions=-1 is the last token) or "
