@@ -38,12 +38,10 @@ from laplace_debias.curvature.network.selection import (
     SUPPORTED,
     ParameterSelection,
     check_parameters,
-    is_general,
     leaving_out,
     select_parameters,
 )
 from laplace_debias.curvature.network.shadow import (
-    is_narrow,
     kept_as_it_is,
     plain_names,
     shadow,
@@ -158,7 +156,7 @@ class BayesianParameters:
                 f"The outputs do not depend on {list(found.unused)} by differentiable operations "
                 "(an unused branch, `detach`, `no_grad`)"
             )
-            if not (is_general(selection) and names):
+            if not isinstance(selection, str) or selection == LAST_LAYER or not names:
                 raise ValueError(f"{says}: leave them out with {leaving_out(found.unused)}.")
             warn(
                 f"{says}, so they are left out of the posterior. To say so yourself, pass "
@@ -226,12 +224,10 @@ class Subject:
         selected = None
         if selection != LAST_LAYER or not any(p.requires_grad for p in plain.parameters()):
             selected = BayesianParameters.of(plain, selection, settings, None, calls)
-        names = selected.names if selected else [name for name, _ in plain.named_parameters()]
-        if settings.class_dim not in (None, -1) or is_narrow(plain, names):
+        if settings.class_dim not in (None, -1):
             if backend == "backpack":
                 raise NotImplementedError(
-                    "BackPACK sees neither how class_dim= moves the outputs' dimensions nor that "
-                    "parameters in half precision are computed with in single precision: use "
+                    "BackPACK does not see how class_dim= moves the outputs' dimensions: use "
                     "backend='hooks' or 'auto', or put the classes last in the model."
                 )
             backend = "hooks" if backend == "auto" else backend

@@ -29,7 +29,6 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap, not_batched
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.layer_types import LAYERS
 from laplace_debias.curvature.network.shadow import NARROW
 
 # What `backward` yields: a layer, one of its blocks, and the layer's uses.
@@ -94,22 +93,14 @@ def why_not_backpack(model: nn.Module) -> str | None:
                 return f"{where} has forward hooks, which BackPACK does not see"
         if kind in _LAYERS:
             padding, mode = getattr(module, "padding", 0), getattr(module, "padding_mode", "zeros")
-            if getattr(module, "groups", 1) != 1:
-                return f"{where} is a grouped convolution"
-            if isinstance(padding, str):
-                return f"{where} has {padding=}, which BackPACK cannot follow"
-            if mode != "zeros":
-                return f"{where} has padding_mode={mode!r}, which BackPACK ignores"
+            if getattr(module, "groups", 1) != 1 or isinstance(padding, str) or mode != "zeros":
+                return f"{where} has padding or groups that BackPACK cannot follow"
         elif kind is not nn.Sequential:
-            if module._modules:
+            if module._modules or not kind.__module__.startswith("torch.nn.modules"):
                 return f"{where} has a forward pass of its own"
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
                     return f"{where} holds {name} in a layer that BackPACK has no rule for"
-            if not kind.__module__.startswith("torch.nn.modules"):
-                return f"{where} is not one of torch's layers"
-    if not isinstance(model, (nn.Sequential, *LAYERS)):
-        return f"the model ({type(model).__name__}) is neither an nn.Sequential nor a layer"
     return None
 
 

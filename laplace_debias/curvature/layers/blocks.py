@@ -228,7 +228,18 @@ def _blocks_of(
     key = name.rpartition(".")[2]
     parameter = layer.get_parameter(key)
     if isinstance(layer, nn.MultiheadAttention):
-        return _attention_blocks(name, path, parameter, sharing)
+        # Query, key and value project different inputs in general: a block each.
+        inside = f"{path}." if path else ""
+        role, d_out = "bias" if key == "in_proj_bias" else "weight", parameter.shape[0]
+        d_in = parameter.shape[1:].numel()
+        if key.startswith("in_proj"):
+            shape, blocks = (d_out // 3, d_in), []
+            for group, projection in enumerate(PROJECTIONS):
+                of_group = f"{name}[{group}]", (name,), inside + projection, role, shape, group
+                blocks.append(Block(*of_group, sharing))
+            return blocks
+        projection = next(p for p in PROJECTIONS if key.startswith(p[0]))
+        return [Block(name, (name,), inside + projection, role, (d_out, d_in), 0, sharing)]
     if isinstance(layer, NORMS) or key == "bias":
         role = "scale" if key == "weight" else "bias"
         return [Block(name, (name,), path, role, (parameter.numel(), 1))]
@@ -244,22 +255,6 @@ def _blocks_of(
     if groups > 1 and d_out == 1:
         role, shape = "depthwise", (shape[1], 1)
     return [Block("+".join(parameters), parameters, path, role, shape, 0, sharing, groups)]
-
-
-def _attention_blocks(name: str, path: str, parameter: nn.Parameter, sharing: str) -> list[Block]:
-    """Query, key and value project different inputs in general: a block each."""
-    key = name.rpartition(".")[2]
-    prefix = f"{path}." if path else ""
-    if key.startswith("in_proj"):
-        role = "weight" if key == "in_proj_weight" else "bias"
-        shape = (parameter.shape[0] // 3, parameter.shape[1:].numel())
-        return [
-            Block(f"{name}[{g}]", (name,), prefix + projection, role, shape, g, sharing)
-            for g, projection in enumerate(PROJECTIONS)
-        ]
-    projection = next(p for p in PROJECTIONS if key.startswith(p[0]))
-    shape = (parameter.shape[0], parameter.shape[1])
-    return [Block(name, (name,), prefix + projection, "weight", shape, 0, sharing)]
 
 
 def entries_of(

@@ -1,7 +1,7 @@
 """Calls and operations in a forward pass, and which dimensions the examples lie in."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,20 @@ from torch.utils.hooks import RemovableHandle
 from laplace_debias.curvature.layers.calls import Call, call_of_network, runner
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.layer_types import is_hugging_face_conv1d
+
+
+@dataclass(frozen=True)
+class Use:
+    """One call of a layer: what went in, `[B, ...]`, and its version, and what came out.
+
+    Of an operation with a parameter the latter's name and factor, and the result.
+    """
+
+    layer: str
+    x: Tensor
+    z: Tensor
+    version: int
+
 
 # Dimensions of the examples in a call's arguments, and in its outputs.
 Dims = tuple[list[int | None], list[int | None]]
@@ -141,18 +155,14 @@ class OperandRecorder(TorchFunctionMode):
 
     Args:
         parameters: The parameters that are looked for, by name.
-        record: Takes a name, the factor that the parameter is multiplied by and the result, both
-            `[B, positions, size]`.
+        uses: Takes a use of a name, with the factor that the parameter is multiplied by and the
+            result, both `[B, positions, size]`.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        record: Callable[[str, Tensor, Tensor], None],
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], uses: list[Use]) -> None:
         super().__init__()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._record = record
+        self._uses = uses
 
     def __torch_function__(
         self, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -197,7 +207,8 @@ class OperandRecorder(TorchFunctionMode):
             if not isinstance(factor, Tensor):
                 factor = output.new_full((), 1.0 if factor is None else factor)
             whole = operand if operand._base is None else operand._base
-            self._record(self._names[id(whole)], rows(factor.detach().expand(output.shape)), z)
+            x = rows(factor.detach().expand(output.shape))
+            self._uses.append(Use(self._names[id(whole)], x, z, x._version))
         # The forward pass goes on with a copy, which it may overwrite.
         back = sorted(range(output.ndim), key=order.__getitem__)
         return z.clone().reshape([output.shape[dim] for dim in order]).permute(back)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.calls import Call, CallUses
-from laplace_debias.curvature.layers.recorder import CallRecorder, ExampleDims, OperandRecorder
+from laplace_debias.curvature.layers.recorder import CallRecorder, ExampleDims, OperandRecorder, Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.layer_types import (
@@ -26,19 +26,6 @@ from laplace_debias.curvature.network.layer_types import (
 )
 from laplace_debias.curvature.network.shadow import kept_as_it_is
 from laplace_debias.system.memory import is_out_of_memory
-
-
-@dataclass(frozen=True)
-class Use:
-    """One call of a layer: what went in, `[B, ...]`, and its version, and what came out.
-
-    Of an operation with a parameter the latter's name and factor, and the result.
-    """
-
-    layer: str
-    x: Tensor
-    z: Tensor
-    version: int
 
 
 class Tap:
@@ -139,7 +126,7 @@ class Tap:
                     handles += _hook_within(layer, inside, record)
         at_operands: AbstractContextManager = nullcontext()
         if self._operands:
-            at_operands = OperandRecorder(self._operands, self._record_operand)
+            at_operands = OperandRecorder(self._operands, self.uses)
         try:
             with torch.set_grad_enabled(self._has_graph), kept_as_it_is(self._modules), at_operands:
                 outputs = call(self.network, x)
@@ -183,9 +170,6 @@ class Tap:
         # The forward pass goes on with a copy, which it may overwrite.
         self._handed_on[path] = (z.flatten(0, 1) if is_merged else z).clone()
         return self._handed_on[path]
-
-    def _record_operand(self, name: str, factor: Tensor, z: Tensor) -> None:
-        self.uses.append(Use(name, factor, z, factor._version))
 
     def _faults(self) -> dict[Site, Exception]:
         """The faults at the sites, for the last forward pass."""

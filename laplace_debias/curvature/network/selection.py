@@ -217,11 +217,6 @@ def select_parameters(
     return names
 
 
-def is_general(selection: object) -> bool:
-    """Whether a selection is a word for parameters of a kind, of which none is meant by name."""
-    return isinstance(selection, str) and selection != LAST_LAYER
-
-
 def leaving_out(names: Sequence[str]) -> str:
     """How to leave parameters out, ready to be typed."""
     return f"params=lambda name, parameter: name not in {list(names)}"

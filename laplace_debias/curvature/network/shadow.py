@@ -183,14 +183,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in NARROW else dtype
 
 
-def is_narrow(model: nn.Module, names: Iterable[str]) -> bool:
-    """Whether some of these parameters are in half precision."""
-    found = False
-    for name in names:
-        found |= model.get_parameter(name).dtype in NARROW
-    return found
-
-
 def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
     """A `shadow` that computes in single precision if some of its Bayesian parameters are narrower.
 
@@ -199,7 +191,10 @@ def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
     activation and gradient to the 8 bits of bfloat16. It takes 4 bytes for each parameter of the
     model, Bayesian or not.
     """
-    if is_narrow(network, names):
+    dtypes = set[torch.dtype]()
+    for name in names:
+        dtypes.add(network.get_parameter(name).dtype)
+    if not dtypes.isdisjoint(NARROW):
         network._apply(_widen)
         network.register_forward_pre_hook(
             lambda _, arguments, named: tree_map_only(Tensor, _widen, (arguments, named)),
