@@ -62,7 +62,9 @@ def scheme_of_mode(
     if resume is not None:
         _check_resumable(resume, subject.settings.fisher.kind, generator, loader)
     needed, of_batches = OF_FIRST_BATCHES[mode]
-    batches = list(itertools.islice(subject.stream(loader, generator).raw(), needed))
+    stream = subject.stream(loader, generator)
+    with stream.randomness:
+        batches = list(itertools.islice(stream.source, needed))
     most = max(current().exchange(len(batches)))
     if most < needed:
         raise ValueError(

@@ -262,16 +262,19 @@ def test_two_calls_with_one_generator_see_other_orders():
     assert not torch.equal(first, second)
 
 
+LAYER = nn.Linear(1, 1)
+
+
 def seeded(source, generator):
-    return Stream(source, BatchReader(nn.Identity()), generator)
+    return Stream(source, BatchReader(LAYER), generator)
 
 
 def test_passes_differ_as_those_of_a_shuffling_loader_do():
     stream = seeded(shuffled(), seed(0))
-    first, second = (torch.cat([y for _, y in stream.raw()]) for _ in range(2))
+    first, second = (torch.cat([y for _, y in stream.in_step()]) for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(first.sort().values, second.sort().values)
-    again = torch.cat([y for _, y in seeded(shuffled(), seed(0)).raw()])
+    again = torch.cat([y for _, y in seeded(shuffled(), seed(0)).in_step()])
     assert torch.equal(first, again)
 
 
@@ -281,18 +284,18 @@ def test_what_the_user_draws_between_batches_is_the_users():
     expected = torch.randn(4)
     torch.manual_seed(3)
     drawn = []
-    for _ in seeded(shuffled(), seed(0)).raw():
+    for _ in seeded(shuffled(), seed(0)).in_step():
         drawn.append(torch.randn(()))
         if len(drawn) == 2:
             break
 
     def broken():
         torch.randn(5)
-        yield 1
+        yield torch.zeros(2, 1), torch.zeros(2)
         torch.randn(5)
         raise OSError("the disk is gone")
 
-    steps = seeded(broken(), seed(0)).raw()
+    steps = seeded(broken(), seed(0)).in_step()
     next(steps)
     drawn.append(torch.randn(()))
     with pytest.raises(OSError, match="the disk is gone"):

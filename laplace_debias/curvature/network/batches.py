@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import nullcontext
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -255,6 +255,9 @@ Pairs = Iterable[tuple[Any, ...]]
 Place = Callable[[int, int], int]
 
 
+_END = object()
+
+
 @dataclasses.dataclass(frozen=True)
 class Fold:
     """Some of the examples: this process's pairs, and the number or weight of all processes'.
@@ -307,7 +310,7 @@ class Stream:
         self._first: list[tuple[Any, ...]] = []
         self._begun: Iterator[tuple[Any, ...]] | None = None
         is_drawn = generator is not None and not isinstance(source, (list, tuple))
-        self._randomness = Randomness(generator) if generator and is_drawn else nullcontext()
+        self.randomness = Randomness(generator) if generator and is_drawn else nullcontext()
 
     @property
     def first(self) -> list[tuple[Any, ...]]:
@@ -333,21 +336,6 @@ class Stream:
                 "in which at least one target counts."
             )
 
-    def raw(self) -> Iterator[Any]:
-        """A pass over what the source yields."""
-        source = self.source
-        if self.progress is not None:
-            source = tqdm(source, desc=self.progress, unit="batch", leave=False)
-        with self._randomness:
-            steps = iter(source)
-        while True:
-            with self._randomness:
-                try:
-                    batch = next(steps)
-                except StopIteration:
-                    return
-            yield batch
-
     def in_step(self) -> Iterator[tuple[Any, ...]]:
         """A pass that checks nothing at its end: processes in step may end at other steps.
 
@@ -360,7 +348,15 @@ class Stream:
         source, marks, num_workers = self.source, set[str](), 0
         if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
             num_workers = source.num_workers
-        for number, batch in enumerate(self.raw(), start=1):
+        if self.progress is not None:
+            source = tqdm(source, desc=self.progress, unit="batch", leave=False)
+        with self.randomness:
+            steps = iter(source)
+        for number in count(1):
+            with self.randomness:
+                batch = next(steps, _END)
+            if batch is _END:
+                return
             x, y, *weights = self.read(batch, f"Batch {number}", self.weighs)
             if number <= 2 and num_workers > 1:
                 # The first batches of two workers, which come in turn.
