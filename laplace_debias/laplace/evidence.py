@@ -22,7 +22,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, NORMS, TRANSPOSED
 from laplace_debias.curvature.network.shadow import unwrapped
-from laplace_debias.laplace.posterior import Fitted, applied, counted
+from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")
@@ -139,17 +139,18 @@ def tune_groups(fitted: Fitted, per: str) -> Tuning:
     rows: list[Row] = []
     beyond: dict[float, list[str]] = {end: [] for end in BOUNDS}
     for name, members in groups.items():
-        parts = [counted(blocks[index]) for index in members]
-        counts = torch.cat([of_block.flatten() for _, of_block in parts])
+        some = [blocks[index] for index in members]
+        numbers = [block.multiplicities.expand_as(block.magnitudes).flatten() for block in some]
         # h along the directions that have curvature; along the others it is zero.
-        h = torch.cat([posterior.data_weight * along.flatten() for along, _ in parts])
+        h = torch.cat([block.magnitudes.double().flatten() for block in some])
+        h, counts = posterior.data_weight * h, torch.cat(numbers).double()
         delta = _best(h, counts, float(squares[members].sum()))
         if delta in beyond:
             beyond[delta].append(name)
         delta = together if delta == BOUNDS[0] else delta
         of_blocks[members] = delta
         row = {"name": name, "prior_precision": delta}
-        row["num_parameters"] = sum(blocks[index].shape[0] for index in members)
+        row["num_parameters"] = sum(block.shape[0] for block in some)
         rows.append({**row, "num_determined": num_determined(h, counts, delta)})
     notes = []
     if low := beyond[BOUNDS[0]]:
@@ -273,7 +274,7 @@ def rescaled(
     assert fitted.num_targets is not None
     likelihood = Gaussian(fitted.subject.likelihood.sigma * factor)
     delta = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
-    curvature = old.curvature.map(lambda _, block: applied(block, lambda L: share * L))
+    curvature = old.curvature.map(lambda _, block: block.apply(lambda L: share * L))
     squares = squared_residuals(fitted)
     tuned = replace(
         fitted,

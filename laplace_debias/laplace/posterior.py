@@ -23,6 +23,9 @@ from laplace_debias.operators import (
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.checks import check_generator, real, whole
 
+# Of a dense curvature it is low-rank, or has the eigenvectors of the whole matrix.
+CurvatureBlock = EigenKronecker | LowRankPlusDiagonal
+
 
 @dataclass(frozen=True, eq=False)
 class GaussianPosterior:
@@ -43,7 +46,7 @@ class GaussianPosterior:
     """
 
     mean: Float[Tensor, " parameters"]
-    curvature: BlockDiagonal
+    curvature: BlockDiagonal[CurvatureBlock]
     num_data: int
     prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
     order: Int[Tensor, " parameters"] | None = None
@@ -130,9 +133,9 @@ class GaussianPosterior:
         return blocks if self.order is None else Permuted(blocks, self.order)
 
     def _spectral_block(
-        self, block: LinearOperator, delta: Tensor, function: Spectrum
+        self, block: CurvatureBlock, delta: Tensor, function: Spectrum
     ) -> LinearOperator:
-        return applied(block, lambda L: function(self.data_weight * L + delta))
+        return block.apply(lambda L: function(self.data_weight * L + delta))
 
     def deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
         """δ of every block, the posterior's own or another one in double precision."""
@@ -179,7 +182,8 @@ class GaussianPosterior:
         """The log-determinant of P, float64, differentiable in δ; None for the posterior's own."""
         deltas, terms = self.deltas(prior_precision).double(), []
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
-            magnitudes, counts = counted(block)
+            magnitudes = block.magnitudes.double()
+            counts = block.multiplicities.double().expand_as(magnitudes)
             is_low_rank = isinstance(block, LowRankPlusDiagonal)
             without_curvature = block.shape[0] - len(magnitudes) if is_low_rank else 0
             terms.append((counts * (self.data_weight * magnitudes + delta).log()).sum())
@@ -200,27 +204,6 @@ class GaussianPosterior:
         mean = mean if self.order is None else mean[self.order]
         parts = mean.split(self.curvature.sizes)
         return torch.stack([part.double().square().sum() for part in parts])
-
-
-def counted(block: LinearOperator) -> tuple[Tensor, Tensor]:
-    """A curvature block's magnitudes, and how many directions each stands for, float64.
-
-    Of a low-rank one the directions that have curvature.
-    """
-    assert isinstance(block, (EigenKronecker, LowRankPlusDiagonal))
-    magnitudes = block.magnitudes.double()
-    if isinstance(block, LowRankPlusDiagonal):
-        return magnitudes, torch.ones_like(magnitudes)
-    return magnitudes, block.multiplicities.double().expand_as(magnitudes)
-
-
-def applied(block: LinearOperator, function: Spectrum) -> LinearOperator:
-    """A function of a curvature block, by its eigenvalues."""
-    if isinstance(block, EigenKronecker):
-        return block.apply(function)
-    assert isinstance(block, LowRankPlusDiagonal)
-    rest = function(block.diagonal)
-    return LowRankPlusDiagonal(block.U, function(block.magnitudes) - rest, rest)
 
 
 def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:

@@ -11,7 +11,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
+from laplace_debias.operators import EigenKronecker
 
 # Rows of U that are converted to double precision at a time.
 _ROWS = 2**18
@@ -115,5 +115,4 @@ def _directions(posterior: GaussianPosterior) -> Float[Tensor, "parameters k"]:
     if isinstance(block, EigenKronecker):
         assert block.U_G is not None
         return block.U_G
-    assert isinstance(block, LowRankPlusDiagonal)
     return block.U

@@ -9,6 +9,7 @@ from torch import Tensor
 from laplace_debias.operators.base import LinearOperator, Symmetric
 from laplace_debias.operators.dispatch import Scalar, add, scale, shift
 from laplace_debias.operators.structures.diagonal import Diagonal
+from laplace_debias.operators.structures.eigen_kronecker import Spectrum
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -58,6 +59,17 @@ class LowRankPlusDiagonal(Symmetric):
     def is_positive_semidefinite(self) -> bool:
         """Whether neither a magnitude nor the diagonal is negative."""
         return bool((self.magnitudes >= 0).all() & (self.diagonal >= 0).all())
+
+    @property
+    def multiplicities(self) -> Float[Tensor, " k"]:
+        """How many directions each magnitude stands for: one."""
+        return torch.ones_like(self.magnitudes)
+
+    def apply(self, function: Spectrum) -> "LowRankPlusDiagonal":
+        """The operator's function, for orthonormal columns of U and a diagonal of one number."""
+        rest = function(self.diagonal)
+        magnitudes = function(self.magnitudes + self.diagonal) - rest
+        return LowRankPlusDiagonal(self.U, magnitudes, rest)
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         coordinates = self.magnitudes[:, None] * (self.U.T @ matrix)
