@@ -24,7 +24,7 @@ from laplace_debias.operators import (
     LinearOperator,
     LowRankPlusDiagonal,
 )
-from laplace_debias.system.files import check_target, read_sealed, write_sealed, written_atomically
+from laplace_debias.system.files import read_sealed, write_sealed, written_atomically
 from laplace_debias.system.ranks import current
 
 FORMAT = "laplace-debias/5"
@@ -100,7 +100,6 @@ def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
             del told[known.name]
     texts = {"format": FORMAT, "header": json.dumps(told, allow_nan=False)}
     if ranks.rank == 0:
-        check_target(path)
         with written_atomically(path, make_folders=False) as temporary:
             write_sealed(temporary, texts, tensors_of(posterior))
     ranks.exchange(None)
@@ -169,10 +168,10 @@ def load(
     }
     operators: dict[str, LinearOperator] = {}
     for index, name in enumerate(header.block_names):
-        U_G, U_A, U, magnitudes = (placed.get(f"{index}.{part}") for part in _PARTS)
-        assert magnitudes is not None
+        magnitudes, U = placed[f"{index}.magnitudes"], placed.get(f"{index}.U")
         if U is None:
-            operators[name] = EigenKronecker(U_G, U_A, magnitudes)
+            bases = placed.get(f"{index}.U_G"), placed.get(f"{index}.U_A")
+            operators[name] = EigenKronecker(*bases, magnitudes)
         else:
             operators[name] = LowRankPlusDiagonal(U, magnitudes, 0.0)
     subject = subject.changed(

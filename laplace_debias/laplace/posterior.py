@@ -126,16 +126,15 @@ class GaussianPosterior:
         return self._spectral(torch.rsqrt)
 
     def _spectral(self, function: Spectrum) -> LinearOperator:
-        deltas = dict(zip(self.curvature.blocks, self.deltas(), strict=True))
-        blocks = self.curvature.map(
-            lambda name, block: self._spectral_block(block, deltas[name], function)
-        )
+        blocks = self._blocks(function)
         return blocks if self.order is None else Permuted(blocks, self.order)
 
-    def _spectral_block(
-        self, block: CurvatureBlock, delta: Tensor, function: Spectrum
-    ) -> LinearOperator:
-        return block.apply(lambda L: function(self.data_weight * L + delta))
+    def _blocks(self, function: Spectrum) -> BlockDiagonal[CurvatureBlock]:
+        """A function of P, block by block."""
+        deltas = dict(zip(self.curvature.blocks, self.deltas(), strict=True))
+        return self.curvature.map(
+            lambda name, block: block.apply(lambda L: function(self.data_weight * L + deltas[name]))
+        )
 
     def deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
         """δ of every block, the posterior's own or another one in double precision."""
@@ -161,11 +160,7 @@ class GaussianPosterior:
         )
         parts = noise.split(self.curvature.sizes, dim=1)
         draws = []
-        for curvature, delta, part in zip(
-            self.curvature.blocks.values(), self.deltas(), parts, strict=True
-        ):
-            # One block after the other: they may lie on disk.
-            block = self._spectral_block(curvature, delta, torch.rsqrt)
+        for block, part in zip(self._blocks(torch.rsqrt).blocks.values(), parts, strict=True):
             # Of a thin one the symmetric root alone is known.
             if not isinstance(block, EigenKronecker) or is_thin(block.U_G) or is_thin(block.U_A):
                 draws.append((block @ part.T).T)
