@@ -140,7 +140,7 @@ def _fitted(subject: Subject, expected: Expected, mode: str, found: CurvatureFit
                 f"The weights of the examples sum to {seen.weight:.10g}: pass num_data=, the "
                 "number of training examples that they stand for."
             )
-    elif expected.is_told and expected.is_whole and num_data != seen.weight:
+    elif expected.is_told and mode == "full" and num_data != seen.weight:
         raise ValueError(
             f"The loader tells of {num_data} training examples, but the fit saw "
             f"{seen.weight:.10g}: pass num_data=, the number of training examples. Nothing was "

@@ -256,8 +256,8 @@ class Laplace(Approximation):
             raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
         scheme: Scheme = Full(directions) if magnitudes is None else Split(directions, magnitudes)
         scheme = scheme if folds is None else CrossFit(directions, folds)
-        how = scheme, scheme.mode, scheme.expected(num_data), generator, resume
-        self._change(fits.fit(self._subject, *how))
+        expected = scheme.expected(num_data)
+        self._change(fits.fit(self._subject, scheme, scheme.mode, expected, generator, resume))
         return self
 
     def plan(
@@ -439,9 +439,16 @@ class Laplace(Approximation):
             IsADirectoryError: If it is a folder.
             OSError: If it cannot be read.
         """
-        fisher_type = FisherType(fisher, mc_samples)
-        of_fit = backend, fisher_type, factor_dtype, memory_bound, batch
         la = cls.__new__(cls)
-        la._fitted = file.load(Path(path), model, likelihood, *of_fit)
+        la._fitted = file.load(
+            Path(path),
+            model,
+            likelihood,
+            backend,
+            FisherType(fisher, mc_samples),
+            factor_dtype,
+            memory_bound,
+            batch,
+        )
         la._subject = la._fitted.subject
         return la

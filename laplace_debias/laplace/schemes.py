@@ -40,7 +40,6 @@ class Expected:
 
     num_data: int | None
     is_told: bool = False
-    is_whole: bool = False
     is_shared: bool = False
 
 
@@ -62,7 +61,7 @@ def expected_of_loader(loader: Any, num_data: SupportsIndex | None, mode: str) -
             f"its {told} examples (drop_last=True): use drop_last=False, or pass "
             f"num_data={told} to let those seen stand for all."
         )
-    return Expected(told, True, mode == "full", is_shared)
+    return Expected(told, True, is_shared)
 
 
 def told_by(loader: Any) -> int | None:
