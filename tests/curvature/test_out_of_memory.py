@@ -6,7 +6,6 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import sums
-from laplace_debias.curvature.layers.backends import HookStream
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 
@@ -110,16 +109,19 @@ def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatc
 
 def fails_at_block(monkeypatch, number):
     """Chunks of more than two examples run out of memory where a block is measured; their sizes."""
-    original, failed = HookStream.backward, []
+    original, failed, of_chunk = Tap.backward, [], []
 
-    def limited(self, outputs, *arguments):
-        for calls, reached in enumerate(original(self, outputs, *arguments), start=1):
-            if len(outputs) > 2 and calls == number:
+    def limited(self, outputs, *arguments, **options):
+        for reached in original(self, outputs, *arguments, **options):
+            if of_chunk and of_chunk[-1] is not outputs:
+                of_chunk.clear()
+            of_chunk.append(outputs)
+            if len(outputs) > 2 and len(of_chunk) == number:
                 failed.append(len(outputs))
                 raise MESSAGES[0]
             yield reached
 
-    monkeypatch.setattr(HookStream, "backward", limited)
+    monkeypatch.setattr(Tap, "backward", limited)
     return failed
 
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.checkpoint import Checkpoint, Seen, Sums
 from laplace_debias.curvature.fits.directions import Factor
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
-from laplace_debias.curvature.layers.backends import HookStream, Stream
+from laplace_debias.curvature.layers.backends import Stream
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Fold, Pairs, weight_of
@@ -33,6 +34,7 @@ class Problem:
     over `ranks`, and passes over the data saved in `checkpoint`.
 
     Attributes:
+        tap: A tap of the network, which is the `stream` unless BackPACK is.
         network: The `shadow` of the trained network that is run.
         dtype: That of the Bayesian parameters.
         device: Where these are.
@@ -46,14 +48,17 @@ class Problem:
     ranks: Ranks = ALONE
     checkpoint: Checkpoint | None = None
 
+    tap: Tap = field(init=False)
     network: nn.Module = field(init=False)
     dtype: torch.dtype = field(init=False)
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
-        network = self.stream.tap.network
-        parameter = network.get_parameter(self.blocks[0].parameters[0])
-        vars(self).update(network=network, dtype=parameter.dtype, device=parameter.device)
+        tap = self.stream if isinstance(self.stream, Tap) else self.stream.tap
+        parameter = tap.network.get_parameter(self.blocks[0].parameters[0])
+        vars(self).update(
+            tap=tap, network=tap.network, dtype=parameter.dtype, device=parameter.device
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ class Sweep:
 
     def _look(self, x: Inputs) -> None:
         """Find the chunk within the memory bound, and what finds padding, by one example."""
-        problem, tap = self.problem, self.problem.stream.tap
+        problem, tap = self.problem, self.problem.tap
         outputs = tap.forward(move(take(x, slice(0, 1)), problem.device, None))
         check_outputs(outputs, num_examples(x))
         self.positions = PositionFinder(
@@ -162,7 +167,7 @@ class Sweep:
         size = tap.output_bytes() + self.row_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example")
         self.columns = min(columns, bound // size)
-        if self.measure is None and tap.one_by_one and isinstance(problem.stream, HookStream):
+        if self.measure is None and tap.one_by_one and problem.stream is tap:
             self.columns = 1
         self.examples = max(1, bound // (_SHARE * self.columns * size))
         tap.forget()
@@ -229,30 +234,33 @@ class Sweep:
             assert self.positions is not None
             # It asks about what still lies on the CPU there.
             masks = self.positions.find(x, y)
-        outputs, tape = stream.forward(move(x, problem.device, None))
+        outputs = stream.forward(move(x, problem.device, None))
         check_outputs(outputs)
-        cotangents, nll = problem.cotangents(outputs, y, place + part.start, weights)
+        cotangents, nll = problem.cotangents(outputs.detach(), y, place + part.start, weights)
         roots = None if weights is None else weights.sqrt()
         if roots is not None:
             cotangents = by_example(cotangents, roots, 1)
-        for layer, block, uses in stream.backward(tape, cotangents, self.columns):
-            if added[block] >= before[block]:
-                if self.measure is None:
-                    # Further cotangents of the same examples come with the same inputs.
-                    is_new = not (added[block] or block.is_exact)
-                    inputs: Sequence[Tensor] = ()
-                    if is_new:
-                        inputs, _ = zip(*uses, strict=True)  # type: ignore[misc]
-                    if roots is not None:
-                        inputs = [by_example(x, roots, 0) for x in inputs]
-                    self._add_factors(layer, block, uses, masks.get(block.layer), inputs)
-                else:
-                    measured = self.measure(layer, block, uses)
-                    self.is_adding = True
-                    self.add(block, measured)
-                    self.is_adding = False
-                    del measured
-            added[block] += 1
+        parts = cotangents.split(self.columns)
+        for index, columns in enumerate(parts, start=1):
+            for number, layer, uses in stream.backward(outputs, columns, index < len(parts)):
+                block = problem.blocks[number]
+                if added[block] >= before[block]:
+                    if self.measure is None:
+                        # Further cotangents of the same examples come with the same inputs.
+                        is_new = not (added[block] or block.is_exact)
+                        inputs: Sequence[Tensor] = ()
+                        if is_new:
+                            inputs, _ = zip(*uses, strict=True)  # type: ignore[misc]
+                        if roots is not None:
+                            inputs = [by_example(x, roots, 0) for x in inputs]
+                        self._add_factors(layer, block, uses, masks.get(block.layer), inputs)
+                    else:
+                        measured = self.measure(layer, block, uses)
+                        self.is_adding = True
+                        self.add(block, measured)
+                        self.is_adding = False
+                        del measured
+                added[block] += 1
         self.seen.nll = self.seen.nll + nll
         size = len(y) if weights is None else float(weights.double().sum())
         self.seen.num_outputs += outputs[0].numel() * size

@@ -1,7 +1,7 @@
-"""A batch's curvature, measured block by block as a backward pass reaches the layers.
+"""The two ways to push cotangents back to the blocks of a network.
 
-Two backends produce the same stream: BackPACK for plain sequential networks, the layer tap for any
-forward pass. Whatever is measured of a block is handed over and freed before the next one.
+BackPACK serves plain sequential networks, the layer tap any forward pass. Blocks come as a backward
+pass reaches their layers, and what one needs is freed before the next one.
 
 BackPACK's derivatives push all columns of the loss Hessian's root at once through the linear and
 convolutional layers of a sequential network. What stands around them is of this package:
@@ -18,11 +18,12 @@ convolutional layers of a sequential network. What stands around them is of this
   network it is a loop.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block
@@ -31,32 +32,8 @@ from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.shadow import NARROW
 
-# What `backward` yields: a layer, one of its blocks, and the layer's uses.
-Measurable = tuple[nn.Module, Block, Uses]
-
 # Layers that BackPACK pushes columns through.
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-class HookStream:
-    """The stream through the layer tap."""
-
-    def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
-        self.tap, self._blocks = tap, blocks
-        tap.at(blocks)
-
-    def forward(self, x: Inputs) -> tuple[Tensor, Any]:
-        """The outputs for a batch, `[B, ..., C]`, and what `backward` takes to go back."""
-        outputs = self.tap.forward(x)
-        return outputs.detach(), outputs
-
-    def backward(self, outputs: Any, cotangents: Tensor, at_once: int) -> Iterator[Measurable]:
-        """The blocks as cotangents `[K, B, ..., C]` reach them, `at_once` of these at a time."""
-        parts = cotangents.split(at_once)
-        for index, part in enumerate(parts):
-            more = index + 1 < len(parts)
-            for number, layer, uses in self.tap.backward(outputs, part, again=more):
-                yield layer, self._blocks[number], uses
 
 
 @cache
@@ -105,43 +82,53 @@ def why_not_backpack(model: nn.Module) -> str | None:
 
 
 class BackpackStream:
-    """The stream through BackPACK; its methods are those of `HookStream`."""
+    """A sequential network that BackPACK pushes cotangents through, in the place of a `tap` of it.
+
+    What goes into the layers is kept from a forward pass to the last part of its cotangents.
+    """
 
     def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
-        self.tap, network = tap, tap.network
-        tap.at(blocks)
-        self._of_layer: dict[nn.Module, list[Block]] = {}
-        for block in blocks:
-            self._of_layer.setdefault(network.get_submodule(block.layer), []).append(block)
+        self.tap, self._blocks = tap.at(blocks), blocks
+        self._numbers: dict[nn.Module, list[int]] = {}
+        for number, block in enumerate(blocks):
+            layer = tap.network.get_submodule(block.layer)
+            self._numbers.setdefault(layer, []).append(number)
         # `why_not_backpack` lets nothing else pass: they are called in this order.
-        self._chain = [module for module in network.modules() if type(module) is not nn.Sequential]
-        self._first = min(map(self._chain.index, self._of_layer))
+        modules = tap.network.modules()
+        self._chain = [module for module in modules if type(module) is not nn.Sequential]
+        self._first = min(map(self._chain.index, self._numbers))
+        self._passed: list[Tensor] = []
 
-    def forward(self, x: Inputs) -> tuple[Tensor, Any]:
-        """The outputs, and the inputs of every layer from the first with a block on."""
+    def forward(self, x: Inputs) -> Tensor:
+        """The outputs `[B, ..., C]`, as `Tap.forward`."""
         if not isinstance(x, Tensor):
             raise TypeError(f"A sequential network takes one tensor, got {type(x).__name__}.")
-        passed = [x]
+        passed = self._passed = [x]
         with torch.no_grad():
-            for layer in self._chain[: self._first]:
-                passed = [layer(passed[0])]
-            # What is before the first block is not kept.
-            for layer in self._chain[self._first :]:
-                if layer in self._of_layer and len(passed[-1]) != len(x):
-                    raise not_batched(self._of_layer[layer][0].layer, passed[-1], len(x))
+            for place, layer in enumerate(self._chain):
+                if layer in self._numbers and len(passed[-1]) != len(x):
+                    path = self._blocks[self._numbers[layer][0]].layer
+                    raise not_batched(path, passed[-1], len(x))
                 passed.append(layer(passed[-1]))
-        return passed[-1], passed
+                if place < self._first:
+                    # What is before the first block is not kept.
+                    del passed[0]
+        return passed[-1]
 
-    def backward(self, passed: Any, cotangents: Tensor, at_once: int) -> Iterator[Measurable]:
-        """The blocks as the cotangents reach them, layer by layer."""
+    def backward(
+        self, _: Tensor, columns: Float[Tensor, "columns batch *outputs"], again: bool = False
+    ) -> Iterator[tuple[int, nn.Module, Uses]]:
+        """The blocks' numbers, layers and uses as the cotangents reach them, as `Tap.backward`."""
+        passed = self._passed
+        if not again:
+            self._passed = []
         behind = self._chain[self._first :]
-        for gradients in cotangents.split(at_once):
-            for place in reversed(range(len(behind))):
-                layer, inputs = behind[place], passed[place]
-                for block in self._of_layer.get(layer, ()):
-                    yield layer, block, [(inputs, gradients)]
-                if place > 0:
-                    gradients = _pull(layer, inputs, passed[place + 1], gradients)
+        for place in reversed(range(len(behind))):
+            layer, inputs = behind[place], passed[place]
+            for number in self._numbers.get(layer, ()):
+                yield number, layer, [(inputs, columns)]
+            if place > 0:
+                columns = _pull(layer, inputs, passed[place + 1], columns)
 
 
 def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
@@ -162,14 +149,19 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
     return product
 
 
-Stream = HookStream | BackpackStream
-"""Runs batches: built once, on a tap of the network and the blocks wanted."""
+Stream = Tap | BackpackStream
+"""Runs batches forward and back, and yields blocks on the way."""
 
 
-def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) -> type[Stream]:
-    """The backend of a name; `"auto"` is BackPACK where it can be trusted, hooks elsewhere."""
+def choose_backend(
+    model: nn.Module, name: str, blocks: Sequence[Block] = ()
+) -> Callable[[Tap, Sequence[Block]], Stream]:
+    """The backend of a name, which makes a stream of a tap and the blocks wanted.
+
+    `"auto"` is BackPACK where it can be trusted, hooks elsewhere.
+    """
     if name == "hooks":
-        return HookStream
+        return Tap.at
     if name not in ("auto", "backpack"):
         raise ValueError(f"Unknown backend={name!r}: use 'auto', 'backpack' or 'hooks'.")
     obstacle = why_not_backpack(model)
@@ -179,7 +171,7 @@ def choose_backend(model: nn.Module, name: str, blocks: Sequence[Block] = ()) ->
     if obstacle is None:
         return BackpackStream
     if name == "auto":
-        return HookStream
+        return Tap.at
     raise NotImplementedError(
         f"BackPACK cannot handle this model: {obstacle}. Use backend='hooks' or 'auto'."
     )

@@ -50,7 +50,7 @@ class Tap:
         self._batch, self._has_graph = 0, True
         self.at(blocks)
 
-    def at(self, blocks: Iterable[Block]) -> None:
+    def at(self, blocks: Iterable[Block]) -> "Tap":
         """Tap where some blocks are measured: layers, or modules whose calls are run again."""
         names: dict[Site, list[str]] = {}
         self._numbers: dict[Site, list[int]] = {}
@@ -59,7 +59,7 @@ class Tap:
             self._numbers.setdefault(block.site, []).append(number)
         # What is known of the examples' dimensions stays where the places are the same.
         if names and names == self._names:
-            return
+            return self
         self._names, called = names, dict[str, None]()
         self.layers: dict[Site, nn.Module] = {}
         self._operands: dict[str, Tensor] = {}
@@ -76,6 +76,7 @@ class Tap:
         self._recorder = CallRecorder(self.network, list(called)) if called else None
         self._dims = ExampleDims()
         self.forget()
+        return self
 
     def forget(self) -> None:
         """Let go of the last `forward`'s uses."""
