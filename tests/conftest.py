@@ -78,7 +78,6 @@ def pytest_collection_finish(session):
     FIRST_CASES.update(named.values())
     # Half a million objects live as long as the process: no later collection visits them.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 
