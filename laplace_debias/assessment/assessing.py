@@ -1,17 +1,16 @@
 """A network's uncertainty assessed: methods fitted, tuned, predicted with and compared."""
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from laplace_debias.assessment.measures import measure
 from laplace_debias.assessment.methods import Method, check_methods, default_methods
 from laplace_debias.assessment.run import Run, sets_of
 from laplace_debias.assessment.run_folder import open_folder, write_bytes
 from laplace_debias.assessment.stages import fit, predict
-from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.curvature.network.shadow import checksum
 from laplace_debias.sources.loaded import Loaded
@@ -61,7 +60,13 @@ def assess(
     has_validation = loaded.validation is not None
     methods = default_methods(loaded.task, has_validation) if methods is None else tuple(methods)
     check_methods(methods, loaded.task, has_validation)
-    sets = sets_of(loaded)
+    sets, marks = sets_of(loaded), dict[str, list[int]]()
+    for name, batches in sets.items():
+        # Of the first batch: other data under the same path are found.
+        batch: Any = next(iter(batches), ())
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        found = [x.detach().cpu().contiguous() for part in parts for x in tensors_of(part)]
+        marks[name] = [crc32(x.numpy().tobytes()) for x in found]
     identity = {
         "task": loaded.task,
         "seed": seed,
@@ -69,7 +74,7 @@ def assess(
         "methods": {method.key: dataclasses.asdict(method) for method in methods},
         "model": checksum(loaded.model),
         "others": [checksum(model) for model in loaded.others],
-        "data": {name: _marks_of(batches) for name, batches in sets.items()},
+        "data": marks,
         "num_train": loaded.num_train,
     }
     folder, ranks = Path(output), current()
@@ -87,11 +92,3 @@ def assess(
             measure(run)
     ranks.exchange(None)
     return folder
-
-
-def _marks_of(batches: Batches) -> list[int]:
-    """Checksums of the first batch's tensors: other data under the same path are found."""
-    batch: Any = next(iter(batches), ())
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    tensors = [tensor.detach().cpu().contiguous() for part in parts for tensor in tensors_of(part)]
-    return [zlib.crc32(tensor.numpy().tobytes()) for tensor in tensors]

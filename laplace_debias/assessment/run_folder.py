@@ -31,7 +31,12 @@ def open_folder(
 ) -> dict[str, Any] | None:
     """Look at the folder before work begins: `run.json` of the same run, or None."""
     if folder.is_dir() and overwrite and (folder / "run.json").exists():
-        _remove(folder)
+        for name in _OURS:  # Other files stay.
+            path = folder / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         return None
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file; name a folder as --output")
@@ -51,16 +56,6 @@ def open_folder(
     for path in folder.rglob(".*.partial"):  # A run that was killed left them.
         path.unlink(missing_ok=True)
     return run
-
-
-def _remove(folder: Path) -> None:
-    """Remove a run's own files; others stay."""
-    for name in _OURS:
-        path = folder / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -132,7 +132,21 @@ def compare(a: Report, b: Report) -> Report:
             )
     if a.level != b.level:
         raise ValueError(f"`a` has level {a.level} and `b` {b.level}; expected the same.")
-    _check_same_targets(a._targets, b._targets)
+    if (a._targets is None) != (b._targets is None):
+        raise ValueError("One of the reports is on labelled examples, the other is not.")
+    if a._targets is not None and b._targets is not None:
+        if a._targets.shape != b._targets.shape:
+            raise ValueError(
+                f"`a` is on targets {list(a._targets.shape)} and `b` on {list(b._targets.shape)}; "
+                "expected the same examples. Evaluate both on the same loader."
+            )
+        different = int((a._targets != b._targets.to(a._targets.device)).sum())
+        if different:
+            raise ValueError(
+                f"{different} of {a._targets.numel()} targets of `a` and `b` differ; expected the "
+                "same examples in the same order. Evaluate both on the same loader, one that does "
+                "not shuffle."
+            )
     mine, its = a._statistics, b._statistics
     common = [name for name in mine if name in its]
     if not common:
@@ -147,21 +161,3 @@ def compare(a: Report, b: Report) -> Report:
                 "`b`; expected the same examples. Evaluate both on the same loaders."
             )
     return Report({name: mine[name].difference(its[name], a.level) for name in common}, a.level)
-
-
-def _check_same_targets(a: Tensor | None, b: Tensor | None) -> None:
-    if a is None or b is None:
-        if a is not b:
-            raise ValueError("One of the reports is on labelled examples, the other is not.")
-        return
-    if a.shape != b.shape:
-        raise ValueError(
-            f"`a` is on targets {list(a.shape)} and `b` on {list(b.shape)}; expected the same "
-            "examples. Evaluate both on the same loader."
-        )
-    different = int((a != b.to(a.device)).sum())
-    if different:
-        raise ValueError(
-            f"{different} of {a.numel()} targets of `a` and `b` differ; expected the same examples "
-            "in the same order. Evaluate both on the same loader, one that does not shuffle."
-        )
