@@ -103,24 +103,24 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     """Whether a decomposition is finite and gives the matrix back, to the dtype's accuracy."""
     matrix, values, vectors = matrix.detach(), values.detach(), vectors.detach()
     # All that LAPACK reads is the lower triangle.
-    symmetric = matrix.tril().add_(matrix.tril(-1).mT)
+    lower, diagonal = matrix.tril(), matrix.diagonal(dim1=-2, dim2=-1)
     length = math.sqrt(matrix.shape[-1])  # of every probe
     tolerance = _SLACK * length * torch.finfo(matrix.dtype).eps
-    trace = symmetric.diagonal(dim1=-2, dim2=-1).sum(-1)
     # Fixed vectors of ±1 without a pattern that a matrix would share.
     at = torch.arange(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
     multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=matrix.device)
     signs = ((at * at * _GOLDEN).unsqueeze(1) * multiples).frac() < 0.5
     z = signs.to(matrix.dtype) * 2 - 1
     image = vectors @ z
-    residual = symmetric @ image - vectors @ (values.unsqueeze(-1) * z)
+    product = lower @ image + lower.mT @ image - diagonal.unsqueeze(-1) * image
+    residual = product - vectors @ (values.unsqueeze(-1) * z)
     deviation = vectors.mT @ image - z
     largest = values.abs().amax(-1, keepdim=True)
     # Every comparison with NaN is false. A probe does not show a NaN that meets a zero, so all
     # entries are checked for that.
     right = (
         values.isfinite().all()
-        & ((values.sum(-1) - trace).abs() <= tolerance * values.abs().sum(-1)).all()
+        & ((values.sum(-1) - diagonal.sum(-1)).abs() <= tolerance * values.abs().sum(-1)).all()
         & torch.stack(torch.aminmax(vectors)).isfinite().all()
         & (residual.norm(dim=-2) <= tolerance * largest * length).all()
         & (deviation.norm(dim=-2) <= tolerance * length).all()

@@ -181,12 +181,12 @@ def _of_rows(factors: Sequence[Rows], what: str) -> list[Eigenpairs]:
 
 
 def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:
-    """The eigenvectors, each with a positive product with one fixed vector."""
+    """The eigenvectors, in place, each with a positive product with one fixed vector."""
     # The entries follow no pattern that eigenvectors have: a vector of ones would be orthogonal to
     # every [1, -1], and rounding would choose the sign.
     at = torch.arange(1, vectors.shape[-2] + 1, dtype=vectors.dtype, device=vectors.device)
     products = (at * _GOLDEN_RATIO).frac() @ vectors
-    return vectors * torch.where(products < 0, -1.0, 1.0).to(vectors).unsqueeze(-2)
+    return vectors.mul_(torch.where(products < 0, -1.0, 1.0).to(vectors).unsqueeze(-2))
 
 
 def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = None) -> int:
