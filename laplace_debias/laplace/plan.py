@@ -95,8 +95,11 @@ class Plan:
         Raises:
             ValueError: If more bytes are needed than are available.
         """
-        what = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
-        check_room(self.peak, self.available, what)
+        check_room(
+            self.peak,
+            self.available,
+            f"curvature={self.curvature!r}, mode={self.mode!r} takes",
+        )
 
     def summary(self) -> dict[str, Any]:
         """The plan of the whole fit, for JSON."""

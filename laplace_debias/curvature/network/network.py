@@ -41,22 +41,20 @@ class Network:
         data: Batches | None = None,
         batch: BatchHook | None = None,
     ) -> None:
+        self._given, self._read = model, BatchReader(model, batch)
         plain = usable(model)
-        self._given = model
-        self._read = BatchReader(model, batch)
         if isinstance(params, (list, tuple)):
             params = plain_names(model, params)
-        model = plain
         example = None
         if data is not None and params == LAST_LAYER:
-            like = next(model.parameters())
+            like = next(plain.parameters())
             example = move(first_inputs(self.stream(data)), like.device, None)
-        self.names = select_parameters(model, params, example)
-        check_parameters(model, self.names)
-        self.layout = ParameterLayout.of({name: model.get_parameter(name) for name in self.names})
+        self.names = select_parameters(plain, params, example)
+        check_parameters(plain, self.names)
+        self.layout = ParameterLayout.of({name: plain.get_parameter(name) for name in self.names})
         self._sizes = self.layout.sizes
         self.num_parameters = self.layout.size
-        first = model.get_parameter(self.names[0])
+        first = plain.get_parameter(self.names[0])
         self.dtype, self.device = wide(first.dtype), first.device
         self.refresh()
 

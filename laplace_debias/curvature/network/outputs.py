@@ -146,9 +146,12 @@ def explaining_unbatched(model: nn.Module, x: Inputs) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error) or not isinstance(x, Tensor):
-            raise
-        if _takes(model, x) or not _takes(model, x.unsqueeze(0)):
+        if (
+            is_out_of_memory(error)
+            or not isinstance(x, Tensor)
+            or _takes(model, x)
+            or not _takes(model, x.unsqueeze(0))
+        ):
             raise
         raise ValueError(
             f"The inputs of shape {tuple(x.shape)} are one example without a dimension for the "
