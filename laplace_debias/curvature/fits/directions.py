@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -150,17 +151,14 @@ def eigh_of_each(factors: Sequence[Factor], what: str) -> list[Eigenpairs]:
     An eigenvector's sign is LAPACK's choice, and a sample depends on it. Here every eigenvector has
     a positive product with one fixed vector, so that other machines draw the same samples.
     """
-    if isinstance(factors[0], Rows):
-        return _of_rows(factors, what)  # type: ignore[arg-type]
-    if factors[0].ndim == 1:
-        return [(factor, None) for factor in factors]  # type: ignore[misc]
-    values, vectors = decomposition.eigh(torch.stack(factors), what)  # type: ignore[arg-type]
-    # Below zero there is nothing but rounding.
-    return list(zip(values.flip(-1).clamp_min(0), _signed(vectors.flip(-1)), strict=True))
-
-
-def _of_rows(factors: Sequence[Rows], what: str) -> list[Eigenpairs]:
-    columns = torch.stack([factor.rows.movedim(0, -1) for factor in factors])
+    if isinstance(factors[0], Tensor):
+        if factors[0].ndim == 1:
+            return [(factor, None) for factor in factors]  # type: ignore[misc]
+        values, vectors = decomposition.eigh(torch.stack(factors), what)  # type: ignore[arg-type]
+        # Below zero there is nothing but rounding.
+        return list(zip(values.flip(-1).clamp_min(0), _signed(vectors.flip(-1)), strict=True))
+    of_rows = cast("Sequence[Rows]", factors)
+    columns = torch.stack([factor.rows for factor in of_rows]).movedim(1, -1)
     *_, d, n = columns.shape
     is_whole = not factors[0].has_thin_directions
     Q, R = torch.linalg.qr(columns, mode="complete" if is_whole else "reduced")
@@ -172,7 +170,7 @@ def _of_rows(factors: Sequence[Rows], what: str) -> list[Eigenpairs]:
         U = torch.cat([along.mT, Q[..., n:].mT], -2).mT
         return list(zip(F.pad(values, (0, d - n)), _signed(U), strict=True))
     pairs: list[Eigenpairs] = []
-    for factor, of_factor, U in zip(factors, values, along, strict=True):
+    for factor, of_factor, U in zip(of_rows, values, along, strict=True):
         rank = max(1, numerical_rank(of_factor))
         kept = F.pad(of_factor[:rank], (0, 1))
         kept[-1] = factor.rest / (d - rank)

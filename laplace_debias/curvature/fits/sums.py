@@ -100,9 +100,9 @@ class RunningSums:
                 few[block] = sum(rests)
                 none = torch.zeros(0, *block.groups, block.shape[side], device=problem.device)
                 joined.append(torch.cat([none.to(problem.dtype), *rows_of.pop(block, [])]))
-        for block in list(rows_of):
-            rows = moments(torch.cat(rows_of.pop(block)))
-            add_to(sums, block, rows.to(problem.factor_dtype))
+            elif block in rows_of:
+                rows = moments(torch.cat(rows_of.pop(block)))
+                add_to(sums, block, rows.to(problem.factor_dtype))
         factors = {}
         of_all = problem.ranks.on_all(joined) if few else []
         for (block, rest), rows in zip(few.items(), of_all or [], strict=True):

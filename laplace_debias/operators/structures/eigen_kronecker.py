@@ -88,14 +88,9 @@ class EigenKronecker(Symmetric):
         return size, size
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all parts."""
-        return self.magnitudes.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all parts."""
-        return self.magnitudes.device
+    def parts(self) -> list[Tensor]:
+        """The magnitudes, which have the dtype and the device of all parts."""
+        return [self.magnitudes]
 
     @property
     def multiplicities(self) -> Float[Tensor, "rows columns"]:
