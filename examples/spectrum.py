@@ -83,8 +83,8 @@ def main() -> None:
             f"{', '.join(f'{float(v):.2f}' for v in values)}, …, {float(lowest):.3f}"
         )
 
-    figure = Figure(figsize=(9.6, 3.6), layout="constrained", facecolor="white")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(12.8, 3.6), layout="constrained", facecolor="white")
+    left, *others = figure.subplots(1, 1 + len(densities))
     for (step_size, history), colour in zip(histories.items(), ("blue", "vermillion"), strict=True):
         steps, sharpness, _ = zip(*history, strict=True)
         left.plot(
@@ -94,7 +94,9 @@ def main() -> None:
     left.set(xlabel="Gradient step", ylabel="Sharpness (dashed: 2/η)")
     left.legend(frameon=False)
     style_axes(left)
-    plot_spectral_density(densities, right)
+    for ax, (name, density) in zip(others, densities.items(), strict=True):
+        plot_spectral_density(density, ax)
+        ax.set_title(name)
     save(figure, "results/sharpness.png")
     print("Picture: results/sharpness.png")
 
