@@ -6,8 +6,8 @@ gradients alone do not tell. Given both, the call of one example is run once mor
 differentiated. The sum over all calls that read the parameter is its Jacobian row.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,12 +17,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.network.inputs import (
-    Inputs,
-    call,
-    layer_by_layer,
-    plain_attention,
-)
+from laplace_debias.curvature.network.inputs import call, layer_by_layer, plain_attention
 from laplace_debias.curvature.network.shadow import kept_as_it_is
 from laplace_debias.system.memory import is_out_of_memory
 
@@ -32,21 +27,22 @@ _SLICE = 2**22
 Parameters = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
     """One call of a module, which can be run again for some of its examples.
 
-    `run` maps the module's parameters by their names, and the leaves of its arguments, to its
-    outputs that are floating-point tensors. `dims` and `output_dims` say which dimension has the
-    examples; None for what all have in common.
+    `leaves` are those of the tree of its arguments, `structure`: `(args, kwargs)`, or the inputs of
+    the network, whose path is `""`. `outputs` are those that are floating-point tensors. `dims` and
+    `output_dims` say which dimension has the examples; None for what all have in common.
     """
 
     path: str
-    run: Callable[[Parameters, Sequence[Any]], list[Tensor]]
-    leaves: Sequence[Any]
-    dims: Sequence[int | None]
-    outputs: Sequence[Tensor]
-    output_dims: Sequence[int | None]
+    module: nn.Module
+    leaves: list[Any]
+    structure: Any
+    outputs: list[Tensor] = field(default_factory=list)
+    dims: Sequence[int | None] = ()
+    output_dims: Sequence[int | None] = ()
 
     def of_examples(self, part: slice) -> list[Any]:
         """The leaves of its arguments for some examples; copies, which the call may overwrite."""
@@ -56,33 +52,15 @@ class Call:
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         ]
 
-
-def call_of_network(network: nn.Module, x: Inputs, outputs: Tensor, path: str = "") -> Call:
-    """The forward pass of the whole network as a call."""
-    leaves, structure = pytree.tree_flatten(x)
-
-    def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
-        inputs = pytree.tree_unflatten(list(leaves), structure)
-        with kept_as_it_is(network.modules()):
-            return [call(network, inputs, parameters)]
-
-    dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
-    return Call(path, run, leaves, dims, [outputs], [0])
-
-
-def runner(module: nn.Module, structure: Any) -> Callable[..., list[Tensor]]:
-    """A function that runs a module again, as `Call.run`.
-
-    `structure` is the tree of its arguments `(args, kwargs)`.
-    """
-
-    def run(parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
-        args, named = pytree.tree_unflatten(list(leaves), structure)
-        with layer_by_layer(), plain_attention(), kept_as_it_is(module.modules()):
-            outputs, _ = pytree.tree_flatten(functional_call(module, dict(parameters), args, named))
+    def run(self, parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
+        """Run the module again, with other values for some of its parameters, by name."""
+        arguments: Any = pytree.tree_unflatten(list(leaves), self.structure)
+        with kept_as_it_is(self.module.modules()), layer_by_layer(), plain_attention():
+            if not self.path:
+                return [call(self.module, arguments, parameters)]
+            found = functional_call(self.module, dict(parameters), *arguments)
+        outputs, _ = pytree.tree_flatten(found)
         return [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
-
-    return run
 
 
 class CallUses:
@@ -130,8 +108,7 @@ class CallUses:
         """The rows of some parameters for some examples, `[K, b, size]`."""
         total: dict[str, Tensor] = {}
         for one, gradients in self._calls:
-            module = self._network.get_submodule(one.path)
-            inner = {id(p): n for n, p in module.named_parameters()}
+            inner = {id(p): n for n, p in one.module.named_parameters()}
             parameters = {n: self._network.get_parameter(n) for n in names}
             read = {n: inner[id(p)] for n, p in parameters.items() if id(p) in inner}
             values = {read[n]: parameters[n].detach() for n in read}
@@ -150,12 +127,12 @@ class CallUses:
         gradients: Sequence[Tensor | None],
         part: slice,
     ) -> dict[str, Tensor]:
-        size = part.stop - part.start
-        cotangents = {
-            index: g.narrow(dim + 1, part.start, size)
-            for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True))
-            if g is not None and dim is not None
-        }
+        size, cotangents = part.stop - part.start, {}
+        for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True)):
+            if g is not None and dim is not None:
+                # Each example's as one example's output has it.
+                of_examples = g.narrow(dim + 1, part.start, size).movedim(dim + 1, 1)
+                cotangents[index] = of_examples.unsqueeze(dim + 2)
         if call.path in self._loops:
             return _one_by_one(call, parameters, cotangents, part)
         try:
@@ -174,7 +151,7 @@ def _vectorised(
 ) -> dict[str, Tensor]:
     """Gradients of some examples, `[K, b, ...]`: run once, and differentiated together.
 
-    Every example has parameters of its own.
+    Every example has parameters of its own. Cotangents are `[K, b, *output of one example]`.
     """
     size = part.stop - part.start
     own = {name: value.expand(size, *value.shape) for name, value in parameters.items()}
@@ -191,11 +168,7 @@ def _vectorised(
         return torch.func.vmap(of_example, (0, list(call.dims)))(values, call.of_examples(part))
 
     pull_back = torch.func.vjp(outputs, own)[1]
-    rows = {
-        i: g.movedim(_dim(call, i) + 1, 1).unsqueeze(_dim(call, i) + 2)
-        for i, g in cotangents.items()
-    }
-    (found,) = torch.func.vmap(pull_back)(rows)
+    (found,) = torch.func.vmap(pull_back)(dict(cotangents))
     return found
 
 
@@ -219,7 +192,7 @@ def _one_by_one(
                 found = torch.autograd.grad(
                     [outputs[i] for i in reached],
                     list(values.values()),
-                    [g[column].narrow(_dim(call, i), index, 1) for i, g in reached.items()],
+                    [g[column, index] for g in reached.values()],
                     retain_graph=column + 1 < num_columns,
                     allow_unused=True,
                 )
@@ -230,9 +203,3 @@ def _one_by_one(
                 torch.stack([torch.zeros_like(value) if g is None else g for g in columns])
             )
     return {name: torch.stack(of_examples, 1).detach() for name, of_examples in rows.items()}
-
-
-def _dim(call: Call, index: int) -> int:
-    dim = call.output_dims[index]
-    assert dim is not None
-    return dim

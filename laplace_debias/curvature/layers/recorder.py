@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from laplace_debias.curvature.layers.calls import Call, call_of_network, runner
+from laplace_debias.curvature.layers.calls import Call
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.layer_types import is_hugging_face_conv1d
 
@@ -34,18 +34,8 @@ class Use:
 Dims = tuple[list[int | None], list[int | None]]
 
 
-@dataclass
-class _Seen:
-    """A call as the hooks see it."""
-
-    path: str
-    leaves: list[Any]
-    structure: Any
-    outputs: list[Tensor]
-
-
 # Calls by the module's path and their number among its calls.
-_Calls = dict[tuple[str, int], _Seen]
+_Calls = dict[tuple[str, int], Call]
 
 
 class CallRecorder:
@@ -68,7 +58,7 @@ class CallRecorder:
     def hook(self) -> list[RemovableHandle]:
         """Hooks for one forward pass of the network."""
         handles = []
-        self.seen, self._open = {}, list[_Seen]()
+        self.seen, self._open = {}, list[Call]()
         self._counts = Counter[str]()
         for path in filter(None, self.paths):
             module, begin = self._network.get_submodule(path), partial(self._begin, path)
@@ -77,14 +67,15 @@ class CallRecorder:
             handles.append(module.register_forward_hook(self._end, **both))
         return handles
 
-    def _begin(self, path: str, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _begin(
+        self, path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         leaves, structure = pytree.tree_flatten((args, named))
         # Copies: the call may overwrite what it is given.
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        seen = _Seen(path, copies, structure, [])
-        self.seen[path, self._counts[path]] = seen
+        self._open.append(Call(path, module, copies, structure))
+        self.seen[path, self._counts[path]] = self._open[-1]
         self._counts[path] += 1
-        self._open.append(seen)
 
     def _end(self, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
         # A call inside of another ends before it.
@@ -116,14 +107,15 @@ class CallRecorder:
         """The recorded calls, and paths where the examples have no dimension of their own."""
         calls, merged = list[Call](), set[str]()
         if "" in self.paths:
-            calls.append(call_of_network(self._network, x, outputs))
+            leaves, structure = pytree.tree_flatten(x)
+            dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
+            calls.append(Call("", self._network, leaves, structure, [outputs], dims, [0]))
         for key, seen in self.seen.items():
-            dims = self._dims.get(key)
-            if dims is None or not _fits(seen, dims, batch):
+            seen.dims, seen.output_dims = self._dims.get(key, ((), ()))
+            if _fits(seen, batch):
+                calls.append(seen)
+            else:
                 merged.add(seen.path)
-                continue
-            run = runner(self._network.get_submodule(seen.path), seen.structure)
-            calls.append(Call(seen.path, run, seen.leaves, dims[0], seen.outputs, dims[1]))
         return calls, merged
 
 
@@ -141,12 +133,11 @@ def _growing(one: Any, two: Any) -> int | None:
     return dims[0] if len(dims) == 1 and pairs[dims[0]] == (1, 2) else _NO_DIM
 
 
-def _fits(seen: _Seen, dims: Dims, batch: int) -> bool:
-    values = (*seen.leaves, *seen.outputs)
-    of_values = (*dims[0], *dims[1])
-    return len(values) == len(of_values) and all(
-        dim is None or value.shape[dim] == batch
-        for value, dim in zip(values, of_values, strict=True)
+def _fits(seen: Call, batch: int) -> bool:
+    """Whether a call is as the dimensions of its examples say."""
+    values, dims = (*seen.leaves, *seen.outputs), (*seen.dims, *seen.output_dims)
+    return 0 < len(values) == len(dims) and all(
+        dim is None or value.shape[dim] == batch for value, dim in zip(values, dims, strict=True)
     )
 
 
