@@ -18,7 +18,7 @@ from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
-from laplace_debias.laplace.functional.linearised import moments
+from laplace_debias.laplace.functional.linearised import asked_of, map_outputs, moments
 from laplace_debias.laplace.posterior import FitReport, Fitted
 from laplace_debias.laplace.reading import Reading
 from laplace_debias.laplace.schemes import Expected, Finish, Scheme, expected_of_loader
@@ -317,9 +317,9 @@ def _variances(
 ) -> Float[Tensor, "grid inputs outputs"]:
     """Variances of the largest outputs with another curvature, at some prior precisions."""
     fitted = replace(fitted, posterior=replace(fitted.posterior, curvature=curvature))
-    with torch.no_grad():
-        outputs = fitted.subject.network(fitted.moved(take(x, slice(0, 1))))
-    return moments(fitted, x, deltas, True, min(_OUTPUTS, outputs.numel()))[1].double()
+    with asked_of(fitted, take(x, slice(0, 1))) as asked:
+        size = map_outputs(asked.network, asked.x).numel()
+    return moments(fitted, x, deltas, True, min(_OUTPUTS, size))[1].double()
 
 
 def jackknife(of_replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*values"]:

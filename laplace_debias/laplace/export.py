@@ -53,7 +53,7 @@ def export(fitted: Fitted, path: Path, example: Inputs | Record, link: str | Lin
         raise ValueError(f"{path} ends in {path.suffix or 'no suffix'!r}: name it *.pt2.")
     check_target(path)
     with torch.inference_mode(False):
-        inputs = fitted.moved(example)
+        inputs = fitted.subject.read_batch.inputs(example, fitted.posterior.mean.device)
         values = inputs.values() if isinstance(inputs, Mapping) else inputs
         if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
             raise NotImplementedError(

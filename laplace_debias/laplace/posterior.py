@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.network.shadow import Watch, unwrapped
 from laplace_debias.laplace.subject import Subject, check_prior_precision
 from laplace_debias.operators import (
@@ -329,12 +328,6 @@ class Fitted:
                 "convert the model to a wider dtype."
             )
         return cls(subject, posterior, nll, others, mode, num_targets)
-
-    def moved(self, x: Any) -> Inputs:
-        """Inputs, or a batch with names, on the model's device; raises as `move`, `BatchReader`."""
-        x = self.subject.read_batch.inputs(x)
-        dtypes = {p.dtype for p in self.subject.model.parameters()}
-        return move(x, self.posterior.mean.device, dtypes)
 
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None

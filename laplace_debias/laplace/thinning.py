@@ -67,7 +67,7 @@ def thinned(
             f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
             f"{name!r}: fit one of these."
         )
-    inputs = fitted.moved(x)
+    inputs = fitted.subject.read_batch.inputs(x, fitted.posterior.mean.device)
     if num_examples(inputs) < 2:
         raise ValueError(
             "Directions are chosen on half of the inputs and the error is measured on the others: "

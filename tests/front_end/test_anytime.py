@@ -49,6 +49,24 @@ def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: in
     assert la.posterior.num_data == SIZE
 
 
+@pytest.mark.parametrize("form", [tuple, lambda halves: dict(zip("ab", halves, strict=True))])
+def test_several_inputs_are_fitted_as_one(form):
+    class Joining(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return self.inner(torch.cat([a, b], 1))
+
+    batches = list(zip(*(of.split(100) for of in data(800)), strict=True))
+    in_parts = [(form(x.split(3, 1)), y) for x, y in batches]
+    alone = Laplace(network()).fit(Auto(batches, tolerance=0.5), num_data=800)
+    several = Laplace(Joining().eval()).fit(Auto(in_parts, tolerance=0.5), num_data=800)
+    assert several.fit_report.curve == alone.fit_report.curve
+    assert alone.fit_report.ended_by == "tolerance"
+
+
 def test_inverse_probabilities_are_unbiased_and_bounded():
     curvatures = torch.rand(500, generator=torch.Generator().manual_seed(0)).double() ** 6
     chances = inclusion(curvatures, float(curvatures.mean()), LOOKS)

@@ -22,7 +22,6 @@ from laplace_debias.curvature.network.layer_types import (
     NORMS,
     TRANSPOSED,
     expose_projections,
-    lay_out_gradients,
 )
 from laplace_debias.curvature.network.shadow import kept_as_it_is
 from laplace_debias.system.memory import is_out_of_memory
@@ -42,7 +41,7 @@ class Tap:
         for module in list(network.modules()):
             self.one_by_one |= isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.register_forward_hook(lay_out_gradients, prepend=True)
+                module.register_forward_hook(_lay_out_gradients, prepend=True)
             if type(module) is nn.MultiheadAttention:
                 expose_projections(module)
         self._modules = list(network.modules())
@@ -344,6 +343,17 @@ class Tap:
                 # An example's columns lie one after the other, as products of Jacobians take them.
                 found[target] = torch.stack(of_target, 1).transpose(0, 1)
         return found
+
+
+def _lay_out_gradients(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+    """A forward hook of batch normalisations: contiguous output gradients of a single example.
+
+    If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as it may from
+    tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode reads its numbers in
+    another order (torch 2.15, on the CPU).
+    """
+    if len(output) == 1 and output.requires_grad:
+        output.register_hook(Tensor.contiguous)
 
 
 def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[RemovableHandle]:

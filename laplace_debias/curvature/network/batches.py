@@ -93,21 +93,22 @@ class BatchReader:
             )
         return _checked(inputs, targets, weights, name)
 
-    def inputs(self, x: Any) -> Inputs:
+    def inputs(self, x: Any, device: torch.device) -> Inputs:
         """The inputs of what a user predicts for: inputs, or a batch with names, targets left out.
 
-        An entry that the forward pass takes under that name is an input, but for `labels`.
+        An entry that the forward pass takes under that name is an input, but for `labels`. They
+        come on a device; raises as `move`.
         """
         named = _named(x)
-        if named is None:
-            return x
-        known = self._parameters()
-        rest = {
-            key: value
-            for key, value in named.items()
-            if key not in TARGETS or (key != "labels" and key in known)
-        }
-        return self._placed(rest)
+        if named is not None:
+            known = self._parameters()
+            rest = {
+                key: value
+                for key, value in named.items()
+                if key not in TARGETS or (key != "labels" and key in known)
+            }
+            x = self._placed(rest)
+        return move(x, device, {p.dtype for p in self.model.parameters()})
 
     def _from_names(self, named: dict[str, Any]) -> tuple[Inputs, Any]:
         found = [key for key in TARGETS if key in named]

@@ -124,14 +124,3 @@ class _ExposedAttention(nn.MultiheadAttention):
         if self.batch_first and outputs.ndim == 3:
             outputs = outputs.transpose(0, 1)
         return self.out_proj(outputs), weights
-
-
-def lay_out_gradients(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-    """A forward hook of batch normalisations: contiguous output gradients of a single example.
-
-    If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as it may from
-    tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode reads its numbers in
-    another order (torch 2.15, on the CPU).
-    """
-    if len(output) == 1 and output.requires_grad:
-        output.register_hook(Tensor.contiguous)

@@ -149,7 +149,8 @@ def asked_of(
             Where layers are measured one by one, not every one of them may.
     """
     with torch.inference_mode(False):
-        x, network = fitted.moved(x), fitted.subject.network
+        x = fitted.subject.read_batch.inputs(x, fitted.posterior.mean.device)
+        network = fitted.subject.network
         with explaining_unbatched(network, x):
             if positions is None:
                 yield Asked(network, x)
