@@ -81,7 +81,7 @@ def assess(
     # Of several processes the first one looks at the folder, and writes to it.
     earlier = open_folder(folder, identity, overwrite) if ranks.rank == 0 else None
     earlier = ranks.from_rank(earlier, 0) or {}
-    run = Run(loaded, folder, methods, sets, seed, told)
+    run = Run(loaded, folder, methods, sets, seed, told or (lambda line: None))
     # `run.json` comes first and goes last: a folder with it is known for a run's.
     run.begin(earlier, identity, title, seconds or {})
     if config is not None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from laplace_debias.report.names import SCORES
+from laplace_debias.report.names import SCORES, brief
 
 Row = Mapping[str, Any]
 
@@ -39,15 +39,6 @@ def conclude(run: Row, found: Row) -> list[str]:
     first = [verdict.doubted(doubts)] if doubts else []
     remedy = [] if doubts else verdict.remedy()
     return [*first, verdict.measured(), *remedy, *verdict.shifted(), *verdict.foreign()]
-
-
-def number(value: float) -> str:
-    """A number as people read it: three decimals, more where it is small, none where large."""
-    if value == 0:
-        return "0"
-    text = f"{value:.3f}" if abs(value) >= 0.01 else f"{value:.2g}"
-    text = f"{value:,.0f}" if abs(value) >= 1000 else text
-    return text.replace("-", "−")
 
 
 def points(share: float) -> str:
@@ -130,8 +121,8 @@ class _Verdict:
             for row, where in ((rows["nll"], own), (self._row("nll"), "the test set")):
                 if row["low"] > training["uniform_nll"]:
                     yield (
-                        f"its NLL on {where} is {number(row['value'])} nats, worse than the "
-                        f"{number(training['uniform_nll'])} of a uniform guess"
+                        f"its NLL on {where} is {brief(row['value'])} nats, worse than the "
+                        f"{brief(training['uniform_nll'])} of a uniform guess"
                     )
                     break
         for method in self._run["methods"]:
@@ -166,7 +157,7 @@ class _Verdict:
             bias, scaled = self._row("bias"), self._row("scaled_error")
             told = f"It has no significant bias ({_ends(bias)})."
             if _sign(bias):
-                amount, interval = _in_words(bias, number)
+                amount, interval = _in_words(bias, brief)
                 way = "low" if bias["value"] < 0 else "high"
                 told = (
                     f"It is biased: its predictions are too {way} by {amount} on average (95 % "
@@ -308,7 +299,7 @@ class _Verdict:
         if not _sign(change):
             return f"{told}; {on} makes no clear difference ({_ends(change)})"
         way = "better" if _sign(change) > 0 else "worse"
-        return f"{told}; {on} is {way} by {' ('.join(_in_words(change, number))})"
+        return f"{told}; {on} is {way} by {' ('.join(_in_words(change, brief))})"
 
 
 def _with_ends(row: Row) -> dict[str, Any]:
@@ -347,7 +338,7 @@ def _amounts(rows: Mapping[str, Row]) -> str:
     told = []
     for metric, row in rows.items():
         name, unit = _CRITERIA[metric]
-        amount, interval = _in_words(row, points if metric == "overconfidence" else number)
+        amount, interval = _in_words(row, points if metric == "overconfidence" else brief)
         told.append(f"the {name} by {unit.format(amount)} ({interval})")
     return _joined(told)
 
@@ -358,5 +349,5 @@ def _joined(texts: Sequence[str]) -> str:
 
 def _ends(row: Row) -> str:
     if math.isinf(row["low"]):
-        return number(row["value"])
-    return f"{number(row['value'])} ({number(row['low'])} to {number(row['high'])})"
+        return brief(row["value"])
+    return f"{brief(row['value'])} ({brief(row['low'])} to {brief(row['high'])})"

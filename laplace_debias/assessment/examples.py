@@ -10,6 +10,7 @@ from torch import Tensor
 from laplace_debias.assessment.predictions import Chosen
 from laplace_debias.assessment.run_folder import write_json, write_picture
 from laplace_debias.curvature.network.inputs import tensors_of
+from laplace_debias.metrics.definitions import per_example
 from laplace_debias.sources.loaded import Loaded
 
 NUM_EXAMPLES = 12
@@ -52,7 +53,7 @@ def chosen_examples(
     ranking = next((key for key, table in tables.items() if (table[spread] > 0).any()), network)
     uncertain = "standard_deviation" if task == "regression" else "entropy"
     rankings = {
-        "most_uncertain": (ranking, _rows(tables[ranking][uncertain]).mean(1)),
+        "most_uncertain": (ranking, per_example(tables[ranking][uncertain])),
         "most_confidently_wrong": (network, _wrong(tables[network], task)),
     }
     groups = {}
@@ -64,14 +65,10 @@ def chosen_examples(
     return groups, {name: method for name, (method, _) in rankings.items()}
 
 
-def _rows(values: Tensor) -> Tensor:
-    return values.unsqueeze(1) if values.ndim == 1 else values
-
-
 def _wrong(table: Mapping[str, Tensor], task: str) -> Tensor:
     if task == "regression":
-        error = (table["target"] - table["mean"]) / table["standard_deviation"]
-        return _rows(error.abs()).amax(1)
+        errors = (table["target"] - table["mean"]) / table["standard_deviation"]
+        return errors.abs().reshape(len(errors), -1).amax(1)
     probs, labels = table["probs"], table["label"].long()
     if task == "multilabel":
         confidence = torch.maximum(probs, 1 - probs)

@@ -15,6 +15,7 @@ from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.predictions import SCORES
 from laplace_debias.assessment.run import Run
 from laplace_debias.assessment.run_folder import read_predictions, write_json
+from laplace_debias.metrics.definitions import per_example
 from laplace_debias.report.run_folder import read_json
 
 Table = Mapping[str, Tensor]
@@ -59,8 +60,7 @@ def scores_of(table: Table, task: str) -> dict[str, Tensor]:
     variance without the noise alone.
     """
     if task == "regression":
-        spread = table["epistemic"]
-        variance = spread.square() if spread.ndim == 1 else spread.square().mean(1)
+        variance = per_example(table["epistemic"].square())
         return {"variance": variance} if bool((variance > 0).any()) else {}
     scores = {"entropy": table["entropy"]}
     if task != "multilabel":

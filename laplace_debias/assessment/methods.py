@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from laplace_debias.system.checks import check_at_least
+
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
@@ -41,8 +43,7 @@ class PosteriorChoice:
     fit_examples: int | None = None
 
     def __post_init__(self) -> None:
-        if self.fit_examples is not None and self.fit_examples < 2:
-            raise ValueError(f"fit_examples is {self.fit_examples}; expected at least 2")
+        check_at_least(self, 2, "fit_examples")
         if self.fit_examples is not None and self.mode == "auto":
             raise ValueError("mode=auto finds how many examples it takes: leave out fit_examples")
 

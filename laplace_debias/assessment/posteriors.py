@@ -15,13 +15,12 @@ from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.laplace import Laplace
+from laplace_debias.metrics.intervals import normal_quantile
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
 from laplace_debias.system.ranks import alone
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")
-_LEVEL = 1.959963984540054
-"""Standard errors on each side of a 95 % interval."""
 _JUDGED = 1000
 """Training examples that the network is judged on."""
 _CHOOSING = 32
@@ -48,18 +47,21 @@ def fitted(
         joint=choice.joint,
         sharing=choice.sharing,
     )
-    batches = loaded.train if choice.fit_examples is None else _first(loaded, choice)
+    batches = loaded.train
+    if choice.fit_examples is not None:
+        batches = _first(loaded, choice.fit_examples, _BATCHES.get(choice.mode))
     generator = torch.Generator().manual_seed(seed)
-    batches = share(batches, loaded.model)
     saved = None if choice.mode == "auto" else resume
+    batches = share(batches, loaded.model)
     return la.fit(batches, choice.mode, loaded.num_train, generator, resume=saved)
 
 
-def _first(loaded: Loaded, choice: PosteriorChoice) -> Batches:
-    """The first training examples, whose order mixes the classes, in batches as fits take them."""
-    assert choice.fit_examples is not None
-    times = _BATCHES.get(choice.mode)
-    missing = choice.fit_examples * (times or 1)
+def _first(loaded: Loaded, size: int, times: int | None) -> Batches:
+    """The first training examples, whose order mixes the classes.
+
+    In as many batches of a size, or as they come up to that size.
+    """
+    missing = size * (times or 1)
     read, pairs = BatchReader(loaded.model), []
     for batch in loaded.train:
         x, y = read(batch)
@@ -99,8 +101,8 @@ def tuned(
             return sweep, (f"The prior precision was not tuned and is 1: {error}",)
     rows = []
     for row in found.table:
-        value, deviation = row[found.metric], row.get("standard_error")
-        half = math.nan if deviation is None else _LEVEL * deviation
+        value = row[found.metric]
+        half = normal_quantile(0.95) * row.get("standard_error", math.nan)
         ends = {"low": value - half, "high": value + half}
         rows.append({"prior_precision": row["prior_precision"], "value": value, **ends})
     flat = None if found.flat is None else list(found.flat)

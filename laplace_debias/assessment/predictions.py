@@ -93,9 +93,8 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
 
 
 def of_network(outputs: Float[Tensor, "n outputs"], task: str, sigma: float | None) -> Table:
-    """Predictions of the trained network."""
-    if task == "regression":
-        assert sigma is not None
+    """Predictions of the trained network; `sigma` is the noise of a regression, else None."""
+    if sigma is not None:
         spread = torch.full_like(outputs, sigma)
         return {"mean": outputs, "standard_deviation": spread, "epistemic": 0 * spread}
     if task != "classification":

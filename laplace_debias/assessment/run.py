@@ -3,10 +3,9 @@
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from laplace_debias.assessment.methods import Method
-from laplace_debias.assessment.predictions import Chosen
 from laplace_debias.assessment.run_folder import table_says, write_json
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.report.run_folder import FORMAT, NAME, predictions_path
@@ -43,22 +41,18 @@ def sets_of(loaded: Loaded) -> dict[str, Batches]:
 
 @dataclass(eq=False)
 class Run:
-    """A run's network, data, methods and folder; `said` is the content of `run.json` so far."""
+    """A run's network, data, methods and folder; `said` is the content of `run.json` so far.
+
+    `say` is called with a line on what the run does next.
+    """
 
     loaded: Loaded
     folder: Path
     methods: Sequence[Method]
     sets: Mapping[str, Batches]
     seed: int
-    say_line: Callable[[str], object] | None
+    say: Callable[[str], object]
     said: dict[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def num_validation(self) -> int:
-        """How many validation examples there are, in all processes."""
-        assert self.loaded.validation is not None
-        sizes = (len(y) for _, y in Chosen(self.loaded.model, self.loaded.validation))
-        return sum(current().exchange(sum(sizes)))
 
     def begin(
         self,
@@ -131,11 +125,6 @@ class Run:
         found = table_says(self.path(method, name)) if ranks.rank == 0 else None
         return ranks.from_rank(found, 0) or {}
 
-    def say(self, what: str) -> None:
-        """Print a line for the person who waits."""
-        if self.say_line is not None:
-            self.say_line(what)
-
     def note(self, what: str) -> None:
         """Add a line to the notes of the page, once."""
         if what not in self.said["notes"]:
@@ -164,8 +153,6 @@ def _versions() -> dict[str, str]:
     """Versions of Python and of the packages that the numbers depend on."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found

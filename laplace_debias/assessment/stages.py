@@ -108,7 +108,9 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
             validation, positions = loaded.validation, None
             if validation is not None:
                 if (examples := run.entry(method.key)["examples"]) is not None:
-                    positions = chosen_positions(run.num_validation, examples, run.seed)
+                    sizes = (len(y) for _, y in Chosen(model, validation))
+                    there = sum(current().exchange(sum(sizes)))
+                    positions = chosen_positions(there, examples, run.seed)
                 validation = Chosen(model, validation, positions)
             sweep, notes = tuned(la, choice, validation)
             notes += thinned(la, choice, loaded)
@@ -118,8 +120,7 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
                 run.note(f"{label}: {note}")
             write_json(sweep_path, sweep)
         # The last of its files: where it is, they are.
-        if current().rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         la.save(path)
     # Read back also by the run that wrote it, so that one that goes on gives the same numbers.
     la = Laplace.load(path, model)

@@ -1,10 +1,10 @@
 """Temperature scaling: one number that all logits are divided by."""
 
-import math
-
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
+
+from laplace_debias.laplace.evidence import root_between
 
 BOUNDS = (1e-3, 1e3)
 """Temperatures between which the best is looked for.
@@ -35,9 +35,6 @@ def fit_temperature(
     Reference:
         Guo, Pleiss, Sun, Weinberger (2017), "On calibration of modern neural networks".
     """
-    # Here, as it takes a third of a second to import.
-    from scipy.optimize import brentq
-
     if not len(logits):
         raise ValueError("there are no validation examples to fit a temperature on")
     z, y = logits.detach().double().cpu(), labels.detach().cpu().long()
@@ -48,14 +45,8 @@ def fit_temperature(
         z, y = torch.stack([z.new_zeros(z.numel()), z.flatten()], 1), y.flatten()
     of_labels = z.gather(1, y[:, None])[:, 0]
 
-    def slope(log_temperature: float) -> float:
-        expected = ((z * math.exp(-log_temperature)).softmax(1) * z).sum(1)
-        return (expected - of_labels).mean().item()
+    def slope(temperature: float) -> float:
+        # The derivative in β, which falls as T grows.
+        return (((z / temperature).softmax(1) * z).sum(1) - of_labels).mean().item()
 
-    low, high = map(math.log, BOUNDS)
-    # β falls as T grows, so the slope in β is positive at small T and negative at large T.
-    if slope(low) <= 0:
-        return BOUNDS[0]
-    if slope(high) >= 0:
-        return BOUNDS[1]
-    return math.exp(brentq(slope, low, high, xtol=1e-12, rtol=1e-14))
+    return root_between(BOUNDS, slope, tolerance=1e-12)

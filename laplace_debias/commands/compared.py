@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from laplace_debias.report.names import brief
 from laplace_debias.report.run_folder import read_json, read_meta
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import SourceSettings
@@ -85,9 +86,5 @@ def _rows(
 
 def _cell(row: Mapping[str, Any], with_interval: bool) -> str:
     if not with_interval or row["low"] is None or row["high"] is None:
-        return _short(row["value"])
-    return f"{_short(row['value'])} ({_short(row['low'])}–{_short(row['high'])})"
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:z.3f}"
+        return brief(row["value"])
+    return f"{brief(row['value'])} ({brief(row['low'])}–{brief(row['high'])})"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
 from laplace_debias.commands.compared import found_in, identity_of, tell
-from laplace_debias.commands.network import check_posterior
+from laplace_debias.laplace import file
 from laplace_debias.sources import SourceSettings, load
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.ranks import current
@@ -48,7 +48,7 @@ class Settings(SourceSettings):
 def run(settings: Settings) -> dict[str, Any]:
     """Compare, and print the table and what it shows; nothing is written."""
     for path in settings.posterior:
-        check_posterior(path)
+        file.read(path)  # Before the data, which can take minutes.
     loaded = load(settings)
     methods = [NETWORK]
     if loaded.validation is not None and loaded.task != "regression":

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from laplace_debias.laplace import Laplace, file
+from laplace_debias.laplace import Laplace
 from laplace_debias.sources import Loaded
 from laplace_debias.sources.settings import OF_COMPARISONS
 from laplace_debias.system.files import check_target
-from laplace_debias.system.ranks import current
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -24,17 +23,9 @@ def not_for(command: str, *names: str) -> dict[str, str]:
     }
 
 
-def check_posterior(path: Path) -> None:
-    """Require a posterior that is there and whole: before data are read, which can take minutes."""
-    if not path.exists():
-        raise FileNotFoundError(f"there is no posterior {path}; make it with `laplace-debias fit`")
-    file.read(path)
-
-
 def save(la: Laplace, output: Path) -> None:
-    """Save a posterior; of several processes the first one does."""
-    if current().rank == 0:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    """Save a posterior, in a new folder if there is none."""
+    output.parent.mkdir(parents=True, exist_ok=True)
     la.save(output)
 
 

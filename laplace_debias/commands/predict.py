@@ -15,12 +15,12 @@ from tqdm import tqdm
 from laplace_debias.assessment.predictions import of_laplace
 from laplace_debias.commands.network import (
     check_output,
-    check_posterior,
     not_for,
     print_notes,
 )
 from laplace_debias.curvature.network.batches import Batches, BatchReader
-from laplace_debias.laplace import Laplace
+from laplace_debias.laplace import Laplace, file
+from laplace_debias.metrics import gaussian_interval
 from laplace_debias.report.tables import not_a_formula
 from laplace_debias.sources import Loaded, SourceSettings, load
 from laplace_debias.sources.parts import batches_of
@@ -30,8 +30,6 @@ from laplace_debias.system.files import written_atomically
 from laplace_debias.system.ranks import alone, current
 
 _SUFFIXES = (".parquet", ".csv")
-_LEVEL = 1.959963984540054
-"""Standard deviations on each side of a 95 % interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,8 @@ def run(settings: Settings) -> Any:
     import pandas
 
     check_output(settings.output, settings.overwrite)
-    check_posterior(settings.posterior)
+    # Before the data, which can take minutes.
+    file.read(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded)
     batches, names = loaded.test, None
@@ -181,12 +180,12 @@ def _of_batch(found: Distribution, loaded: Loaded) -> dict[str, Tensor]:
 def _of_regression(
     mean: Tensor, standard_deviation: Tensor, epistemic: Tensor
 ) -> dict[str, Tensor]:
-    half = _LEVEL * standard_deviation
+    lower, upper = gaussian_interval(mean, standard_deviation)
     columns = {
         "mean": mean,
         "standard_deviation": standard_deviation,
-        "lower": mean - half,
-        "upper": mean + half,
+        "lower": lower,
+        "upper": upper,
         "epistemic": epistemic,
     }
     return {key: part for name, v in columns.items() for key, part in _numbered(name, v).items()}

@@ -6,12 +6,11 @@ from typing import Any, Literal
 
 from laplace_debias.commands.network import (
     check_output,
-    check_posterior,
     not_for,
     print_notes,
     save,
 )
-from laplace_debias.laplace import Laplace
+from laplace_debias.laplace import Laplace, file
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import SourceSettings, load
@@ -72,7 +71,8 @@ def run(settings: Settings) -> Tuning:
     output = settings.output or settings.posterior
     # Without an output the posterior is meant to go back into its own file.
     check_output(output, settings.overwrite or settings.output is None)
-    check_posterior(settings.posterior)
+    # Before the data, which can take minutes.
+    file.read(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded)
     la = Laplace.load(settings.posterior, loaded.model)

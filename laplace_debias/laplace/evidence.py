@@ -12,6 +12,7 @@ residuals stay, and the curvature C of the mean loss becomes k⁻² C. No data i
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -177,18 +178,27 @@ def num_determined(
 
 def _best(h: Tensor, counts: Tensor, square: float) -> float:
     """The root of Σ h / (h + δ) − δ S, or the end of the range that it lies beyond."""
+    return root_between(
+        BOUNDS, lambda delta: num_determined(h, counts, delta) - delta * square, tolerance=1e-10
+    )
+
+
+def root_between(
+    bounds: tuple[float, float], falling: Callable[[float], float], tolerance: float
+) -> float:
+    """Where a falling function of a positive number is 0, or the end that this lies beyond.
+
+    The tolerance is that of the root's logarithm.
+    """
+    # Here, as it takes a third of a second to import.
     from scipy.optimize import brentq
 
-    def slope(log_delta: float) -> float:
-        delta = math.exp(log_delta)
-        return num_determined(h, counts, delta) - delta * square
-
-    low, high = map(math.log, BOUNDS)
-    if slope(low) <= 0:
-        return BOUNDS[0]
-    if slope(high) >= 0:
-        return BOUNDS[1]
-    return math.exp(brentq(slope, low, high, xtol=1e-10))
+    low, high = map(math.log, bounds)
+    if falling(math.exp(low)) <= 0:
+        return bounds[0]
+    if falling(math.exp(high)) >= 0:
+        return bounds[1]
+    return math.exp(brentq(lambda log: falling(math.exp(log)), low, high, xtol=tolerance))
 
 
 def kind_of(model: nn.Module, block: Block) -> str:

@@ -45,6 +45,15 @@ def number(value: float | None, places: int) -> str:
     return text.replace("-", "−") if float(text.replace(",", "")) else text.lstrip("-")
 
 
+def brief(value: float) -> str:
+    """A number in a sentence: three decimals, more where it is small, none where large."""
+    if value == 0:
+        return "0"
+    text = f"{value:.3f}" if abs(value) >= 0.01 else f"{value:.2g}"
+    text = f"{value:,.0f}" if abs(value) >= 1000 else text
+    return text.replace("-", "−")
+
+
 def significant(value: float, digits: int = 3) -> str:
     """A number to some digits, powers of ten where it is very large or small."""
     if not value or not math.isfinite(value):

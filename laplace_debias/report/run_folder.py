@@ -92,8 +92,6 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     with _telling_of(measured):
         for name in ("rows", "differences"):
             table = pd.DataFrame(metrics[name], columns=_COLUMNS)
-            if table[["method", "set", "metric"]].isna().any(axis=None):
-                raise ValueError("an entry lacks its method, set or metric")
             numbers = {end: pd.to_numeric(table[end]) for end in ("value", "low", "high")}
             tables.append(table.assign(**numbers))
     return Run(folder, meta, tests[0], *tables)

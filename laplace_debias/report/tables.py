@@ -70,21 +70,13 @@ def not_a_formula(value: Any) -> Any:
 
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     """The names of the columns, and rows of plain values."""
-    if not rows:
-        raise ValueError("the table has no rows; expected at least one. Did the run give results?")
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    return columns, [[_plain(row.get(column), column) for column in columns] for row in rows]
+    return columns, [[_plain(row.get(column)) for column in columns] for row in rows]
 
 
-def _plain(value: object, column: str) -> str | bool | int | float | None:
+def _plain(value: Any) -> Any:
     """A value as one of Python's own types; scalars of torch and NumPy are converted."""
-    value = value.item() if isinstance(value, Tensor | np.generic) else value
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    raise ValueError(
-        f"column {column!r} holds a {type(value).__name__}; expected a number, string, boolean or "
-        "None. Convert it with `str(...)` or leave the column out."
-    )
+    return value.item() if isinstance(value, Tensor | np.generic) else value
 
 
 def _formatted(value: str | bool | int | float | None) -> str:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from laplace_debias.assessment.conclusion import conclude, number
+from laplace_debias.assessment.conclusion import conclude
 from laplace_debias.assessment.measures import Comparison, recommended
 from laplace_debias.assessment.methods import Method, PosteriorChoice
 from laplace_debias.assessment.posteriors import is_at_limit, of_training
 from laplace_debias.commands.compared import _cell
+from laplace_debias.report.names import brief
 
 CLASSES = 10
 N = 1500
@@ -318,11 +319,11 @@ def test_the_network_is_judged_on_its_first_training_examples():
     ("value", "text"), [(0, "0"), (0.5, "0.500"), (-0.25, "−0.250"), (0.00123, "0.0012")]
 )
 def test_numbers_as_people_read_them(value, text):
-    assert number(value) == text
+    assert brief(value) == text
 
 
 def test_large_numbers_have_no_decimals_and_zero_no_sign():
-    assert number(-19413.733) == "−19,414"
-    assert number(999.5) == "999.500"
+    assert brief(-19413.733) == "−19,414"
+    assert brief(999.5) == "999.500"
     row = {"value": 19413.733, "low": -0.0001, "high": 0.2}
-    assert _cell(row, with_interval=True) == "19,414 (0.000–0.200)"
+    assert _cell(row, with_interval=True) == "19,414 (−0.0001–0.200)"

@@ -230,7 +230,10 @@ def test_without_validation_data_tune_says_what_is_possible(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["predict", "--posterior=no.safetensors", "--output=p.csv"], "laplace-debias fit"),
+        (
+            ["predict", "--posterior=no.safetensors", "--output=p.csv"],
+            "check the path",
+        ),
         (["predict", "--posterior=p.safetensors", "--output=p.txt"], "a .parquet or .csv file"),
         (["predict", "--posterior=p.safetensors", "--output=o.csv"], "give --overwrite"),
         (

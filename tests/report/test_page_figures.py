@@ -3,6 +3,7 @@
 import math
 import re
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,7 +11,7 @@ from a_run import shortened, write_json
 
 from laplace_debias.report.names import decimals, duration, number, significant, size
 from laplace_debias.report.page import calibration, sections
-from laplace_debias.report.page.panel import drawing, looks
+from laplace_debias.report.page.panel import SETTINGS, looks
 from laplace_debias.report.page.table import (
     difference_tables,
     full_tables,
@@ -32,7 +33,7 @@ def numbers_run(run_of_rows):
 @pytest.fixture
 def drawn():
     """Draws within the page's settings of matplotlib."""
-    with drawing():
+    with matplotlib.rc_context(SETTINGS):
         yield
 
 
@@ -125,7 +126,8 @@ def test_residuals_compare_groups_of_equal_size(numbers_run, drawn):
 
 def cells(table, label, where=""):
     """The cells of a column by method."""
-    [at] = [i for i, c in enumerate(table.columns) if c.name.label == label and where in c.where]
+    columns = enumerate(table.columns)
+    [at] = [i for i, (metric, of) in columns if metric.label == label and where in of]
     return {method["key"]: row[at] for method, row in table.rows}
 
 
@@ -186,7 +188,7 @@ def test_scores_of_ood_sets_are_kept_apart(run):
     row = run.rows[(run.rows["metric"] == "auroc") & (run.rows["set"] == "static")]
     entropies = row[row["score"] == "entropy"].set_index("method")["value"]
     assert float(areas["laplace"].value) == pytest.approx(entropies["laplace"], abs=0.001)
-    tables = {table.columns[0].where: table for table in full_tables(run, "static")}
+    tables = {table.columns[0][1]: table for table in full_tables(run, "static")}
     for label, score in (("entropy", "entropy"), ("largest probability", "max_probability")):
         of_score = row[row["score"] == score].set_index("method")["value"]
         for method, (cell, *_) in tables[f"static, {label}"].rows:

@@ -74,12 +74,3 @@ def test_failed_writing_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
         write_csv([{"a": 2}], path)
     assert read_csv(path) == [{"a": 1}]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_bad_tables_are_refused(tmp_path):
-    path = tmp_path / "table.csv"
-    with pytest.raises(ValueError, match="no rows"):
-        write_csv([], path)
-    with pytest.raises(ValueError, match="column 'a' holds a list"):
-        write_csv([{"a": [1]}], path)
-    assert not path.exists()

@@ -3,7 +3,6 @@
 import io
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +26,8 @@ _COLOURS = (
 )
 _MARKERS = "osD^vPX"
 _STYLES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-_SETTINGS: Any = {
+# The settings of matplotlib in which panels are made and finished.
+SETTINGS: Any = {
     "svg.fonttype": "none",
     # Labels of methods and sets are other people's: no dollar of theirs is mathematics.
     "text.parse_math": False,
@@ -85,11 +85,6 @@ def looks(methods: Iterable[Mapping[str, Any]]) -> dict[str, Look]:
     ways = map(itertools.cycle, (_COLOURS, _MARKERS, _STYLES))
     found = zip(methods, *ways, strict=False)
     return {method["key"]: Look(method["key"], method["label"], *way) for method, *way in found}
-
-
-def drawing() -> AbstractContextManager[None]:
-    """The settings of matplotlib in which panels are made and finished."""
-    return matplotlib.rc_context(_SETTINGS)
 
 
 class Panel:

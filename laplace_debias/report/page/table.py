@@ -19,14 +19,6 @@ _MAIN = (
 
 
 @dataclass(frozen=True)
-class Column:
-    """A metric on a set; `where` is empty for the test set."""
-
-    name: Metric
-    where: str
-
-
-@dataclass(frozen=True)
 class Cell:
     """One figure of a table with its interval and verdict, each a text that may be empty."""
 
@@ -37,9 +29,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows are methods, compared with the one labelled `reference`."""
+    """Rows are methods, compared with the one labelled `reference`.
 
-    columns: Sequence[Column]
+    A column is a metric and the set that it is on; the latter is empty for the test set.
+    """
+
+    columns: Sequence[tuple[Metric, str]]
     rows: Sequence[tuple[Mapping[str, Any], tuple[Cell, ...]]]
     reference: str
 
@@ -98,7 +93,7 @@ def _table(
         where = [] if data == run.test["name"] else [data]
         where += [SCORES.get(score_shown, score_shown)] if isinstance(score_shown, str) else []
         unit = name.unit.replace("the target", str(run.meta.get("target") or "the target"))
-        columns.append(Column(replace(name, unit=unit), ", ".join(where)))
+        columns.append((replace(name, unit=unit), ", ".join(where)))
         cells.append(_cells(rows, differences, keys, name, reference is not None))
     by_method = list(zip(methods, zip(*cells, strict=True), strict=True)) if cells else []
     return Table(columns, by_method, labels[against])

@@ -7,11 +7,12 @@ import warnings
 from pathlib import Path
 
 import jinja2
+import matplotlib
 from markupsafe import Markup
 
 from laplace_debias.report.names import duration, size
 from laplace_debias.report.page.examples import example_groups
-from laplace_debias.report.page.panel import Look, Picture, drawing, looks
+from laplace_debias.report.page.panel import SETTINGS, Look, Picture, looks
 from laplace_debias.report.page.sections import drawn, first_picture
 from laplace_debias.report.page.table import difference_tables, full_tables, main_table
 from laplace_debias.report.run_folder import Run, read_run
@@ -43,12 +44,6 @@ _MARKERS = {
 }
 """Outlines of matplotlib's markers."""
 
-# Errors of drawing from files that were edited.
-_DO_NOT_FIT = (
-    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
-    jinja2.TemplateError,
-)
-
 
 def write_page(folder: str | os.PathLike[str]) -> Path:
     """Write `pictures/NAME.svg` and `report.html` of a complete run folder.
@@ -58,19 +53,11 @@ def write_page(folder: str | os.PathLike[str]) -> Path:
     """
     run = read_run(folder)
     by_key = looks(run.methods)
-    with drawing(), warnings.catch_warnings():
+    with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         # Only the widths of such letters are guessed: the browser has fonts of its own.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        try:
-            shown = drawn(run, by_key)
-            text = _page(run, by_key, shown)
-        except _DO_NOT_FIT as error:
-            if str(run.folder) in str(error):  # it names the file
-                raise
-            raise ValueError(
-                f"The files in {run.folder} do not fit together ({type(error).__name__}: {error}): "
-                "undo what was edited, or run the report again with another --output."
-            ) from error
+        shown = drawn(run, by_key)
+        text = _page(run, by_key, shown)
     for picture in itertools.chain(*shown.values()):
         with written_atomically(run.folder / "pictures" / f"{picture.name}.svg") as temporary:
             temporary.write_text(picture.svg, encoding="utf-8")
