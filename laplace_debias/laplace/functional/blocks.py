@@ -140,7 +140,8 @@ class BlockMoments:
                         self._runs[index] = Runs.of(seen, deltas)
                     runs = self._runs[index]
                     total += runs.gram(rows)
-                    total += weighted_gram(rows[..., runs.others], seen[runs.others], deltas)
+                    others = rows.index_select(2, runs.others)
+                    total += weighted_gram(others, seen[runs.others], deltas)
             # Let go before the next block's are made.
             del uses, J, rows
 
@@ -239,8 +240,8 @@ class Runs:
         total = rows.new_zeros(self.weights.shape[1], len(rows), num_outputs**2)
         step = _SORTED // _RUN
         for some, weights in zip(self.columns.split(step), self.weights.split(step), strict=True):
-            index = some.flatten().expand(num_outputs, -1)
             for example, of_example in enumerate(rows):
-                part = of_example.gather(1, index).unflatten(1, some.shape).transpose(0, 1)
+                part = of_example.index_select(1, some.flatten()).unflatten(1, some.shape)
+                part = part.transpose(0, 1)
                 total[:, example] += weights.T @ (part @ part.mT).flatten(1)
         return total.unflatten(2, (num_outputs, num_outputs))
