@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from laplace_debias.curvature.fits.dense import KEPT_ROWS, sweep_rows
 from laplace_debias.curvature.fits.directions import Rows, ekfac_magnitudes
 from laplace_debias.curvature.fits.kinds import CurvatureKind
-from laplace_debias.curvature.fits.sums import factor_shape, factor_sums
+from laplace_debias.curvature.fits.sums import factor_sums
 from laplace_debias.curvature.fits.sweep import Problem, Sweep
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches
@@ -231,10 +231,11 @@ def _of_block(
     if kind.name == "diag":
         return BlockBytes(block.name, 0, wide * block.size, narrow * block.size), 0
     factors, directions, largest, table = 0, 0, 0, block.num_groups
-    counts, shapes = rows.get(block, (None, None)), (factor_shape(block, 0), factor_shape(block, 1))
-    axes, kept_table = (block.has_diagonal_G, block.has_diagonal_A or block.is_exact), table
-    for side, (d, is_axes, shape) in enumerate(zip(block.shape, axes, shapes, strict=True)):
-        count = block.most_rows if block.is_streamed(side) else counts[side]
+    counts, kept_table = rows.get(block, (None, None)), table
+    axes = block.has_diagonal_G, block.has_diagonal_A or block.is_exact
+    sides = zip(block.shape, axes, block.factor_shapes, strict=True)
+    for side, (d, is_axes, shape) in enumerate(sides):
+        count = block.most_rows if block.is_streamed[side] else counts[side]
         size = count * d if count is not None else prod(shape) if shape else 0
         factors += size
         table *= d if count is None else count + 1

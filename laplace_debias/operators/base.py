@@ -401,15 +401,18 @@ def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
 
 
 class Composed(LinearOperator):
-    """A dataclass whose first field (a tensor, an operator, or several) has its dtype and device.
+    """A dataclass whose first field that is not None has its dtype and device.
 
+    It is a tensor, an operator, or several.
     A subclass gives `shape`, `_matmat` and `T`.
     """
 
     @property
     def parts(self) -> list[Any]:
         """The tensor, the operator or the operators that the first field holds."""
-        part = next(iter(vars(self).values()))
+        for part in vars(self).values():
+            if part is not None:
+                break
         if isinstance(part, Mapping):
             return list(part.values())
         return list(part) if isinstance(part, tuple) else [part]

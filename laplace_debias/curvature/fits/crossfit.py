@@ -22,6 +22,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
+    Eigenpairs,
     Factor,
     Rows,
     directional_curvature,
@@ -86,8 +87,6 @@ def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
     return folds
 
 
-# Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None.
-FactorEigenpairs = tuple[Tensor, Tensor | None]
 # From what ratio of rank and size on a factor's range is worth changing coordinates for.
 _MUCH_SMALLER = 0.7
 
@@ -153,7 +152,7 @@ def crossfit_with_replicates(
     for block in [block for block in problem.blocks if block in of_folds[0]]:
         basis, sides = _mean_basis(of_folds, sizes, block), []
         for side, known in enumerate(basis.sides):
-            factors, others = [sums[block][side] for sums in of_folds], list[FactorEigenpairs]()
+            factors, others = [sums[block][side] for sums in of_folds], list[Eigenpairs]()
             along = crossfit_magnitudes(factors, sizes, known, problem.dtype, others)
             mean = torch.stack([values for values, _ in others]).mean(0)
             # Where the others have no curvature there is nothing but rounding to compare.
@@ -202,9 +201,9 @@ def _of_all_ranks(
 def crossfit_magnitudes(
     factors: Sequence[Factor] | Tensor,
     sizes: Sequence[float],
-    known: FactorEigenpairs | None = None,
+    known: Eigenpairs | None = None,
     precision: torch.dtype | None = None,
-    others_too: list[FactorEigenpairs] | None = None,
+    others_too: list[Eigenpairs] | None = None,
 ) -> Float[Tensor, "*groups d"]:
     """Out-of-fold curvature of one Kronecker factor, along directions of descending curvature.
 
@@ -314,7 +313,7 @@ def exact_crossfit(
     for number, fold in enumerate(folds):
         bases, others = {}, of_folds[:number] + of_folds[number + 1 :]
         for block in of_folds[0]:
-            sides: list[FactorEigenpairs] = []
+            sides: list[Eigenpairs] = []
             for side, (along, U) in enumerate(of_all[block].sides):
                 mean = _total(others, block, side) / (num_examples - fold.size)
                 if U is None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,8 +85,7 @@ Factor = Tensor | Rows
 Eigenpairs = tuple[Float[Tensor, "*groups values"], Float[Tensor, "*groups d r"] | None]
 
 
-@dataclass(frozen=True)
-class Eigenbasis:
+class Eigenbasis(NamedTuple):
     """Directions of a block, and the factors' own curvature along them.
 
     Eigenvectors are columns, by descending eigenvalue; None stands for the coordinate axes. Thin

@@ -20,6 +20,7 @@ Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature 
 network architectures".
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +43,6 @@ from laplace_debias.curvature.layers.uses import (
     token_gradients,
     tokens,
 )
-from laplace_debias.curvature.network.layer_types import CONVOLUTIONS
 
 # From so many columns on, a factor is not written for every few rows, nor decomposed whole.
 _WIDE = 16
@@ -144,22 +144,21 @@ def input_factors(
     parts, d_in = input_rows(layer, block, inputs, masks), block.shape[1]
     if as_rows:
         return map(Rows, parts)
-    most = 0 if block.has_diagonal_A or d_in < _WIDE else d_in // 2
-    num_positions = 1
-    if most and block.sharing != "reduce":
-        num_positions = sum(activations(layer, block, x[:1]).shape[1] for x in inputs)
-    if num_positions * len(inputs[0]) <= most:
+    # The work is the least that there is in each group of a use.
+    num_positions, work = 0, math.inf
+    for x in inputs:
+        num_positions += activations(layer, block, x[:1]).shape[1]
+        work = min(work, x.numel() * x.shape[1] // block.num_groups**2)
+    num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
+    if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
         return [Rows(torch.cat(list(parts)))]
-    A = layer.weight.new_zeros(*block.groups, *[d_in] * (1 if block.has_diagonal_A else 2))
+    A = layer.weight.new_zeros(block.factor_shapes[1])
     is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
-    if is_plain and isinstance(layer, CONVOLUTIONS) and has_displacements(layer):
-        # The least work that there is in each group of a use.
-        work = min(x.numel() * x.shape[1] for x in inputs) // block.num_groups**2
-        if work >= LARGE:
-            # Without patches.
-            for x in inputs:
-                _add_patches(A, layer, block, x)
-            return [A]
+    if is_plain and work >= LARGE and has_displacements(layer):
+        # Without patches.
+        for x in inputs:
+            _add_patches(A, layer, block, x)
+        return [A]
     for rows in parts:
         _add_moments(A, rows)
     return [A]

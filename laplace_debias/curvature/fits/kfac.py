@@ -51,9 +51,7 @@ def curvature_along(
         projected = directional_curvature(factor.to(problem.factor_dtype), directions[block][side])
         add_to(sides[side], block, projected)
 
-    def as_rows(block: Block, side: int) -> bool:
-        return is_thin(directions[block][side])
-
+    as_rows = {block: (is_thin(U_G), is_thin(U_A)) for block, (U_G, U_A) in directions.items()}
     kept = dict(zip("GA", sides, strict=True))
     seen = Sweep(problem, add, as_rows=as_rows, sums=kept).over(batches, first)
     check_finite_sums(sides[0])

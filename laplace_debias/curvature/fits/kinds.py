@@ -1,6 +1,6 @@
 """Kinds of curvature, by their names: what fits each of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from laplace_debias.curvature.fits.crossfit import fit_crossfit
 from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fit_low_rank
@@ -22,45 +22,43 @@ class CurvatureKind:
 
     Its rank is, of `"lowrank"`, the number of directions, 20 if None; of `"kfac"` and `"ekfac"`
     that of each factor, a number or a share of the curvature, all if None.
+
+    Attributes:
+        is_dense: Whether all parameters make a single block.
+        num_directions: Directions of `"lowrank"`, at most; None of the others.
+        directions_per_factor: Directions of each Kronecker factor, at most; None for all, or a
+            share.
     """
 
     name: str
     rank: float | None = None
+
+    is_dense: bool = field(init=False)
+    num_directions: int | None = field(init=False)
+    directions_per_factor: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         if self.name not in CURVATURES:
             raise ValueError(
                 f"Unknown curvature={self.name!r}: use one of {', '.join(CURVATURES)}."
             )
-        if self.rank is None:
-            return
-        if self.name not in (*WITH_FACTORS, "lowrank"):
+        if self.rank is not None and self.name not in (*WITH_FACTORS, "lowrank"):
             raise ValueError(
                 f'rank belongs to curvature="kfac", "ekfac" and "lowrank", not to {self.name!r}.'
             )
-        if self.name == "lowrank" or not isinstance(self.rank, float):
-            whole(self.rank, "rank")
+        is_low_rank, number = self.name == "lowrank", None
+        if is_low_rank or not isinstance(self.rank, float):
+            number = None if self.rank is None else whole(self.rank, "rank")
         elif not 0 < self.rank < 1:
             raise ValueError(
                 f"rank must be a number of directions, or a share of the trace below 1, such as "
                 f"0.99, got {self.rank}."
             )
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether all parameters make a single block."""
-        return self.name in DENSE
-
-    @property
-    def num_directions(self) -> int | None:
-        """Directions of `"lowrank"`, at most; None of the others."""
-        return int(self.rank or 20) if self.name == "lowrank" else None
-
-    @property
-    def directions_per_factor(self) -> int | None:
-        """Directions of each Kronecker factor, at most; None for all, or a share."""
-        is_number = self.name in WITH_FACTORS and not isinstance(self.rank, float)
-        return int(self.rank) if is_number and self.rank else None
+        vars(self).update(
+            is_dense=self.name in DENSE,
+            num_directions=(number or 20) if is_low_rank else None,
+            directions_per_factor=None if is_low_rank else number,
+        )
 
     def fit(
         self,

@@ -55,7 +55,7 @@ class RunningSums:
             add_to(sums, block, factor if block in sums else factor.to(dtype))
             return
         kept, d = self.rows[side].setdefault(block, []), block.shape[side]
-        if block.is_streamed(side):
+        if block.is_streamed[side]:
             rows, rests = factor.rows.to(dtype), self.rests[side]
             check_finite_sums({block: rows})
             total = Rows(kept[0] if kept else rows[:0], rests.get(block, 0.0), block.most_rows)
@@ -96,7 +96,7 @@ class RunningSums:
         for block, of_block in zip(problem.blocks, zip(*of_ranks, strict=True), strict=True):
             counts, rests = zip(*of_block, strict=True)
             is_few = None not in counts and 0 < 2 * sum(counts) <= block.shape[side]
-            if is_few or block.is_streamed(side):
+            if is_few or block.is_streamed[side]:
                 few[block] = sum(rests)
                 none = torch.zeros(0, *block.groups, block.shape[side], device=problem.device)
                 joined.append(torch.cat([none.to(problem.dtype), *rows_of.pop(block, [])]))
@@ -106,7 +106,7 @@ class RunningSums:
         factors = {}
         of_all = problem.ranks.on_all(joined) if few else []
         for (block, rest), rows in zip(few.items(), of_all or [], strict=True):
-            most = block.most_rows if block.is_streamed(side) else None
+            most = block.most_rows if block.is_streamed[side] else None
             factors[block] = Rows(rows.to(problem.factor_dtype), rest, most).compressed()
         return factors
 
@@ -157,7 +157,7 @@ class ForwardPasses:
         for block in self._blocks:
             of_layer = [use.x for use in uses if use.layer == block.layer]
             layer, of_masks = tap.network.get_submodule(block.layer), masks.get(block.layer)
-            for A in input_factors(layer, block, of_layer, of_masks, block.is_streamed(1)):
+            for A in input_factors(layer, block, of_layer, of_masks, block.is_streamed[1]):
                 running.add(block, 1, A)
         return outputs
 
@@ -224,15 +224,6 @@ def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block,
     return shared_bases(problem, bases)
 
 
-def factor_shape(block: Block, side: int) -> tuple[int, ...] | None:
-    """The shape of the factor G (side 0) or A (side 1); an exact block has no A."""
-    if side and block.is_exact:
-        return None
-    d = block.shape[side]
-    is_diagonal = block.has_diagonal_A if side else block.has_diagonal_G
-    return (d,) if is_diagonal else (*block.groups, d, d)
-
-
 def owners_of(problem: Problem) -> dict[Block, int]:
     """The rank that decomposes each block: the longest first, each to the rank with least to do.
 
@@ -244,8 +235,8 @@ def owners_of(problem: Problem) -> dict[Block, int]:
     owners, loads = dict[Block, int](), [0] * problem.ranks.size
     costs = dict.fromkeys(problem.blocks, 0)
     for block in problem.blocks:
-        for shape in (factor_shape(block, 0), factor_shape(block, 1)):
-            if shape is not None and len(shape) > 1:
+        for shape in block.factor_shapes:
+            if len(shape) > 1:
                 costs[block] += block.num_groups * shape[-1] ** 3
     for block in sorted(costs, key=costs.__getitem__, reverse=True):
         owners[block] = loads.index(min(loads))
@@ -280,6 +271,5 @@ def shared_bases(problem: Problem, bases: dict[Block, Eigenbasis]) -> dict[Block
     """The eigenbases of all blocks on every process, from those of each process's own blocks."""
     if problem.ranks.size == 1:
         return bases
-    parts = {b: (of.U_G, of.U_A, of.along_G, of.along_A) for b, of in bases.items()}
-    shared = problem.ranks.share(parts, owners_of(problem))
+    shared = problem.ranks.share(bases, owners_of(problem))
     return {block: Eigenbasis(*of) for block, of in shared.items()}  # type: ignore[arg-type]

@@ -87,7 +87,8 @@ class Sweep:
         measure: What to compute of a block on a chunk of a batch, `measure(layer, block, uses)`;
             None for its factors. Then measuring one cotangent after the other costs no more than
             all at once.
-        as_rows: Which factors, `as_rows(block, side)`, are wanted as rows, however many.
+        as_rows: Whether G, and A, of a block are wanted as rows, however many; where they are
+            streamed if None.
         sums: Where `add` keeps all that it remembers from batch to batch; None for a pass of which
             nothing is saved.
         row_bytes: Where `add` joins the blocks' parts to a row, and adds nothing before it was
@@ -100,7 +101,7 @@ class Sweep:
         add: Callable[..., object],
         measure: Callable[[nn.Module, Block, Uses], Any] | None = None,
         *,
-        as_rows: Callable[[Block, int], bool] = Block.is_streamed,
+        as_rows: Mapping[Block, tuple[bool, bool]] | None = None,
         sums: Sums | None = None,
         row_bytes: int = 0,
     ) -> None:
@@ -155,7 +156,8 @@ class Sweep:
         self.positions = PositionFinder(
             problem.network, problem.blocks, problem.cotangents, tap.uses, outputs
         )
-        columns, num_outputs = problem.cotangents.num_columns(outputs), outputs[0].numel()
+        fisher, num_outputs = problem.cotangents.fisher, outputs[0].numel()
+        columns = num_outputs if fisher.kind == "exact" else fisher.mc_samples
         needed = columns * num_outputs * outputs.element_size()
         if needed > MOST_GRANTED:
             raise ValueError(
@@ -164,7 +166,7 @@ class Sweep:
                 'use fisher="mc", a column for each of mc_samples labels that are drawn from the '
                 'model, or fisher="empirical".'
             )
-        size = tap.output_bytes() + self.row_bytes
+        size = tap.output_bytes + self.row_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example")
         self.columns = min(columns, bound // size)
         if self.measure is None and tap.one_by_one and problem.stream is tap:
@@ -274,10 +276,11 @@ class Sweep:
         inputs: Sequence[Tensor],
     ) -> None:
         """Measure and add G of a block, and A where there are inputs."""
-        G = gradient_factor(layer, block, uses, masks, self.as_rows(block, 0))
+        as_rows = block.is_streamed if self.as_rows is None else self.as_rows[block]
+        G = gradient_factor(layer, block, uses, masks, as_rows[0])
         parts_of_A: Iterable[Factor] = ()
         if inputs:
-            parts_of_A = input_factors(layer, block, inputs, masks, self.as_rows(block, 1))
+            parts_of_A = input_factors(layer, block, inputs, masks, as_rows[1])
         self.is_adding = True
         self.add(block, 0, G)
         for A in parts_of_A:

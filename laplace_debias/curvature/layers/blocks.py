@@ -1,5 +1,6 @@
 """The curvature blocks that the Bayesian parameters make, and where their entries lie."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -84,7 +85,9 @@ class Block:
             block.
         has_diagonal_A: Whether A is a vector: that of an embedding is diagonal, of a wide one its
             diagonal.
+        factor_shapes: The shapes of G and A; that of A is `()` where the block is exact.
         most_rows: More rows of a streamed factor than this are compressed to half as many.
+        is_streamed: Whether no matrix is made of G, and of A, which is much wider than `rank`.
     """
 
     name: str
@@ -105,7 +108,9 @@ class Block:
     is_joint: bool = field(init=False)
     has_diagonal_G: bool = field(init=False)
     has_diagonal_A: bool = field(init=False)
+    factor_shapes: tuple[tuple[int, ...], tuple[int, ...]] = field(init=False)
     most_rows: int | None = field(init=False)
+    is_streamed: tuple[bool, bool] = field(init=False)
 
     def __post_init__(self) -> None:
         d_out, d_in = self.shape
@@ -116,18 +121,19 @@ class Block:
         self.most_rows = None if self.rank is None else 4 * self.rank
         at = self.name if self.role == "entries" else self.layer
         self.site = Site(self.calls, True) if self.calls else Site((at,))
-        self.has_diagonal_G = d_out > WIDE and not self.groups and not self.is_streamed(0)
-        self.has_diagonal_A = d_in > WIDE and not self.groups and not self.is_streamed(1)
+        wide = math.inf
+        if self.most_rows is not None and not self.groups and self.role != "entries":
+            wide = 2 * self.most_rows
+        self.is_streamed = d_out >= wide, d_in >= wide and self.role != "table"
+        self.has_diagonal_G = d_out > WIDE and not self.groups and not self.is_streamed[0]
+        self.has_diagonal_A = d_in > WIDE and not self.groups and not self.is_streamed[1]
         if self.role == "entries":
             self.has_diagonal_G = self.size > _DENSE_UP_TO
         if self.role == "table":
             self.has_diagonal_A = True
-
-    def is_streamed(self, side: int) -> bool:
-        """Whether no matrix is made of a factor, G or A, which is much wider than `rank`."""
-        if self.most_rows is None or self.groups or self.role == "entries":
-            return False
-        return not (side and self.role == "table") and 2 * self.most_rows <= self.shape[side]
+        G = (d_out,) if self.has_diagonal_G else (*self.groups, d_out, d_out)
+        A = (d_in,) if self.has_diagonal_A else (*self.groups, d_in, d_in)
+        self.factor_shapes = G, () if self.is_exact else A
 
 
 def curvature_blocks(

@@ -114,9 +114,7 @@ class CallUses:
             values = {read[n]: parameters[n].detach() for n in read}
             found = self._differentiated(one, values, gradients, part)
             for name, inside in read.items():
-                rows = (
-                    found[inside].flatten(2) if found[inside].ndim > 2 else found[inside][..., None]
-                )
+                rows = found[inside].reshape(*found[inside].shape[:2], -1)
                 total[name] = total[name] + rows if name in total else rows
         return total
 

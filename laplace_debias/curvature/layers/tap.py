@@ -32,7 +32,8 @@ class Tap:
 
     Only the part of the graph behind the first tapped layer is recorded, and no gradient with
     respect to a parameter is ever computed. Hooks that record are on the network while it is run
-    here alone. `uses` are those in the last `forward`, in its order.
+    here alone. `uses` are those in the last `forward`, in its order, and `output_bytes` are of the
+    tapped layers' outputs for one example of it.
     """
 
     def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
@@ -142,6 +143,8 @@ class Tap:
             self._sizes.add(len(use.x))
         for one in self._calls:
             self._targets.update(zip(map(id, one.outputs), one.outputs, strict=True))
+        total = sum(map(attrgetter("nbytes"), self._targets.values()))
+        self.output_bytes = max(1, total // self._batch)
         return outputs
 
     def _record(
@@ -235,11 +238,6 @@ class Tap:
                 raise
             return False
         return outputs.shape == expected.shape and torch.allclose(outputs, expected)
-
-    def output_bytes(self) -> int:
-        """Bytes of the tapped layers' outputs for one example of the last `forward`."""
-        total = sum(map(attrgetter("nbytes"), self._targets.values()))
-        return max(1, total // self._batch)
 
     def last_layer(self, outputs: Tensor) -> Use | None:
         """The use of a tapped layer whose output is the network's, as it came, if there is one."""

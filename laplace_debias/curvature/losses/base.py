@@ -184,7 +184,7 @@ class NegativeLogLikelihood(OutputLoss):
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """The likelihood's columns, each at one position and zero at all others."""
-        columns = self._root(outputs, labels)
+        columns = _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
         positions = columns.shape[2:-1]
         if not positions:
             return columns
@@ -195,7 +195,7 @@ class NegativeLogLikelihood(OutputLoss):
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """By the root, position by position."""
-        columns = self._root(outputs, labels)
+        columns = _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
 
         def product(v: Tensor) -> Tensor:
             along = torch.einsum("k...c,...c->k...", columns, v)
@@ -207,7 +207,8 @@ class NegativeLogLikelihood(OutputLoss):
         """The trace of the Hessian of each example's loss, float64; 1 − Σ p² for a softmax."""
         batch = len(outputs)
         if len(labels) == 3 and labels[2].shape[-1] > 1:
-            return self._root(outputs.double(), labels).square().sum(0).reshape(batch, -1).sum(1)
+            root = self.likelihood.hessian_root(outputs.double().flatten(0, -2))
+            return _placed(root, outputs, labels).square().sum(0).reshape(batch, -1).sum(1)
         traces = self.likelihood.hessian_trace(outputs.flatten(0, -2))
         for factor in labels[1:]:
             traces = traces * factor.flatten()
@@ -221,10 +222,6 @@ class NegativeLogLikelihood(OutputLoss):
         gradient = self.likelihood.drawn_gradient(terms, numbers)
         placed = _placed(gradient.unsqueeze(0), outputs, labels)[0]
         return placed.movedim(-1, self.class_dim)
-
-    def _root(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The likelihood's columns, weights included, `[K, B, ..., C]`."""
-        return _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
 
 
 def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:

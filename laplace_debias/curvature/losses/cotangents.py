@@ -70,10 +70,6 @@ class Cotangents:
                 'empirical" for another loss, or GGN.'
             )
 
-    def num_columns(self, outputs: Float[Tensor, "batch *outputs"]) -> int:
-        """K, at most: how many cotangents an example has."""
-        return outputs[0].numel() if self.fisher.kind == "exact" else self.fisher.mc_samples
-
     def counted(self, targets: Tensor, ndim: int) -> Tensor | None:
         """The mask of outputs that count, broadcasting to the outputs; None for all."""
         targets = targets_classes_last(targets, ndim, self.class_dim)

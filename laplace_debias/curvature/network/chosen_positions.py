@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -195,15 +196,14 @@ class LinearCalls:
         for path, layer in network.named_modules():
             is_plain = type(layer).forward is nn.Linear.forward and not is_parametrized(layer)
             if is_plain and head in (None, path):
-                layer.register_forward_hook(self._record(path), with_kwargs=True)
+                layer.register_forward_hook(partial(self._record, path), with_kwargs=True)
 
-    def _record(self, path: str) -> Any:
-        def record(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any], z: Any) -> None:
-            self.path, self.z = path, z
-            self.x = args[0] if args else named["input"]
-            self.counts[path] = self.counts.get(path, 0) + 1
-
-        return record
+    def _record(
+        self, path: str, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], z: Any
+    ) -> None:
+        self.path, self.z = path, z
+        self.x = args[0] if args else named["input"]
+        self.counts[path] = self.counts.get(path, 0) + 1
 
 
 def _takes_fewer(

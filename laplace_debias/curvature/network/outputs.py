@@ -85,11 +85,6 @@ def require(is_right: Tensor, error: Callable[[], Exception]) -> None:
         raise _of_batch(error(), None if faults is None else faults.number)
 
 
-def is_pending() -> bool:
-    """Whether what was required may turn out to be wrong later: work must not fail before."""
-    return _CURRENT.get() is not None
-
-
 def _of_batch(error: Exception, number: int | None) -> Exception:
     if number is None:
         return error

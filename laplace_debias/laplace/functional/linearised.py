@@ -94,7 +94,7 @@ def joint(
         tap, inputs = Tap(asked.network, known.blocks), asked.x
         # One example tells how much memory each takes.
         tap.forward(take(inputs, slice(0, 1)))
-        in_bytes = tap.output_bytes()
+        in_bytes = tap.output_bytes
         tap.forget()
         of_all = map_outputs(asked.network, inputs)
         mean = of_all.flatten(1) if chosen is None else of_all.flatten(1).gather(1, chosen)

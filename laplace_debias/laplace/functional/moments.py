@@ -142,7 +142,7 @@ def _add(
         layer = tap.network.get_submodule(last.layer)
         num_added = moments.add_last_layer(total, layer, last, outputs, chosen)
     num_columns = total.shape[2] - (request.differences and total.shape[2] > 1)
-    gradients, at_once = tap.output_bytes(), num_columns
+    gradients, at_once = tap.output_bytes, num_columns
     bound = request.memory_bound or MEMORY_BOUND
     if num_added < len(blocks):
         at_once, bound = columns_at_once(request, num_columns, gradients, blocks, outputs)
@@ -195,7 +195,7 @@ def _add_through(
         without = blocks[in_head[0]].site if in_head else None
         of_h = replace(request, diagonal=request.diagonal and not wanted.by_inputs)
         num_columns = wanted.h[0].numel() if wanted.by_inputs else wanted.num_outputs
-        gradients, remedy = tap.output_bytes(), ", or ask for fewer outputs"
+        gradients, remedy = tap.output_bytes, ", or ask for fewer outputs"
         most, bound = columns_at_once(of_h, num_columns, gradients, below, wanted.h, remedy)
         at_once = min(num_columns, most)
         of_columns = BlockMoments(

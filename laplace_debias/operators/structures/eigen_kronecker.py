@@ -88,11 +88,6 @@ class EigenKronecker(Symmetric):
         return size, size
 
     @property
-    def parts(self) -> list[Tensor]:
-        """The magnitudes, which have the dtype and the device of all parts."""
-        return [self.magnitudes]
-
-    @property
     def multiplicities(self) -> Float[Tensor, "rows columns"]:
         """How many directions each magnitude stands for, in the shape of one group's magnitudes."""
         of_sides = []

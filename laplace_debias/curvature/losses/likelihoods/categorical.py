@@ -13,7 +13,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     checked_weights,
     probit,
 )
-from laplace_debias.curvature.network.outputs import is_pending, require
+from laplace_debias.curvature.network.outputs import require
 
 # How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
 _ROUNDING = 1e-3
@@ -134,8 +134,8 @@ class Categorical(Likelihood):
         weights = None if weights is None else weights.to(outputs, non_blocking=True)
         if not _are_soft(targets):
             labels = targets.long()
-            if is_pending():
-                # A label out of range would end the process's work on a GPU before `check` tells.
+            if labels.device.type != "cpu":
+                # A label out of range would end the process's work there before `check` tells.
                 in_range = labels.clamp(0, outputs.shape[-1] - 1)
                 labels = in_range.where(labels != self.ignore_index, labels)
             return F.cross_entropy(
