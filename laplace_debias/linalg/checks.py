@@ -11,17 +11,13 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.system import checks
 
 
-def check_operator(A: object) -> None:
-    """Checks that the first argument is an operator."""
+def check_operator(A: object, generator: torch.Generator | None = None) -> None:
+    """Checks that an argument is an operator, and that random numbers can be drawn where it is."""
     if not isinstance(A, LinearOperator):
         raise TypeError(
             f"expected a LinearOperator, got {type(A).__name__}: wrap a tensor as `Dense(matrix)`, "
             "an array of NumPy's as `Dense(torch.from_numpy(array))`."
         )
-
-
-def check_generator(generator: torch.Generator | None, A: LinearOperator) -> None:
-    """Checks that random numbers can be drawn where the operator is."""
     checks.check_generator(generator)
     if generator is not None and generator.device.type != A.device.type:
         raise ValueError(
@@ -32,9 +28,8 @@ def check_generator(generator: torch.Generator | None, A: LinearOperator) -> Non
 
 def check_square(A: LinearOperator, what: str, generator: torch.Generator | None = None) -> int:
     """Checks that an operator is square, and where random numbers come from; gives its size."""
-    check_operator(A)
+    check_operator(A, generator)
     base.check_square(A, f"the {what}")
-    check_generator(generator, A)
     return A.shape[0]
 
 

@@ -32,11 +32,6 @@ class Status(StrEnum):
         """Whether the result is as precise as was asked for."""
         return self in (Status.EXACT, Status.CONVERGED, Status.UNVERIFIED)
 
-    @property
-    def remedy(self) -> str:
-        """The meaning, and what to do about it."""
-        return _REMEDIES[self]
-
 
 _REMEDIES = {
     Status.EXACT: "The result has a closed form: nothing to do.",
@@ -124,7 +119,7 @@ class LinearSolution(Result):
         for status in dict.fromkeys(self.statuses):
             count = self.statuses.count(status)
             which = "" if len(self.statuses) == 1 else f" ({count} of {len(self.statuses)})"
-            lines.append(f"{status.value}{which}: {self.advice.get(status, status.remedy)}")
+            lines.append(f"{status.value}{which}: {self.advice.get(status, _REMEDIES[status])}")
         return "\n".join(lines)
 
 

@@ -59,7 +59,7 @@ def check_classification(
     probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
 ) -> tuple[Float[Tensor, "n classes"], Integer[Tensor, " n"]]:
     """Check probabilities with their labels, and give them as `[n, classes]` and int64 `[n]`."""
-    _check_tensor(labels, "labels")
+    check_tensor(labels, "labels")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(
             f"`labels` has dtype {labels.dtype}; expected integer class indices. "
@@ -109,7 +109,8 @@ def check_same_device(
         )
 
 
-def _check_tensor(values: Shaped[Tensor, "..."], name: str) -> None:
+def check_tensor(values: object, name: str) -> None:
+    """Checks that an argument is a tensor."""
     if not isinstance(values, Tensor):
         raise TypeError(
             f"`{name}` is a {type(values).__name__}; expected a tensor. "
@@ -118,7 +119,7 @@ def _check_tensor(values: Shaped[Tensor, "..."], name: str) -> None:
 
 
 def _check_numbers(values: Shaped[Tensor, "..."], name: str) -> None:
-    _check_tensor(values, name)
+    check_tensor(values, name)
     if not values.is_floating_point():
         raise ValueError(
             f"`{name}` has dtype {values.dtype}; expected floating point. "

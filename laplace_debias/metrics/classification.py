@@ -11,6 +11,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, finfo
 from torch.nn.functional import one_hot
 
+from laplace_debias.metrics.calibration import confidence_and_right
 from laplace_debias.metrics.checks import check_classification
 
 Reduction = Literal["mean", "none"]
@@ -89,9 +90,8 @@ def overconfidence(
     Above zero the network is surer than it is right. Of a binary problem the confidence is that of
     the more probable class. The result is float64; arguments and errors are those of `accuracy`.
     """
-    probs, labels = check_classification(probs, labels)
-    confidences, predictions = probs.double().max(dim=1)
-    return reduced(confidences - (predictions == labels).double(), reduction)
+    confidences, right = confidence_and_right(probs, labels)
+    return reduced(confidences - right, reduction)
 
 
 def reduced(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:

@@ -115,10 +115,6 @@ def alone(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statist
     return lambda probs, labels: Statistic(function(probs, labels).item(), labels)
 
 
-def _of_entropy(probs: Tensor, labels: Tensor) -> Statistic:
-    return _mean(entropy(probs), lowest=0)
-
-
 def _of_aurc(probs: Tensor, labels: Tensor) -> Statistic:
     """`aurc`, a mean to first order.
 
@@ -150,7 +146,13 @@ OF_PROBS = (
     Metric("brier", "Brier score", mean_of(brier, lowest=0)),
     Metric("overconfidence", "Over-confidence", mean_of(overconfidence, ideal=0), "ideal"),
     Metric("ece", "ECE", alone(ece), interval=_NONE),
-    Metric("mean_entropy", "Mean entropy", _of_entropy, None, "nats"),
+    Metric(
+        "mean_entropy",
+        "Mean entropy",
+        lambda probs, labels: _mean(entropy(probs), lowest=0),
+        better=None,
+        unit="nats",
+    ),
     Metric("ece_equal_mass", "ECE (equal mass)", alone(ece_equal_mass), interval=_NONE),
     Metric("smooth_ece", "Smooth ECE", alone(smooth_ece), interval=_NONE),
     Metric("mce", "MCE", alone(mce), interval=_NONE),
@@ -297,21 +299,9 @@ def of_rmse(mean: Tensor, targets: Tensor) -> Statistic:
     return Mean(squares.mean().sqrt().item(), per_example(squares), squared=True)
 
 
-def _of_rmse(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    return of_rmse(mean, targets)
-
-
-def _of_bias(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    return _mean(mean - targets, ideal=0)
-
-
 def _of_scaled_error(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     squares = per_example(((mean - targets) / sd).square())
     return Mean(squares.mean().sqrt().item(), squares, squared=True, ideal=1)
-
-
-def _of_crps(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    return _mean(crps(mean, sd, targets, reduction="none"), lowest=0)
 
 
 def widths(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
@@ -322,10 +312,6 @@ def widths(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
 def covered(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
     """1 where a target is in its central interval, else 0."""
     return interval_coverage(*gaussian_interval(mean, sd, level), targets, reduction="none")
-
-
-def _of_width(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    return _mean(widths(mean, sd, targets, level), lowest=0)
 
 
 def _of_coverage(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
@@ -344,12 +330,22 @@ _UNIT = "units of the target"
 
 OF_GAUSSIANS = (
     Metric("nll", "NLL", _of_nll, unit="nats"),
-    Metric("rmse", "RMSE", _of_rmse, unit=_UNIT, interval=_ROOT),
-    Metric("bias", "Bias", _of_bias, "ideal", _UNIT),
+    Metric("rmse", "RMSE", lambda m, sd, y, level: of_rmse(m, y), unit=_UNIT, interval=_ROOT),
+    Metric("bias", "Bias", lambda m, sd, y, level: _mean(m - y, ideal=0), "ideal", _UNIT),
     Metric("scaled_error", "Error in SDs", _of_scaled_error, "ideal", interval=_ROOT),
-    Metric("crps", "CRPS", _of_crps, unit=_UNIT),
+    Metric(
+        "crps",
+        "CRPS",
+        lambda m, sd, y, level: _mean(crps(m, sd, y, reduction="none"), lowest=0),
+        unit=_UNIT,
+    ),
     Metric("coverage", "Coverage", _of_coverage, "level", interval=_SHARE),
-    Metric("width", "Interval width", _of_width, unit=_UNIT),
+    Metric(
+        "width",
+        "Interval width",
+        lambda m, sd, y, level: _mean(widths(m, sd, y, level), lowest=0),
+        unit=_UNIT,
+    ),
     Metric(
         "quantile_calibration_error", "Quantile calibration error", _of_quantiles, interval=_NONE
     ),

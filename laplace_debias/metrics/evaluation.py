@@ -10,6 +10,7 @@ from laplace_debias.metrics.checks import (
     check_level,
     check_probs,
     check_same_device,
+    check_tensor,
 )
 from laplace_debias.metrics.definitions import (
     EXACT_MATCH,
@@ -262,8 +263,7 @@ def _checked_sets(
 
 
 def _checked_table(probs: Float[Tensor, "n labels"], name: str) -> Float[Tensor, "n labels"]:
-    if not isinstance(probs, Tensor):
-        raise TypeError(f"`{name}` is a {type(probs).__name__}; expected a tensor [n, labels].")
+    check_tensor(probs, name)
     if probs.ndim != 2:
         raise ValueError(
             f"`{name}` has shape {list(probs.shape)}; expected [n, labels]. Flatten the other "

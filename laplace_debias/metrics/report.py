@@ -132,8 +132,6 @@ def compare(a: Report, b: Report) -> Report:
             )
     if a.level != b.level:
         raise ValueError(f"`a` has level {a.level} and `b` {b.level}; expected the same.")
-    if (a._targets is None) != (b._targets is None):
-        raise ValueError("One of the reports is on labelled examples, the other is not.")
     if a._targets is not None and b._targets is not None:
         if a._targets.shape != b._targets.shape:
             raise ValueError(

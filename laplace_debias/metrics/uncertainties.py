@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn, special
 
-from laplace_debias.metrics.checks import check_probs, check_real
+from laplace_debias.metrics.checks import check_probs, check_real, check_tensor
 from laplace_debias.system.shown import one_line
 
 
@@ -69,8 +69,7 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
         >>> uncertainty(agree).epistemic.item(), round(uncertainty(differ).epistemic.item(), 4)
         (0.0, 0.6931)
     """
-    if not isinstance(probs, Tensor):
-        check_probs(probs)
+    check_tensor(probs, "probs")
     if probs.ndim not in (2, 3) or not len(probs):
         raise ValueError(
             f"`probs` has shape {list(probs.shape)}; expected [samples, n, classes], or "

@@ -63,7 +63,7 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
         parts = {
             name[2:]: (arrays[name], arrays[f"y{name[1:]}"]) for name in needed if name[0] == "x"
         }
-    task = settings.task or task_of(parts["train"][1], f"y_train of {path}")
+    task = settings.task or task_of(parts["train"][1])
     pixels = image_pixels(parts["train"][0], settings)
     if pixels is None and settings.pixels is not None:
         raise ValueError(

@@ -24,9 +24,6 @@ class Changed:
         self.source = batches
         self._change = change
 
-    def __len__(self) -> int:
-        return len(self.source)  # type: ignore[arg-type]
-
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         offset = 0
         for batch in self.source:

@@ -19,13 +19,12 @@ def check_numbers(values: np.ndarray, where: str) -> None:
         )
 
 
-def task_of(targets: np.ndarray, where: str) -> Task:
+def task_of(targets: np.ndarray) -> Task:
     """The meaning of targets, by their type and shape.
 
     Whole numbers `[N]` are classes, rows of zeros and ones `[N, K]` labels, other numbers a
     regression's targets.
     """
-    check_numbers(targets, where)
     if targets.dtype.kind == "f":
         return "regression"
     return "classification" if targets.ndim == 1 else "multilabel"

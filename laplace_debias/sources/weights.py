@@ -70,7 +70,13 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
 def _pickled(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        RuntimeError,
+        EOFError,
+        ValueError,
+    ) as error:
         # Torch names what it does not unpickle; other files it cannot read at all.
         if re.search("Unsupported (global|class)|GLOBAL", str(error)):
             raise ValueError(
@@ -78,11 +84,6 @@ def _pickled(path: Path) -> Any:
                 "the weights alone where the network was made: torch.save(model.state_dict(), PATH)"
             ) from error
         raise ValueError(f"{path} is damaged or no file of torch.save: fetch it again") from error
-    except (RuntimeError, EOFError, OSError, zipfile.BadZipFile, ValueError) as error:
-        raise ValueError(
-            f"{path} is damaged or no file of torch.save ({str(error).splitlines()[0][:120]}); "
-            "fetch it again"
-        ) from error
 
 
 def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Extreme eigenpairs of a symmetric operator: Lanczos, ARPACK, subspace iteration."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,17 +24,15 @@ _BOUND_STEPS = 12
 
 
 def select(
-    values: Tensor, vectors: Tensor, residuals: Tensor, k: int, which: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The k most wanted pairs with their residuals, by descending value."""
-    chosen = best(values, k, which)
-    return values[chosen], vectors[:, chosen], residuals[chosen]
+    values: Tensor, vectors: Any, residuals: Tensor, k: int, which: str
+) -> tuple[Tensor, Any, Tensor]:
+    """The k most wanted pairs with their residuals, by descending value.
 
-
-def best(values: Tensor, k: int, which: str) -> Tensor:
-    """Where the k most wanted eigenvalues are, by descending value."""
+    The vectors are columns of a tensor or of an operator.
+    """
     wanted = order(values, which).argsort(descending=True, stable=True)[:k]
-    return wanted[values[wanted].argsort(descending=True, stable=True)]
+    chosen = wanted[values[wanted].argsort(descending=True, stable=True)]
+    return values[chosen], vectors[:, chosen], residuals[chosen]
 
 
 def dense_eigenpairs(products: Products, k: int, which: str) -> EigenPairs:
@@ -288,10 +287,9 @@ def eigsh(
     whole(max_matvecs, "max_matvecs", least=k)
     closed_form = exact_eigh(A)
     if closed_form is not None:
-        values, vectors = closed_form
-        chosen = best(values, k, which)
-        values, vectors = values[chosen], vectors[:, chosen].to_dense()
-        return EigenPairs(values, vectors, torch.zeros_like(values), 0, Status.EXACT, "exact")
+        no_residuals = torch.zeros_like(closed_form[0])
+        values, vectors, residuals = select(*closed_form, no_residuals, k, which)
+        return EigenPairs(values, vectors.to_dense(), residuals, 0, Status.EXACT, "exact")
     with Products(A, progress=progress, label=f"eigsh ({method})") as P:
         if n <= max(_SMALL, 2 * k) and max_matvecs >= n:
             result = dense_eigenpairs(P, k, which)

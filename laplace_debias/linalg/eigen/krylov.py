@@ -96,20 +96,16 @@ class KrylovBasis:
             self._coupling[:, row] = outside
             self._keep_residual(residual, row)
 
-    def add_random(self) -> bool:
-        """Adds a random pending direction, if the basis leaves room for one."""
-        n = self._vectors.shape[1]
-        if self.size + len(self._pending) >= n:
-            return False
+    def add_random(self) -> None:
+        """Adds a random pending direction; rows and pending ones must not span the space yet."""
         direction = torch.randn(
-            n,
+            self._vectors.shape[1],
             generator=self._generator,
             dtype=self._vectors.dtype,
             device=self._vectors.device,
         )
         direction, _, _ = self._orthogonalise(direction / direction.norm())
         self.add(direction / direction.norm())
-        return True
 
     def expand(self, index: int) -> bool:
         """Multiply a pending direction; false if it leaves no residual, else that is the last."""

@@ -67,8 +67,6 @@ class CompletenessCheck:
         """
         if self.is_exhausted:
             return True
-        if self._basis.size == self.start:
-            return False
         n = self._basis.vectors.shape[1]
         values, combinations = eigh(
             self._basis.projected[self.start :, self.start :], "the projected operator"
@@ -177,9 +175,7 @@ def search(
                 if is_complete or not verify:
                     return SearchResult(pairs, goal, has_converged=True, was_verified=is_complete)
                 check, was_checked = CompletenessCheck(basis, pairs, k, which), True
-                if not basis.add_random():
-                    pairs = ritz_pairs(basis, which)
-                    return SearchResult(pairs, goal, has_converged=True, was_verified=True)
+                basis.add_random()
             if products.count >= max_matvecs:
                 return SearchResult(
                     ritz_pairs(basis, which), goal, has_converged, was_verified=False

@@ -2,7 +2,7 @@
 
 import torch
 
-from laplace_debias.linalg.checks import check_generator, check_operator
+from laplace_debias.linalg.checks import check_operator
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.eigen.lanczos import capacity, search
 from laplace_debias.linalg.estimators.quadratic_forms import mean_of
@@ -41,9 +41,8 @@ def frobenius_norm(
     Raises:
         ValueError: A product is not finite, a number too small, or the generator on another device.
     """
-    check_operator(A)
+    check_operator(A, generator)
     whole(num_matvecs, "num_matvecs")
-    check_generator(generator, A)
     check_finite(A)
     closed_form = exact_frobenius_norm(A)
     if closed_form is not None:
@@ -99,11 +98,10 @@ def spectral_norm(
     Warns:
         RuntimeWarning: `tol` was missed; the result's `converged` is then false.
     """
-    check_operator(A)
+    check_operator(A, generator)
     if not tol > 0:
         raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
     whole(max_matvecs, "max_matvecs", least=2)
-    check_generator(generator, A)
     check_finite(A)
     closed_form = exact_spectral_norm(A)
     if closed_form is not None:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.checks import check_generator, check_right_side, check_square
+from laplace_debias.linalg.checks import check_operator, check_right_side, check_square
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
@@ -57,12 +57,12 @@ def sample_gaussian(
         Chow, Saad. Preconditioned Krylov subspace methods for sampling multivariate Gaussian
         distributions. SIAM Journal on Scientific Computing, 2014.
     """
+    check_operator(precision, generator)
     root = inverse_sqrt(precision, tol=tol, max_iter=max_iter)
     check_right_side(precision, mean, "mean")
     if mean.ndim != 1:
         raise ValueError(f"`mean` has shape {tuple(mean.shape)}; expected ({len(mean)},).")
     whole(num_samples, "num_samples")
-    check_generator(generator, precision)
     noise = draw(precision, num_samples, "gaussian", generator)
     return mean + (root @ noise).T
 
