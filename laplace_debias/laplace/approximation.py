@@ -16,8 +16,8 @@ from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
 from laplace_debias.laplace import file, predictive
 from laplace_debias.laplace.export import export
-from laplace_debias.laplace.functional import linearised
-from laplace_debias.laplace.functional.linearised import OutputChoice
+from laplace_debias.laplace.functional.joint import joint_moments
+from laplace_debias.laplace.functional.linearised import OutputChoice, moments
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.posterior import FitReport, Fitted, GaussianPosterior
 from laplace_debias.laplace.predictive import Prediction
@@ -325,8 +325,8 @@ class Approximation(Predictor):
             )
         state = self._unchanged_state
         if joint:
-            return linearised.joint(state, x, outputs, positions)
-        mean, covariances = linearised.moments(state, x, None, diagonal, outputs, positions)
+            return joint_moments(state, x, outputs, positions)
+        mean, covariances = moments(state, x, None, diagonal, outputs, positions)
         return mean, covariances[0]
 
     def marginals(

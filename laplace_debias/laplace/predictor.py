@@ -11,10 +11,9 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.laplace.evaluation import evaluate_predictions
+from laplace_debias.laplace.evaluation import check_held_out, evaluate_predictions
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.predictive import Prediction
-from laplace_debias.laplace.schemes import check_held_out
 from laplace_debias.laplace.subject import Subject
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is

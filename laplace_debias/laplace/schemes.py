@@ -99,15 +99,6 @@ def told_by(loader: Any) -> int | None:
     return len(sampler) if is_plain else None  # type: ignore[arg-type]
 
 
-def check_held_out(*data: Batches) -> None:
-    """Require held-out data that the processes share, where there are several."""
-    ranks = current()
-    if ranks.size > 1:
-        for loader in data:
-            check_shared(ranks, loader)
-            told_by(loader)
-
-
 FOLDS = 2
 """How many folds cross-fitting takes by default: more did no better in the study of debiasing."""
 # Makes the state of a fit.

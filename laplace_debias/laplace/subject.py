@@ -231,7 +231,8 @@ class Subject:
                     "backend='hooks' or 'auto', or put the classes last in the model."
                 )
             backend = "hooks" if backend == "auto" else backend
-        choose_backend(plain, backend)
+        if backend not in ("auto", "hooks"):  # Which serve every model.
+            choose_backend(plain, backend)
         parts = model, likelihood, settings, selection, backend, read_batch, selected, selected
         return cls(*parts, torch.ones((), dtype=torch.float64)).changed(**prior)
 

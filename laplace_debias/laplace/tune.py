@@ -25,10 +25,15 @@ from laplace_debias.curvature.losses.likelihoods import (
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import evidence, predictive
-from laplace_debias.laplace.evaluation import classified, joined, targets_of, values_of
+from laplace_debias.laplace.evaluation import (
+    check_held_out,
+    classified,
+    joined,
+    targets_of,
+    values_of,
+)
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.posterior import Fitted
-from laplace_debias.laplace.schemes import check_held_out
 from laplace_debias.laplace.tuning import Row, Tuning
 from laplace_debias.metrics.checks import check_classification
 from laplace_debias.system.checks import real

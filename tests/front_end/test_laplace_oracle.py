@@ -13,7 +13,6 @@ from torch.func import functional_call
 from laplace_debias import Laplace
 from laplace_debias.curvature.layers.backends import why_not_backpack
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.functional.moments import OutputRequest, functional_moments
 
 NUM_DATA = 40
 DELTA = 0.7
@@ -171,14 +170,7 @@ def test_grids_of_covariances_equal_one_posterior_each(points):
     grid = torch.logspace(-3, 3, points).double()
     deltas = grid[:, None].expand(-1, len(la.block_names)) * torch.rand(len(la.block_names))
     for diagonal in (False, True):
-        _, covariances = functional_moments(
-            case.model,
-            la._subject.known.blocks,
-            la.posterior,
-            case.x,
-            deltas,
-            OutputRequest(diagonal, None, 2**20),
-        )
+        _, covariances = moments(la._state, case.x, deltas, diagonal)
         for point, covariance in zip(deltas, covariances, strict=True):
             la.prior_precision = point
             close(covariance, la.functional(case.x, diagonal)[1])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
-from laplace_debias.curvature.layers.tap import Use
+from laplace_debias.curvature.layers.tap import Tap, Use
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
@@ -58,25 +58,26 @@ class BlockMoments:
     def add_last_layer(
         self,
         into: Float[Tensor, "grid batch columns *again"],
-        layer: nn.Module,
-        last: Use,
+        tap: Tap,
         outputs: Tensor,
         chosen: Int[Tensor, "batch k"] | None,
-    ) -> int:
+    ) -> list[int]:
         r"""Add the blocks of a linear layer whose outputs are the network's, `[B, C]`.
 
         With its input φ its Jacobian is $J = I \otimes \phi^\top$, which takes no backward pass.
 
         Returns:
-            How many blocks there are: none of another layer.
+            The numbers of these blocks: none of another layer.
         """
-        num_added = 0
-        if isinstance(layer, nn.Linear) and outputs.ndim == 2:
+        last, added = tap.last_layer(outputs), list[int]()
+        if last is None or outputs.ndim > 2:
+            return added
+        if isinstance(tap.network.get_submodule(last.layer), nn.Linear):
             for index, block in enumerate(self.blocks):
                 if block.site == Site((last.layer,)):
                     self._add_linear(into, index, last, chosen)
-                    num_added += 1
-        return num_added
+                    added.append(index)
+        return added
 
     def _add_linear(
         self, total: Tensor, index: int, last: Use, chosen: Int[Tensor, "batch k"] | None

@@ -52,9 +52,9 @@ class DenseMoments:
         self._diagonal = diagonal
         self._jacobians = jacobians
 
-    def add_last_layer(self, *_: object) -> int:
+    def add_last_layer(self, *_: object) -> list[int]:
         """None: directions mix the last layer with all others."""
-        return 0
+        return []
 
     def add(
         self,

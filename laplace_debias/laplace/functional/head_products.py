@@ -1,11 +1,13 @@
 r"""Products of a linear head's own Jacobian rows, $e_c \otimes h_t$, weighed by variances."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
@@ -70,6 +72,18 @@ class Wanted:
         rows = self.weight.new_zeros(len(at), *self.h.shape[1:])
         rows[torch.arange(len(at), device=at.device), at] = self.weight[classes]
         return rows.flatten(1)
+
+
+def can_go_through(head: str, blocks: Sequence[Block], posterior: GaussianPosterior) -> bool:
+    """Whether all parameters are a head's, or act on the outputs through what goes into it.
+
+    A weight that the head shares with an embedding does both, and does not go this way.
+    """
+    # Calls that are run once more give what comes behind the head.
+    others = [block for block in blocks if block.role == "entries"]
+    paths = [path for block in others for path in block.calls or (block.layer,)]
+    is_behind = any(not path or path == head or head.startswith(f"{path}.") for path in paths)
+    return DENSE_BLOCK not in posterior.curvature.blocks and not is_behind
 
 
 def contracted(
