@@ -19,12 +19,12 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
 from laplace_debias.curvature.losses.likelihoods import (
+    OF_SHAPES,
     Bernoulli,
     Categorical,
     Gaussian,
     Likelihood,
     MultiLabel,
-    look_at_shapes,
 )
 from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
@@ -360,7 +360,8 @@ class Subject:
 
         A fit moves inputs itself: questions about numbers that lie on the CPU are asked there.
         """
-        of_targets = None if look_at_shapes(self.likelihood) else self.first_parameter.device
+        is_of_shapes = type(self.likelihood) in OF_SHAPES
+        of_targets = None if is_of_shapes else self.first_parameter.device
         ignored = getattr(self.likelihood, "ignore_index", None)
         what = what if ignored is None else f"{what} (ignore_index={ignored})"
         return Stream(

@@ -62,14 +62,6 @@ class Cotangents:
     fisher: FisherType
     class_dim: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.fisher.kind != "empirical" and not self.loss.has_distribution:
-            raise TypeError(
-                f'fisher="{self.fisher.kind}" needs nn.CrossEntropyLoss, nn.MSELoss or '
-                'nn.BCEWithLogitsLoss, whose Hessian has a root in closed form: use fisher="'
-                'empirical" for another loss, or GGN.'
-            )
-
     def counted(self, targets: Tensor, ndim: int) -> Tensor | None:
         """The mask of outputs that count, broadcasting to the outputs; None for all."""
         targets = targets_classes_last(targets, ndim, self.class_dim)
@@ -87,8 +79,7 @@ class Cotangents:
         """The cotangents of a batch, `[K, B, ...]`, and its loss, summed over examples, 0-d.
 
         `first` is the position of the batch's first example in the data. Weights multiply the
-        examples' losses, not the cotangents. Targets of likelihoods that `look_at_shapes` may be on
-        the CPU.
+        examples' losses, not the cotangents. Targets of likelihoods `OF_SHAPES` may be on the CPU.
         """
         targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
         # Targets that still lie on the CPU are checked there, at once.

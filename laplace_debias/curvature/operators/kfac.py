@@ -147,6 +147,12 @@ class KFAC(Permuted):
         if magnitudes is not None:
             others = network.stream(magnitudes, generator)
             measured = LossData(others, network, loss, reduction, None)
+        if fisher != "empirical" and not of_loss.loss.has_distribution:
+            raise TypeError(
+                f'fisher="{fisher}" needs nn.CrossEntropyLoss, nn.MSELoss or nn.BCEWithLogitsLoss, '
+                'whose Hessian has a root in closed form: use fisher="empirical" for another '
+                "loss, or GGN."
+            )
         cotangents = Cotangents(of_loss.loss, columns.seeded(generator, current()))
         with torch.inference_mode(False):
             resolved = resolve(tap, network.names, of_loss.first.inputs, joint, sharing)

@@ -28,16 +28,12 @@ LIKELIHOODS: dict[str, type[Likelihood]] = {
     "heteroscedastic": HeteroscedasticGaussian,
 }
 
-# Of the outputs their checks look at shape and dtype alone.
-_OF_SHAPES = (Categorical, Gaussian, Bernoulli, MultiLabel)
+OF_SHAPES = (Categorical, Gaussian, Bernoulli, MultiLabel)
+"""Likelihoods whose checks take targets on the CPU beside outputs on another device.
 
-
-def look_at_shapes(likelihood: Likelihood) -> bool:
-    """Whether a likelihood's check takes targets on the CPU beside outputs on another device.
-
-    A user's likelihood, one derived from ours too, may calculate with both.
-    """
-    return type(likelihood) in _OF_SHAPES
+Of the outputs they look at shape and dtype alone. A user's likelihood, one derived from these too,
+may calculate with both.
+"""
 
 
 def likelihood_from(
