@@ -1,3 +1,4 @@
+import atexit
 import gc
 import importlib
 import os
@@ -81,8 +82,11 @@ def pytest_collection_finish(session):
     gc.enable()
 
 
-def pytest_unconfigure():
-    gc.unfreeze()
+def pytest_unconfigure(config):
+    if hasattr(config, "workerinput"):
+        atexit.register(os._exit, 0)  # a million objects need not be taken apart
+    else:
+        gc.unfreeze()
 
 
 # No test outlives a loss of power: files are written without waiting for the disk.

@@ -62,8 +62,8 @@ def test_as_many_bytes_as_the_sums_have(processes, curvature, mode):
 @pytest.mark.parametrize("fisher", ["exact", "mc"])
 def test_no_message_for_a_batch(processes, fisher):
     curvatures = ("kfac", "ekfac", "diag", "full", "lowrank")
-    cases = [(curvature, "full", batch, fisher) for curvature in curvatures for batch in (6, 37)]
-    counts = iter(processes.run(RANKS, tasks.messages_of_each, cases)[0])
+    cases = [(curvature, "full", batch, fisher) for curvature in curvatures for batch in (12, 37)]
+    counts = iter(processes.run(2, tasks.messages_of_each, cases)[0])
     for curvature, many, few in zip(curvatures, counts, counts, strict=True):
         assert many == few, curvature
         # Of EKFAC both factors and the table go out, an eigenbasis of four tensors comes back.

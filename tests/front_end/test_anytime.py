@@ -28,7 +28,7 @@ def data(size: int = SIZE, dtype: torch.dtype = torch.float64) -> tuple[Tensor, 
     return x, torch.randint(3, (size,), generator=generator)
 
 
-def loader(seed: int = 0, batch_size: int = 40) -> DataLoader:
+def loader(seed: int = 0, batch_size: int = 100) -> DataLoader:
     generator = torch.Generator().manual_seed(seed)
     return DataLoader(TensorDataset(*data()), batch_size, shuffle=True, generator=generator)
 
@@ -37,7 +37,7 @@ def magnitudes(la: Laplace) -> list[Tensor]:
     return [block.magnitudes for block in la.posterior.curvature.blocks.values()]
 
 
-@pytest.mark.parametrize("batch_size", [10, 40, SIZE])
+@pytest.mark.parametrize("batch_size", [25, 100, SIZE])
 def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: int):
     shuffled = loader(batch_size=batch_size)
     la = Laplace(network()).fit(Auto(shuffled, tolerance=1e-9))
@@ -195,7 +195,7 @@ def interrupted(batches: Iterable, after: int) -> Iterator:
 
 def test_an_interrupt_leaves_the_last_round():
     torch.manual_seed(0)
-    stream = interrupted(loader(), after=40)
+    stream = interrupted(loader(), after=16)
     with pytest.warns(UserWarning, match="ended by interrupt"):
         la = Laplace(network()).fit(Auto(stream, tolerance=1e-9), num_data=SIZE)
     assert la.fit_report.ended_by == "interrupt"
@@ -208,14 +208,14 @@ def test_a_later_fit_goes_on_where_an_interrupt_ended_one(fisher: str):
     """To the bits of a fit that was never broken off."""
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(0))
     x, y = data()
-    batches = [(x[part], y[part]) for part in order.split(40)]
+    batches = [(x[part], y[part]) for part in order.split(100)]
 
     def fitted(given: Iterable, tolerance: float = 1e-9, **options: object) -> Laplace:
         la = Laplace(network(), fisher=fisher)
         scheme = Auto(given, tolerance, examples=256, **options)
         return la.fit(scheme, num_data=SIZE, generator=torch.Generator().manual_seed(3))
 
-    whole, first = fitted(batches), fitted(interrupted(batches, after=40))
+    whole, first = fitted(batches), fitted(interrupted(batches, after=16))
     later = fitted(batches, after=first.fit_report)
     assert later.fit_report.rounds == whole.fit_report.rounds
     assert len(first.fit_report.rounds) < len(later.fit_report.rounds)
@@ -264,7 +264,7 @@ def test_data_that_ends_within_a_budget_or_an_iterator_is_not_all_fitted(source:
 def test_a_generator_decides_what_is_read():
     fits = []
     for _ in range(2):
-        shuffled = DataLoader(TensorDataset(*data()), batch_size=40, shuffle=True)
+        shuffled = DataLoader(TensorDataset(*data()), batch_size=100, shuffle=True)
         generator = torch.Generator().manual_seed(3)
         fits.append(Laplace(network()).fit(shuffled, mode="auto", generator=generator))
     for first, second in itertools.pairwise(map(magnitudes, fits)):

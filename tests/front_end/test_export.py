@@ -1,12 +1,11 @@
 """Exported predictives, run in a process that cannot import the package."""
 
-import subprocess
-import sys
 import warnings
 
 import conformance
 import pytest
 import torch
+from programs import answers_alone
 from torch import nn
 
 from laplace_debias import Categorical, Laplace
@@ -125,49 +124,28 @@ CASES = {
     "regression at positions": lambda: Case(Named, named, "regression"),
 }
 
-ALONE = """
-import sys
-sys.modules["laplace_debias"] = None  # whatever imports it fails
-import torch
-answers = {}
-for name, (path, batches) in torch.load("inputs.pt").items():
-    program = torch.export.load(path).module()
-    for size, x in batches.items():
-        kwargs = x if isinstance(x, dict) else {}
-        args = () if kwargs else (x,) if torch.is_tensor(x) else x
-        answers[name, size] = program(*args, **kwargs)
-torch.save(answers, "answers.pt")
-"""
-
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(processes, tmp_path_factory):
     """Every case, and what its program answers elsewhere."""
     folder = tmp_path_factory.mktemp("served")
     cases = {name: case() for name, case in CASES.items()}
-    inputs = {}
+    programs = {}
     for index, (name, case) in enumerate(cases.items()):
         path = folder / f"{index}.pt2"
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)  # of views in the file
             case.write(path)
-        inputs[name] = (str(path), case.batches)
-    torch.save(inputs, folder / "inputs.pt")
-    run = subprocess.run(
-        [sys.executable, "-I", "-c", ALONE],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return cases, torch.load(folder / "answers.pt")
+        programs[name] = (path, case.batches)
+    processes.start(1, answers_alone, programs, has_group=False)
+    return cases, processes.result(0)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_alone_answers_as_predict(served, name):
     cases, answers = served
     case = cases[name]
+    assert isinstance(answers, dict), answers
     for size, x in case.batches.items():
         expected = case.expected(x)
         found = answers[name, size]

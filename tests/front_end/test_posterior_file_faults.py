@@ -4,13 +4,11 @@ import contextlib
 import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,6 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.cli import main
 from laplace_debias.report.tables import write_csv
-from laplace_debias.system import files
 from laplace_debias.system.files import read_sealed, write_sealed, written_atomically
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -366,19 +363,19 @@ def test_a_replaced_file_keeps_its_permissions(la, path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-KILLED = """
-    import os, runpy, signal, sys
-    written_atomically = runpy.run_path(sys.argv[1])["written_atomically"]
-    with written_atomically(sys.argv[2]) as temporary:
+def be_killed_while_writing(path):
+    with written_atomically(path) as temporary:
         temporary.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 def test_a_killed_writer_leaves_what_was_there(la, path):
     before = path.read_bytes()
-    script = [sys.executable, "-c", textwrap.dedent(KILLED), files.__file__, str(path)]
-    assert subprocess.run(script, check=False).returncode == -signal.SIGKILL
+    context = multiprocessing.get_context("fork")
+    writer = context.Process(target=be_killed_while_writing, args=(path,))
+    writer.start()
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
     assert path.read_bytes() == before
     la.save(path)
     assert_alike(Laplace.load(path, la.model), la)
