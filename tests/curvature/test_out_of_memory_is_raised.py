@@ -10,7 +10,7 @@ from laplace_debias.curvature import GGN
 from laplace_debias.curvature.layers import calls, resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network import chosen_positions
-from laplace_debias.curvature.network.outputs import explaining_unbatched
+from laplace_debias.curvature.network.outputs import explain_unbatched
 from laplace_debias.curvature.network.shadow import shadow
 from laplace_debias.curvature.operators import linearisation
 from laplace_debias.system.memory import is_out_of_memory
@@ -58,17 +58,16 @@ def copied(patch, _):
 
 def run_without_a_dimension_of_examples(patch, _):
     x = torch.randn(4).double()
-    with pytest.raises(ValueError, match="unsqueeze"), explaining_unbatched(linear(), x):
-        raise RuntimeError("shapes do not fit")
-    with explaining_unbatched(linear(), x):
-        raise ERROR
+    with pytest.raises(ValueError, match="unsqueeze"):
+        explain_unbatched(RuntimeError("shapes do not fit"), linear(), x)
+    explain_unbatched(ERROR, linear(), x)
+    raise ERROR
 
 
 def tried_with_a_dimension_of_examples(patch, _):
     model = linear()
     model.register_forward_pre_hook(exhausted)
-    with explaining_unbatched(model, torch.randn(4).double()):
-        raise ValueError("shapes do not fit")
+    explain_unbatched(ValueError("shapes do not fit"), model, torch.randn(4).double())
 
 
 def copied_for_every_example(patch, _):

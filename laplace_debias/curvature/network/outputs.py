@@ -135,23 +135,19 @@ def check_outputs(outputs: Tensor, probed: int | None = None, least: int = 2) ->
     )
 
 
-@contextmanager
-def explaining_unbatched(model: nn.Module, x: Inputs) -> Iterator[None]:
-    """Says what is wrong where the work within fails as the inputs are one example, not a batch."""
-    try:
-        yield
-    except Exception as error:
-        if (
-            is_out_of_memory(error)
-            or not isinstance(x, Tensor)
-            or _takes(model, x)
-            or not _takes(model, x.unsqueeze(0))
-        ):
-            raise
-        raise ValueError(
-            f"The inputs of shape {tuple(x.shape)} are one example without a dimension for the "
-            f"examples: pass x.unsqueeze(0), of shape {(1, *x.shape)}."
-        ) from error
+def explain_unbatched(error: Exception, model: nn.Module, x: Inputs) -> None:
+    """Say what was wrong where work has failed as the inputs are one example, not a batch."""
+    if (
+        is_out_of_memory(error)
+        or not isinstance(x, Tensor)
+        or _takes(model, x)
+        or not _takes(model, x.unsqueeze(0))
+    ):
+        return
+    raise ValueError(
+        f"The inputs of shape {tuple(x.shape)} are one example without a dimension for the "
+        f"examples: pass x.unsqueeze(0), of shape {(1, *x.shape)}."
+    ) from error
 
 
 def _takes(model: nn.Module, x: Tensor) -> bool:

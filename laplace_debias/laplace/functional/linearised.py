@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.outputs import (
     MEMORY_BOUND,
     MOST_GRANTED,
     check_outputs,
-    explaining_unbatched,
+    explain_unbatched,
     granted,
 )
 from laplace_debias.laplace.functional.blocks import BlockMoments
@@ -123,13 +123,16 @@ def asked_of(
     with torch.inference_mode(False):
         x = fitted.subject.read_batch.inputs(x, fitted.posterior.mean.device)
         network = fitted.subject.network
-        with explaining_unbatched(network, x):
+        try:
             if positions is None:
                 yield Asked(network, x)
                 return
             found = choose_positions(network, x, positions)
             head = found.head if found.head is not None and may_be_early(found.head) else None
             yield Asked(found.network(network, head is not None), found.inputs(x), found, head)
+        except Exception as error:
+            explain_unbatched(error, network, x)
+            raise
 
 
 def map_outputs(network: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"]:
