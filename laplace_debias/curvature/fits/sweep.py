@@ -247,42 +247,37 @@ class Sweep:
             for number, layer, uses in stream.backward(outputs, columns, index < len(parts)):
                 block = problem.blocks[number]
                 if added[block] >= before[block]:
-                    if self.measure is None:
-                        # Further cotangents of the same examples come with the same inputs.
-                        is_new = not (added[block] or block.is_exact)
-                        inputs: Sequence[Tensor] = ()
-                        if is_new:
-                            inputs, _ = zip(*uses, strict=True)  # type: ignore[misc]
-                        if roots is not None:
-                            inputs = [by_example(x, roots, 0) for x in inputs]
-                        self._add_factors(layer, block, uses, masks.get(block.layer), inputs)
-                    else:
-                        measured = self.measure(layer, block, uses)
-                        self.is_adding = True
-                        self.add(block, measured)
-                        self.is_adding = False
-                        del measured
+                    # Further cotangents of the same examples come with the same inputs.
+                    is_new = not (added[block] or block.is_exact)
+                    self._add(layer, block, uses, masks.get(block.layer), roots, is_new)
                 added[block] += 1
         self.seen.nll = self.seen.nll + nll
         size = len(y) if weights is None else float(weights.double().sum())
         self.seen.num_outputs += outputs[0].numel() * size
 
-    def _add_factors(
+    def _add(
         self,
         layer: nn.Module,
         block: Block,
         uses: Uses,
         masks: Masks | None,
-        inputs: Sequence[Tensor],
+        roots: Tensor | None,
+        is_new: bool,
     ) -> None:
-        """Measure and add G of a block, and A where there are inputs."""
-        as_rows = block.is_streamed if self.as_rows is None else self.as_rows[block]
-        G = gradient_factor(layer, block, uses, masks, as_rows[0])
+        """Measure a block, and add that: of factors G, and A where the inputs are new."""
         parts_of_A: Iterable[Factor] = ()
-        if inputs:
-            parts_of_A = input_factors(layer, block, inputs, masks, as_rows[1])
+        if self.measure is not None:
+            measured: tuple[Any, ...] = (self.measure(layer, block, uses),)
+        else:
+            as_rows = block.is_streamed if self.as_rows is None else self.as_rows[block]
+            measured = 0, gradient_factor(layer, block, uses, masks, as_rows[0])
+            if is_new:
+                inputs, _ = zip(*uses, strict=True)  # type: ignore[misc]
+                if roots is not None:
+                    inputs = tuple(by_example(x, roots, 0) for x in inputs)
+                parts_of_A = input_factors(layer, block, inputs, masks, as_rows[1])
         self.is_adding = True
-        self.add(block, 0, G)
+        self.add(block, *measured)
         for A in parts_of_A:
             self.add(block, 1, A)
         self.is_adding = False
