@@ -172,6 +172,27 @@ def test_expand_is_exact_where_every_position_has_its_own_outputs(name, joint):
     assert_equal(dense_curvature(la), exact * block_mask(la))
 
 
+class UsedTwice(nn.Module):
+    """A layer each of whose uses has outputs of its own."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return torch.cat([self.layer(part).flatten(1) for part in x.unbind(1)], 1)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear_more_positions", "conv2d", "conv2d_grouped"])
+def test_expand_is_exact_where_every_use_has_its_own_outputs(name):
+    make, shape = LAYERS[name]
+    model = randomised(UsedTwice(make()))
+    x = torch.randn(BATCH, 2, *shape).double()
+    la = Laplace(model, "regression", params="weights").fit_batches([(x, model(x).detach())])
+    exact = exact_ggn(model, x, "regression", la.param_names)
+    assert_equal(dense_curvature(la), exact * block_mask(la))
+
+
 class MeanOverPositions(nn.Module):
     def __init__(self, layer, channels_first):
         super().__init__()
