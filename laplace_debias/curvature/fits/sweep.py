@@ -116,7 +116,7 @@ class Sweep:
         """Go through data; of several processes each through its own, and what all saw is summed.
 
         `first` is the position of the first example in all data of the fit: Monte-Carlo labels are
-        keyed by it, so that different data get different labels. a `Fold` says the rest.
+        keyed by it, so that different data get different labels.
         """
         faults, num_read, place_of = Faults(), 0, getattr(batches, "place", None)
         if self.checkpoint is not None:
@@ -234,7 +234,7 @@ class Sweep:
         masks: Mapping[str, Masks] = {}
         if self.measure is None:
             assert self.positions is not None
-            # It asks about what still lies on the CPU there.
+            # Before the batch is moved: what finds padding reads it on the CPU.
             masks = self.positions.find(x, y)
         outputs = stream.forward(move(x, problem.device, None))
         check_outputs(outputs)
