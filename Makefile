@@ -4,17 +4,20 @@ BIN := .venv/bin
 
 .PHONY: bench demo docs examples experiments test test-all test-arithmetic test-python lint format clean
 
+# What is imported is compiled then: all of torch takes a minute.
+PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
+
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
 .venv/.bench: .venv/.installed
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(PIP_INSTALL) -e '.[bench]'
 	@touch $@
 
 .venv/.docs: .venv/.installed
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 
 # Material for MkDocs announces its successor at every build.

@@ -12,11 +12,12 @@ from benchmarks.timing import Run
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits.sums import factor_sums
 from laplace_debias.curvature.fits.sweep import Problem
+from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.selection import select_parameters
 from laplace_debias.curvature.network.shadow import shadow

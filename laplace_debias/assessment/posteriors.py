@@ -10,7 +10,7 @@ import torch
 from laplace_debias import metrics
 from laplace_debias.assessment.methods import PosteriorChoice
 from laplace_debias.assessment.predictions import Chosen, network_outputs, of_network, probs_of
-from laplace_debias.curvature.fits.kinds import WITH_FACTORS
+from laplace_debias.curvature.kinds import WITH_FACTORS
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, take

@@ -13,15 +13,21 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler, Subset
 
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
-from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen
+from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.laplace.functional.linearised import asked_of, map_outputs, moments
 from laplace_debias.laplace.posterior import FitReport, Fitted
 from laplace_debias.laplace.reading import Reading
-from laplace_debias.laplace.schemes import Expected, Finish, Scheme, expected_of_loader
+from laplace_debias.laplace.schemes import (
+    Expected,
+    Finish,
+    Scheme,
+    expected_of_loader,
+    fit_curvature,
+)
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real, whole
 from laplace_debias.system.ranks import Ranks
@@ -287,7 +293,7 @@ def _exact(
             "The data ended before the first round did, and this iterator cannot be read again: "
             'pass a DataLoader or a list of batches, or use mode="full".'
         )
-    now = fitted(CurvatureKind("kfac").fit(problem, data, None))
+    now = fitted(fit_curvature(CurvatureKind("kfac"), problem, data))
     num_data = now.posterior.num_data
     report = FitReport(
         num_data,

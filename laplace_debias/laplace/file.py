@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
-from laplace_debias.curvature.losses.cotangents import FisherType
+from laplace_debias.curvature.kinds import WITH_FACTORS, CurvatureKind, FisherType
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import BatchHook
 from laplace_debias.curvature.network.shadow import fingerprint, unwrapped

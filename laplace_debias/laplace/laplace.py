@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.kinds import WITH_FACTORS, CurvatureKind
+from laplace_debias.curvature.kinds import WITH_FACTORS, CurvatureKind, FisherType
 from laplace_debias.curvature.layers.blocks import Sharing
-from laplace_debias.curvature.losses.cotangents import FisherType
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection

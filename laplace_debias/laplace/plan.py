@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from laplace_debias.curvature.fits.dense import KEPT_ROWS, sweep_rows
 from laplace_debias.curvature.fits.directions import Rows, ekfac_magnitudes
-from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.sums import factor_sums
 from laplace_debias.curvature.fits.sweep import Problem, Sweep
+from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take

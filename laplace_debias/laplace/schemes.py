@@ -1,12 +1,12 @@
 """Ways to fit, as values: which examples give the directions, which the magnitudes, and how many N.
 
-A scheme holds its data, and knows which function of a `CurvatureKind` serves it. A new way to fit
-is one more class here.
+A scheme holds its data, and knows how `fit_curvature` is called for it. A new way to fit is one
+more class here.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, SupportsIndex
 
 from torch.utils.data import (
@@ -20,9 +20,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from laplace_debias.curvature.fits.kinds import CurvatureKind
+from laplace_debias.curvature.fits.crossfit import fit_crossfit
+from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fit_low_rank
+from laplace_debias.curvature.fits.kfac import FITS
 from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.kinds import CurvatureKind
+from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.shards import ShardedBatches, check_shared
 from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.system.checks import whole
@@ -105,6 +108,32 @@ FOLDS = 2
 Finish = Callable[[CurvatureFit], Fitted]
 
 
+def fit_curvature(
+    kind: CurvatureKind,
+    problem: Problem,
+    directions: Pairs,
+    magnitudes: Pairs | None = None,
+    num_folds: int | None = None,
+) -> CurvatureFit:
+    """The curvature along directions from some data.
+
+    Magnitudes come from others, from the same or, with a number of folds, out of fold.
+    """
+    if kind.is_dense and num_folds is not None:
+        return fit_crossfit_dense(problem, directions, num_folds, kind.num_directions)
+    if kind.name == "full":
+        return fit_full(problem, directions, magnitudes)
+    if kind.num_directions is not None:
+        return fit_low_rank(problem, directions, magnitudes, kind.num_directions)
+    if num_folds is None:
+        fitted = FITS[kind.name](problem, directions, magnitudes)
+    else:
+        fitted = fit_crossfit(problem, directions, num_folds, kind.name)
+    if (rank := kind.rank) is None:
+        return fitted
+    return replace(fitted, curvature=fitted.curvature.map(lambda _, of: of.leading(rank)))
+
+
 @dataclass(frozen=True)
 class Scheme(ABC):
     """A way to fit, with the data that it reads.
@@ -162,7 +191,7 @@ class Full(Scheme):
 
     def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return fitted(kind.fit(problem, self.data))
+        return fitted(fit_curvature(kind, problem, self.data))
 
 
 @dataclass(frozen=True)
@@ -184,7 +213,7 @@ class Split(Scheme):
 
     def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return fitted(kind.fit(problem, self.directions, self.magnitudes))
+        return fitted(fit_curvature(kind, problem, self.directions, self.magnitudes))
 
 
 @dataclass(frozen=True)
@@ -211,7 +240,7 @@ class CrossFit(Scheme):
 
     def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return fitted(kind.fit(problem, self.data, num_folds=self.folds))
+        return fitted(fit_curvature(kind, problem, self.data, num_folds=self.folds))
 
 
 OF_FIRST_BATCHES: dict[str, tuple[int, Callable[[Sequence[Any]], Scheme]]] = {

@@ -1,7 +1,7 @@
 """The subject of an approximation: a model, its Bayesian parameters, and the choices made."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +10,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
-from laplace_debias.curvature.fits.kinds import CurvatureKind
 from laplace_debias.curvature.fits.sweep import Problem
+from laplace_debias.curvature.kinds import CurvatureKind, FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Block, Sharing, curvature_blocks, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import (
     OF_SHAPES,
     Bernoulli,
@@ -217,8 +217,8 @@ class Subject:
 
         Of a fit that is known so are its `calls`, as `curvature_blocks` takes them.
         """
+        check_is(batch, "batch", Callable, type(None))
         plain = usable(model)
-        read_batch = BatchReader(model, batch)
         if isinstance(selection, (list, tuple)):
             selection = plain_names(model, selection)
         selected = None
@@ -233,7 +233,16 @@ class Subject:
             backend = "hooks" if backend == "auto" else backend
         if backend not in ("auto", "hooks"):  # Which serve every model.
             choose_backend(plain, backend)
-        parts = model, likelihood, settings, selection, backend, read_batch, selected, selected
+        parts = (
+            model,
+            likelihood,
+            settings,
+            selection,
+            backend,
+            BatchReader(model, batch),
+            selected,
+            selected,
+        )
         return cls(*parts, torch.ones((), dtype=torch.float64)).changed(**prior)
 
     def changed(self, **fields: Any) -> "Subject":

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.fits.kinds import WITH_FACTORS
+from laplace_debias.curvature.kinds import WITH_FACTORS
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take
 from laplace_debias.laplace.file import tensors_of

@@ -2,10 +2,12 @@
 
 import operator
 import reprlib
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 
@@ -45,7 +47,22 @@ def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
         ) from error
 
 
-def check_is(value: object, name: str, *kinds: type) -> None:
+def checked_weights(
+    weights: Sequence[float] | Tensor | float | None, name: str
+) -> Float[Tensor, " n"] | None:
+    """Weights, not negative, not all zero, as a float64 vector on the CPU; None for None."""
+    if weights is None:
+        return None
+    values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().clone().reshape(-1)
+    is_vector = torch.as_tensor(weights).ndim <= 1 and len(values) > 0
+    if not is_vector or not (values.isfinite() & (values >= 0)).all() or not values.any():
+        raise ValueError(
+            f"{name} must be finite numbers, none negative and not all zero, got {weights}."
+        )
+    return values
+
+
+def check_is(value: object, name: str, *kinds: Any) -> None:
     """Require an argument of one of some types."""
     if not isinstance(value, kinds):
         told = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.directions import Factor, Rows
 from laplace_debias.curvature.fits.sums import ForwardPasses, RunningSums, factor_sums
 from laplace_debias.curvature.fits.sweep import Problem
+from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.shadow import shadow
 

@@ -63,7 +63,8 @@ def test_several_inputs_are_fitted_as_one(form):
     in_parts = [(form(x.split(3, 1)), y) for x, y in batches]
     alone = Laplace(network()).fit(Auto(batches, tolerance=0.5), num_data=800)
     several = Laplace(Joining().eval()).fit(Auto(in_parts, tolerance=0.5), num_data=800)
-    assert several.fit_report.curve == alone.fit_report.curve
+    # Joined, the inputs lie elsewhere in memory, where vectorised sums round otherwise.
+    assert several.fit_report.curve == pytest.approx(alone.fit_report.curve, rel=1e-10)
     assert alone.fit_report.ended_by == "tolerance"
 
 

@@ -200,5 +200,5 @@ def test_what_is_not_clear_is_asked(batch, hook, error, says):
 
 
 def test_a_hook_must_be_a_function(unchecked):
-    with pytest.raises(TypeError, match=r"batch must be a function .* got str"):
+    with pytest.raises(TypeError, match=r"batch must be Callable or None, got str"):
         Laplace(model(), batch="label")

@@ -12,9 +12,10 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import KFAC
+from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers import positions
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 
 F64 = torch.float64

@@ -254,7 +254,7 @@ def _blocks_of(
     d_out, d_in = parameter.shape[0] // groups, parameter.shape[1:].numel()
     if isinstance(layer, TRANSPOSED):
         d_out, d_in = parameter.shape[1], parameter.numel() // (parameter.shape[1] * groups)
-    elif role == "table" or is_hugging_face_conv1d(layer):
+    elif role == "table" or not isinstance(layer, LAYERS):  # transformers' `Conv1D`
         d_out, d_in = d_in, d_out
     parameters = (name,) if bias is None else (name, bias)
     shape = (d_out, d_in + len(parameters) - 1)
@@ -277,7 +277,7 @@ def entries_of(
     bias = values[block.parameters[1]] if block.is_joint else None
     if block.num_groups > 1:
         rows = slice(None)
-    if block.role == "table" or is_hugging_face_conv1d(layer):
+    if block.role == "table" or not isinstance(layer, LAYERS):  # transformers' `Conv1D`
         matrices = weight.T
     elif isinstance(layer, TRANSPOSED):
         # [C_in, d_out, k_1, …], and the groups divide C_in.

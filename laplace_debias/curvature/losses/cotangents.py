@@ -1,51 +1,14 @@
 """The cotangents at the outputs whose outer products make the curvature."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood, OutputLoss, Uniforms
 from laplace_debias.curvature.network.outputs import targets_classes_last
-from laplace_debias.system.checks import whole
-from laplace_debias.system.ranks import ALONE, Ranks
-
-FISHERS = ("exact", "mc", "empirical")
-
-
-@dataclass(frozen=True)
-class FisherType:
-    r"""How the loss Hessian of an example becomes a sum of outer products $\sum_k s_k s_k^\top$.
-
-    `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`: gradients at
-    `mc_samples` labels an example drawn from the model (type-I); `"empirical"`: the gradient at the
-    true label. Drawn labels depend on the seed and the example's position in the data alone, not on
-    how the data is cut into batches, nor on how far it is padded.
-    """
-
-    kind: str = "exact"
-    mc_samples: int = 1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in FISHERS:
-            raise ValueError(f"Unknown fisher={self.kind!r}: use one of {', '.join(FISHERS)}.")
-        if whole(self.mc_samples, "mc_samples") != 1 and self.kind != "mc":
-            raise ValueError(
-                f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
-            )
-
-    def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
-        """The same with labels that a generator decides; torch's global one if None.
-
-        Of several processes the first one draws; where there are no labels to draw none does.
-        """
-        if self.kind != "mc":
-            return self
-        device = "cpu" if generator is None else generator.device
-        seed = int(torch.randint(2**62, (), generator=generator, device=device))
-        return replace(self, seed=ranks.exchange(seed)[0])
 
 
 @dataclass(frozen=True)

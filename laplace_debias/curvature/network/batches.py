@@ -40,6 +40,7 @@ USE_A_HOOK = (
 )
 
 
+@dataclasses.dataclass(eq=False)
 class BatchReader:
     """Reads batches as inputs and targets.
 
@@ -51,16 +52,10 @@ class BatchReader:
     makes `(inputs, targets)` of what the data yields; they are taken as they are.
     """
 
-    def __init__(self, model: nn.Module, hook: BatchHook | None = None) -> None:
-        if hook is not None and not callable(hook):
-            raise TypeError(
-                f"batch must be a function from a batch to (inputs, targets), got "
-                f"{type(hook).__name__}: {USE_A_HOOK}."
-            )
-        self.model = model
-        self.hook = hook
-        # Found out with the first batch that leaves it open.
-        self._shifts: bool | None = None
+    model: nn.Module
+    hook: BatchHook | None = None
+    # Found out with the first batch that leaves it open.
+    _shifts: bool | None = dataclasses.field(default=None, init=False)
 
     def __call__(self, batch: Any, name: str = "A batch", weighs: bool = False) -> tuple[Any, ...]:
         """A batch as inputs and targets, with as many targets as inputs.

@@ -1,5 +1,6 @@
 """A network as a function of its parameters, on a copy that leaves the user's alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from laplace_debias.curvature.network.shadow import (
     widened,
 )
 from laplace_debias.operators import ParameterLayout
+from laplace_debias.system.checks import check_is
 
 
 class Network:
@@ -41,6 +43,7 @@ class Network:
         data: Batches | None = None,
         batch: BatchHook | None = None,
     ) -> None:
+        check_is(batch, "batch", Callable, type(None))
         self._given, self._read = model, BatchReader(model, batch)
         plain = usable(model)
         if isinstance(params, (list, tuple)):

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
 from laplace_debias.curvature.fits.sweep import Problem
+from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses import Loss, output_loss
-from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Batches, BatchHook, Stream
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network

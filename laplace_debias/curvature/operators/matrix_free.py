@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.losses import Loss, OutputMap, output_loss
-from laplace_debias.curvature.losses.cotangents import Cotangents, FisherType
+from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
 from laplace_debias.curvature.network.selection import ParameterSelection

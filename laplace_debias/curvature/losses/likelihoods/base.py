@@ -177,19 +177,6 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     return mean / (1 + math.pi / 8 * variances).sqrt()
 
 
-def checked_weights(weights: Weights | float | None, name: str) -> Float[Tensor, " n"] | None:
-    """Weights, not negative, not all zero, as a float64 vector on the CPU; None for None."""
-    if weights is None:
-        return None
-    values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().clone().reshape(-1)
-    is_vector = torch.as_tensor(weights).ndim <= 1 and len(values) > 0
-    if not is_vector or not (values.isfinite() & (values >= 0)).all() or not values.any():
-        raise ValueError(
-            f"{name} must be finite numbers, none negative and not all zero, got {weights}."
-        )
-    return values
-
-
 def check_length(weights: Tensor | None, num_outputs: int, name: str, single: bool = False) -> None:
     """Require one weight per output, or, if `single` is true, one for all."""
     if weights is None or len(weights) == num_outputs or (single and len(weights) == 1):

@@ -11,10 +11,10 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     Likelihood,
     Weights,
     check_length,
-    checked_weights,
     probit,
 )
 from laplace_debias.curvature.network.outputs import require
+from laplace_debias.system.checks import checked_weights
 
 
 class _Sigmoids(Likelihood):

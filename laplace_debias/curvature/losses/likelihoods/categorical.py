@@ -10,10 +10,10 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     Likelihood,
     Weights,
     check_length,
-    checked_weights,
     probit,
 )
 from laplace_debias.curvature.network.outputs import require
+from laplace_debias.system.checks import checked_weights
 
 # How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
 _ROUNDING = 1e-3

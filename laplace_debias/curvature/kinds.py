@@ -1,19 +1,20 @@
-"""Kinds of curvature, by their names: what fits each of them."""
+"""Kinds of curvature and of Fisher matrices, by the names that a user gives."""
 
 from dataclasses import dataclass, field, replace
 
-from laplace_debias.curvature.fits.crossfit import fit_crossfit
-from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fit_low_rank
-from laplace_debias.curvature.fits.kfac import FITS
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
-from laplace_debias.curvature.network.batches import Pairs
+import torch
+
 from laplace_debias.system.checks import whole
+from laplace_debias.system.ranks import ALONE, Ranks
 
 DENSE = ("lowrank", "full")
 """Curvatures of all parameters in one block."""
 WITH_FACTORS = ("kfac", "ekfac")
 """Curvatures with a Kronecker product for each layer."""
-CURVATURES = (*FITS, *DENSE)
+CURVATURES = (*WITH_FACTORS, "diag", *DENSE)
+
+
+FISHERS = ("exact", "mc", "empirical")
 
 
 @dataclass(frozen=True)
@@ -60,24 +61,36 @@ class CurvatureKind:
             directions_per_factor=None if is_low_rank else number,
         )
 
-    def fit(
-        self,
-        problem: Problem,
-        directions: Pairs,
-        magnitudes: Pairs | None = None,
-        num_folds: int | None = None,
-    ) -> CurvatureFit:
-        """Directions from some data; magnitudes from others, from the same, or out of fold."""
-        if self.is_dense and num_folds is not None:
-            return fit_crossfit_dense(problem, directions, num_folds, self.num_directions)
-        if self.name == "full":
-            return fit_full(problem, directions, magnitudes)
-        if self.num_directions is not None:
-            return fit_low_rank(problem, directions, magnitudes, self.num_directions)
-        if num_folds is None:
-            fitted = FITS[self.name](problem, directions, magnitudes)
-        else:
-            fitted = fit_crossfit(problem, directions, num_folds, self.name)
-        if (rank := self.rank) is None:
-            return fitted
-        return replace(fitted, curvature=fitted.curvature.map(lambda _, of: of.leading(rank)))
+
+@dataclass(frozen=True)
+class FisherType:
+    r"""How the loss Hessian of an example becomes a sum of outer products $\sum_k s_k s_k^\top$.
+
+    `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`: gradients at
+    `mc_samples` labels an example drawn from the model (type-I); `"empirical"`: the gradient at the
+    true label. Drawn labels depend on the seed and the example's position in the data alone, not on
+    how the data is cut into batches, nor on how far it is padded.
+    """
+
+    kind: str = "exact"
+    mc_samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in FISHERS:
+            raise ValueError(f"Unknown fisher={self.kind!r}: use one of {', '.join(FISHERS)}.")
+        if whole(self.mc_samples, "mc_samples") != 1 and self.kind != "mc":
+            raise ValueError(
+                f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
+            )
+
+    def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
+        """The same with labels that a generator decides; torch's global one if None.
+
+        Of several processes the first one draws; where there are no labels to draw none does.
+        """
+        if self.kind != "mc":
+            return self
+        device = "cpu" if generator is None else generator.device
+        seed = int(torch.randint(2**62, (), generator=generator, device=device))
+        return replace(self, seed=ranks.exchange(seed)[0])
