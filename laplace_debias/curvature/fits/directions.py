@@ -22,6 +22,8 @@ _RESOLUTION = 1e-7
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 # From so many columns on, rows have thin directions. Those of fewer are cheaper whole.
 _THIN_FROM = 256
+# Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
+_SYMMETRIC_FROM = 256
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,29 @@ class Rows:
 
 def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
     """`rowsᵀ rows`."""
-    of_groups = rows.movedim(0, -2)
-    return of_groups.mT @ of_groups
+    total = rows.new_zeros(*rows.shape[1:], rows.shape[-1])
+    add_moments(total, rows)
+    return total
+
+
+def add_moments(total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]) -> None:
+    """Add `rowsᵀ rows` to a sum.
+
+    Of each two symmetric halves one is computed where that pays.
+    """
+    size = rows.shape[-1]
+    if rows.ndim == 3:
+        of_groups = rows.transpose(0, 1)
+        total.baddbmm_(of_groups.mT, of_groups)
+    elif size < _SYMMETRIC_FROM:
+        total.addmm_(rows.T, rows)
+    else:
+        step = -(-size // 8)
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            upper = total[start:stop, start:]
+            upper.addmm_(rows[:, start:stop].T, rows[:, start:])
+            total[stop:, start:stop] = upper[:, stop - start :].T
 
 
 # A matrix `[*groups, d, d]`, the diagonal of one, `[d]`, or rows.

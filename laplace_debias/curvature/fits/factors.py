@@ -25,10 +25,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Factor, Rows, moments
+from laplace_debias.curvature.fits.directions import Factor, Rows, add_moments, moments
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.patches import LARGE, has_displacements, patch_moments
@@ -46,8 +47,6 @@ from laplace_debias.curvature.layers.uses import (
 
 # From so many columns on, a factor is not written for every few rows, nor decomposed whole.
 _WIDE = 16
-# Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
-_SYMMETRIC_FROM = 256
 
 
 def gradient_factor(
@@ -152,15 +151,15 @@ def input_factors(
     num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
     if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
         return [Rows(torch.cat(list(parts)))]
-    A = layer.weight.new_zeros(block.factor_shapes[1])
     is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
     if is_plain and work >= LARGE and has_displacements(layer):
-        # Without patches.
-        for x in inputs:
-            _add_patches(A, layer, block, x)
-        return [A]
+        return [_patch_factor(layer, block, x) for x in inputs]
+    A = layer.weight.new_zeros(block.factor_shapes[1])
     for rows in parts:
-        _add_moments(A, rows)
+        if block.has_diagonal_A:
+            A += rows.square().sum(0)
+        else:
+            add_moments(A, rows)
     return [A]
 
 
@@ -193,19 +192,18 @@ def input_rows(
                 yield chosen(rows[None], masks[index][some])[0]
 
 
-def _add_patches(A: Tensor, layer: Any, block: Block, x: Tensor) -> None:
+def _patch_factor(layer: Any, block: Block, x: Tensor) -> Tensor:
+    """A of one use without its patches."""
     found = [patch_moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
-    of_patches = torch.stack(found) if block.groups else found[0]
+    A = torch.stack(found) if block.groups else found[0]
     if not block.is_joint:
-        A += of_patches
-        return
-    A[..., :-1, :-1] += of_patches
+        return A
     # Patches are linear in the image: one image stands for the sum of all.
-    rows = activations(layer, block, x.sum(0, keepdim=True))[0]
-    total = rows.sum(0)
+    total = activations(layer, block, x.sum(0, keepdim=True))[0].sum(0)
     total[..., -1] *= len(x)
-    A[..., -1, :] += total
-    A[..., :-1, -1] += total[..., :-1]
+    A = F.pad(A, (0, 1, 0, 1))
+    A[..., -1, :], A[..., :-1, -1] = total, total[..., :-1]
+    return A
 
 
 def _mean_activations(
@@ -229,26 +227,3 @@ def _mean_activations(
         return total / positions
     counts = _num_positions(masks).clamp_min(1)
     return total / counts.view(-1, *[1] * (total.ndim - 1))
-
-
-def _add_moments(
-    total: Float[Tensor, "*groups d d"] | Float[Tensor, " d"], rows: Float[Tensor, "n *groups d"]
-) -> None:
-    """Add `rowsᵀ rows` to a sum, or its diagonal to a vector.
-
-    Of each two symmetric halves one is computed where that pays.
-    """
-    size = rows.shape[-1]
-    if total.ndim == 1:
-        total.add_(rows.square().sum(0))
-    elif rows.ndim == 3:
-        total.add_(moments(rows))
-    elif size < _SYMMETRIC_FROM:
-        total.addmm_(rows.T, rows)
-    else:
-        step = -(-size // 8)
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            product = rows[:, start:stop].T @ rows[:, start:]
-            total[start:stop, start:] += product
-            total[stop:, start:stop] += product[:, stop - start :].T
