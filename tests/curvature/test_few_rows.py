@@ -12,6 +12,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.fits import directions, factors
 from laplace_debias.curvature.fits.directions import Rows
 from laplace_debias.curvature.layers.blocks import curvature_blocks
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 MODES = ["full", "mini", "debiased", "crossfit"]
@@ -191,3 +192,22 @@ def test_magnitudes_along_thin_directions_are_those_along_a_whole_basis(groups, 
     thin = (U[..., :rank] for U, rank in zip((U_G, U_A), ranks, strict=True))
     actual = directions.ekfac_magnitudes(model[0], block, uses, *thin)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+def test_coordinates_of_few_positions_keep_the_products_of_the_rest(dtype, tolerance):
+    """Of independent patches, of ones that are all the same, and of zeros."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(9, 40, 3).to(dtype)
+    [block] = curvature_blocks(model, ["weight"])
+    x = torch.cat([torch.randn(1, 9, 5, 5), torch.ones(1, 9, 5, 5), torch.zeros(1, 9, 5, 5)])
+    uses = [(x.to(dtype), torch.randn(2, 3, 40, 3, 3).to(dtype))]
+    U_G, U_A = (torch.linalg.qr(torch.randn(d, 4).to(dtype))[0] for d in block.shape)
+    products = []
+    for apart in (True, False):
+        parts = rotated_jacobians(model, block, uses, U_G, U_A, apart=apart)
+        J = torch.cat([part.J for part in parts]).double()
+        rows = [part.flatten(2) for part in (J[..., :4, 4:], J[..., 4:, :4], J[..., 4:, 4:])]
+        products.append(torch.stack([each @ each.mT for each in rows]))
+    assert J.shape[-1] > 4 + 9
+    torch.testing.assert_close(*products, rtol=0, atol=tolerance * products[1].max().item())
