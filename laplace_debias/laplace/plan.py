@@ -292,7 +292,7 @@ def _stages(
         copies = 0 if wide == narrow else factors * narrow // wide
         found["magnitudes"] = bases + copies + table + chunk.beside
     elif mode == "debiased":
-        found["magnitudes"] = factors + chunk.beside
+        found["magnitudes"] = 2 * factors + chunk.beside
     return found
 
 

@@ -225,5 +225,4 @@ def _mean_activations(
     total = torch.stack(sums).sum(0)
     if masks is None:
         return total / positions
-    counts = _num_positions(masks).clamp_min(1)
-    return total / counts.view(-1, *[1] * (total.ndim - 1))
+    return total / _num_positions(masks).clamp_min(1).view(-1, *[1] * (total.ndim - 1))

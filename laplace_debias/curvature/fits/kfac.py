@@ -1,5 +1,7 @@
 """Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
+import itertools
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -7,11 +9,13 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Factor,
+    Rows,
     directional_curvature,
     ekfac_magnitudes,
     outer,
 )
 from laplace_debias.curvature.fits.sums import (
+    RunningSums,
     Sums,
     add_to,
     check_finite_sums,
@@ -43,24 +47,41 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
 def curvature_along(
     problem: Problem, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
 ) -> tuple[Sums, Seen]:
-    """The factors' own curvature along every direction on other data (Eq. 9), and what was seen."""
-    sides: tuple[Sums, Sums] = {}, {}
-    directions = {block: (basis.U_G, basis.U_A) for block, basis in bases.items()}
+    """The factors' own curvature along every direction on other data (Eq. 9), and what was seen.
 
-    def add(block: Block, side: int, factor: Factor) -> None:
+    Along thin directions rows are projected as they come; else the sum of the factors is.
+    """
+    running, sides = RunningSums(problem), (dict[Block, Tensor](), dict[Block, Tensor]())
+    directions = {block: (basis.U_G, basis.U_A) for block, basis in bases.items()}
+    as_rows = {
+        block: (
+            is_thin(U_G) or block.is_streamed[0],
+            is_thin(U_A) or block.is_streamed[1],
+        )
+        for block, (U_G, U_A) in directions.items()
+    }
+
+    def project(block: Block, side: int, factor: Factor) -> None:
         projected = directional_curvature(factor.to(problem.factor_dtype), directions[block][side])
         add_to(sides[side], block, projected)
 
-    as_rows = {block: (is_thin(U_G), is_thin(U_A)) for block, (U_G, U_A) in directions.items()}
-    kept = dict(zip("GA", sides, strict=True))
-    seen = Sweep(problem, add, as_rows=as_rows, sums=kept).over(batches, first)
+    def add(block: Block, side: int, factor: Factor) -> None:
+        (project if as_rows[block][side] else running.add)(block, side, factor)
+
+    seen = Sweep(
+        problem, add, as_rows=as_rows, sums=running.kept | dict(zip("GA", sides, strict=True))
+    ).over(batches, first)
+    for side, block in itertools.product((0, 1), bases):
+        if block in running.sums[side]:
+            project(block, side, running.sums[side].pop(block))
+        if block in running.rows[side]:
+            project(block, side, Rows(torch.cat(running.rows[side].pop(block))))
     check_finite_sums(sides[0])
     check_finite_sums(sides[1])
     along_G, along_A = to_all(problem, sides[0]), to_all(problem, sides[1])
     table = {}
     for block, G in along_G.items():
-        ones = G.new_ones(*block.groups, 1)
-        A = along_A[block] / seen.weight if block in along_A else ones
+        A = along_A[block] / seen.weight if block in along_A else G.new_ones(*block.groups, 1)
         table[block] = bases[block].pooled(outer(G / seen.weight, A), problem.dtype)
     return table, seen
 

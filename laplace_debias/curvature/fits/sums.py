@@ -47,6 +47,14 @@ class RunningSums:
         # The traces that compressed rows leave.
         self.rests: tuple[Sums, Sums] = {}, {}
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The sums by name, as a checkpoint keeps them."""
+        parts = {"sums": self.sums, "rows": self.rows, "rests": self.rests}
+        return {
+            f"{name} of {'GA'[side]}": of[side] for name, of in parts.items() for side in (0, 1)
+        }
+
     def add(self, block: Block, side: int, factor: Factor) -> None:
         """Add a batch's factor."""
         sums, dtype = self.sums[side], self.problem.factor_dtype
@@ -70,10 +78,8 @@ class RunningSums:
     def owned(self, side: int) -> dict[Block, Factor]:
         """Sums of all processes, of the blocks that this process owns."""
         few, sums, problem = self._few(side), self.sums[side], self.problem
-        found: dict[Block, Factor] = {}
-        for block in problem.blocks:
-            if block in few or block in sums:
-                found[block] = few[block] if block in few else sums[block]
+        of_some: dict[Block, Factor] = {**sums, **few}
+        found = {block: of_some[block] for block in problem.blocks if block in of_some}
         check_finite_sums(found)
         if problem.ranks.size == 1:
             return found
@@ -101,8 +107,7 @@ class RunningSums:
                 none = torch.zeros(0, *block.groups, block.shape[side], device=problem.device)
                 joined.append(torch.cat([none.to(problem.dtype), *rows_of.pop(block, [])]))
             elif block in rows_of:
-                rows = moments(torch.cat(rows_of.pop(block)))
-                add_to(sums, block, rows.to(problem.factor_dtype))
+                add_to(sums, block, moments(torch.cat(rows_of.pop(block))).to(problem.factor_dtype))
         factors = {}
         of_all = problem.ranks.on_all(joined) if few else []
         for (block, rest), rows in zip(few.items(), of_all or [], strict=True):
@@ -117,18 +122,14 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     On several processes they are those of all, and each block's are at its owner alone.
     """
     running = RunningSums(problem)
-    sums: dict[str, Any] = {}
-    for side, name in enumerate(("G", "A")):
-        sums[name], sums[f"rows of {name}"] = running.sums[side], running.rows[side]
-        sums[f"rests of {name}"] = running.rests[side]
-    seen = Sweep(problem, running.add, sums=sums).over(batches, first)
+    seen = Sweep(problem, running.add, sums=running.kept).over(batches, first)
     owned_G, owned_A = running.owned(0), running.owned(1)
     factors: FactorSums = {}
     for block, G in owned_G.items():
         if block.is_exact:
             # What it is multiplied with, once an example.
-            ones = torch.full((*block.groups, 1, 1), seen.weight, device=problem.device)
-            owned_A[block] = ones.to(problem.factor_dtype)
+            shape, dtype = (*block.groups, 1, 1), problem.factor_dtype
+            owned_A[block] = torch.full(shape, seen.weight, dtype=dtype, device=problem.device)
         factors[block] = G, owned_A[block]
     return factors, seen
 

@@ -264,7 +264,7 @@ class AlikeColumns:
         for of_example, into in zip(rows, total, strict=True):
             parts = zip(self.slices, of_example.split(_SORTED, 1), strict=True)
             # The numbers of a column lie side by side, so that it is copied as a whole.
-            left = [runs.add(into, part.T.contiguous()) for runs, part in parts]
-            others.append(self.left.add(into, torch.cat(left)))
+            left = torch.cat([runs.add(into, part.T.contiguous()) for runs, part in parts])
+            others.append(self.left.add(into, left))
         in_runs = total.transpose(0, 1).unflatten(2, (num_outputs, num_outputs))
         return in_runs + weighted_gram(torch.stack(others).mT, self.curvature, self.deltas)
