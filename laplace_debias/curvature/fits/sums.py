@@ -128,8 +128,12 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
     for block, G in owned_G.items():
         if block.is_exact:
             # What it is multiplied with, once an example.
-            shape, dtype = (*block.groups, 1, 1), problem.factor_dtype
-            owned_A[block] = torch.full(shape, seen.weight, dtype=dtype, device=problem.device)
+            owned_A[block] = torch.full(
+                (*block.groups, 1, 1),
+                seen.weight,
+                dtype=problem.factor_dtype,
+                device=problem.device,
+            )
         factors[block] = G, owned_A[block]
     return factors, seen
 

@@ -115,16 +115,17 @@ def _few_coordinates(
 def _triangular(
     rows: Float[Tensor, "batch *groups n d"],
 ) -> Float[Tensor, "batch *groups n n"]:
-    """Triangular matrices that have the rows' products `L Lᵀ = rows rowsᵀ`."""
-    if rows.dtype == torch.float64:
-        return torch.linalg.qr(rows.mT, mode="r").R.mT
-    # As exact in double precision, and many times faster than LAPACK's QR on several threads.
-    in_double = rows.double()
-    products = in_double @ in_double.mT
-    diagonal = products.diagonal(dim1=-2, dim2=-1)
-    # Rows may depend on each other, or be zero: what is added is below their rounding.
-    diagonal += (diagonal.sum(-1, keepdim=True) * 1e-14).clamp_min(1e-300)
-    return torch.linalg.cholesky_ex(products).L.to(rows.dtype)
+    """Triangular matrices `L` with the products of the rows, `L Lᵀ = rows rowsᵀ`."""
+    if rows.dtype != torch.float64 and rows.device.type == "cpu":
+        # As exact in double precision, and many times faster than LAPACK's QR on several threads.
+        products = rows.double() @ rows.double().mT
+        diagonal = products.diagonal(dim1=-2, dim2=-1)
+        # Rows may depend on each other, or be zero: what is added is below their rounding.
+        diagonal += (diagonal.sum(-1, keepdim=True) * 1e-14).clamp_min(1e-300)
+        L, info = torch.linalg.cholesky_ex(products)
+        if not info.any():
+            return L.to(rows.dtype)
+    return torch.linalg.qr(rows.mT, mode="r").R.mT
 
 
 def joint_jacobians(

@@ -248,7 +248,7 @@ class AlikeColumns:
 
     @classmethod
     def of(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "AlikeColumns":
-        """As columns with these curvatures go."""
+        """Runs in each slice of columns with these curvatures, and in what the slices leave."""
         parts = curvature.split(_SORTED)
         slices = [Runs.of(part, deltas) for part in parts]
         left = torch.cat([part[runs.others] for part, runs in zip(parts, slices, strict=True)])
