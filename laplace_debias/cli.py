@@ -52,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     rest = [argument for argument in given if argument != _TRACEBACK]
     stderr, as_python_does = sys.stderr, warnings.formatwarning
-    warnings.formatwarning = _warned
+    # One line, without the place in the source.
+    warnings.formatwarning = lambda message, *_, **__: (
+        f"Warning: {' '.join(str(message).split())}\n"
+    )
     try:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return _run(rest)
@@ -74,11 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     finally:
         warnings.formatwarning = as_python_does
-
-
-def _warned(message: Warning | str, *_: Any, **__: Any) -> str:
-    """A warning in one line, without the place in the source."""
-    return f"Warning: {' '.join(str(message).split())}\n"
 
 
 @contextlib.contextmanager

@@ -83,7 +83,24 @@ class Run:
                 ),
                 *({"name": name, "role": "ood", "num_examples": None} for name in loaded.ood),
             ],
-            "methods": [_entry(method) for method in self.methods],
+            "methods": [
+                {
+                    "key": method.key,
+                    "label": method.label,
+                    "describes": method.describes,
+                    "is_laplace": method.posterior is not None,
+                    "temperature": None,
+                    "prior_precision": None,
+                    "link": None,
+                    "prior_precision_at_limit": False,
+                    "posterior": method.key if method.posterior is not None else None,
+                    "examples": method.examples,
+                    "seconds": {},
+                    "seconds_per_example": None,
+                    "bytes": None,
+                }
+                for method in self.methods
+            ],
             "sigma": None,
             "training": None,
             "notes": list(loaded.notes),
@@ -129,24 +146,6 @@ class Run:
         """Add a line to the notes of the page, once."""
         if what not in self.said["notes"]:
             self.said["notes"].append(what)
-
-
-def _entry(method: Method) -> dict[str, Any]:
-    return {
-        "key": method.key,
-        "label": method.label,
-        "describes": method.describes,
-        "is_laplace": method.posterior is not None,
-        "temperature": None,
-        "prior_precision": None,
-        "link": None,
-        "prior_precision_at_limit": False,
-        "posterior": method.key if method.posterior is not None else None,
-        "examples": method.examples,
-        "seconds": {},
-        "seconds_per_example": None,
-        "bytes": None,
-    }
 
 
 def _versions() -> dict[str, str]:

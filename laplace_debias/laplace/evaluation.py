@@ -34,8 +34,7 @@ def check_held_out(*data: Batches) -> None:
 
 def joined(parts: Sequence[Sequence[Tensor]], what: str) -> list[Tensor]:
     """The columns of several batches in one, of all processes that share them."""
-    own = list(map(torch.cat, zip(*parts, strict=True)))
-    of_all = current().on_all(own or None)
+    of_all = current().on_all(list(map(torch.cat, zip(*parts, strict=True))) or None)
     if of_all is None:
         raise ValueError(f"The loader holds no batch: nothing to {what}.")
     if not len(of_all[0]):

@@ -91,7 +91,17 @@ def fit(
             raise ValueError(f'mode="{scheme.mode}" saves no state: leave out resume.')
         _check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
     scheme.check(kind)
-    check_no_autocast(subject.first_parameter.device)
+    device = subject.first_parameter.device
+    check_no_autocast(device)
+    # torch 2.8 does not have the precision.
+    if (
+        device.type == "cuda"
+        and getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"
+    ):
+        raise RuntimeError(
+            "Matrix products are rounded to TF32, and what they sum has no eigendecomposition to "
+            "single precision: call torch.set_float32_matmul_precision('highest') before the fit."
+        )
     if ranks.size > 1 and expected.is_told:
         # Each process's loader tells of its own examples.
         sizes = ranks.exchange(expected.num_data)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,13 +151,8 @@ class GaussianPosterior:
         (Appendix A.3.2).
         """
         check_generator(generator)
-        noise = torch.randn(
-            whole(num_samples, "the number of samples"),
-            len(self.mean),
-            generator=generator,
-            dtype=self.mean.dtype,
-            device=self.mean.device,
-        )
+        shape = whole(num_samples, "the number of samples"), len(self.mean)
+        noise = standard_normal(shape, self.mean, generator)
         parts = noise.split(self.curvature.sizes, dim=1)
         draws = []
         for block, part in zip(self._blocks(torch.rsqrt).blocks.values(), parts, strict=True):
@@ -225,6 +221,17 @@ def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
                 )
             largest[name] = max(largest[name], high) if is_magnitude else largest[name]
     return largest
+
+
+def standard_normal(
+    shape: Sequence[int], like: Tensor, generator: torch.Generator | None
+) -> Tensor:
+    """Standard normal numbers, of a tensor's dtype and on its device.
+
+    They are drawn where the generator is, so that one on the CPU gives the same on every device.
+    """
+    device = (like if generator is None else generator).device
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like)
 
 
 @dataclass(frozen=True)

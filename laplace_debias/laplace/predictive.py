@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.posterior import Fitted
+from laplace_debias.laplace.posterior import Fitted, standard_normal
 from laplace_debias.metrics import Uncertainty
 from laplace_debias.metrics import uncertainty as of_probabilities
 from laplace_debias.operators.eigh import eigh
@@ -80,12 +80,7 @@ class Prediction:
         values, vectors = eigh(covariance, "the functional covariance")
         root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
         flat, num_samples = mean.flatten(1), self.samples or DEFAULT_SAMPLES
-        noise = torch.randn(
-            *(num_samples, *flat.shape),
-            generator=self.generator,
-            dtype=mean.dtype,
-            device=mean.device,
-        )
+        noise = standard_normal((num_samples, *flat.shape), mean, self.generator)
         found = flat + torch.einsum("bij,sbj->sbi", root, noise)
         return found.unflatten(2, mean.shape[1:])
 

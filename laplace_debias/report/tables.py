@@ -71,12 +71,10 @@ def not_a_formula(value: Any) -> Any:
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     """The names of the columns, and rows of plain values."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    return columns, [[_plain(row.get(column)) for column in columns] for row in rows]
-
-
-def _plain(value: Any) -> Any:
-    """A value as one of Python's own types; scalars of torch and NumPy are converted."""
-    return value.item() if isinstance(value, Tensor | np.generic) else value
+    values = ([row.get(column) for column in columns] for row in rows)
+    return columns, [
+        [v.item() if isinstance(v, Tensor | np.generic) else v for v in of] for of in values
+    ]
 
 
 def _formatted(value: str | bool | int | float | None) -> str:

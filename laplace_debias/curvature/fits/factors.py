@@ -152,7 +152,8 @@ def input_factors(
     if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
         return [Rows(torch.cat(list(parts)))]
     is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
-    if is_plain and work >= LARGE and has_displacements(layer):
+    # On a GPU a few large products take less time than many small ones.
+    if is_plain and work >= LARGE and layer.weight.is_cpu and has_displacements(layer):
         return [_patch_factor(layer, block, x) for x in inputs]
     A = layer.weight.new_zeros(block.factor_shapes[1])
     for rows in parts:

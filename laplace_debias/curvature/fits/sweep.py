@@ -167,7 +167,7 @@ class Sweep:
                 'model, or fisher="empirical".'
             )
         size = tap.output_bytes + self.row_bytes
-        bound = granted(problem.memory_bound, size, "one cotangent of one example")
+        bound = granted(problem.memory_bound, size, "one cotangent of one example", problem.device)
         self.columns = min(columns, bound // size)
         if self.measure is None and tap.one_by_one and problem.stream is tap:
             self.columns = 1

@@ -182,7 +182,8 @@ def _gradients(
             raise
         raise NotImplementedError(
             f"torch cannot differentiate the model's outputs ({error}) Use out-of-place operations "
-            "in its forward pass."
+            "in its forward pass; with recurrent layers on a GPU make every call within "
+            "`with torch.backends.cudnn.flags(enabled=False):`."
         ) from error
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, TRANSPOSED
+from laplace_debias.system.memory import ROOM
 
 # Layers whose outputs are [B, channels, ...]; those of the others are [B, ..., features].
 _CHANNELS_FIRST = (
@@ -155,9 +156,8 @@ def slices(layer: Any, block: Block, x: Tensor, extra: int = 0) -> Iterator[slic
     if isinstance(layer, CONVOLUTIONS):
         unfolded = x[0, 0].numel() * d_in
     elif isinstance(layer, TRANSPOSED):
-        stride = torch.Size(layer.stride).numel()
-        unfolded = x[0, 0].numel() * stride * d_in
-    step = max(1, SLICE // (unfolded + extra))
+        unfolded = x[0, 0].numel() * torch.Size(layer.stride).numel() * d_in
+    step = max(1, SLICE * ROOM[x.device.type] // (unfolded + extra))
     for start in range(0, x.shape[0], step):
         yield slice(start, min(start + step, x.shape[0]))
 

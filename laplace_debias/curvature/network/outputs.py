@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.network.inputs import Inputs, call, logits_of
 from laplace_debias.curvature.network.shadow import coarsest_eps, kept_as_it_is
-from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.memory import ROOM, is_out_of_memory
 from laplace_debias.system.shown import warn
 
 MEMORY_BOUND = 2**27
-"""Bytes, unless a user says otherwise."""
+"""Bytes on a processor, unless a user says otherwise."""
 MOST_GRANTED = 2**32
 """Bytes up to which what one example needs is granted without being asked for."""
 # Answers that are kept before they are read: a pass over wrong data ends early, and an answer takes
@@ -91,13 +91,16 @@ def _of_batch(error: Exception, number: int | None) -> Exception:
     return type(error)(f"{error} (Batch {number} of the pass over the data.)")
 
 
-def granted(bound: int | None, needed: int, what: str, remedy: str = "") -> int:
+def granted(
+    bound: int | None, needed: int, what: str, device: torch.device, remedy: str = ""
+) -> int:
     """The bytes that may be used, at least those `needed`.
 
-    A bound of None is 128 MiB, and more where one example needs it, up to 4 GiB.
+    A bound of None is 128 MiB, 2 GiB on a GPU, and more where one example needs it, up to 4 GiB.
     """
-    if needed <= (MEMORY_BOUND if bound is None else bound):
-        return MEMORY_BOUND if bound is None else bound
+    own = MEMORY_BOUND * ROOM[device.type] if bound is None else bound
+    if needed <= own:
+        return own
     if bound is None and needed <= MOST_GRANTED:
         return needed
     found = (

@@ -14,6 +14,7 @@ from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
+from laplace_debias.system.memory import ROOM
 
 # From so many prior precisions on, products of pairs of outputs are formed once for all of them.
 _PAIRS_FROM = 3
@@ -134,7 +135,11 @@ class BlockMoments:
                 rows, total = J.flatten(2), into[:, part]
                 if self._diagonal:
                     total += weighted_squares(rows, seen, deltas)
-                elif len(deltas) <= _PAIRS_FROM or len(seen) < max(_SORTED, curvature.numel()):
+                elif (
+                    len(deltas) <= _PAIRS_FROM
+                    or len(seen) < max(_SORTED, curvature.numel())
+                    or J.device.type != "cpu"  # a GPU multiplies faster than it sorts
+                ):
                     total += weighted_gram(rows, seen, deltas)
                 else:
                     if index not in self._alike:
@@ -151,7 +156,7 @@ def weighted_squares(
 ) -> Float[Tensor, "grid batch outputs"]:
     r"""`Σ_i Ĵ_ci² / (curvature_i + δ_p)` for every δ, `[P, B, C]`."""
     squares = rows.flatten(0, 1)
-    width = max(1, _SLICE // len(squares))
+    width = max(1, _SLICE * ROOM[rows.device.type] // len(squares))
     sums = rows.new_zeros(len(squares), len(deltas))
     for part, c in zip(squares.split(width, 1), curvature.split(width), strict=True):
         sums.addmm_(part.square(), (c + deltas[:, None]).reciprocal_().T)
@@ -172,7 +177,9 @@ def weighted_gram(
     batch, num_outputs = rows.shape[:2]
     pairs = num_outputs * (num_outputs + 1) // 2
     as_pairs = len(deltas) > _PAIRS_FROM
-    width = max(1, _SLICE // (batch * (pairs if as_pairs else num_outputs)))
+    width = max(
+        1, _SLICE * ROOM[rows.device.type] // (batch * (pairs if as_pairs else num_outputs))
+    )
     if not as_pairs:
         total = rows.new_zeros(len(deltas), batch, num_outputs, num_outputs)
         for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):

@@ -35,6 +35,7 @@ from laplace_debias.laplace.functional.head_products import (
     head_products,
 )
 from laplace_debias.laplace.posterior import Fitted, GaussianPosterior
+from laplace_debias.system.memory import ROOM
 
 OutputChoice = Tensor | Sequence[Sequence[int]] | int
 """Indices of outputs, one choice for each example `[B, k]`, or the number of the largest ones."""
@@ -280,11 +281,13 @@ def _add(
     blocks, added = moments.blocks, moments.add_last_layer(total, tap, outputs, chosen)
     num_columns = total.shape[2] - (request.differences and total.shape[2] > 1)
     gradients, at_once = tap.output_bytes, num_columns
-    bound = request.memory_bound or MEMORY_BOUND
+    bound = request.memory_bound or MEMORY_BOUND * ROOM[outputs.device.type]
     if len(added) < len(blocks):
         at_once, bound = columns_at_once(request, num_columns, gradients, blocks, outputs)
         at_once = min(num_columns, at_once)
-    chunk = max(1, min(bound, _WORTH * len(blocks)) // (gradients * at_once))
+    chunk = max(
+        1, min(bound, _WORTH * ROOM[outputs.device.type] * len(blocks)) // (gradients * at_once)
+    )
     if len(outputs) == 1 < min(chunk, left):
         return chunk
     skipped = blocks[added[0]].site if added else None
@@ -336,7 +339,9 @@ def _add_through(
             outputs = wanted.of_columns(some) if of_h.diagonal else wanted
             into = total[..., some] if of_h.diagonal else total
             into += contracted(found, outputs, request.diagonal)
-        chunk = max(1, min(bound, _WORTH * len(blocks)) // (gradients * at_once))
+        chunk = max(
+            1, min(bound, _WORTH * ROOM[calls.x.device.type] * len(blocks)) // (gradients * at_once)
+        )
     tap.forget()
     for index in in_head:
         deltas = moments.prior_precisions[:, index]
@@ -427,5 +432,5 @@ def columns_at_once(
     if not remedy and not request.diagonal:
         remedy = ", ask for variances (diagonal=True) or for some outputs"
     needed = each if request.diagonal else num_columns * each
-    bound = granted(request.memory_bound, needed, what, remedy)
+    bound = granted(request.memory_bound, needed, what, like.device, remedy)
     return bound // each, bound

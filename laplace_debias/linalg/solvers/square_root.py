@@ -63,8 +63,7 @@ def sample_gaussian(
     if mean.ndim != 1:
         raise ValueError(f"`mean` has shape {tuple(mean.shape)}; expected ({len(mean)},).")
     whole(num_samples, "num_samples")
-    noise = draw(precision, num_samples, "gaussian", generator)
-    return mean + (root @ noise).T
+    return mean + (root @ draw(precision, num_samples, "gaussian", generator)).T
 
 
 def inverse_sqrt(

@@ -251,8 +251,7 @@ class HeteroscedasticGaussian(Likelihood):
         """Negative log-density of the targets."""
         mean, log_variance = outputs.chunk(2, -1)
         residuals = (targets.reshape(mean.shape) - mean) * (-log_variance / 2).exp()
-        terms = residuals.square() + log_variance + math.log(2 * math.pi)
-        return 0.5 * terms.sum(-1)
+        return 0.5 * (residuals.square() + log_variance + math.log(2 * math.pi)).sum(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         r"""The 2C columns of $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$: of the Fisher information."""
