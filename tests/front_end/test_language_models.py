@@ -19,28 +19,13 @@ LENGTHS = torch.tensor([6, 4, 5])
 
 def build(kind, tied, vocabulary=V, width=8):
     torch.manual_seed(0)
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "tie_word_embeddings": tied}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
     if kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=vocabulary,
-            n_embd=width,
-            n_layer=1,
-            n_head=2,
-            n_positions=16,
-            tie_word_embeddings=tied,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
+        config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
         model = transformers.GPT2LMHeadModel(config)
     else:
-        config = transformers.LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=12,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-            tie_word_embeddings=tied,
-        )
+        config = transformers.LlamaConfig(**sizes, intermediate_size=12)
         model = transformers.LlamaForCausalLM(config)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -53,11 +38,8 @@ def batch_of(side="right", vocabulary=V):
     mask = (torch.arange(T) < LENGTHS[:, None]).long()
     mask = mask if side == "right" else mask.flip(1)
     ids = ids.masked_fill(mask == 0, 0)
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "labels": ids.masked_fill(mask == 0, -100),
-    }
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def inputs_of(batch):

@@ -1,0 +1,44 @@
+"""A posterior on a GPU is that on the CPU. Skipped where torch sees none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def fitted(device, curvature="kfac", mode="full", dtype=torch.float64):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+    model = nn.Sequential(*layers).to(device, dtype).eval()
+    x, y = torch.randn(64, 3, 4, 4).to(dtype), torch.randint(4, (64,))
+    la = Laplace(model, curvature=curvature)
+    return la.fit(DataLoader(TensorDataset(x, y), batch_size=16), mode), x.to(device), y
+
+
+@pytest.mark.parametrize("mode", ["full", "debiased", "crossfit"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
+def test_everything_is_as_on_the_cpu(curvature, mode, tmp_path):
+    found = []
+    for device in ("cpu", DEVICE):
+        la, x, y = fitted(device, curvature, mode)
+        evidence = la.log_marginal_likelihood()
+        tuning = la.tune([(x, y)])
+        la.save(tmp_path / "posterior.safetensors")
+        again = Laplace.load(tmp_path / "posterior.safetensors", la.model)
+        draws = la.sample(2, torch.Generator().manual_seed(0))
+        assert {x.device.type for x in (evidence, draws, *again.functional(x))} == {device}
+        of_both = evidence, *again.functional(x), la.predict(x).probs, tuning.value
+        found.append([torch.as_tensor(part).cpu().double() for part in of_both])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-7, atol=1e-9)
+
+
+def test_products_in_tf32_are_refused(request):
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
+    torch.set_float32_matmul_precision("high")
+    with pytest.raises(RuntimeError, match="set_float32_matmul_precision"):
+        fitted(DEVICE, dtype=torch.float32)
