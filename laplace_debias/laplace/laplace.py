@@ -318,7 +318,7 @@ class Laplace(Approximation):
         temperatures. The best of all is taken, but of fewer than 100 examples, or if it is as good,
         the default link at temperature 1; beside another temperature the smallest prior precision
         that is as good. As good is what is worse by at most a quarter of the paired standard error.
-        In blocks of 16,384 parameters or more those of nearly the same curvature share a weight,
+        In blocks of 32,768 parameters or more those of nearly the same curvature share a weight,
         which is within 5 % for each (variances are within some 1e-4).
 
         Args:

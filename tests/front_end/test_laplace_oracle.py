@@ -363,8 +363,8 @@ def test_crossfit_needs_enough_examples():
 def test_covariances_of_a_grid_of_wide_blocks_are_the_dense_ones(curvature):
     """Columns that share a weight: within 5 % by construction, and hardly off."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(130, 150), nn.Tanh(), nn.Linear(150, 3)).double().eval()
-    x, y = torch.randn(600, 130).double(), torch.randint(3, (600,))
+    model = nn.Sequential(nn.Linear(190, 180), nn.Tanh(), nn.Linear(180, 3)).double().eval()
+    x, y = torch.randn(600, 190).double(), torch.randint(3, (600,))
     la = Laplace(model, curvature=curvature, params="weights").fit([(x, y)])
     grid = torch.logspace(-4, 8, 13, dtype=torch.float64)
     _, found = moments(la._fitted, x[:4], grid)
@@ -380,7 +380,7 @@ def test_covariances_of_a_grid_of_wide_blocks_are_the_dense_ones(curvature):
         errors = (found[:, example] - expected).flatten(1).norm(dim=1)
         assert (errors < 2e-4 * expected.flatten(1).norm(dim=1)).all()
     # What was chosen scores as it does by itself.
-    held_out = torch.randn(300, 130).double()
+    held_out = torch.randn(300, 190).double()
     data = [(held_out, torch.multinomial(model(held_out).softmax(1), 1)[:, 0])]
     tuned = la.tune(data)
     assert la.evaluate(data)["nll"] == pytest.approx(tuned.value, rel=1e-5)

@@ -20,7 +20,7 @@ from laplace_debias.system.memory import ROOM
 _PAIRS_FROM = 3
 # Of a wide block columns of nearly the same curvature go in runs of `_RUN`: their weights differ by
 # a factor of 1 + `_ALIKE` at most. They are sorted within parts that stay in the cache.
-_RUN, _ALIKE, _SORTED = 64, 0.05, 2**14
+_RUN, _ALIKE, _SORTED = 64, 0.05, 2**15
 # Numbers that a slice of weighed products holds.
 _SLICE = 2**19
 
