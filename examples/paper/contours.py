@@ -59,7 +59,7 @@ def contour_figure(pairs: list[tuple[Cut, Cut]]) -> Figure:
         axis = torch.linspace(-reach, reach, 201, dtype=pair[0].slopes.dtype)
         values = [cut(axis[None, :], axis[:, None]) for cut in pair]
         heights = [
-            value - (value.min() if step is None else cut(*step))
+            (value - (value.min() if step is None else cut(*step))).cpu()
             for cut, step, value in zip(pair, steps, values, strict=True)
         ]
         top = min(float(height.max()) for height in heights)
