@@ -118,7 +118,7 @@ def _triangular(
     """Triangular matrices `L` with the products of the rows, `L Lᵀ = rows rowsᵀ`."""
     if rows.dtype != torch.float64 and rows.device.type == "cpu":
         # As exact in double precision, and many times faster than LAPACK's QR on several threads.
-        products = rows.double() @ rows.double().mT
+        products = (wide := rows.double()) @ wide.mT
         diagonal = products.diagonal(dim1=-2, dim2=-1)
         # Rows may depend on each other, or be zero: what is added is below their rounding.
         diagonal += (diagonal.sum(-1, keepdim=True) * 1e-14).clamp_min(1e-300)
@@ -195,4 +195,4 @@ def _along(
         return coordinates(columns.mT, U).mT
     U = U.unsqueeze(-3)
     along = U.mT @ columns
-    return torch.cat([along, columns - U @ along], -2) if is_thin(U) else along
+    return torch.cat([along, (U @ along).neg_().add_(columns)], -2) if is_thin(U) else along

@@ -315,7 +315,7 @@ class Tap:
         if not outputs.requires_grad or not targets:
             return {}
         parts = list(columns) if self.one_by_one else [columns]
-        of_targets: dict[int, list[Tensor]] = {}
+        found: dict[int, Tensor] = {}
         for index, part in enumerate(parts):
             of_part = torch.autograd.grad(
                 outputs,
@@ -326,20 +326,19 @@ class Tap:
                 retain_graph=again or index + 1 < len(parts),
             )
             for target, gradient in zip(targets, of_part, strict=True):
-                if gradient is not None:
-                    of_targets.setdefault(target, []).append(gradient)
-        # What a gradient is made of is let go before the next.
-        del of_part, gradient
-        found: dict[int, Tensor] = {}
-        for target in list(of_targets):
-            of_target = of_targets.pop(target)
-            if not self.one_by_one:
-                (found[target],) = of_target
-            elif len(of_target) == 1:
-                found[target] = of_target[0].unsqueeze(0)
-            else:
-                # An example's columns lie one after the other, as products of Jacobians take them.
-                found[target] = torch.stack(of_target, 1).transpose(0, 1)
+                if gradient is None:
+                    continue
+                if len(parts) == 1:
+                    found[target] = gradient.unsqueeze(0) if self.one_by_one else gradient
+                    continue
+                if index == 0:
+                    # An example's columns lie one after the other, as products of Jacobians take
+                    # them.
+                    shape = (len(gradient), len(parts), *gradient.shape[1:])
+                    found[target] = gradient.new_empty(shape).transpose(0, 1)
+                found[target][index] = gradient
+            # Let go before the next.
+            del of_part, gradient
         return found
 
 

@@ -222,7 +222,7 @@ def in_parts(
 ) -> tuple[Float[Tensor, "*n r"], Float[Tensor, "*n d"]]:
     """Coordinates along thin directions, and what these leave, x − U Uᵀx."""
     along = _rotated(rows, U)
-    return along, rows - _rotated(along, U.mT)
+    return along, _rotated(along, U.mT).neg_().add_(rows)
 
 
 def frame(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d columns"]:
