@@ -64,8 +64,8 @@ def problem_of(
     """What curvature a `Laplace` of all parameters takes of a classifier."""
     blocks = curvature_blocks(model, select_parameters(model, "all"))
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType(fisher))
-    stream = choose_backend(model, backend)(Tap(shadow(model)), blocks)
-    return Problem(cotangents, blocks, stream, dtype, None)
+    made = choose_backend(model, backend)(Tap(shadow(model)), blocks)
+    return Problem(cotangents, blocks, made, dtype, None)
 
 
 def fitted(settings: Settings, **options: Any) -> Laplace:

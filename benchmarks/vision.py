@@ -106,8 +106,8 @@ def _problem(settings: VisionSettings) -> Problem:
     model = settings.model()
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc"))
     blocks = curvature_blocks(model, _names(model))
-    stream = choose_backend(model, "auto")(Tap(shadow(model)), blocks)
-    return Problem(cotangents, blocks, stream, torch.float64, None)
+    made = choose_backend(model, "auto")(Tap(shadow(model)), blocks)
+    return Problem(cotangents, blocks, made, torch.float64, None)
 
 
 def _factors(settings: VisionSettings) -> Callable[[], Run]:

@@ -140,7 +140,7 @@ class Auto(Scheme):
                 "ShardedBatches(..., shuffle=True)."
             )
 
-    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
         """Fit in rounds until the error is within the tolerance, or a budget is spent.
 
         Raises:
@@ -163,7 +163,7 @@ class Auto(Scheme):
             reading = Reading(problem, self.data.in_step(), self.looks)
         else:
             (reading, last), rounds = self.after.left, [*self.after.rounds]
-            _check_same(last.fitted, fitted)
+            _check_same(last.fitted, finish)
             reading = reading.going_on(problem, self.data, self.looks)
         try:
             while not ended_by:
@@ -173,7 +173,7 @@ class Auto(Scheme):
                     ended_by = "data"
                     break
                 reading = further
-                last, now = _round(reading, fitted), clock()
+                last, now = _round(reading, finish), clock()
                 rounds.append((reading.num_drawn, last.error))
                 if last.error <= self.tolerance:
                     ended_by = "tolerance"
@@ -184,7 +184,7 @@ class Auto(Scheme):
             if ended_by == "data":
                 is_bounded = self.seconds is not None or self.examples is not None
                 if last is None or not (is_bounded or isinstance(self.data.source, Iterator)):
-                    return _exact(problem, self.data, fitted, rounds, clock)
+                    return _exact(problem, self.data, finish, rounds, clock)
                 ended_by = "the end of the data"
         except KeyboardInterrupt:
             if last is None or problem.ranks.size > 1:
@@ -245,9 +245,9 @@ def _reported(
     return replace(fitted, report=report)
 
 
-def _check_same(before: Fitted, fitted: Finish) -> None:
+def _check_same(before: Fitted, finish: Finish) -> None:
     """Require that a fit goes on with the network that it began with, and in the same way."""
-    now = fitted(CurvatureFit(before.posterior.curvature, Seen(1, 0.0, 1, 1.0)))
+    now = finish(CurvatureFit(before.posterior.curvature, Seen(1, 0.0, 1, 1.0)))
     both = [
         (f.subject.settings, repr(f.subject.likelihood), f.subject.known.names, f.others)
         for f in (before, now)
@@ -259,13 +259,13 @@ def _check_same(before: Fitted, fitted: Finish) -> None:
         )
 
 
-def _round(reading: Reading, fitted: Finish) -> _Round:
+def _round(reading: Reading, finish: Finish) -> _Round:
     """The posterior of what was read, and its error."""
     of_all = reading.curvatures
     sums = [fold.factors(float(of_all.mean())) for fold in reading.folds]
     sizes = [fold.num_read for fold in reading.folds]
     curvature, plain, *replicates = crossfit_with_replicates(reading.problem, sizes, sums)
-    now = fitted(CurvatureFit(curvature, reading.seen))
+    now = finish(CurvatureFit(curvature, reading.seen))
     deltas = now.posterior.deltas() * now.posterior.mean.new_tensor(_CURVE)[:, None]
     # The mean curvature's error is told by all that was read: the folds have the same mean.
     spread = float(of_all.std() / of_all.mean()) / len(of_all) ** 0.5
@@ -283,7 +283,7 @@ def _round(reading: Reading, fitted: Finish) -> _Round:
 def _exact(
     problem: Problem,
     data: Stream,
-    fitted: Finish,
+    finish: Finish,
     rounds: Sequence[tuple[int, float]],
     clock: Callable[[], float],
 ) -> Fitted:
@@ -293,7 +293,7 @@ def _exact(
             "The data ended before the first round did, and this iterator cannot be read again: "
             'pass a DataLoader or a list of batches, or use mode="full".'
         )
-    now = fitted(fit_curvature(CurvatureKind("kfac"), problem, data))
+    now = finish(fit_curvature(CurvatureKind("kfac"), problem, data))
     num_data = now.posterior.num_data
     report = FitReport(
         num_data,

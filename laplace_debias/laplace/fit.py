@@ -106,9 +106,9 @@ def fit(
         # Each process's loader tells of its own examples.
         sizes = ranks.exchange(expected.num_data)
         expected = replace(expected, num_data=None if None in sizes else sum(sizes))
-    bar = "fit" if progress and mode in ("full", "auto") else None
+    bar = "fit" if progress else None
     with torch.inference_mode(False):
-        # The labels' seed is drawn before the loaders' orders.
+        # The labels' seed is drawn before the order of what is still to be read.
         fisher, streams = subject.settings.fisher.seeded(generator, ranks), {}
         for field, what in scheme.fields.items():
             streams[field] = subject.of_fit(getattr(scheme, field), generator, what, bar)
@@ -134,13 +134,13 @@ def fit(
             checkpoint = Checkpoint(Path(resume), identity, problem.device, ranks)
             problem = replace(problem, checkpoint=checkpoint)
         scheme = replace(scheme, **streams)
-        state = scheme.fit(kind, problem, partial(_fitted, subject, expected, mode))
+        state = scheme.fit(kind, problem, partial(_finish, subject, expected, mode))
     if resume is not None:
         checkpoint.remove()
     return state
 
 
-def _fitted(subject: Subject, expected: Expected, mode: str, found: CurvatureFit) -> Fitted:
+def _finish(subject: Subject, expected: Expected, mode: str, found: CurvatureFit) -> Fitted:
     """The state of a fit, of the curvature that was found."""
     seen, num_targets, num_data = found.seen, None, expected.num_data
     if num_data is None:
@@ -221,7 +221,7 @@ def _identity_of(
         "rank": kind.rank,
         **settings,
         "generator": hashlib.blake2b(state, digest_size=8).hexdigest(),
-        "backend": type(problem.stream).__name__,
+        "backend": type(problem.backend).__name__,
         "device": problem.device.type,
         "dtype": str(problem.dtype),
         "number of processes": problem.ranks.size,

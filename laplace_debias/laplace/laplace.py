@@ -217,10 +217,9 @@ class Laplace(Approximation):
             scheme, expected = fits.scheme_of_mode(
                 self._subject, train_loader, mode, num_data, generator, resume, folds
             )
-        elif mode != "full" or progress or folds is not None:
+        elif mode != "full" or folds is not None:
             raise ValueError(
-                f"{type(train_loader).__name__}(...) says how to fit: leave out mode, folds and "
-                "progress."
+                f"{type(train_loader).__name__}(...) says how to fit: leave out mode and folds."
             )
         else:
             scheme, mode = train_loader, train_loader.mode
@@ -244,7 +243,8 @@ class Laplace(Approximation):
         Args:
             directions: Batches `(x, y)` that give the eigenbases.
             magnitudes: Batches that the curvature along them is measured on; None for the same.
-            num_data: N; the number of examples in `directions` and `magnitudes` if None.
+            num_data: N; the number of examples in `directions` and `magnitudes` if None (of
+                `"diag"`, which has no directions, in `magnitudes` alone).
             folds: Cross-fit instead: magnitudes from `directions` itself, measured out of so many
                 folds, at least two; no `magnitudes` then.
             generator: Seeds the labels of `fisher="mc"` and what loaders draw.

@@ -265,7 +265,7 @@ def outputs_of_samples(
     def outputs_of(values: dict[str, Tensor]) -> Tensor:
         return call(network, x, values)
 
-    def linearised(sample: dict[str, Tensor]) -> Tensor:
+    def linear_outputs(sample: dict[str, Tensor]) -> Tensor:
         tangents = {name: sample[name] - at[name] for name in names}
         outputs, product = jvp(outputs_of, (at,), (tangents,))  # type: ignore[misc]
         return outputs + product
@@ -282,7 +282,7 @@ def outputs_of_samples(
         }
         # For some of the samples only, so that other threads take turns.
         with torch.no_grad(), lock:
-            results.append(vmap(linearised if linear else outputs_of)(samples))
+            results.append(vmap(linear_outputs if linear else outputs_of)(samples))
     outputs = torch.cat(results)
     check_outputs(outputs.flatten(0, 1))
     return outputs

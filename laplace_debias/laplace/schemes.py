@@ -164,7 +164,7 @@ class Scheme(ABC):
         """Refuse data that can be read only once where it is read twice."""
 
     @abstractmethod
-    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
         """Fit data that `check` let pass and that is read as pairs by now."""
 
 
@@ -189,9 +189,9 @@ class Full(Scheme):
                 "once: pass a DataLoader or a list of batches."
             )
 
-    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return fitted(fit_curvature(kind, problem, self.data))
+        return finish(fit_curvature(kind, problem, self.data))
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,9 @@ class Split(Scheme):
     directions: Batches
     magnitudes: Batches
 
-    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return fitted(fit_curvature(kind, problem, self.directions, self.magnitudes))
+        return finish(fit_curvature(kind, problem, self.directions, self.magnitudes))
 
 
 @dataclass(frozen=True)
@@ -238,9 +238,9 @@ class CrossFit(Scheme):
     def __post_init__(self) -> None:
         whole(self.folds, "folds", 2)
 
-    def fit(self, kind: CurvatureKind, problem: Problem, fitted: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
         """As `Scheme.fit`."""
-        return fitted(fit_curvature(kind, problem, self.data, num_folds=self.folds))
+        return finish(fit_curvature(kind, problem, self.data, num_folds=self.folds))
 
 
 OF_FIRST_BATCHES: dict[str, tuple[int, Callable[[Sequence[Any]], Scheme]]] = {

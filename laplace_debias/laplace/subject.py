@@ -309,11 +309,11 @@ class Subject:
         usable(self.model)
         found, tap = self._look_at(stream)
         blocks = found.known.blocks
-        backend = choose_backend(unwrapped(self.model), self.backend, blocks)
+        made = choose_backend(unwrapped(self.model), self.backend, blocks)(tap, blocks)
         problem = Problem(
             Cotangents(NegativeLogLikelihood(self.likelihood), fisher, settings.class_dim),
             blocks,
-            backend(tap, blocks),
+            made,
             settings.factor_dtype,
             settings.memory_bound,
             current(),

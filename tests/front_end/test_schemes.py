@@ -81,10 +81,18 @@ def test_folds_belong_to_cross_fitting(model, mode):
         Laplace(model).fit([batch(0), batch(1)], mode=mode, num_data=50, folds=2)
 
 
-@pytest.mark.parametrize("options", [{"folds": 2}, {"mode": "mini"}, {"progress": True}], ids=str)
+@pytest.mark.parametrize("options", [{"folds": 2}, {"mode": "mini"}], ids=str)
 def test_what_a_scheme_says_itself_is_refused(model, options):
     with pytest.raises(ValueError, match=r"Split\(...\) says how to fit: leave out mode"):
         Laplace(model).fit(Split(A, B), **options)
+
+
+@pytest.mark.parametrize(
+    ("data", "mode", "bars"), [(A, "mini", 1), ([*A, *B], "debiased", 2), (Split(A, B), "full", 2)]
+)
+def test_progress_is_shown_of_all_that_a_fit_reads(model, capsys, data, mode, bars):
+    Laplace(model).fit(data, mode, 50, progress=True)
+    assert capsys.readouterr().err.count("0/1") == bars
 
 
 def test_illegal_combinations_cannot_be_written(model):

@@ -35,7 +35,7 @@ EVERY = 60.0
 
 # What a pass sums, by name: from a block, or a text, to a tensor that is added to, or to a list of
 # tensors that are as good if they are joined along their first dimension.
-Sums = Mapping[str, Any]
+State = Mapping[str, Any]
 _IDENTITY = "fit.json"
 
 
@@ -81,7 +81,7 @@ class Checkpoint:
                 temporary.write_text(now, encoding="utf-8")
         ranks.exchange(None)
 
-    def begin(self, sums: Sums, keys: Mapping[str, Any]) -> Seen:
+    def begin(self, sums: State, keys: Mapping[str, Any]) -> Seen:
         """Begin the next pass: put what was saved back into `sums`; `keys` are its keys by name."""
         self._number += 1
         self._path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"

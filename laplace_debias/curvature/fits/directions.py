@@ -30,9 +30,9 @@ _SYMMETRIC_FROM = 256
 class Rows:
     """A factor of few examples, or of few directions, of which no matrix `[d, d]` is made.
 
-    It is `rowsᵀ rows`, of rows `[n, *groups, d]` with n at most half of d, and an unknown rest of
-    known trace in other directions. Of more rows than `most` a sum keeps the leading directions,
-    half as many.
+    It is `rowsᵀ rows`, of rows `[n, *groups, d]`, and an unknown rest of known trace in other
+    directions. Without `most`, n is at most half of d. Of more rows than `most` a sum keeps the
+    leading directions, half as many.
     """
 
     rows: Float[Tensor, "n *groups d"]

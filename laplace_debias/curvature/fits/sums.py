@@ -170,8 +170,8 @@ class ForwardPasses:
 def check_finite_sums(sums: Mapping[Block, Factor]) -> None:
     """Require what was summed over the data to be finite, block by block.
 
-    What is not finite in one batch is not in the sum either, so that the host waits for the device
-    once, behind the last batch.
+    A sum is finite only if each batch's part is. So the host waits for the device once, behind the
+    last batch.
     """
     extremes = []
     for value in sums.values():

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.checkpoint import Checkpoint, Seen, Sums
+from laplace_debias.curvature.fits.checkpoint import Checkpoint, Seen, State
 from laplace_debias.curvature.fits.directions import Factor
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
-from laplace_debias.curvature.layers.backends import Stream
+from laplace_debias.curvature.layers.backends import Backend
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.tap import Tap
@@ -34,7 +34,7 @@ class Problem:
     over `ranks`, and passes over the data saved in `checkpoint`.
 
     Attributes:
-        tap: A tap of the network, which is the `stream` unless BackPACK is.
+        tap: A tap of the network, which is the `backend` unless BackPACK is.
         network: The `shadow` of the trained network that is run.
         dtype: That of the Bayesian parameters.
         device: Where these are.
@@ -42,7 +42,7 @@ class Problem:
 
     cotangents: Cotangents
     blocks: Sequence[Block]
-    stream: Stream
+    backend: Backend
     factor_dtype: torch.dtype
     memory_bound: int | None
     ranks: Ranks = ALONE
@@ -54,7 +54,7 @@ class Problem:
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
-        tap = self.stream if isinstance(self.stream, Tap) else self.stream.tap
+        tap = self.backend if isinstance(self.backend, Tap) else self.backend.tap
         parameter = tap.network.get_parameter(self.blocks[0].parameters[0])
         vars(self).update(
             tap=tap, network=tap.network, dtype=parameter.dtype, device=parameter.device
@@ -69,9 +69,9 @@ class CurvatureFit:
     seen: Seen
 
 
-# A chunk's output gradients take this share of the memory bound: larger chunks are slower, as they
-# leave the processor's cache.
-_SHARE = 4
+# A chunk's output gradients take one of so many parts of the memory bound: larger chunks leave the
+# processor's cache.
+_PARTS = 4
 
 
 class Sweep:
@@ -102,7 +102,7 @@ class Sweep:
         measure: Callable[[nn.Module, Block, Uses], Any] | None = None,
         *,
         as_rows: Mapping[Block, tuple[bool, bool]] | None = None,
-        sums: Sums | None = None,
+        sums: State | None = None,
         row_bytes: int = 0,
     ) -> None:
         self.problem, self.add, self.measure, self.as_rows = problem, add, measure, as_rows
@@ -169,9 +169,9 @@ class Sweep:
         size = tap.output_bytes + self.row_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example", problem.device)
         self.columns = min(columns, bound // size)
-        if self.measure is None and tap.one_by_one and problem.stream is tap:
+        if self.measure is None and tap.one_by_one and problem.backend is tap:
             self.columns = 1
-        self.examples = max(1, bound // (_SHARE * self.columns * size))
+        self.examples = max(1, bound // (_PARTS * self.columns * size))
         tap.forget()
 
     def _batch(self, place: int, pair: tuple[Any, ...]) -> None:
@@ -228,7 +228,7 @@ class Sweep:
 
         `added` counts how often each block was reached; what was added `before` is left out.
         """
-        problem, stream = self.problem, self.problem.stream
+        problem, backend = self.problem, self.problem.backend
         x, y = take(pair[0], part), pair[1][part]
         weights = pair[2][part] if len(pair) > 2 else None
         masks: Mapping[str, Masks] = {}
@@ -236,7 +236,7 @@ class Sweep:
             assert self.positions is not None
             # Before the batch is moved: what finds padding reads it on the CPU.
             masks = self.positions.find(x, y)
-        outputs = stream.forward(move(x, problem.device, None))
+        outputs = backend.forward(move(x, problem.device, None))
         check_outputs(outputs)
         cotangents, nll = problem.cotangents(outputs.detach(), y, place + part.start, weights)
         roots = None if weights is None else weights.sqrt()
@@ -244,7 +244,7 @@ class Sweep:
             cotangents = by_example(cotangents, roots, 1)
         parts = cotangents.split(self.columns)
         for index, columns in enumerate(parts, start=1):
-            for number, layer, uses in stream.backward(outputs, columns, index < len(parts)):
+            for number, layer, uses in backend.backward(outputs, columns, index < len(parts)):
                 block = problem.blocks[number]
                 if added[block] >= before[block]:
                     # Further cotangents of the same examples come with the same inputs.

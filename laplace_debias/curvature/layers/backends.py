@@ -81,7 +81,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
     return None
 
 
-class BackpackStream:
+class BackpackTap:
     """A sequential network that BackPACK pushes cotangents through, in the place of a `tap` of it.
 
     What goes into the layers is kept from a forward pass to the last part of its cotangents.
@@ -149,14 +149,14 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
     return product
 
 
-Stream = Tap | BackpackStream
+Backend = Tap | BackpackTap
 """Runs batches forward and back, and yields blocks on the way."""
 
 
 def choose_backend(
     model: nn.Module, name: str, blocks: Sequence[Block] = ()
-) -> Callable[[Tap, Sequence[Block]], Stream]:
-    """The backend of a name, which makes a stream of a tap and the blocks wanted.
+) -> Callable[[Tap, Sequence[Block]], Backend]:
+    """Choose the backend of a name, as a function of a tap and the blocks wanted.
 
     `"auto"` is BackPACK where it can be trusted, hooks elsewhere.
     """
@@ -169,7 +169,7 @@ def choose_backend(
         if obstacle is None and block.role == "entries":
             obstacle = f"{block.name} belongs to no layer that it knows"
     if obstacle is None:
-        return BackpackStream
+        return BackpackTap
     if name == "auto":
         return Tap.at
     raise NotImplementedError(

@@ -1,8 +1,7 @@
 """The layer as K-FAC sees it: rows of activations times rows of output gradients.
 
 A layer's weight gradient for one cotangent is `Σ_t g_t a_tᵀ` over its T positions. This file turns
-a layer's input and output gradients into these rows and sums; it is the one place that knows layer
-types.
+a layer's input and output gradients into these rows and sums, each layer type in its own way.
 """
 
 from collections.abc import Iterator, Sequence

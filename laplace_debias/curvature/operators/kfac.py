@@ -163,9 +163,9 @@ class KFAC(Permuted):
                     "(`detach`, `no_grad`, an unused branch): leave them out with params=."
                 )
             blocks = resolved.blocks
-            stream = choose_backend(unwrapped(model), backend, blocks)(tap, blocks)
+            made = choose_backend(unwrapped(model), backend, blocks)(tap, blocks)
             how = factor_dtype, memory_bound, current()
-            problem = Problem(cotangents, blocks, stream, *how)
+            problem = Problem(cotangents, blocks, made, *how)
             fitted = self._fit(problem, of_loss, None if magnitudes is None else measured)
         order = parameter_order(tap.network, network.names, blocks)
         Permuted.__init__(

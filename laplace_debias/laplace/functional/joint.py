@@ -61,7 +61,7 @@ def joint_moments(
         batch, num_columns = mean.shape
         covariance = mean.new_zeros(batch, num_columns, batch, num_columns)
         accumulator = DenseMoments if DENSE_BLOCK in posterior.curvature.blocks else BlockMoments
-        moments = accumulator(known.blocks, posterior, deltas[None], False, joint_jacobians)
+        of_blocks = accumulator(known.blocks, posterior, deltas[None], False, joint_jacobians)
         least = min(batch, 2)
         what, remedy = f"a joint covariance of {least} example(s)", ", or ask for some outputs"
         request = OutputRequest(False, chosen, fitted.subject.settings.memory_bound)
@@ -72,7 +72,7 @@ def joint_moments(
             check_outputs(of_part)
             columns = unit_columns(of_part, None if chosen is None else chosen[part])
             total = mean.new_zeros(1, 1, *[len(part) * num_columns] * 2)
-            moments.add(total, tap.backward(of_part, columns))
+            of_blocks.add(total, tap.backward(of_part, columns))
             by_example = total.view(*[len(part), num_columns] * 2)
             covariance[part[:, None], :, part] = by_example.permute(0, 2, 1, 3)
         check_covariance(covariance, deltas)

@@ -1,4 +1,4 @@
-"""Mean and covariance of a fit's linearised network, exact, without a Jacobian."""
+"""Mean and covariance of a fit's linearised network, exact; whole Jacobians are never held."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -229,7 +229,7 @@ def _in_chunks(
     tap, batch = Tap(asked.network, blocks), num_examples(asked.x)
     is_dense = DENSE_BLOCK in posterior.curvature.blocks
     accumulator = DenseMoments if is_dense else BlockMoments
-    moments = accumulator(blocks, posterior, deltas, request.diagonal)
+    of_blocks = accumulator(blocks, posterior, deltas, request.diagonal)
     means, covariances = [], []
     start, chunk = 0, 1  # The first example shows how much memory one takes.
     while start < batch:
@@ -245,15 +245,15 @@ def _in_chunks(
         size = [num_outputs] * (1 if request.diagonal else 2)
         total = outputs.new_zeros(len(deltas), len(flat), *size)
         if calls is None:
-            chunk = _add(total, tap, moments, outputs, chosen, request, batch - start)
+            chunk = _add(total, tap, of_blocks, outputs, chosen, request, batch - start)
             if len(flat) == 1 < min(chunk, batch - start):
                 means.pop()
                 continue
         else:
             weight = asked.network.get_parameter(f"{calls.path}.weight".lstrip(".")).detach()
             wanted = Wanted.of(weight, calls.x, chosen)
-            assert isinstance(moments, BlockMoments)
-            chunk = _add_through(total, tap, moments, calls, wanted, request) or chunk
+            assert isinstance(of_blocks, BlockMoments)
+            chunk = _add_through(total, tap, of_blocks, calls, wanted, request) or chunk
         covariances.append(total)
         start += len(flat)
     mean, covariance = torch.cat(means), torch.cat(covariances, dim=1)
@@ -268,7 +268,7 @@ def _in_chunks(
 def _add(
     total: Float[Tensor, "grid batch m *again"],
     tap: Tap,
-    moments: BlockMoments | DenseMoments,
+    of_blocks: BlockMoments | DenseMoments,
     outputs: Float[Tensor, "batch *outputs"],
     chosen: Int[Tensor, "batch m"] | None,
     request: OutputRequest,
@@ -278,7 +278,7 @@ def _add(
 
     Where these are more than a single example that came, and are `left`, they begin with it again.
     """
-    blocks, added = moments.blocks, moments.add_last_layer(total, tap, outputs, chosen)
+    blocks, added = of_blocks.blocks, of_blocks.add_last_layer(total, tap, outputs, chosen)
     num_columns = total.shape[2] - (request.differences and total.shape[2] > 1)
     gradients, at_once = tap.output_bytes, num_columns
     bound = request.memory_bound or MEMORY_BOUND * ROOM[outputs.device.type]
@@ -297,14 +297,14 @@ def _add(
         if request.differences:
             columns = columns - unit_columns(outputs, chosen, slice(-1, None))
         into = total[:, :, some] if request.diagonal else total[:, :, some, some]
-        moments.add(into, tap.backward(outputs, columns, some.stop < num_columns, skipped))
+        of_blocks.add(into, tap.backward(outputs, columns, some.stop < num_columns, skipped))
     return chunk
 
 
 def _add_through(
     total: Float[Tensor, "grid batch m *again"],
     tap: Tap,
-    moments: BlockMoments,
+    of_blocks: BlockMoments,
     calls: LinearCalls,
     wanted: Wanted,
     request: OutputRequest,
@@ -316,7 +316,7 @@ def _add_through(
     the rows $w_c$; where these are more than $p \cdot d$, the covariance $\Sigma_h$ is computed,
     and $w_c^\top \Sigma_h w_{c'}$ of it.
     """
-    blocks, chunk = moments.blocks, None
+    blocks, chunk = of_blocks.blocks, None
     in_head = [i for i, block in enumerate(blocks) if block.layer == calls.path]
     if calls.x.requires_grad:
         below = [block for i, block in enumerate(blocks) if i not in in_head]
@@ -327,7 +327,7 @@ def _add_through(
         most, bound = columns_at_once(of_h, num_columns, gradients, below, wanted.h, remedy)
         at_once = min(num_columns, most)
         of_columns = BlockMoments(
-            blocks, moments.posterior, moments.prior_precisions, of_h.diagonal
+            blocks, of_blocks.posterior, of_blocks.prior_precisions, of_h.diagonal
         )
         for begin in range(0, num_columns, at_once):
             some = slice(begin, min(begin + at_once, num_columns))
@@ -344,8 +344,8 @@ def _add_through(
         )
     tap.forget()
     for index in in_head:
-        deltas = moments.prior_precisions[:, index]
-        total += head_products(blocks[index], moments.posterior, deltas, wanted, request.diagonal)
+        deltas = of_blocks.prior_precisions[:, index]
+        total += head_products(blocks[index], of_blocks.posterior, deltas, wanted, request.diagonal)
     return chunk
 
 

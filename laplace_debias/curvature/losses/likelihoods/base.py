@@ -74,7 +74,8 @@ class Likelihood(ABC):
     ) -> Distribution:
         """p(y) for Gaussian outputs `f ~ N(mean, covariance)`; at `f = mean` for None.
 
-        Closed form: exact for the Gaussian, the probit approximation (MacKay, 1992) for the others.
+        Closed form: exact for the Gaussian of one σ, its first two moments where each output has a
+        σ of its own, the probit approximation (MacKay, 1992) for classes and labels.
 
         Args:
             mean: `[B, C]`, or `[B, ..., C]`.
