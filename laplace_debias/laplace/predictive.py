@@ -172,7 +172,9 @@ def _moments_for(
     diagonal, differences = fitted.subject.likelihood.variances_suffice, False
     if names and type(fitted.subject.likelihood) is CategoricalLikelihood:
         diagonal, differences = set(names) == {"probit"}, "probit" not in names
-    mean, covariances = linearised.moments(fitted, x, grid, diagonal, None, positions, differences)
+    mean, covariances = linearised.moments(
+        fitted, x, grid, diagonal, positions=positions, differences=differences
+    )
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)
     return mean, covariances
