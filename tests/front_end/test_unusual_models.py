@@ -68,11 +68,11 @@ def test_outputs_overwritten_in_place_have_the_dense_variance(ending, curvature)
 
 
 class TiedHead(nn.Module):
-    """A language model whose head is the embedding's weight."""
+    """A language model whose head is the embedding's weight, and which has a token of padding."""
 
     def __init__(self):
         super().__init__()
-        self.table, self.layer = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.table, self.layer = nn.Embedding(7, 4, 3), nn.Linear(4, 4)
 
     def forward(self, tokens):
         return F.linear(torch.tanh(self.layer(self.table(tokens))), self.table.weight)
@@ -96,7 +96,7 @@ def is_that_of_dense_jacobians(la, x):
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full", "lowrank"])
 def test_a_tied_head_has_the_curvature_of_both_uses(curvature):
-    data = [(torch.randint(7, (5, 3)), torch.randint(7, (5, 3)))]
+    data = [(torch.randint(2, 5, (5, 3)), torch.randint(7, (5, 3)))]
     model = TiedHead().double().eval()
     is_that_of_dense_jacobians(Laplace(model, curvature=curvature).fit_batches(data), data[0][0])
 

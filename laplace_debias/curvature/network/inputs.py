@@ -10,9 +10,11 @@ from operator import itemgetter
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from laplace_debias.curvature.network.shadow import wide
 
@@ -73,7 +75,7 @@ def call(
     if parameters is None:
         with layer_by_layer():
             return logits_of(model(*arguments, **named))
-    with layer_by_layer(), plain_attention():
+    with differentiable():
         return logits_of(functional_call(model, dict(parameters), arguments, named))
 
 
@@ -126,8 +128,37 @@ def layer_by_layer() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
-plain_attention = SharedSetting(partial(sdpa_kernel, SDPBackend.MATH))
-"""Keeps attention from its fused kernels, which have no forward derivative."""
+# Keeps attention from its fused kernels, which have no forward derivative.
+_plain_attention = SharedSetting(partial(sdpa_kernel, SDPBackend.MATH))
+
+
+class _FixedPadding(TorchFunctionMode):
+    """Keeps an embedding's row of `padding_idx` fixed in every derivative, as it is in training.
+
+    torch's forward derivatives have that row, and so have those of a table for each example.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return (_embedding if func is F.embedding else func)(*args, **(kwargs or {}))
+
+
+def _embedding(
+    x: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    rows = F.embedding(x, weight, padding_idx, *args, **kwargs)
+    if padding_idx is None:
+        return rows
+    is_padding = (x == padding_idx % len(weight)).unsqueeze(-1)
+    return torch.where(is_padding, rows.detach(), rows)
+
+
+@contextmanager
+def differentiable() -> Iterator[None]:
+    """Within, a model has derivatives forward and back, of every order, that agree."""
+    with layer_by_layer(), _plain_attention(), _FixedPadding():
+        yield
 
 
 def num_examples(inputs: Inputs) -> int:

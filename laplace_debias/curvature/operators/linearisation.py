@@ -15,8 +15,7 @@ from laplace_debias.curvature.losses import Labels, OutputLoss
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     SharedSetting,
-    layer_by_layer,
-    plain_attention,
+    differentiable,
     tensors_of,
     with_tensors,
 )
@@ -205,7 +204,7 @@ _QUIET = SharedSetting(_quiet)
 def _differentiable_kernels(network: Network) -> Iterator[None]:
     """Keep attention and recurrent layers to kernels with all derivatives of second order."""
     recurrence = _PLAIN_RECURRENCE() if network.is_recurrent else nullcontext()
-    with layer_by_layer(), plain_attention(), recurrence:
+    with differentiable(), recurrence:
         yield
 
 
