@@ -87,12 +87,10 @@ def test_what_a_scheme_says_itself_is_refused(model, options):
         Laplace(model).fit(Split(A, B), **options)
 
 
-@pytest.mark.parametrize(
-    ("data", "mode", "bars"), [(A, "mini", 1), ([*A, *B], "debiased", 2), (Split(A, B), "full", 2)]
-)
-def test_progress_is_shown_of_all_that_a_fit_reads(model, capsys, data, mode, bars):
+@pytest.mark.parametrize(("data", "mode"), [([*A, *B], "debiased"), (Split(A, B), "full")])
+def test_progress_is_shown_of_all_that_a_fit_reads(model, capsys, data, mode):
     Laplace(model).fit(data, mode, 50, progress=True)
-    assert capsys.readouterr().err.count("0/1") == bars
+    assert capsys.readouterr().err.count("0/1") == 2
 
 
 def test_illegal_combinations_cannot_be_written(model):

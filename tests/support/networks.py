@@ -45,7 +45,7 @@ def frozen():
 
 def in_place(self, x):
     h = self.one(x)
-    h += 0.5
+    h[:, 0] += 0.5
     F.relu_(h)
     return self.two(h)
 
@@ -60,6 +60,11 @@ def masked(self, x):
     """Shapes depend on values: a program of one batch would be wrong for the next."""
     h = self.one(x)
     return self.two(torch.zeros_like(h).masked_scatter(h > 0, h[h > 0] ** 2))
+
+
+def product(self, x):
+    """torch's derivative forward is not the adjoint of the one back, which is right."""
+    return self.two(torch.ones_like(h := self.one(x)).scatter_reduce(1, h.long() * 0, h, "prod"))
 
 
 def layers():
@@ -85,7 +90,7 @@ MODELS = {
     ),
     "embedding": lambda: Net(
         lambda self, x: self.two(self.one((x > 0).long()).flatten(1).tanh()),
-        one=nn.Embedding(2, 2),
+        one=nn.Embedding(2, 2, padding_idx=1),
         two=nn.Linear(6, 3),
     ),
     "recurrent": lambda: Net(
@@ -98,11 +103,12 @@ MODELS = {
     "in place": lambda: Net(in_place, **layers()),
     "by value": lambda: Net(by_value, **layers()),
     "masked": lambda: Net(masked, **layers()),
+    "product": lambda: Net(product, **layers()),
     "unused": lambda: Net(
         lambda self, x: self.two(self.one(x).tanh()), **layers(), spare=nn.Linear(2, 2)
     ),
 }
-RECORDED = ("by value", "masked")  # graphs of automatic differentiation, not programs
+RECORDED = ("by value", "masked", "product")  # graphs of automatic differentiation, not programs
 
 
 def build(name, dtype=torch.float64):

@@ -31,11 +31,8 @@ class Tied(nn.Module):
         self.b.weight = self.a.weight
 
     def forward(self, x):
-        return (
-            self.head(torch.tanh(self.b(torch.tanh(self.a(x.flatten(0, 1))))))
-            .view(len(x), -1, 3)
-            .mean(1)
-        )
+        h = torch.tanh(self.b(torch.tanh(self.a(x.flatten(0, 1)))))
+        return self.head(h).view(len(x), -1, 3).mean(1)
 
 
 class TiedHead(nn.Module):
@@ -158,6 +155,17 @@ class TimeFirst(nn.Module):
         return self.head(self.attention(x, x, x)[0].mean(0))
 
 
+class Prototypes(nn.Module):
+    """Distances from points that are learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.points = nn.Linear(3, 3), nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x):
+        return torch.cdist(self.embed(x), self.points).mean(1)
+
+
 def _mean(*layers):
     return nn.Sequential(*layers, _MeanOverPositions(), nn.Linear(3, 3))
 
@@ -194,6 +202,7 @@ NETWORKS = {
     "parameter list": Several,
     "PReLU": lambda: _mean(nn.Linear(3, 3), nn.PReLU()),
     "attention, time first": TimeFirst,
+    "prototypes": Prototypes,
 }
 """By a name; all take inputs `[B, 4, 3]`, or of a "tied head" tokens `[B, 4]`."""
 

@@ -168,14 +168,11 @@ def curvature_blocks(
         path, _, key = name.rpartition(".")
         holders, layer = owners[id(parameters[name])], paths[path]
         # A subclass may compute the same as the layer; `resolve` finds out.
-        match layer:
-            case nn.MultiheadAttention():
-                is_of_layer = is_attention(layer) and layer.bias_k is None
-            case nn.Embedding() if layer.max_norm or layer.scale_grad_by_freq:
-                is_of_layer = False
-            case _:
-                is_known = isinstance(layer, LAYERS) or is_hugging_face_conv1d(layer)
-                is_of_layer = is_known and key in ("weight", "bias")
+        if isinstance(layer, nn.MultiheadAttention):
+            is_of_layer = is_attention(layer) and layer.bias_k is None
+        else:
+            is_known = isinstance(layer, LAYERS) or is_hugging_face_conv1d(layer)
+            is_of_layer = is_known and key in ("weight", "bias")
         if len(holders) > 1 or not is_of_layer:
             by_calls.setdefault(name, holders)
     blocks: list[Block] = []

@@ -209,8 +209,9 @@ def _wrong(
     faults |= tap.faults
     uses: dict[Block, tuple[nn.Module, Uses]] = {}
     if outputs.shape == reference.cotangent.shape:
-        cotangent = reference.cotangent.unsqueeze(0)
-        for number, layer, of_block in tap.backward(outputs, cotangent, strict=False):
+        # Not one column alone: some gradients of torch are wrong where several come at once.
+        columns = torch.stack([-reference.cotangent, reference.cotangent])
+        for number, layer, of_block in tap.backward(outputs, columns, strict=False):
             uses[blocks[number]] = layer, of_block
     wrong: dict[Block, Exception] = {}
     norms: dict[Block, Tensor] = {}
@@ -246,12 +247,12 @@ def _wrong(
 def _deviation(
     block: Block, layer: nn.Module, uses: Uses, expected: Float[Tensor, "batch size"]
 ) -> Float[Tensor, "2 batch"]:
-    """By how much a block's Jacobian along the one cotangent is off, and its norm, by example."""
+    """By how much a block's Jacobian along the last cotangent is off, and its norm, by example."""
     off = expected.clone()
     matrices = off.view(len(off), *block.groups, *block.shape)
     for part, J, columns in rotated_jacobians(layer, block, uses, None, None):
         if columns is None:
-            matrices[part] -= J[:, 0]
+            matrices[part] -= J[:, -1]
         else:
-            matrices[part].index_add_(-1, columns, J[:, 0], alpha=-1)
+            matrices[part].index_add_(-1, columns, J[:, -1], alpha=-1)
     return torch.stack([off.norm(dim=1), expected.norm(dim=1)])

@@ -132,21 +132,13 @@ def layer_by_layer() -> Iterator[None]:
 _plain_attention = SharedSetting(partial(sdpa_kernel, SDPBackend.MATH))
 
 
-class _FixedPadding(TorchFunctionMode):
-    """Keeps an embedding's row of `padding_idx` fixed in every derivative, as it is in training.
-
-    torch's forward derivatives have that row, and so have those of a table for each example.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        return (_embedding if func is F.embedding else func)(*args, **(kwargs or {}))
-
-
 def _embedding(
     x: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
+    """Keeps the row of `padding_idx` fixed in every derivative, as it is in training.
+
+    torch's forward derivatives have that row, and so have those of a table for each example.
+    """
     rows = F.embedding(x, weight, padding_idx, *args, **kwargs)
     if padding_idx is None:
         return rows
@@ -154,10 +146,33 @@ def _embedding(
     return torch.where(is_padding, rows.detach(), rows)
 
 
+# Instead of torch's own, of which not all derivatives are there or right.
+_IN_PLACE_OF: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    F.embedding: _embedding,
+    # No second derivative.
+    F.hardsigmoid: lambda x, inplace=False: F.relu6(x + 3) / 6,
+    # Wrong gradients of several examples, and along several columns, at once.
+    torch.cdist: lambda x, y, p=2.0, compute_mode="": torch.linalg.vector_norm(
+        x.unsqueeze(-2) - y.unsqueeze(-3), p, -1
+    ),
+    # A second derivative that is not symmetric.
+    torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
+}
+
+
+class _Agreeing(TorchFunctionMode):
+    """Runs the functions of `_IN_PLACE_OF`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return _IN_PLACE_OF.get(func, func)(*args, **(kwargs or {}))
+
+
 @contextmanager
 def differentiable() -> Iterator[None]:
     """Within, a model has derivatives forward and back, of every order, that agree."""
-    with layer_by_layer(), _plain_attention(), _FixedPadding():
+    with layer_by_layer(), _plain_attention(), _Agreeing():
         yield
 
 

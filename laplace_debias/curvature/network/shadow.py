@@ -30,6 +30,7 @@ def shadow(model: nn.Module) -> nn.Module:
 
     The copy is in eval mode, its parameters require no gradient, and modules that would work in
     place (`nn.ReLU(inplace=True)`) do not, so that a layer's output stays what the layer computed.
+    Gradients of embeddings are dense, and not divided by how often a token is in the batch.
     """
     memo: dict[int, object] = {}
     for module in model.modules():
@@ -60,6 +61,8 @@ def shadow(model: nn.Module) -> nn.Module:
     for module, copied in zip(model.modules(), twin.modules(), strict=False):
         if getattr(copied, "inplace", False) is True:
             copied.inplace = False  # type: ignore[assignment]
+        if isinstance(copied, (nn.Embedding, nn.EmbeddingBag)):
+            copied.sparse = copied.scale_grad_by_freq = False
         for name, kept in vars(module).items():
             if type(kept) is dict and not name.startswith("_"):
                 for key, value in kept.items():

@@ -20,7 +20,7 @@ from laplace_debias.curvature.network.inputs import (
     with_tensors,
 )
 from laplace_debias.curvature.network.network import Network
-from laplace_debias.curvature.operators.tracing import Program, Tensors, trace
+from laplace_debias.curvature.operators.tracing import Program, Tensors, UntraceableError, trace
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
@@ -79,9 +79,12 @@ class Lineariser:
             # The adjoint is linear in its cotangent u, so that its own adjoint is the Jacobian.
             u = torch.zeros_like(outputs, requires_grad=True)
             adjoint = _gradients((outputs,), leaves, (u,), create_graph=True)
-        maps = partial(_gradients, adjoint, (u,)), partial(_gradients, (outputs,), leaves)
+        maps = map(
+            _side_by_side,
+            (partial(_gradients, adjoint, (u,)), partial(_gradients, (outputs,), leaves)),
+        )
         num_bytes = _graph_bytes([outputs, *adjoint], network.state)
-        return Linearisation(outputs.detach(), maps, num_bytes)
+        return Linearisation(outputs.detach(), tuple(maps), num_bytes)
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
         """The Hessian, in the parameters, of the loss's sum over a batch."""
@@ -106,7 +109,7 @@ class Lineariser:
             outputs = network.outputs(leaves, inputs)
             value = loss.value(outputs, labels)
             gradient = _gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
-        hessian = partial(_gradients, gradient, leaves)
+        hessian = _side_by_side(partial(_gradients, gradient, leaves))
         return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
 
     def _points(self, inputs: Inputs) -> list[Tensor]:
@@ -146,7 +149,9 @@ class Lineariser:
             if kind not in self.programs:
                 # Recording is torch's business of one thread, too.
                 with FORWARD_MODE, _differentiable_kernels(self._network), _QUIET():
-                    self.programs[kind] = trace(function, points, vectors())
+                    program = trace(function, points, vectors())
+                    _check_adjoint(_evaluate(program, points, ()), self._network.parameters)
+                    self.programs[kind] = program
         # Whatever recording raises (control flow that looks at values, operations without a forward
         # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
         # more, and raise what is the model's own fault.
@@ -208,24 +213,53 @@ def _differentiable_kernels(network: Network) -> Iterator[None]:
         yield
 
 
+def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
+    """Require that the last map is the first one's adjoint, as not all of torch's rules agree."""
+    drawn = torch.Generator(parameters[0].device).manual_seed(0)
+    v = [torch.randn(p.shape, generator=drawn, dtype=p.dtype, device=p.device) for p in parameters]
+    u = linearisation.maps[0](v, False)
+    square = _product(u, u)
+    allowed = torch.finfo(v[0].dtype).eps ** 0.5 * square
+    if not abs(_product(linearisation.maps[-1](u, False), v) - square) <= allowed:
+        raise UntraceableError("derivatives forward and back differ")
+
+
+def _product(x: Tensors, y: Tensors) -> float:
+    return sum(float((a * b).sum()) for a, b in zip(x, y, strict=True))
+
+
 def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linearisation:
     with torch.no_grad():
         residuals = program.at(*points)
-    maps = []
-    for function, used in program.maps:
-        maps.append(partial(_applied, function, [residuals[i] for i in used]))
+    maps = [
+        _side_by_side(partial(_applied, function, [residuals[i] for i in used]))
+        for function, used in program.maps
+    ]
     return Linearisation(residuals[0], tuple(maps), _num_bytes(residuals, not_counted))
+
+
+def _side_by_side(one: Map) -> Map:
+    """The same map, of several vectors one after the other where torch cannot do it at once."""
+
+    def of(vector: Tensors, batched: bool) -> Tensors:
+        try:
+            return one(vector, batched)
+        except RuntimeError as error:
+            if not batched or is_out_of_memory(error):
+                raise
+        found = [one(v, False) for v in zip(*vector, strict=True)]
+        return [torch.stack(of_all) for of_all in zip(*found, strict=True)]
+
+    return of
 
 
 def _applied(
     function: Callable[..., Tensors], held: Tensors, vector: Tensors, batched: bool
 ) -> Tensors:
     """A function of residuals and of a vector, or of several vectors side by side."""
+    in_dims = (*(None,) * len(held), *(0,) * len(vector))
     with torch.no_grad():
-        if not batched:
-            return function(*held, *vector)
-        in_dims = (*(None,) * len(held), *(0,) * len(vector))
-        return vmap(function, in_dims)(*held, *vector)
+        return (vmap(function, in_dims) if batched else function)(*held, *vector)
 
 
 def _num_bytes(held: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
@@ -248,15 +282,24 @@ def _gradients(
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if pairs:
-        gradients = torch.autograd.grad(
-            [f for f, _ in pairs],
-            inputs,
-            [c for _, c in pairs],
-            retain_graph=True,
-            create_graph=create_graph,
-            is_grads_batched=batched,
-            allow_unused=True,
-        )
+        try:
+            gradients = torch.autograd.grad(
+                [f for f, _ in pairs],
+                inputs,
+                [c for _, c in pairs],
+                retain_graph=True,
+                create_graph=create_graph,
+                is_grads_batched=batched,
+                allow_unused=True,
+            )
+        except RuntimeError as error:
+            if "not implemented" not in str(error):
+                raise
+            raise NotImplementedError(
+                "The model cannot be differentiated twice, as operators do: torch lacks a "
+                f"derivative ({error}). Replace what it belongs to (nn.EmbeddingBag by "
+                "nn.Embedding and a sum, say), or use Laplace or KFAC, which differentiate once."
+            ) from error
     return [
         x.new_zeros(*lead, *x.shape) if g is None else g
         for x, g in zip(inputs, gradients, strict=True)

@@ -75,7 +75,9 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"inline": _inline, "tidy": _tidy, "duration": duration, "size": size}
+    environment.filters |= {"inline": _inline, "duration": duration, "size": size}
+    # Numbers and their percent signs stay on one line.
+    environment.filters["tidy"] = lambda text: text.replace(" %", "\u00a0%")
     config = run.folder / "config.yaml"
     main, differences = main_table(run), difference_tables(run)
     intervals = [
@@ -105,11 +107,6 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
         num_test=num_test,
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
     )
-
-
-def _tidy(text: str) -> str:
-    """Keeps numbers and their percent signs on one line."""
-    return text.replace(" %", "\u00a0%")
 
 
 def _swatch(look: Look) -> dict[str, str]:
