@@ -18,7 +18,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
 )
 from laplace_debias.curvature.network.chosen_positions import Positions
-from laplace_debias.curvature.network.inputs import Inputs, Record, call, take
+from laplace_debias.curvature.network.inputs import Inputs, Record, call, quiet, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
@@ -28,6 +28,7 @@ from laplace_debias.metrics import Uncertainty
 from laplace_debias.metrics import uncertainty as of_probabilities
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.checks import check_generator, whole
+from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
 # Numbers in the covariances of several temperatures together, at most.
@@ -276,6 +277,7 @@ def outputs_of_samples(
     # One thread at a time. Reverse mode twice would need no lock, but for a convolutional network
     # it takes twice as long on a CPU, and it holds the activations of a batch twice over.
     lock: AbstractContextManager = FORWARD_MODE if linear else nullcontext()
+    one = linear_outputs if linear else outputs_of
     for rows in parameters.split(SAMPLES_AT_ONCE):
         columns = rows.split(sizes, dim=1)
         samples = {
@@ -283,8 +285,15 @@ def outputs_of_samples(
             for (name, value), part in zip(at.items(), columns, strict=True)
         }
         # For some of the samples only, so that other threads take turns.
-        with torch.no_grad(), lock:
-            results.append(vmap(linear_outputs if linear else outputs_of)(samples))
+        with torch.no_grad(), lock, quiet():
+            try:
+                results.append(vmap(one)(samples))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                # Recurrent layers cannot be vectorised.
+                each = ({n: x[i] for n, x in samples.items()} for i in range(len(rows)))
+                results += [one(sample).unsqueeze(0) for sample in each]
     outputs = torch.cat(results)
     check_outputs(outputs.flatten(0, 1))
     return outputs

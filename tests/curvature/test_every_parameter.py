@@ -11,13 +11,6 @@ from laplace_debias.curvature import KFAC
 NETWORKS = list(unusual_parameters.NETWORKS)
 
 
-def ggn(model, x, J):
-    """`[D, D]`, of the mean loss."""
-    p = model(x).softmax(1).detach()
-    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
-    return (J.mT @ H @ J).mean(0)
-
-
 SOME = ("class token", "tied layers", "LSTM, time first", "relative positions")
 SLOW = pytest.mark.slow
 OTHERS_SLOW = [n if n in SOME else pytest.param(n, marks=SLOW) for n in NETWORKS]
@@ -36,7 +29,7 @@ def test_curvature_and_functional_covariance_are_the_dense_ones(name, curvature)
     names = la.param_names
     assert names == [n for n, _ in model.named_parameters()]
     J = oracle.flat_jacobian(model, x, names)
-    exact = ggn(model, x, J)
+    exact = oracle.ggn(model, x, "classification", names)
     found = (la.posterior.precision.to_dense() - 0.7 * torch.eye(len(exact)).double()) / len(x)
     if curvature == "full":
         torch.testing.assert_close(found, exact)
@@ -100,6 +93,15 @@ def test_the_operator_takes_them_too(name):
     torch.testing.assert_close(K.to_dense(), C / len(x))
 
 
+@pytest.mark.parametrize("method", ["glm-mc", "nn"])
+def test_recurrent_layers_are_sampled(method):
+    model, x, y = unusual_parameters.network("LSTM")
+    model, x = model.float(), x.float()
+    la = Laplace(model, prior_precision=1e6).fit([(x, y)])
+    exact = la.predict(x).probs
+    torch.testing.assert_close(la.predict(x, method=method).probs, exact, atol=1e-3, rtol=0)
+
+
 def test_supported_parameters_are_those_that_their_layers_tell():
     model, x, y = unusual_parameters.network("class token")
     la = Laplace(model, params="supported").fit([(x, y)])
@@ -132,9 +134,7 @@ def test_windows_are_followed_whatever_their_number():
     batches = [(torch.randn(b, t, 3).double(), torch.randint(3, (b,))) for b, t in ((3, 4), (5, 8))]
     la = Laplace(model, curvature="full").fit(batches)
     assert {b.name for b in la._subject.known.blocks if b.calls} == {"gamma"}
-    exact = sum(
-        len(x) * ggn(model, x, oracle.flat_jacobian(model, x, la.param_names)) for x, _ in batches
-    )
+    exact = sum(len(x) * oracle.ggn(model, x, "classification", la.param_names) for x, _ in batches)
     torch.testing.assert_close(la.posterior.precision.to_dense() - torch.eye(len(exact)), exact)
 
 

@@ -302,12 +302,10 @@ def test_linearised_samples_follow_the_dense_jacobian(name):
     expected = case.model(case.x).detach() + torch.einsum("bcd,sd->sbc", J, draws - la.mean)
     close(outputs_of_samples(case.model, la.param_names, case.x, draws, True), expected)
     sampled = outputs_of_samples(case.model, la.param_names, case.x, draws, False)
-    sizes = [case.model.get_parameter(n).numel() for n in la.param_names]
+    shapes = [case.model.get_parameter(n).shape for n in la.param_names]
     for row, outputs in zip(draws, sampled, strict=True):
-        values = {
-            n: part.view_as(case.model.get_parameter(n))
-            for n, part in zip(la.param_names, row.split(sizes), strict=True)
-        }
+        parts = row.split([shape.numel() for shape in shapes])
+        values = {n: p.view(s) for n, p, s in zip(la.param_names, parts, shapes, strict=True)}
         close(outputs, functional_call(case.model, values, (case.x,)).detach())
 
 

@@ -55,7 +55,7 @@ class Call:
     def run(self, parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         """Run the module again, with other values for some of its parameters, by name."""
         arguments: Any = pytree.tree_unflatten(list(leaves), self.structure)
-        with kept_as_it_is(self.module.modules()), differentiable():
+        with kept_as_it_is(self.module.modules()), differentiable(self.module):
             if not self.path:
                 return [call(self.module, arguments, parameters)]
             found = functional_call(self.module, dict(parameters), *arguments)

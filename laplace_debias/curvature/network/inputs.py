@@ -2,8 +2,9 @@
 
 import hashlib
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import Context, copy_context
 from functools import partial
 from operator import itemgetter
@@ -75,7 +76,7 @@ def call(
     if parameters is None:
         with layer_by_layer():
             return logits_of(model(*arguments, **named))
-    with differentiable():
+    with differentiable(model):
         return logits_of(functional_call(model, dict(parameters), arguments, named))
 
 
@@ -169,10 +170,37 @@ class _Agreeing(TorchFunctionMode):
         return _IN_PLACE_OF.get(func, func)(*args, **(kwargs or {}))
 
 
+@SharedSetting
 @contextmanager
-def differentiable() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Without warnings of torch's parts about each other, and about a flag of graphics cards."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", message="TF32 acceleration")
+        yield
+
+
+@SharedSetting
+@contextmanager
+def _plain_recurrence() -> Iterator[None]:
+    with ExitStack() as stack:
+        # The switches set the flag along with the one that is meant.
+        with quiet():
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        try:
+            yield
+        finally:
+            with quiet():
+                stack.close()
+
+
+@contextmanager
+def differentiable(model: nn.Module) -> Iterator[None]:
     """Within, a model has derivatives forward and back, of every order, that agree."""
-    with layer_by_layer(), _plain_attention(), _Agreeing():
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    recurrence = _plain_recurrence() if is_recurrent else nullcontext()
+    with layer_by_layer(), _plain_attention(), _Agreeing(), recurrence:
         yield
 
 

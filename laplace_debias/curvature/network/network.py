@@ -1,6 +1,7 @@
 """A network as a function of its parameters, on a copy that leaves the user's alone."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
-from laplace_debias.curvature.network.inputs import Inputs, call, move, take
+from laplace_debias.curvature.network.inputs import Inputs, call, differentiable, move, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
@@ -81,7 +82,7 @@ class Network:
         self._fixed_names = tuple(name for name in copies if name not in self.names)
         self.fixed = tuple(copies[name] for name in self._fixed_names)
         self._call = _Call(twin)
-        self.is_recurrent = any(isinstance(module, nn.RNNBase) for module in twin.modules())
+        self.differentiable = partial(differentiable, twin)
 
     @property
     def state(self) -> tuple[Tensor, ...]:

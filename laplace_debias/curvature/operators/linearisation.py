@@ -1,8 +1,6 @@
 """Networks linearised once per batch, as programs or graphs, and multiplied many times."""
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -14,8 +12,7 @@ from torch.func import grad, jvp, vjp, vmap
 from laplace_debias.curvature.losses import Labels, OutputLoss
 from laplace_debias.curvature.network.inputs import (
     Inputs,
-    SharedSetting,
-    differentiable,
+    quiet,
     tensors_of,
     with_tensors,
 )
@@ -73,7 +70,7 @@ class Lineariser:
         program = self._program(inputs, (), function, points, vectors)
         if program is not None:
             return _evaluate(program, points, network.state)
-        with torch.enable_grad(), _differentiable_kernels(network):
+        with torch.enable_grad(), network.differentiable():
             leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
             outputs = network.outputs(leaves, inputs)
             # The adjoint is linear in its cotangent u, so that its own adjoint is the Jacobian.
@@ -104,7 +101,7 @@ class Lineariser:
             program = self._program(inputs, labels, function, points, lambda: (network.parameters,))
             if program is not None:
                 return _evaluate(program, points, network.state)
-        with torch.enable_grad(), _differentiable_kernels(network):
+        with torch.enable_grad(), network.differentiable():
             leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
             outputs = network.outputs(leaves, inputs)
             value = loss.value(outputs, labels)
@@ -148,7 +145,7 @@ class Lineariser:
         try:
             if kind not in self.programs:
                 # Recording is torch's business of one thread, too.
-                with FORWARD_MODE, _differentiable_kernels(self._network), _QUIET():
+                with FORWARD_MODE, self._network.differentiable(), quiet():
                     program = trace(function, points, vectors())
                     _check_adjoint(_evaluate(program, points, ()), self._network.parameters)
                     self.programs[kind] = program
@@ -176,41 +173,6 @@ def _kind_of(inputs: Inputs) -> object:
     if isinstance(inputs, dict):
         return type(inputs), tuple((key, of(x)) for key, x in inputs.items())
     return tuple(of(x) for x in inputs)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without warnings of torch's parts about each other, and about a flag of graphics cards."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", message="TF32 acceleration")
-        yield
-
-
-@contextmanager
-def _plain_recurrence() -> Iterator[None]:
-    with ExitStack() as stack:
-        # The switches set the flag along with the one that is meant.
-        with _quiet():
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        try:
-            yield
-        finally:
-            with _quiet():
-                stack.close()
-
-
-_PLAIN_RECURRENCE = SharedSetting(_plain_recurrence)
-_QUIET = SharedSetting(_quiet)
-
-
-@contextmanager
-def _differentiable_kernels(network: Network) -> Iterator[None]:
-    """Keep attention and recurrent layers to kernels with all derivatives of second order."""
-    recurrence = _PLAIN_RECURRENCE() if network.is_recurrent else nullcontext()
-    with differentiable(), recurrence:
-        yield
 
 
 def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
