@@ -76,12 +76,9 @@ class Lineariser:
             # The adjoint is linear in its cotangent u, so that its own adjoint is the Jacobian.
             u = torch.zeros_like(outputs, requires_grad=True)
             adjoint = _gradients((outputs,), leaves, (u,), create_graph=True)
-        maps = map(
-            _side_by_side,
-            (partial(_gradients, adjoint, (u,)), partial(_gradients, (outputs,), leaves)),
-        )
+        maps = partial(_gradients, adjoint, (u,)), partial(_gradients, (outputs,), leaves)
         num_bytes = _graph_bytes([outputs, *adjoint], network.state)
-        return Linearisation(outputs.detach(), tuple(maps), num_bytes)
+        return Linearisation(outputs.detach(), tuple(map(_side_by_side, maps)), num_bytes)
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
         """The Hessian, in the parameters, of the loss's sum over a batch."""
