@@ -171,8 +171,9 @@ def curvature_blocks(
         if isinstance(layer, nn.MultiheadAttention):
             is_of_layer = is_attention(layer) and layer.bias_k is None
         else:
-            is_known = isinstance(layer, LAYERS) or is_hugging_face_conv1d(layer)
-            is_of_layer = is_known and key in ("weight", "bias")
+            is_of_layer = key in ("weight", "bias") and (
+                isinstance(layer, LAYERS) or is_hugging_face_conv1d(layer)
+            )
         if len(holders) > 1 or not is_of_layer:
             by_calls.setdefault(name, holders)
     blocks: list[Block] = []

@@ -209,8 +209,10 @@ def _wrong(
     faults |= tap.faults
     uses: dict[Block, tuple[nn.Module, Uses]] = {}
     if outputs.shape == reference.cotangent.shape:
-        # Not one column alone: some gradients of torch are wrong where several come at once.
-        columns = torch.stack([-reference.cotangent, reference.cotangent])
+        columns = reference.cotangent.unsqueeze(0)
+        if not tap.one_by_one or any(block.calls for block in blocks):
+            # Some gradients of torch are wrong where several columns come at once.
+            columns = torch.cat([-columns, columns])
         for number, layer, of_block in tap.backward(outputs, columns, strict=False):
             uses[blocks[number]] = layer, of_block
     wrong: dict[Block, Exception] = {}

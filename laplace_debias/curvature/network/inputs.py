@@ -143,8 +143,7 @@ def _embedding(
     rows = F.embedding(x, weight, padding_idx, *args, **kwargs)
     if padding_idx is None:
         return rows
-    is_padding = (x == padding_idx % len(weight)).unsqueeze(-1)
-    return torch.where(is_padding, rows.detach(), rows)
+    return torch.where((x == padding_idx % len(weight)).unsqueeze(-1), rows.detach(), rows)
 
 
 # Instead of torch's own, of which not all derivatives are there or right.
