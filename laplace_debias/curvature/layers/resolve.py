@@ -11,6 +11,7 @@ normalisation, is first looked for in operations that multiply by it or add it, 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from jaxtyping import Float
@@ -210,7 +211,7 @@ def _wrong(
     uses: dict[Block, tuple[nn.Module, Uses]] = {}
     if outputs.shape == reference.cotangent.shape:
         columns = reference.cotangent.unsqueeze(0)
-        if not tap.one_by_one or any(block.calls for block in blocks):
+        if not tap.one_by_one or any(map(attrgetter("calls"), blocks)):
             # Some gradients of torch are wrong where several columns come at once.
             columns = torch.cat([-columns, columns])
         for number, layer, of_block in tap.backward(outputs, columns, strict=False):
