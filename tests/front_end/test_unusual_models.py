@@ -75,7 +75,8 @@ class TiedHead(nn.Module):
         self.table, self.layer = nn.Embedding(7, 4, 3), nn.Linear(4, 4)
 
     def forward(self, tokens):
-        return F.linear(torch.tanh(self.layer(self.table(tokens))), self.table.weight)
+        h = F.embedding(input=tokens, weight=self.table.weight, padding_idx=3)
+        return F.linear(torch.tanh(self.layer(h)), self.table.weight)
 
 
 class Regularised(Mlp):

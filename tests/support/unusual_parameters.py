@@ -163,7 +163,7 @@ class Prototypes(nn.Module):
         self.embed, self.points = nn.Linear(3, 3), nn.Parameter(torch.randn(3, 3))
 
     def forward(self, x):
-        return torch.cdist(self.embed(x), self.points).mean(1)
+        return torch.cdist(x1=self.embed(x), x2=self.points, p=2).mean(1)
 
 
 def _mean(*layers):

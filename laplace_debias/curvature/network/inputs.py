@@ -134,26 +134,29 @@ _plain_attention = SharedSetting(partial(sdpa_kernel, SDPBackend.MATH))
 
 
 def _embedding(
-    x: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """Keeps the row of `padding_idx` fixed in every derivative, as it is in training.
 
     torch's forward derivatives have that row, and so have those of a table for each example.
     """
-    rows = F.embedding(x, weight, padding_idx, *args, **kwargs)
+    rows = F.embedding(input, weight, padding_idx, *args, **kwargs)
     if padding_idx is None:
         return rows
-    return torch.where((x == padding_idx % len(weight)).unsqueeze(-1), rows.detach(), rows)
+    return torch.where((input == padding_idx % len(weight)).unsqueeze(-1), rows.detach(), rows)
 
 
-# Instead of torch's own, of which not all derivatives are there or right.
+# Instead of torch's own, of which not all derivatives are there or right. Arguments have torch's
+# names, as they may be passed by name; `compute_mode` of distances changes their speed alone.
 _IN_PLACE_OF: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.embedding: _embedding,
     # No second derivative.
-    F.hardsigmoid: lambda x, inplace=False: F.relu6(x + 3) / 6,
+    F.hardsigmoid: lambda input, inplace=False: (
+        input.add_(3).clamp_(0, 6).div_(6) if inplace else F.relu6(input + 3) / 6
+    ),
     # Wrong gradients of several examples, and along several columns, at once.
-    torch.cdist: lambda x, y, p=2.0, compute_mode="": torch.linalg.vector_norm(
-        x.unsqueeze(-2) - y.unsqueeze(-3), p, -1
+    torch.cdist: lambda x1, x2, p=2.0, compute_mode=None: torch.linalg.vector_norm(
+        x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1
     ),
     # A second derivative that is not symmetric.
     torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
