@@ -96,6 +96,9 @@ class BackpackTap:
         # `why_not_backpack` lets nothing else pass: they are called in this order.
         modules = tap.network.modules()
         self._chain = [module for module in modules if type(module) is not nn.Sequential]
+        # What goes into a layer is needed behind it; the network is a `shadow`.
+        for module in self._chain:
+            module.inplace = False  # type: ignore[assignment]
         self._first = min(map(self._chain.index, self._numbers))
         self._passed: list[Tensor] = []
 

@@ -65,12 +65,12 @@ def call(
 ) -> Tensor:
     """The model's outputs for inputs, as `logits_of` finds them; raises as it does.
 
-    With other values for some `parameters` it is differentiable in them by `torch.func`.
+    With other values for some `parameters` it is differentiable in them by `torch.func`. The model
+    gets copies: what works in place on its inputs must not change a batch that is used again.
     """
-    if isinstance(inputs, OneArgument):
-        inputs = (dict(inputs),)
-    elif isinstance(inputs, Tensor):
-        inputs = (inputs,)
+    inputs = with_tensors(inputs, map(torch.clone, tensors_of(inputs)))
+    if isinstance(inputs, (OneArgument, Tensor)):
+        inputs = (dict(inputs) if isinstance(inputs, OneArgument) else inputs,)
     arguments = () if isinstance(inputs, Mapping) else tuple(inputs)
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
     if parameters is None:

@@ -28,9 +28,8 @@ def shadow(model: nn.Module) -> nn.Module:
     reaches the original, also when an exception cuts the work short; and since the storage is
     shared, the copy costs little memory and is never out of date.
 
-    The copy is in eval mode, its parameters require no gradient, and modules that would work in
-    place (`nn.ReLU(inplace=True)`) do not, so that a layer's output stays what the layer computed.
-    Gradients of embeddings are dense, and not divided by how often a token is in the batch.
+    The copy is in eval mode, and its parameters require no gradient. Gradients of embeddings are
+    dense, and not divided by how often a token is in the batch.
     """
     memo: dict[int, object] = {}
     for module in model.modules():
@@ -59,8 +58,6 @@ def shadow(model: nn.Module) -> nn.Module:
             "of the module's attributes, or implement `__deepcopy__`."
         ) from error
     for module, copied in zip(model.modules(), twin.modules(), strict=False):
-        if getattr(copied, "inplace", False) is True:
-            copied.inplace = False  # type: ignore[assignment]
         if isinstance(copied, (nn.Embedding, nn.EmbeddingBag)):
             copied.sparse = copied.scale_grad_by_freq = False
         for name, kept in vars(module).items():
