@@ -19,6 +19,7 @@ from laplace_debias.curvature import GGN
 from laplace_debias.curvature.layers.blocks import parameter_order
 
 BATCH = 3
+CL = torch.channels_last
 
 
 class HuggingFaceConv1D(nn.Module):
@@ -45,14 +46,12 @@ LAYERS = {
     "hugging_face_conv1d": (lambda: HuggingFaceConv1D(4, 3), (5, 3)),
     "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 7)),
     "conv2d": (lambda: nn.Conv2d(2, 3, (3, 2), dilation=(1, 2), padding=1), (2, 4, 5)),
+    "conv2d_channels_last": (lambda: nn.Conv2d(4, 6, 3, 2).to(memory_format=CL), (4, 5, 7)),
     "conv2d_circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 4, 4)),
     "conv2d_grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2, bias=True), (4, 4, 5)),
     "conv2d_depthwise": (lambda: nn.Conv2d(3, 3, 3, groups=3, padding="same"), (3, 4, 4)),
     "conv3d": (lambda: nn.Conv3d(2, 2, 2, padding=1), (2, 2, 3, 2)),
-    "transposed1d": (
-        lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=2, output_padding=1),
-        (2, 4),
-    ),
+    "transposed1d": (lambda: nn.ConvTranspose1d(2, 3, 3, 2, 2, output_padding=1), (2, 4)),
     "transposed2d": (
         lambda: nn.ConvTranspose2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
         (2, 3, 4),
