@@ -72,7 +72,7 @@ def test_what_is_fitted(options, error):
         (lambda la: la.sample(2, generator=0), TypeError, "generator"),
         (lambda la: la.tune(DATA, generator=0), TypeError, "generator"),
         (lambda la: la.tune(DATA, grid=[BEYOND]), ValueError, "grid"),
-        (lambda la: la.tune([(X, Y[:, None])]), ValueError, r"one class label per example"),
+        (lambda la: la.tune([(X, Y[:, None])]), ValueError, r"one class label.*squeeze\(1\)"),
         (lambda la: la.evaluate(DATA, generator=0), TypeError, "generator"),
         (lambda la: la.evaluate(DATA, ood=[DATA]), TypeError, "ood"),
         (lambda la: la.evaluate(DATA, level="x"), TypeError, "level"),

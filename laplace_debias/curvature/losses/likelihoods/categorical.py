@@ -242,9 +242,10 @@ def _are_soft(targets: Tensor) -> bool:
 
 
 def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
-    """Advice on targets of one number a class, which are not class indices."""
+    """Advice on targets in columns: of one number a class, or one column of indices."""
+    is_column = targets.shape[1:] == (1,)
     if targets.shape != outputs.shape:
-        return ""
+        return "; take them out of the column, `targets.squeeze(1)`" if is_column else ""
     is_one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(1) == 1).all()
     if is_one_hot:
         return (
