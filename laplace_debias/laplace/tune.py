@@ -389,7 +389,12 @@ def _at_the_end(
     if len(by) > 1 and by[link].temperature in (TEMPERATURES[0], TEMPERATURES[-1]):
         name, T = by[link].name, by[link].temperature
         notes.append(
-            f"The best temperature is the {'smallest' if T < 1 else 'largest'} tried, {T:g}: look "
-            f"whether these data are like those of the fit, or give one, link=Link({name!r}, T)."
+            f"The best temperature is the {'smallest' if T < 1 else 'largest'} tried, {T:g}: "
+            + (
+                "the posterior is wide, or the network far under-confident"
+                if T < 1
+                else "look whether these data are like those of the fit"
+            )
+            + f". Others are tried by link=Link({name!r}, T)."
         )
     return tuple(notes)
