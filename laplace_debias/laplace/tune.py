@@ -395,6 +395,6 @@ def _at_the_end(
                 if T < 1
                 else "look whether these data are like those of the fit"
             )
-            + f". Others are tried by link=Link({name!r}, T)."
+            + f". Try another by link=Link({name!r}, T)."
         )
     return tuple(notes)

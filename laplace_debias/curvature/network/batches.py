@@ -157,10 +157,10 @@ _ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any, ...]:
     """A pair, or a triple whose weights are finite and not negative, of one size."""
     if not isinstance(targets, Tensor):
-        advice = ' or with return_tensors="pt" of tokenizers and collators'
+        advice = ', and tokenizers and collators give one with return_tensors="pt"'
         raise TypeError(
-            f"Targets must be a tensor, got {type(targets).__name__}: convert them by "
-            f"torch.as_tensor{advice if isinstance(targets, list) else ''}."
+            f"Targets must be a tensor, got {type(targets).__name__}: torch.as_tensor "
+            f"makes one of an array or a list{advice if isinstance(targets, list) else ''}."
         )
     if targets.is_nested:
         raise TypeError(

@@ -243,9 +243,9 @@ def _are_soft(targets: Tensor) -> bool:
 
 def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
     """Advice on targets in columns: of one number a class, or one column of indices."""
-    is_column = targets.shape[1:] == (1,)
     if targets.shape != outputs.shape:
-        return "; take them out of the column, `targets.squeeze(1)`" if is_column else ""
+        is_column = targets.shape[1:] == (1,)
+        return "; remove the last dimension by `targets.squeeze(1)`" if is_column else ""
     is_one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(1) == 1).all()
     if is_one_hot:
         return (
