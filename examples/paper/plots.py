@@ -168,6 +168,7 @@ def lines_figure(
     for name, line in zip(names, panels, strict=True):
         for metric, ax in zip(metrics, line, strict=True):
             chosen = [r for r in rows if r[parts] == name and r.get(metric) is not None]
+            ax.set_visible(bool(chosen))
             for method, draw in dict.fromkeys((r["method"], r["draw"]) for r in chosen):
                 of_line = [r for r in chosen if (r["method"], r["draw"]) == (method, draw)]
                 _line(ax, of_line, metric, x, colours[method])

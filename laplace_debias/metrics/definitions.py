@@ -322,8 +322,7 @@ def _of_coverage(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Sta
 
 
 def _of_quantiles(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    pit = gaussian_pit(mean, sd, targets)
-    return Statistic(quantile_calibration_error(pit).item(), targets)
+    return Statistic(quantile_calibration_error(gaussian_pit(mean, sd, targets)).item(), targets)
 
 
 _UNIT = "units of the target"

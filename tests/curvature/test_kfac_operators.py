@@ -37,10 +37,7 @@ def mlp(outputs=C):
 def grouped():
     """Its blocks' rows are not in the order of the parameters."""
     return network(
-        lambda: nn.ConvTranspose2d(2, 3, 2),
-        nn.Tanh,
-        nn.Flatten,
-        lambda: nn.Linear(27, C),
+        lambda: nn.ConvTranspose2d(2, 3, 2), nn.Tanh, nn.Flatten, lambda: nn.Linear(27, C)
     )
 
 

@@ -17,12 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_debias import Laplace, OneArgument
-from laplace_debias.curvature import (
-    GGN,
-    KFAC,
-    Hessian,
-    Jacobian,
-)
+from laplace_debias.curvature import GGN, KFAC, Hessian, Jacobian
 
 # ------------------------------------------------------------ one mapping as one argument
 

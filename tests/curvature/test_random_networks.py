@@ -201,10 +201,7 @@ def test_diagonal_and_covariance_are_those_of_dense_jacobians(seed):
     length, sizes = chance.choice([1, 2, 3, 4]), chance.choice([[2, 3], [1, 4], [5], [1]])
     batches = [(torch.randn(b, length, D).double(), torch.randint(3, (b,))) for b in sizes]
     la = Laplace(
-        model,
-        curvature="diag",
-        prior_precision=0.5,
-        memory_bound=chance.choice([None, 3000]),
+        model, curvature="diag", prior_precision=0.5, memory_bound=chance.choice([None, 3000])
     ).fit(batches)
     names = [name for name, _ in model.named_parameters()]
     assert la.param_names == names

@@ -7,13 +7,7 @@ from cases import one_axis_at_a_time, others_slow
 from language import GPT, with_lora
 from torch import nn
 
-from examples.paper.networks import (
-    all_cnn_c,
-    conv_net,
-    resnet50,
-    vit_little,
-    wide_resnet,
-)
+from examples.paper.networks import all_cnn_c, conv_net, resnet50, vit_little, wide_resnet
 from laplace_debias import Laplace
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
 
@@ -183,8 +177,7 @@ OF_LIBRARIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    others_slow(OF_LIBRARIES, "regnet_y", "vit_tiny_patch16_224", "LlamaForCausalLM, tied"),
+    "name", others_slow(OF_LIBRARIES, "regnet_y", "vit_tiny_patch16_224", "LlamaForCausalLM, tied")
 )
 def test_the_defaults_work_and_variances_are_those_of_plain_autograd(name):
     library = OF_LIBRARIES[name]

@@ -9,15 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from laplace_debias import Categorical, Laplace, Quadratic
-from laplace_debias.curvature import (
-    EKFAC,
-    GGN,
-    KFAC,
-    EmpiricalFisher,
-    Fisher,
-    Hessian,
-    Jacobian,
-)
+from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher, Fisher, Hessian, Jacobian
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.tensor([0, 2, 1, 0, 1, 2])

@@ -1,4 +1,4 @@
-"""A posterior on a GPU is that on the CPU. Skipped where torch sees none."""
+"""A posterior on a GPU is that on the CPU. Most is skipped where torch sees no GPU."""
 
 import pytest
 import torch
@@ -6,9 +6,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.fits import sweep
+from laplace_debias.curvature.layers import tap
+from laplace_debias.laplace.functional import blocks
 
 DEVICE = "cuda"
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def fitted(device, curvature="kfac", mode="full", dtype=torch.float64):
@@ -20,6 +23,21 @@ def fitted(device, curvature="kfac", mode="full", dtype=torch.float64):
     return la.fit(DataLoader(TensorDataset(x, y), batch_size=16), mode), x.to(device), y
 
 
+def test_slices_and_columns_of_a_gpu_give_the_same(monkeypatch):
+    """Its way through a convolution, on the CPU."""
+    found = []
+    for is_way_of_gpu in (False, True):
+        if is_way_of_gpu:
+            monkeypatch.setattr(sweep, "_PARTS", {"cpu": 1})
+            monkeypatch.setattr(tap, "CONVOLUTIONS", ())
+            monkeypatch.setattr(blocks, "_SPLIT", {"cpu": 16})
+        la, x, y = fitted("cpu")
+        assert tap.Tap(la.model).one_by_one != is_way_of_gpu
+        found.append([*la.functional(x), la.tune([(x, y)]).value])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
+
+
+@on_a_gpu
 @pytest.mark.parametrize("mode", ["full", "debiased", "crossfit"])
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
 def test_everything_is_as_on_the_cpu(curvature, mode, tmp_path):
@@ -37,6 +55,7 @@ def test_everything_is_as_on_the_cpu(curvature, mode, tmp_path):
     torch.testing.assert_close(found[1], found[0], rtol=1e-7, atol=1e-9)
 
 
+@on_a_gpu
 def test_products_in_tf32_are_refused(request):
     request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
     torch.set_float32_matmul_precision("high")

@@ -42,7 +42,7 @@ def fits(la):
             lambda: la.fit_batches([SOME], [NOTHING, NOTHING]),
         ],
         "batches of the directions": [
-            lambda: la.fit([NOTHING, SOME], mode="debiased", num_data=16),
+            lambda: la.fit([NOTHING, SOME], mode="debiased", num_data=16)
         ],
     }
 

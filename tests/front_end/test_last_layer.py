@@ -88,24 +88,15 @@ CASES = {
     "body without gradient": (lambda: two(without_gradient), HEAD),
     "twice": (lambda: two(lambda m, x: logits(m, x) + logits(m, -x)), HEAD),
     "gated by inputs": (lambda: two(lambda m, x: logits(m, x) * x[:, :3]), HEAD),
-    "normalisation": (
-        lambda: two(lambda m, x: m.norm(logits(m, x)), norm=nn.BatchNorm1d(3)),
-        HEAD,
-    ),
-    "temperature": (
-        lambda: two(lambda m, x: m.scale(logits(m, x)), scale=nn.PReLU()),
-        HEAD,
-    ),
+    "normalisation": (lambda: two(lambda m, x: m.norm(logits(m, x)), norm=nn.BatchNorm1d(3)), HEAD),
+    "temperature": (lambda: two(lambda m, x: m.scale(logits(m, x)), scale=nn.PReLU()), HEAD),
     "nested": (lambda: Nested().eval(), ["top.out.1.weight", "top.out.1.bias"]),
     "in an object": (lambda: Hugging().eval(), ["score.weight"]),
     "modules to save": (
         lambda: Net(logits, head=Saved(nn.Linear(5, 3)), body=nn.Linear(4, 5)).eval(),
         ["head.copy.default.weight", "head.copy.default.bias"],
     ),
-    "lora with a trained head": (
-        lambda: with_lora(two(logits), 2, "body"),
-        None,
-    ),
+    "lora with a trained head": (lambda: with_lora(two(logits), 2, "body"), None),
     "attention": (
         lambda: Net(
             lambda m, x: m.attend(*[m.up(x[..., None])] * 3)[0].mean(1),
@@ -121,10 +112,7 @@ CASES = {
         ).eval(),
         ["1.0.weight", "1.0.bias"],
     ),
-    "half a layer": (
-        lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).eval(),
-        ["1.bias"],
-    ),
+    "half a layer": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).eval(), ["1.bias"]),
 }
 
 
@@ -222,18 +210,14 @@ def all_lora():
     [
         (frozen_head, r"come from head \(Linear\), which is frozen .*requires_grad_\(True\)"),
         (lambda: with_lora(two(logits), 2, "body"), r"head \(Linear\), which is frozen"),
-        (
-            all_lora,
-            r"head.base \(Linear\) and head.lora_b \(Linear\): .*=\['head.lora_b.weight'\]",
-        ),
+        (all_lora, r"head.base \(Linear\) and head.lora_b \(Linear\): .*=\['head.lora_b.weight'\]"),
         (
             lambda: two(lambda m, x: logits(m, x) + m.skip(x), skip=nn.Linear(4, 3)),
             r"head \(Linear\) and skip \(Linear\)|skip \(Linear\) and head \(Linear\)",
         ),
         (
             lambda: two(
-                lambda m, x: logits(m, x) + m.offset[0],
-                offset=nn.ParameterList([torch.zeros(3)]),
+                lambda m, x: logits(m, x) + m.offset[0], offset=nn.ParameterList([torch.zeros(3)])
             ),
             r"head \(Linear\) and the parameter offset.0, used outside .*=\['head.weight'",
         ),

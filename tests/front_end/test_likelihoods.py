@@ -11,13 +11,7 @@ from oracle import close
 from torch import nn
 from torch.distributions import Normal
 
-from laplace_debias import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Laplace,
-)
+from laplace_debias import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Laplace
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.system.shown import html_table
 

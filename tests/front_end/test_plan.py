@@ -218,10 +218,7 @@ class Unsized:
 
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
-    [
-        ({"mode": "half"}, ValueError, "Unknown mode"),
-        ({"folds": 2}, ValueError, "crossfit"),
-    ],
+    [({"mode": "half"}, ValueError, "Unknown mode"), ({"folds": 2}, ValueError, "crossfit")],
 )
 def test_wrong_arguments_are_refused(arguments, error, match):
     with pytest.raises(error, match=match):

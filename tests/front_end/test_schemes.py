@@ -27,11 +27,7 @@ A, B = [batch(0)], [batch(1)]
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "lowrank", "full"])
 @pytest.mark.parametrize(
     ("scheme", "arguments", "options"),
-    [
-        (Full(A), (A,), {}),
-        (Split(A, B), (A, B), {}),
-        (CrossFit(A, 4), (A,), {"folds": 4}),
-    ],
+    [(Full(A), (A,), {}), (Split(A, B), (A, B), {}), (CrossFit(A, 4), (A,), {"folds": 4})],
     ids=["full", "split", "crossfit"],
 )
 def test_a_scheme_fits_what_the_arguments_say(model, curvature, scheme, arguments, options):

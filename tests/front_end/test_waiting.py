@@ -105,10 +105,7 @@ FITS = one_axis_at_a_time(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The noise of the regression")
-@pytest.mark.parametrize(
-    ("name", "curvature", "fisher"),
-    [fit for fit in FITS if not fit.marks],
-)
+@pytest.mark.parametrize(("name", "curvature", "fisher"), [fit for fit in FITS if not fit.marks])
 def test_a_fit_does_not_wait_for_every_batch(name, curvature, fisher):
     devices, sizes = [], (2, 4)
     for size in sizes:

@@ -1,6 +1,6 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,9 +69,9 @@ class CurvatureFit:
     seen: Seen
 
 
-# A chunk's output gradients take one of so many parts of the memory bound: larger chunks leave the
-# processor's cache.
-_PARTS = 4
+# A chunk's output gradients take one of so many parts of the memory bound: larger chunks leave
+# the processor's cache. On a GPU they take all of it.
+_PARTS = defaultdict(lambda: 1, cpu=4)
 
 
 class Sweep:
@@ -171,7 +171,7 @@ class Sweep:
         self.columns = min(columns, bound // size)
         if self.measure is None and tap.one_by_one and problem.backend is tap:
             self.columns = 1
-        self.examples = max(1, bound // (_PARTS * self.columns * size))
+        self.examples = max(1, bound // (_PARTS[problem.device.type] * self.columns * size))
         tap.forget()
 
     def _batch(self, place: int, pair: tuple[Any, ...]) -> None:

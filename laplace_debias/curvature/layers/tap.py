@@ -40,7 +40,9 @@ class Tap:
         self.network = network
         self.one_by_one = False
         for module in list(network.modules()):
-            self.one_by_one |= isinstance(module, (*CONVOLUTIONS, *TRANSPOSED))
+            # On a GPU a call costs more than it computes.
+            if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
+                self.one_by_one |= module.weight.is_cpu
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.register_forward_hook(_lay_out_gradients, prepend=True)
             if type(module) is nn.MultiheadAttention:
@@ -310,7 +312,8 @@ class Tap:
     ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
         """The gradients at targets, by their `id`, where the outputs depend on them.
 
-        torch differentiates convolutions one cotangent at a time anyway, and copies around that.
+        On a CPU torch differentiates convolutions one cotangent at a time anyway, and copies around
+        that.
         """
         if not outputs.requires_grad or not targets:
             return {}

@@ -168,8 +168,7 @@ class GGN(CurvatureOperator):
         return self._loss.is_convex
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        labels = self._loss.labels(batch.targets, outputs.ndim)
-        return self._loss.hessian(outputs, labels), 2
+        return self._loss.hessian(outputs, self._loss.labels(batch.targets, outputs.ndim)), 2
 
 
 class Fisher(CurvatureOperator):

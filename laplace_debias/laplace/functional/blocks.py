@@ -1,5 +1,6 @@
 """Functional covariance of a posterior that is block-diagonal."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,15 +15,18 @@ from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
-from laplace_debias.system.memory import ROOM
 
 # From so many prior precisions on, products of pairs of outputs are formed once for all of them.
 _PAIRS_FROM = 3
 # Of a wide block columns of nearly the same curvature go in runs of `_RUN`: their weights differ by
 # a factor of 1 + `_ALIKE` at most. They are sorted within parts that stay in the cache.
 _RUN, _ALIKE, _SORTED = 64, 0.05, 2**15
-# Numbers that a slice of weighed products holds.
-_SLICE = 2**19
+# Numbers that a slice of weighed products holds, by kind of device. One of a processor stays in its
+# cache; of a GPU calls of a few microseconds would be most of the time.
+_SLICE = defaultdict(lambda: 2**25, cpu=2**19)
+# Products of so many columns are summed afterwards. Libraries give each output of a product to one
+# part of a GPU, however many columns there are.
+_SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
 
 
 class BlockMoments:
@@ -156,7 +160,7 @@ def weighted_squares(
 ) -> Float[Tensor, "grid batch outputs"]:
     r"""`Σ_i Ĵ_ci² / (curvature_i + δ_p)` for every δ, `[P, B, C]`."""
     squares = rows.flatten(0, 1)
-    width = max(1, _SLICE * ROOM[rows.device.type] // len(squares))
+    width = max(1, _SLICE[rows.device.type] // len(squares))
     sums = rows.new_zeros(len(squares), len(deltas))
     for part, c in zip(squares.split(width, 1), curvature.split(width), strict=True):
         sums.addmm_(part.square(), (c + deltas[:, None]).reciprocal_().T)
@@ -177,23 +181,18 @@ def weighted_gram(
     batch, num_outputs = rows.shape[:2]
     pairs = num_outputs * (num_outputs + 1) // 2
     as_pairs = len(deltas) > _PAIRS_FROM
-    width = max(
-        1, _SLICE * ROOM[rows.device.type] // (batch * (pairs if as_pairs else num_outputs))
-    )
+    width = max(1, _SLICE[rows.device.type] // (batch * (pairs if as_pairs else num_outputs)))
     if not as_pairs:
         total = rows.new_zeros(len(deltas), batch, num_outputs, num_outputs)
         for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
             for point, delta in zip(total, deltas, strict=True):
-                point.baddbmm_(part * (c + delta).reciprocal_(), part.mT)
+                add_products(point, part * (c + delta).reciprocal_(), part, _SPLIT[c.device.type])
         return total
     sums = rows.new_zeros(batch * pairs, len(deltas))
     for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
         products = part.new_empty(batch, pairs, part.shape[2])
-        first = 0
-        for output in range(num_outputs):
-            last = first + num_outputs - output
-            torch.mul(part[:, output, None], part[:, output:], out=products[:, first:last])
-            first = last
+        for output, some in enumerate(products.split(list(range(num_outputs, 0, -1)), 1)):
+            torch.mul(part[:, output, None], part[:, output:], out=some)
         sums.addmm_(products.flatten(0, 1), (c[:, None] + deltas).reciprocal())
     upper = torch.triu_indices(num_outputs, num_outputs, device=rows.device)
     total = rows.new_empty(len(deltas), batch, num_outputs, num_outputs)
@@ -201,6 +200,20 @@ def weighted_gram(
     total[:, :, upper[0], upper[1]] = by_pair
     total[:, :, upper[1], upper[0]] = by_pair
     return total
+
+
+def add_products(
+    into: Float[Tensor, "batch m n"],
+    a: Float[Tensor, "batch m d"],
+    b: Float[Tensor, "batch n d"],
+    split: int,
+) -> None:
+    """Add `a @ b.mT`, in parts of `split` columns that are multiplied side by side."""
+    parts = a.shape[2] // split
+    if parts:
+        of_a, of_b = (x[..., : parts * split].unflatten(2, (parts, split)) for x in (a, b))
+        into += torch.einsum("bmpd,bnpd->bpmn", of_a, of_b).sum(1)
+    into.baddbmm_(a[..., parts * split :], b[..., parts * split :].mT)
 
 
 @dataclass(frozen=True)

@@ -206,8 +206,7 @@ def moments(
     may_be_early = partial(can_go_through, blocks=known.blocks, posterior=posterior)
     with asked_of(fitted, x, positions, may_be_early) as asked:
         chosen = None if outputs is None else asked.chosen(outputs)
-        memory_bound = fitted.subject.settings.memory_bound
-        request = OutputRequest(diagonal, chosen, memory_bound, differences)
+        request = OutputRequest(diagonal, chosen, fitted.subject.settings.memory_bound, differences)
         mean, covariances = _in_chunks(asked, known.blocks, posterior, deltas, request)
     num_chosen = None if chosen is None else chosen.shape[1]
     covariances = asked.shaped(covariances, num_chosen) if diagonal else covariances
@@ -227,8 +226,7 @@ def _in_chunks(
     """
     calls = None if asked.head is None else LinearCalls(asked.network, asked.head)
     tap, batch = Tap(asked.network, blocks), num_examples(asked.x)
-    is_dense = DENSE_BLOCK in posterior.curvature.blocks
-    accumulator = DenseMoments if is_dense else BlockMoments
+    accumulator = DenseMoments if DENSE_BLOCK in posterior.curvature.blocks else BlockMoments
     of_blocks = accumulator(blocks, posterior, deltas, request.diagonal)
     means, covariances = [], []
     start, chunk = 0, 1  # The first example shows how much memory one takes.

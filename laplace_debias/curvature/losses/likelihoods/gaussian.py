@@ -110,8 +110,7 @@ class Gaussian(Likelihood):
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """The C columns of `diag(1/σ)`, the same for every example."""
-        root = torch.diag(1 / self._sigma(outputs))
-        return root.unsqueeze(1).expand(-1, outputs.shape[0], -1)
+        return torch.diag(1 / self._sigma(outputs)).unsqueeze(1).expand(-1, outputs.shape[0], -1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
         """`f + σ ε` with standard normal ε, the normal quantiles of the uniforms."""
