@@ -28,8 +28,6 @@ It takes a few products for every pair of offsets. Where these are small, as wit
 group, they cost more than the unfolded patches do.
 """
 
-Phase = tuple[int, int]
-
 
 def has_displacements(layer: nn.Module) -> bool:
     """Whether `patch_moments` serves a layer: a kernel wider than one, zero padding."""
@@ -55,8 +53,12 @@ def patch_moments(
     channels, sizes = x.shape[1], (rows.size, columns.size)
     A = x.new_zeros(*sizes, *sizes, channels, channels)
     phases = itertools.product(sorted(set(rows.phases)), sorted(set(columns.phases)))
-    for here, there in itertools.combinations_with_replacement(phases, 2):
-        _write(A, x, rows, columns, here, there)
+    layouts = torch.channels_last, torch.contiguous_format
+    layout = layouts[not x.is_contiguous(memory_format=torch.channels_last)]
+    images = [(of, x[:, :, of[0] :: rows.stride, of[1] :: columns.stride]) for of in phases]
+    images = [(of, part.contiguous(memory_format=layout)) for of, part in images if part.numel()]
+    for here, there in itertools.combinations_with_replacement(images, 2):
+        _write(A, rows, columns, here, there)
     return A.permute(4, 0, 1, 5, 2, 3).reshape(channels * rows.size * columns.size, -1)
 
 
@@ -106,17 +108,15 @@ class _Offsets:
 
 def _write(
     A: Float[Tensor, "height width height width channels channels"],
-    x: Float[Tensor, "batch channels rows columns"],
     rows: _Offsets,
     columns: _Offsets,
-    *phases: Phase,
+    *images: tuple[tuple[int, int], Float[Tensor, "batch channels _ _"]],
 ) -> None:
     """Write the products of offsets of two phases, and their transposes."""
-    here, there = (x[:, :, p :: rows.stride, q :: columns.stride] for p, q in phases)
-    if not here.numel() or not there.numel():
-        return
+    phases, (here, there) = zip(*images, strict=True)
     (of_rows, of_columns) = (
-        along.pairs(*of) for along, of in zip((rows, columns), zip(*phases, strict=True))
+        along.pairs(*of)
+        for along, of in zip((rows, columns), zip(*phases, strict=True), strict=True)
     )
     if phases[0] == phases[1]:
         # One of each two opposite displacements.
@@ -127,10 +127,11 @@ def _write(
     behind = [here.shape[dim] - there.shape[dim] for dim in (2, 3)]
     whole = conv2d_weight(
         F.pad(there, (-right[0], right[-1] + behind[1], -down[0], down[-1] + behind[0])),
-        (x.shape[1], x.shape[1], len(down), len(right)),
+        (here.shape[1], here.shape[1], len(down), len(right)),
         here,
         dilation=(rows.step, columns.step),
     )
+    whole = whole.permute(2, 3, 0, 1).contiguous()
 
     @cache
     def confined(dy: int, dx: int, row: int | None, column: int | None) -> Tensor:
@@ -141,13 +142,11 @@ def _write(
         return torch.einsum("nchw,ndhw->cd", here[:, :, y, z], there[:, :, y_there, z_there])
 
     for ((i, k), dy), ((j, m), dx) in itertools.product(of_rows.items(), of_columns.items()):
-        total = whole[:, :, down.index(dy), right.index(dx)].clone()
+        total = whole[down.index(dy), right.index(dx)].clone()
         # By inclusion and exclusion.
         border = itertools.product((None, *rows.excluded(i, k)), (None, *columns.excluded(j, m)))
         for row, column in list(border)[1:]:
-            total.add_(
-                confined(dy, dx, row, column), alpha=-1 if None in (row, column) else 1
-            )
+            total.add_(confined(dy, dx, row, column), alpha=-1 if None in (row, column) else 1)
         A[i, j, k, m] = total
         A[k, m, i, j] = total.T
 
