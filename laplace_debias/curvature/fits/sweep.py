@@ -109,6 +109,8 @@ class Sweep:
         self.sums, self.checkpoint = ({}, None) if sums is None else (sums, problem.checkpoint)
         self.row_bytes, self.seen = row_bytes, Seen()
         self.positions: PositionFinder | None = None
+        # In which convolutions of a processor are faster.
+        self.channels_last = problem.device.type == "cpu"
         # Of a chunk that was broken off: whether it was within a sum.
         self.is_adding = False
 
@@ -177,6 +179,7 @@ class Sweep:
     def _batch(self, place: int, pair: tuple[Any, ...]) -> None:
         """Run a batch chunk by chunk, and a chunk for which there is not enough memory by halves.
 
+        One that fails in `channels_last`, as a `view` does, is run as it is.
         Such a chunk may be in the sums of some blocks already: its halves are added to the others.
         Memory that runs out for one example, or within a sum, is an error.
         """
@@ -198,9 +201,10 @@ class Sweep:
                 self._chunk(place, pair, chunk, before, added)
                 continue
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                is_too_large = is_out_of_memory(error)
+                if not is_too_large and (self.is_adding or not self.channels_last):
                     raise
-                if self.is_adding or size == 1:
+                if is_too_large and (self.is_adding or size == 1):
                     reason = next(iter(str(error).splitlines()), type(error).__name__)
                     raise RuntimeError(
                         f"Not enough memory for {size} example(s) ({reason}). Nothing was fitted. "
@@ -208,7 +212,11 @@ class Sweep:
                         '(params="last_layer"); la.plan(loader) tells what a fit takes.'
                     ) from error
             # Not within `except`, whose error holds what the chunk took.
-            self.examples, added = size // 2, added | before
+            if is_too_large:
+                self.examples = size // 2
+            else:
+                self.channels_last = False
+            added |= before
             if self.row_bytes:
                 least = min(added[block] for block in self.problem.blocks)
                 added = Counter(dict.fromkeys(self.problem.blocks, least))
@@ -236,7 +244,10 @@ class Sweep:
             assert self.positions is not None
             # Before the batch is moved: what finds padding reads it on the CPU.
             masks = self.positions.find(x, y)
-        outputs = backend.forward(move(x, problem.device, None))
+        x = move(x, problem.device, None)
+        if self.channels_last and isinstance(x, Tensor) and x.ndim == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        outputs = backend.forward(x)
         check_outputs(outputs)
         cotangents, nll = problem.cotangents(outputs.detach(), y, place + part.start, weights)
         roots = None if weights is None else weights.sqrt()
