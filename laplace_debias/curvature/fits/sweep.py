@@ -71,7 +71,7 @@ class CurvatureFit:
 
 # A chunk's output gradients take one of so many parts of the memory bound: larger chunks leave
 # the processor's cache. On a GPU they take all of it.
-_PARTS = defaultdict(lambda: 1, cpu=4)
+_PARTS = defaultdict(lambda: 1, cpu=2)
 
 
 class Sweep:
@@ -171,7 +171,7 @@ class Sweep:
         size = tap.output_bytes + self.row_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example", problem.device)
         self.columns = min(columns, bound // size)
-        if self.measure is None and tap.one_by_one and problem.backend is tap:
+        if self.measure is None and tap.one_by_one:
             self.columns = 1
         self.examples = max(1, bound // (_PARTS[problem.device.type] * self.columns * size))
         tap.forget()
