@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
@@ -17,6 +18,7 @@ from laplace_debias.curvature.layers.uses import (
     activations,
     exact_rows,
     output_gradients,
+    padded,
     slices,
     token_gradients,
     tokens,
@@ -77,9 +79,15 @@ def rotated_jacobians(
     is_apart = apart and len(uses) == 1
     has_few_rows = is_apart and is_thin(U_G) and 2 * num_columns * positions < block.shape[0]
     is_summed_first = positions > block.shape[1] and not has_few_rows
+    is_convolved = is_summed_first and isinstance(layer, nn.Conv2d) and not block.groups
+    is_convolved &= layer.weight.is_cpu
     for part in slices(layer, block, uses[0][0], extra=num_columns * block.size):
         total: Tensor | None = None
         for x, g in uses:
+            if is_convolved:
+                product = coordinates(_convolved(layer, block, x[part], g[:, part]), U_A)
+                total = product if total is None else total.add_(product)
+                continue
             a = activations(layer, block, x[part])
             is_few = is_apart and is_thin(U_A) and a.shape[1] < block.shape[1]
             a = _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
@@ -98,6 +106,23 @@ def rotated_jacobians(
         J = total.unflatten(-2, (num_columns, -1))
         J = _along(U_G, J) if is_summed_first else J
         yield Rotated(part, J.movedim(-3, 1))
+
+
+def _convolved(
+    layer: Any,
+    block: Block,
+    x: Float[Tensor, "batch *image"],
+    g: Float[Tensor, "columns batch *outputs"],
+) -> Float[Tensor, "batch rows d_in"]:
+    """`Σ_t g_t a_tᵀ` of each example, one column's rows below the other's, without patches."""
+    x, g = padded(layer, x), g.transpose(0, 1).flatten(1, 2)
+    size, how = (
+        (g.shape[1], *layer.weight.shape[1:]),
+        {"stride": layer.stride, "dilation": layer.dilation},
+    )
+    pairs = zip(x.split(1), g.split(1), strict=True)
+    rows = torch.stack([conv2d_weight(image, size, of, **how) for image, of in pairs]).flatten(2)
+    return torch.cat([rows, g.flatten(2).sum(-1, keepdim=True)], -1) if block.is_joint else rows
 
 
 def _few_coordinates(
