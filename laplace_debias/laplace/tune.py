@@ -261,8 +261,7 @@ def _brier_terms(
     values = values_of(predicted)[counted.repeat(num_links)]
     labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
     probs, labels = check_classification(*classified(values, labels))
-    squares = (probs - one_hot(labels, probs.shape[1])).double().square().sum(1)
-    return squares.view(num_links, -1).T
+    return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1).view(num_links, -1).T
 
 
 def search(table: Table, metric: str) -> tuple[Tuning, int]:

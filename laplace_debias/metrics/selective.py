@@ -40,8 +40,7 @@ def risk_coverage_curve(
         Geifman, El-Yaniv. Selective classification for deep neural networks. NeurIPS, 2017.
     """
     confidences, right = confidence_and_right(probs, labels)
-    order = confidences.argsort(descending=True)
-    errors = mean_of_equals(confidences, 1 - right)[order]
+    errors = mean_of_equals(confidences, 1 - right)[confidences.argsort(descending=True)]
     answered = torch.arange(1, len(errors) + 1, dtype=errors.dtype, device=errors.device)
     return RiskCoverageCurve(answered / len(errors), errors.cumsum(0) / answered)
 

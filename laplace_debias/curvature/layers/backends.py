@@ -91,8 +91,7 @@ class BackpackTap:
         self.tap, self._blocks = tap.at(blocks), blocks
         self._numbers: dict[nn.Module, list[int]] = {}
         for number, block in enumerate(blocks):
-            layer = tap.network.get_submodule(block.layer)
-            self._numbers.setdefault(layer, []).append(number)
+            self._numbers.setdefault(tap.network.get_submodule(block.layer), []).append(number)
         # `why_not_backpack` lets nothing else pass: they are called in this order.
         modules = tap.network.modules()
         self._chain = [module for module in modules if type(module) is not nn.Sequential]

@@ -79,18 +79,21 @@ def rotated_jacobians(
     is_apart = apart and len(uses) == 1
     has_few_rows = is_apart and is_thin(U_G) and 2 * num_columns * positions < block.shape[0]
     is_summed_first = positions > block.shape[1] and not has_few_rows
-    is_convolved = is_summed_first and isinstance(layer, nn.Conv2d) and not block.groups
-    is_convolved &= layer.weight.is_cpu
+    # A processor convolves faster than it multiplies patches.
+    convolves = isinstance(layer, nn.Conv2d) and not block.groups and layer.weight.is_cpu
     for part in slices(layer, block, uses[0][0], extra=num_columns * block.size):
         total: Tensor | None = None
         for x, g in uses:
-            if is_convolved:
+            if convolves and is_summed_first:
                 product = coordinates(_convolved(layer, block, x[part], g[:, part]), U_A)
                 total = product if total is None else total.add_(product)
                 continue
-            a = activations(layer, block, x[part])
-            is_few = is_apart and is_thin(U_A) and a.shape[1] < block.shape[1]
-            a = _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
+            if convolves and U_A is not None and not is_thin(U_A):
+                a = _filtered(layer, block, x[part], U_A)
+            else:
+                a = activations(layer, block, x[part])
+                is_few = is_apart and is_thin(U_A) and a.shape[1] < block.shape[1]
+                a = _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
             # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
             # every column.
             rows = output_gradients(layer, block, g[:, part]).movedim(0, -3)
@@ -112,17 +115,22 @@ def _convolved(
     layer: Any,
     block: Block,
     x: Float[Tensor, "batch *image"],
-    g: Float[Tensor, "columns batch *outputs"],
+    g: Float[Tensor, "columns batch *out"],
 ) -> Float[Tensor, "batch rows d_in"]:
     """`Σ_t g_t a_tᵀ` of each example, one column's rows below the other's, without patches."""
-    x, g = padded(layer, x), g.transpose(0, 1).flatten(1, 2)
-    size, how = (
-        (g.shape[1], *layer.weight.shape[1:]),
-        {"stride": layer.stride, "dilation": layer.dilation},
-    )
-    pairs = zip(x.split(1), g.split(1), strict=True)
-    rows = torch.stack([conv2d_weight(image, size, of, **how) for image, of in pairs]).flatten(2)
+    x, g, how = padded(layer, x), g.transpose(0, 1).flatten(1, 2), (layer.stride, 0, layer.dilation)
+    size, pairs = (g.shape[1], *layer.weight.shape[1:]), zip(x.split(1), g.split(1), strict=True)
+    rows = torch.stack([conv2d_weight(image, size, of, *how) for image, of in pairs]).flatten(2)
     return torch.cat([rows, g.flatten(2).sum(-1, keepdim=True)], -1) if block.is_joint else rows
+
+
+def _filtered(
+    layer: Any, block: Block, x: Float[Tensor, "batch *image"], U: Float[Tensor, "d_in r"]
+) -> Float[Tensor, "batch positions r"]:
+    """Activations along directions, which are filters of the image."""
+    filters, bias = (U[:-1], U[-1]) if block.is_joint else (U, None)
+    filters = filters.T.unflatten(1, layer.weight.shape[1:])
+    return F.conv2d(padded(layer, x), filters, bias, layer.stride, 0, layer.dilation).flatten(2).mT
 
 
 def _few_coordinates(
