@@ -124,11 +124,7 @@ def test_closed_forms_refuse_what_is_not_finite(name):
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "inverse", "cg"])
 def test_matrices_are_to_be_wrapped(unchecked, name):
-    function = {
-        **FUNCTIONS,
-        "inverse": inverse,
-        "cg": lambda A: cg(A, B),
-    }[name]
+    function = {**FUNCTIONS, "inverse": inverse, "cg": lambda A: cg(A, B)}[name]
     for wrong in (torch.eye(60, dtype=torch.float64), np.eye(60)):
         kind = type(wrong).__name__
         with pytest.raises(TypeError, match=f"expected a LinearOperator, got {kind}.*Dense"):

@@ -9,12 +9,7 @@ from torch import nn
 
 from laplace_debias.curvature import GGN, KFAC
 from laplace_debias.linalg import inverse_sqrt, sample_gaussian
-from laplace_debias.operators import (
-    Dense,
-    Diagonal,
-    EigenKronecker,
-    Identity,
-)
+from laplace_debias.operators import Dense, Diagonal, EigenKronecker, Identity
 
 SIZE = 60
 B = torch.randn(SIZE, 3, dtype=torch.float64, generator=generator(2))
