@@ -109,8 +109,6 @@ class Sweep:
         self.sums, self.checkpoint = ({}, None) if sums is None else (sums, problem.checkpoint)
         self.row_bytes, self.seen = row_bytes, Seen()
         self.positions: PositionFinder | None = None
-        # In which convolutions of a processor are faster.
-        self.channels_last = problem.device.type == "cpu"
         # Of a chunk that was broken off: whether it was within a sum.
         self.is_adding = False
 
@@ -171,6 +169,8 @@ class Sweep:
         size = tap.output_bytes + self.row_bytes
         bound = granted(problem.memory_bound, size, "one cotangent of one example", problem.device)
         self.columns = min(columns, bound // size)
+        # Images are laid out so where a processor convolves: it takes less time.
+        self.channels_last = tap.one_by_one and isinstance(x, Tensor) and x.ndim == 4
         if self.measure is None and tap.one_by_one:
             self.columns = 1
         self.examples = max(1, bound // (_PARTS[problem.device.type] * self.columns * size))
@@ -245,7 +245,7 @@ class Sweep:
             # Before the batch is moved: what finds padding reads it on the CPU.
             masks = self.positions.find(x, y)
         x = move(x, problem.device, None)
-        if self.channels_last and isinstance(x, Tensor) and x.ndim == 4:
+        if self.channels_last and isinstance(x, Tensor):
             x = x.contiguous(memory_format=torch.channels_last)
         outputs = backend.forward(x)
         check_outputs(outputs)
