@@ -18,9 +18,9 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, fra
 
 # From so many prior precisions on, products of pairs of outputs are formed once for all of them.
 _PAIRS_FROM = 3
-# Of a wide block columns of nearly the same curvature go in runs of `_RUN`: their weights differ by
-# a factor of 1 + `_ALIKE` at most. They are sorted within parts that stay in the cache.
-_RUN, _ALIKE, _SORTED = 64, 0.05, 2**15
+# Of a block of `_WIDE` columns those of nearly the same curvature go in runs of `_RUN`: their
+# weights differ by a factor of 1 + `_ALIKE` at most.
+_RUN, _ALIKE, _WIDE = 64, 0.05, 2**15
 # Numbers that a slice of weighed products holds, by kind of device. One of a processor stays in its
 # cache; of a GPU calls of a few microseconds would be most of the time.
 _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
@@ -141,7 +141,7 @@ class BlockMoments:
                     total += weighted_squares(rows, seen, deltas)
                 elif (
                     len(deltas) <= _PAIRS_FROM
-                    or len(seen) < max(_SORTED, curvature.numel())
+                    or len(seen) < max(_WIDE, curvature.numel())
                     or J.device.type != "cpu"  # a GPU multiplies faster than it sorts
                 ):
                     total += weighted_gram(rows, seen, deltas)
@@ -217,21 +217,25 @@ def add_products(
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Columns in runs of nearly the same curvature, of which one weight does for every δ.
+class AlikeColumns:
+    """The columns of a wide block, in runs of nearly the same curvature: one weight does for each.
 
     Attributes:
         columns: Those of each run.
         weights: 1/(c + δ) for the mean curvature c of a run.
         others: Columns that are in no run.
+        curvature: That of these.
+        deltas: Every δ.
     """
 
     columns: Int[Tensor, "runs n"]
     weights: Float[Tensor, "runs grid"]
     others: Int[Tensor, " others"]
+    curvature: Float[Tensor, " others"]
+    deltas: Float[Tensor, " grid"]
 
     @classmethod
-    def of(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "Runs":
+    def of(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "AlikeColumns":
         """Runs of columns with these curvatures."""
         # numpy sorts several times as fast.
         order = torch.from_numpy(curvature.numpy(force=True).argsort()).to(curvature.device)
@@ -241,50 +245,16 @@ class Runs:
         is_alike = ends[:, 1] <= (1 + _ALIKE) * ends[:, 0]
         columns, others = runs[is_alike], torch.cat([rest, runs[~is_alike].flatten()])
         weights = (curvature[columns].mean(1, keepdim=True) + deltas).reciprocal()
-        return cls(columns, weights, others)
-
-    def add(self, into: Float[Tensor, "grid pairs"], columns: Float[Tensor, "d outputs"]) -> Tensor:
-        """Add the weighed products of the columns in runs; returns the other columns."""
-        runs = columns.index_select(0, self.columns.flatten()).unflatten(0, self.columns.shape)
-        into += self.weights.T @ (runs.mT @ runs).flatten(1)
-        return columns.index_select(0, self.others)
-
-
-@dataclass(frozen=True)
-class AlikeColumns:
-    """The columns of a wide block, in runs where their curvatures are nearly the same.
-
-    Attributes:
-        slices: The runs in each slice of `_SORTED` columns, which stays in the processor's cache.
-        left: Those in what the slices leave.
-        curvature: That of the columns that are in no run.
-        deltas: Every δ.
-    """
-
-    slices: Sequence[Runs]
-    left: Runs
-    curvature: Float[Tensor, " others"]
-    deltas: Float[Tensor, " grid"]
-
-    @classmethod
-    def of(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "AlikeColumns":
-        """Runs in each slice of columns with these curvatures, and in what the slices leave."""
-        parts = curvature.split(_SORTED)
-        slices = [Runs.of(part, deltas) for part in parts]
-        left = torch.cat([part[runs.others] for part, runs in zip(parts, slices, strict=True)])
-        runs = Runs.of(left, deltas)
-        return cls(slices, runs, left[runs.others], deltas)
+        return cls(columns, weights, others, curvature[others], deltas)
 
     def gram(
         self, rows: Float[Tensor, "batch outputs d"]
     ) -> Float[Tensor, "grid batch outputs outputs"]:
         """As `weighted_gram`, with a weight for each run."""
-        batch, num_outputs = rows.shape[:2]
-        total, others = rows.new_zeros(batch, len(self.deltas), num_outputs**2), []
-        for of_example, into in zip(rows, total, strict=True):
-            parts = zip(self.slices, of_example.split(_SORTED, 1), strict=True)
-            # The numbers of a column lie side by side, so that it is copied as a whole.
-            left = torch.cat([runs.add(into, part.T.contiguous()) for runs, part in parts])
-            others.append(self.left.add(into, left))
-        in_runs = total.transpose(0, 1).unflatten(2, (num_outputs, num_outputs))
-        return in_runs + weighted_gram(torch.stack(others).mT, self.curvature, self.deltas)
+        total = weighted_gram(rows.index_select(2, self.others), self.curvature, self.deltas)
+        for example, of_example in enumerate(rows):
+            columns = self.columns.flatten().expand(len(of_example), -1)
+            runs = of_example.gather(1, columns).unflatten(1, self.columns.shape).transpose(0, 1)
+            in_runs = self.weights.T @ (runs @ runs.mT).flatten(1)
+            total[:, example] += in_runs.view_as(total[:, example])
+        return total
