@@ -18,7 +18,7 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, fra
 
 # From so many prior precisions on, products of pairs of outputs are formed once for all of them.
 _PAIRS_FROM = 3
-# Of a block of `_WIDE` columns those of nearly the same curvature go in runs of `_RUN`: their
+# From `_WIDE` columns on those of nearly the same curvature go in runs of `_RUN`: their
 # weights differ by a factor of 1 + `_ALIKE` at most.
 _RUN, _ALIKE, _WIDE = 64, 0.05, 2**15
 # Numbers that a slice of weighed products holds, by kind of device. One of a processor stays in its
