@@ -71,6 +71,21 @@ def rotated_jacobians(
     if block.role == "table":
         yield from _looked_up(layer, block, uses, U_G, U_A)
         return
+    for part in slices(layer, block, uses[0][0], extra=uses[0][1].shape[0] * block.size):
+        # Not held here, so that one slice's is let go before the next is made.
+        yield Rotated(part, _of_slice(layer, block, uses, part, U_G, U_A, apart))
+
+
+def _of_slice(
+    layer: nn.Module,
+    block: Block,
+    uses: LayerUses,
+    part: slice,
+    U_G: Tensor | None,
+    U_A: Tensor | None,
+    apart: bool,
+) -> Float[Tensor, "part columns *groups rows some_d_in"]:
+    """The Jacobian of some examples, in the eigenbasis."""
     num_columns, num_gradients = uses[0][1].shape[0], 0
     for _, g in uses:
         num_gradients += g[0, 0].numel()
@@ -81,34 +96,32 @@ def rotated_jacobians(
     is_summed_first = positions > block.shape[1] and not has_few_rows
     # A processor convolves faster than it multiplies patches.
     convolves = isinstance(layer, nn.Conv2d) and not block.groups and layer.weight.is_cpu
-    for part in slices(layer, block, uses[0][0], extra=num_columns * block.size):
-        total: Tensor | None = None
-        for x, g in uses:
-            if convolves and is_summed_first:
-                product = coordinates(_convolved(layer, block, x[part], g[:, part]), U_A)
-                total = product if total is None else total.add_(product)
-                continue
-            if convolves and U_A is not None and not is_thin(U_A):
-                a = _filtered(layer, block, x[part], U_A)
-            else:
-                a = activations(layer, block, x[part])
-                is_few = is_apart and is_thin(U_A) and a.shape[1] < block.shape[1]
-                a = _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
-            # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves
-            # every column.
-            rows = output_gradients(layer, block, g[:, part]).movedim(0, -3)
-            if has_few_rows:
-                of_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
-                few = _few_coordinates(of_example.flatten(1, 2), U_G)
-                rows = few.unflatten(1, of_example.shape[1:3]).movedim((1, 2), (-3, -1))
-            elif not is_summed_first:
-                rows = _along(U_G, rows)
-            product = rows.flatten(-3, -2) @ a.movedim(1, -2)
+    total: Tensor | None = None
+    for x, g in uses:
+        if convolves and is_summed_first:
+            product = coordinates(_convolved(layer, block, x[part], g[:, part]), U_A)
             total = product if total is None else total.add_(product)
-        assert total is not None
-        J = total.unflatten(-2, (num_columns, -1))
-        J = _along(U_G, J) if is_summed_first else J
-        yield Rotated(part, J.movedim(-3, 1))
+            continue
+        if convolves and U_A is not None and not is_thin(U_A):
+            a = _filtered(layer, block, x[part], U_A)
+        else:
+            a = activations(layer, block, x[part])
+            is_few = is_apart and is_thin(U_A) and a.shape[1] < block.shape[1]
+            a = _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
+        # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves every
+        # column.
+        rows = output_gradients(layer, block, g[:, part]).movedim(0, -3)
+        if has_few_rows:
+            of_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
+            few = _few_coordinates(of_example.flatten(1, 2), U_G)
+            rows = few.unflatten(1, of_example.shape[1:3]).movedim((1, 2), (-3, -1))
+        elif not is_summed_first:
+            rows = _along(U_G, rows)
+        product = rows.flatten(-3, -2) @ a.movedim(1, -2)
+        total = product if total is None else total.add_(product)
+    assert total is not None
+    J = total.unflatten(-2, (num_columns, -1))
+    return (_along(U_G, J) if is_summed_first else J).movedim(-3, 1)
 
 
 def _convolved(
@@ -150,7 +163,11 @@ def _triangular(
 ) -> Float[Tensor, "batch *groups n n"]:
     """Triangular matrices `L` with the products of the rows, `L Lᵀ = rows rowsᵀ`."""
     if rows.dtype != torch.float64 and rows.device.type == "cpu":
-        # As exact in double precision, and many times faster than LAPACK's QR on several threads.
+        # Many times faster than LAPACK's QR on several threads. Scaled, products stay in range.
+        scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)
+        L, info = torch.linalg.cholesky_ex((scaled := rows / scale) @ scaled.mT)
+        if not info.any():
+            return L.mul_(scale)
         products = (wide := rows.double()) @ wide.mT
         diagonal = products.diagonal(dim1=-2, dim2=-1)
         # Rows may depend on each other, or be zero: what is added is below their rounding.

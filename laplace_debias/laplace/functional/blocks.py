@@ -149,8 +149,9 @@ class BlockMoments:
                     if index not in self._alike:
                         self._alike[index] = AlikeColumns.of(seen, deltas)
                     total += self._alike[index].gram(rows)
-            # Let go before the next block's are made.
-            del uses, J, rows
+                # Let go before the next are made.
+                del J, rows
+            del uses
 
 
 def weighted_squares(
