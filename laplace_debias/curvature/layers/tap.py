@@ -319,6 +319,12 @@ class Tap:
             return {}
         parts = list(columns) if self.one_by_one else [columns]
         found: dict[int, Tensor] = {}
+        if len(parts) > 1:
+            # Before the first pass, whose memory would lie between. An example's columns lie one
+            # after the other, as products of Jacobians take them.
+            for target, z in targets.items():
+                shape = (len(z), len(parts), *z.shape[1:])
+                found[target] = z.new_empty(shape).transpose(0, 1)
         for index, part in enumerate(parts):
             of_part = torch.autograd.grad(
                 outputs,
@@ -330,16 +336,11 @@ class Tap:
             )
             for target, gradient in zip(targets, of_part, strict=True):
                 if gradient is None:
-                    continue
-                if len(parts) == 1:
+                    found.pop(target, None)
+                elif len(parts) == 1:
                     found[target] = gradient.unsqueeze(0) if self.one_by_one else gradient
-                    continue
-                if index == 0:
-                    # An example's columns lie one after the other, as products of Jacobians take
-                    # them.
-                    shape = (len(gradient), len(parts), *gradient.shape[1:])
-                    found[target] = gradient.new_empty(shape).transpose(0, 1)
-                found[target][index] = gradient
+                else:
+                    found[target][index] = gradient
             # Let go before the next.
             del of_part, gradient
         return found

@@ -238,8 +238,10 @@ class AlikeColumns:
     @classmethod
     def of(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "AlikeColumns":
         """Runs of columns with these curvatures."""
-        # numpy sorts several times as fast.
-        order = torch.from_numpy(curvature.numpy(force=True).argsort()).to(curvature.device)
+        # By the first 16 bits, sign, exponent and 7 of the mantissa: a tenth of the time, as exact
+        # to 1 %.
+        keys = (curvature + deltas.min()).float().view(torch.int32) >> 16
+        order = keys.to(torch.int16).argsort(stable=True)
         rest, runs = order.tensor_split([len(curvature) % _RUN])
         runs = runs.view(-1, _RUN)
         ends = curvature[runs[:, [0, -1]]] + deltas.min()

@@ -41,7 +41,7 @@ OutputChoice = Tensor | Sequence[Sequence[int]] | int
 """Indices of outputs, one choice for each example `[B, k]`, or the number of the largest ones."""
 # A chunk's output gradients take the memory bound, beside the forward pass and slices of Jacobians.
 # More bytes of them for each block make calls no cheaper.
-_WORTH = 9 * 2**18
+_WORTH = 2**21
 
 
 @dataclass(frozen=True)
