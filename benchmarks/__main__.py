@@ -25,12 +25,14 @@ COMPARISONS = (
     "eigendecompositions",
     "debiased_fit",
     "prediction",
+    "thin",
     "tuning",
     "sampling",
     "resnet50",
     "mobilenet_v3_small",
     "efficientnet_b0",
     "convnext_tiny",
+    "few_images",
 )
 _ROOT = Path(__file__).parent.parent
 

@@ -9,7 +9,7 @@ TITLE = "K-FAC factors, Monte-Carlo Fisher (one label per example)"
 UNIT = "s a batch"
 REFERENCES = ("gradient", "ours, hooks")
 GOALS = (
-    Goal("ours, hooks", "gradient", at_most=2.0),
+    Goal("ours, hooks", "gradient", at_most=1.5),
     Goal("ours, BackPACK", "gradient", at_most=2.0),
     Goal(FASTEST_PEER, "ours, hooks", at_least=2.0),
 )

@@ -28,7 +28,7 @@ def compare(settings: Settings) -> list[Row]:
         Contender("gradient", ours.gradient(settings)),
         Contender("ours, predict", _ours(settings, lambda la, x: la.predict(x))),
         Contender("ours, functional", _ours(settings, lambda la, x: la.functional(x))),
-        Contender("laplace-torch", _laplace_torch(settings), is_peer=True),
+        Contender("laplace-torch", laplace_torch(settings), is_peer=True),
     ]
     return measure(contenders, settings, settings.images, warm_up=1, per_example=True)
 
@@ -41,7 +41,9 @@ def _ours(settings: Settings, predict: Callable[[Any, Any], object]) -> Callable
     return build
 
 
-def _laplace_torch(settings: Settings) -> Callable[[], Run]:
+def laplace_torch(settings: Settings) -> Callable[[], Run]:
+    """laplace-torch's closed-form predictive."""
+
     def build() -> Run:
         la = peers.laplace_torch_fitted(settings)
         return lambda size: la(settings.data(size)[0], pred_type="glm", link_approx="probit")

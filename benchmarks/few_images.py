@@ -1,0 +1,88 @@
+"""Whole fits to one small batch, whose factors have few rows, and predictions of it."""
+
+from collections.abc import Callable
+from functools import partial
+
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from benchmarks.report import Goal
+from benchmarks.settings import Settings
+from benchmarks.timing import Contender, Row, Run, measure
+from laplace_debias import Laplace
+
+TITLE = "One batch of 8 images, 64 × 64 pixels, 10 classes, Monte-Carlo Fisher, one thread"
+UNIT = "s a batch"
+REFERENCES = ()
+_TIMM = {"resnet10t": 15.0, "resnet18": 25.0, "mobilenetv3_small_050": 15.0, "convnext_atto": 15.0}
+_TEN = "mobilenet_v3_small, 10 batches"
+GOALS = (
+    *(Goal(f"{name}, fit", f"{name}, gradient", at_most=most) for name, most in _TIMM.items()),
+    *(Goal(f"{name}, predict", f"{name}, gradient", at_most=12.0) for name in _TIMM),
+    Goal(f"{_TEN}, fit", f"{_TEN}, gradients", at_most=4.0),
+)
+_CLASSES = 10
+
+
+def compare(settings: Settings) -> list[Row]:
+    """Networks of timm with random weights: the fit with its eigendecompositions, and `predict`.
+
+    The last rows are fits to ten batches of 32 by torchvision's network. All is done five times in
+    a turn, so that fresh memory is paid for once.
+    """
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    side, num_batches, times = (32, 2, 1) if settings.quick else (64, 10, 5)
+    contenders = []
+    for name in _TIMM:
+        model = timm.create_model(name, num_classes=_CLASSES).eval()
+        batch = _batch(8, side)
+        contenders += [
+            Contender(f"{name}, gradient", partial(_gradients, model, [batch])),
+            Contender(f"{name}, fit", partial(_fit, model, [batch])),
+            Contender(f"{name}, predict", partial(_predict, model, batch)),
+        ]
+    model = torchvision.models.mobilenet_v3_small(num_classes=_CLASSES).eval()
+    batches = [_batch(32, side) for _ in range(num_batches)]
+    contenders += [
+        Contender(f"{_TEN}, gradients", partial(_gradients, model, batches)),
+        Contender(f"{_TEN}, fit", partial(_fit, model, batches)),
+    ]
+    return measure(contenders, settings, times, warm_up=1, per_example=True)
+
+
+def _batch(size: int, side: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 3, side, side), torch.randint(_CLASSES, (size,))
+
+
+def _times(work: Callable[[], object]) -> Run:
+    def run(times: int) -> None:
+        for _ in range(times):
+            work()
+
+    return run
+
+
+def _gradients(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Run:
+    def work() -> None:
+        for x, y in batches:
+            loss = nn.functional.cross_entropy(model(x), y)
+            torch.autograd.grad(loss, list(model.parameters()))
+
+    return _times(work)
+
+
+def _fitted(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Laplace:
+    la = Laplace(model, fisher="mc", factor_dtype=torch.float32)
+    return la.fit_batches(batches, num_data=50_000)
+
+
+def _fit(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> Run:
+    return _times(partial(_fitted, model, batches))
+
+
+def _predict(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Run:
+    la = _fitted(model, [batch])
+    return _times(lambda: la.predict(batch[0]))

@@ -1,0 +1,75 @@
+"""Predictions of a thin posterior, and of the whole one that it is made of."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from benchmarks import ours
+from benchmarks.prediction import laplace_torch
+from benchmarks.report import FASTEST_PEER, Goal
+from benchmarks.settings import CHECKPOINT, Settings
+from benchmarks.timing import Contender, Row, Run, measure
+from examples.paper.data import cifar10_parts
+from laplace_debias import Laplace
+
+TITLE = "A thin posterior, `la.thin(error=1e-3)` at δ = 3,000, K-FAC of all parameters"
+UNIT = "s an image"
+REFERENCES = ("gradient",)
+_THIN = "ours, thin"
+GOALS = (
+    Goal(_THIN, "gradient", at_most=8.0),
+    Goal(FASTEST_PEER, _THIN, at_least=14.0),
+    Goal(_THIN, at_most=100.0, quantity="megabytes"),
+)
+_DELTA = 3_000.0
+_INPUTS = 64
+
+
+class ImageSettings(Settings):
+    """The settings, with CIFAR-10's images where the environment says where they are."""
+
+    @property
+    def batch(self) -> int:
+        """Images of a fit."""
+        return 8 if self.quick else 1024
+
+    def data(self, size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Images and labels: for the seeds 0 to 2 of the test, training and validation images."""
+        if self.quick or not {CHECKPOINT, "LAPLACE_DEBIAS_DATA"} <= os.environ.keys():
+            return super().data(size, seed)
+        images, labels = _images(("test", "train", "validation")[seed], size)
+        return images.to(self.device), labels.to(self.device)
+
+
+@lru_cache
+def _images(part: str, size: int) -> tuple[Tensor, Tensor]:
+    return cifar10_parts()[part].batch(torch.arange(size))
+
+
+def compare(settings: Settings) -> list[Row]:
+    """Fitted to 1,024 training images, made thin for 64 validation images, predicting test images.
+
+    They are random ones where `LAPLACE_DEBIAS_DATA` and `LAPLACE_DEBIAS_CHECKPOINT` are not set.
+    """
+    of_images = ImageSettings(**vars(settings))
+    whole, thin = (ours.fitted(of_images) for _ in range(2))
+    for la in (whole, thin):
+        la.prior_precision = _DELTA
+    inputs = 4 if settings.quick else _INPUTS
+    said = thin.thin(of_images.data(inputs, seed=2)[0], error=1e-3).message
+    contenders = [
+        Contender("gradient", ours.gradient(of_images)),
+        Contender("ours, whole", _predict(of_images, whole)),
+        Contender(_THIN, _predict(of_images, thin)),
+        Contender("laplace-torch", laplace_torch(settings), is_peer=True, most_rounds=3),
+    ]
+    rows = measure(contenders, of_images, settings.images, warm_up=1, per_example=True)
+    return [replace(row, note=said) if row.contender == _THIN else row for row in rows]
+
+
+def _predict(settings: Settings, la: Laplace) -> Callable[[], Run]:
+    return lambda: lambda size: la.predict(settings.data(size)[0])
