@@ -7,7 +7,7 @@ from benchmarks.timing import Row
 
 TITLE = "K-FAC factors, exact Fisher (ten classes)"
 UNIT = "s a batch"
-REFERENCES = ("gradient", "ours, hooks")
+REFERENCES = ("gradient",)
 GOALS = (
     Goal("ours, hooks", "gradient", at_most=4.5),
     Goal("ours, BackPACK", "gradient", at_most=4.5),

@@ -7,7 +7,7 @@ from benchmarks.timing import Row
 
 TITLE = "K-FAC factors, Monte-Carlo Fisher (one label per example)"
 UNIT = "s a batch"
-REFERENCES = ("gradient", "ours, hooks")
+REFERENCES = ("gradient",)
 GOALS = (
     Goal("ours, hooks", "gradient", at_most=1.5),
     Goal("ours, BackPACK", "gradient", at_most=2.0),

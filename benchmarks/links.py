@@ -209,10 +209,10 @@ def network(name: str, num_features: int, num_classes: int) -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(512, num_classes))
 
 
-def small(name: str, params: str, seed: int) -> tuple[Moments, dict[str, Moments]]:
-    """Train, fit and predict a small network."""
+def trained(name: str, seed: int) -> tuple[nn.Module, Sequence[Tensor]]:
+    """A small network, and x and y of its training, validation and test examples."""
     source = "digits, 15 % wrong labels" if "ResNet" in name else name
-    x, y, x_val, y_val, x_test, y_test = table(source, seed)
+    x, y, *others = table(source, seed)
     torch.manual_seed(seed)
     model = network(name, x.shape[1], int(y.max()) + 1)
     optimiser = torch.optim.Adam(model.parameters(), 2e-3, weight_decay=1e-4)
@@ -221,7 +221,13 @@ def small(name: str, params: str, seed: int) -> tuple[Moments, dict[str, Moments
             optimiser.zero_grad()
             nn.functional.cross_entropy(model(x[part]), y[part]).backward()
             optimiser.step()
-    la = Laplace(model.eval(), params=params).fit([(x, y)])
+    return model.eval(), (x, y, *others)
+
+
+def small(name: str, params: str, seed: int) -> tuple[Moments, dict[str, Moments]]:
+    """Train, fit and predict a small network."""
+    model, (x, y, x_val, y_val, x_test, y_test) = trained(name, seed)
+    la = Laplace(model, params=params).fit([(x, y)])
     sets = {"test": Moments.of(la, x_test, y_test, DEFAULT_GRID)}
     return Moments.of(la, x_val, y_val, DEFAULT_GRID), sets
 

@@ -25,7 +25,7 @@ GOALS = (
     Goal(FASTEST_PEER, _THIN, at_least=14.0),
     Goal(_THIN, at_most=100.0, quantity="megabytes"),
 )
-_DELTA = 3_000.0
+DELTA = 3_000.0
 _INPUTS = 64
 
 
@@ -58,7 +58,7 @@ def compare(settings: Settings) -> list[Row]:
     of_images = ImageSettings(**vars(settings))
     whole, thin = (ours.fitted(of_images) for _ in range(2))
     for la in (whole, thin):
-        la.prior_precision = _DELTA
+        la.prior_precision = DELTA
     inputs = 4 if settings.quick else _INPUTS
     said = thin.thin(of_images.data(inputs, seed=2)[0], error=1e-3).message
     contenders = [

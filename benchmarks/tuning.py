@@ -12,7 +12,7 @@ from benchmarks.timing import Contender, Row, Run, measure
 
 TITLE = "Tuning over 21 prior precisions (laplace-torch: one image, one round)"
 UNIT = "s an image"
-REFERENCES = ("ours, one predict", "ours, tune")
+REFERENCES = ("ours, one predict",)
 GOALS = (
     Goal("ours, tune", "ours, one predict", at_most=1.3),
     Goal(FASTEST_PEER, "ours, tune", at_least=100.0),

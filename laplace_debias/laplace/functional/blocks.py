@@ -238,8 +238,8 @@ class AlikeColumns:
     @classmethod
     def of(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "AlikeColumns":
         """Runs of columns with these curvatures."""
-        # By the first 16 bits, sign, exponent and 7 of the mantissa: a tenth of the time, as exact
-        # to 1 %.
+        # By their first 16 bits (sign, exponent, 7 of the mantissa) they are in order to 1 %, in a
+        # tenth of the time.
         keys = (curvature + deltas.min()).float().view(torch.int32) >> 16
         order = keys.to(torch.int16).argsort(stable=True)
         rest, runs = order.tensor_split([len(curvature) % _RUN])
