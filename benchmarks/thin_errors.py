@@ -61,8 +61,8 @@ def main() -> None:
         for draw in range(options.draws):
             la = Laplace.load(file, whole.model)
             generator = torch.Generator().manual_seed(draw)
-            some = torch.randperm(len(pool), generator=generator)[: options.inputs]
-            told = la.thin(pool[some], error=options.error)
+            chosen = torch.randperm(len(pool), generator=generator)[: options.inputs]
+            told = la.thin(pool[chosen], error=options.error)
             thin = la.functional(fresh, diagonal=True)[1]
             error = float(((thin / variances).sqrt() - 1).abs().amax(1).mean())
             covered += abs(error - told.error) <= told.half_width

@@ -147,10 +147,11 @@ def _archived(archive: Path) -> tuple[list[tuple[Tensor, Tensor]], list[str]]:
         images: dict[tuple[str, ...], np.ndarray] = {}
         with tarfile.open(archive) as members:
             for member in members:
-                if member.isfile():
-                    content = io.BytesIO(members.extractfile(member).read())
+                content = members.extractfile(member)
+                if content is not None:  # It is no folder.
                     key = PurePosixPath(member.name).parts[-3:]
-                    images[key] = np.asarray(PIL.Image.open(content).convert("RGB"))
+                    image = PIL.Image.open(io.BytesIO(content.read()))
+                    images[key] = np.asarray(image.convert("RGB"))
         classes = sorted({name for _, name, _ in images})
         tensors = {"classes": torch.tensor(list(" ".join(classes).encode()), dtype=torch.uint8)}
         for part in ("train", "test"):
