@@ -37,15 +37,15 @@ def compare(settings: Settings) -> list[Row]:
     side, num_batches, times = (32, 2, 1) if settings.quick else (64, 10, 5)
     contenders = []
     for name in _TIMM:
-        model = timm.create_model(name, num_classes=_CLASSES).eval()
-        batch = _batch(8, side)
+        model = timm.create_model(name, num_classes=_CLASSES).eval().to(settings.device)
+        batch = _batch(8, side, settings.device)
         contenders += [
             Contender(f"{name}, gradient", partial(_gradients, model, [batch])),
             Contender(f"{name}, fit", partial(_fit, model, [batch])),
             Contender(f"{name}, predict", partial(_predict, model, batch)),
         ]
-    model = torchvision.models.mobilenet_v3_small(num_classes=_CLASSES).eval()
-    batches = [_batch(32, side) for _ in range(num_batches)]
+    model = torchvision.models.mobilenet_v3_small(num_classes=_CLASSES).eval().to(settings.device)
+    batches = [_batch(32, side, settings.device) for _ in range(num_batches)]
     contenders += [
         Contender(f"{_TEN}, gradients", partial(_gradients, model, batches)),
         Contender(f"{_TEN}, fit", partial(_fit, model, batches)),
@@ -53,8 +53,9 @@ def compare(settings: Settings) -> list[Row]:
     return measure(contenders, settings, times, warm_up=1, per_example=True)
 
 
-def _batch(size: int, side: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, 3, side, side), torch.randint(_CLASSES, (size,))
+def _batch(size: int, side: int, device: str) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(_CLASSES, (size,))
+    return torch.randn(size, 3, side, side).to(device), labels.to(device)
 
 
 def _times(work: Callable[[], object]) -> Run:

@@ -164,10 +164,10 @@ def _triangular(
     """Triangular matrices `L` with the products of the rows, `L Lᵀ = rows rowsᵀ`."""
     if rows.dtype != torch.float64 and rows.device.type == "cpu":
         # Many times faster than LAPACK's QR on several threads. Scaled, products stay in range.
-        scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)
-        L, info = torch.linalg.cholesky_ex((scaled := rows / scale) @ scaled.mT)
+        scale = rows.float().abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+        L, info = torch.linalg.cholesky_ex((scaled := rows.float() / scale) @ scaled.mT)
         if not info.any():
-            return L.mul_(scale)
+            return L.mul_(scale).to(rows.dtype)
         products = (wide := rows.double()) @ wide.mT
         diagonal = products.diagonal(dim1=-2, dim2=-1)
         # Rows may depend on each other, or be zero: what is added is below their rounding.
