@@ -10,8 +10,8 @@ from torch import nn
 from benchmarks.settings import Settings
 from benchmarks.timing import Run
 from laplace_debias import Laplace
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.sums import factor_sums
-from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
@@ -60,12 +60,12 @@ def factors(
 
 def problem_of(
     model: nn.Module, fisher: str, backend: str = "auto", dtype: torch.dtype = torch.float32
-) -> Problem:
+) -> FitContext:
     """What curvature a `Laplace` of all parameters takes of a classifier."""
     blocks = curvature_blocks(model, select_parameters(model, "all"))
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType(fisher))
     made = choose_backend(model, backend)(Tap(shadow(model)), blocks)
-    return Problem(cotangents, blocks, made, dtype, None)
+    return FitContext(cotangents, blocks, made, dtype, None)
 
 
 def fitted(settings: Settings, **options: Any) -> Laplace:

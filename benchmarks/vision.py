@@ -12,8 +12,8 @@ from benchmarks.report import FASTEST_PEER, Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.sums import eigenbases, factor_sums
-from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
@@ -102,12 +102,12 @@ def _names(model: nn.Module) -> Sequence[str]:
     ]
 
 
-def _problem(settings: VisionSettings) -> Problem:
+def _problem(settings: VisionSettings) -> FitContext:
     model = settings.model()
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc"))
     blocks = curvature_blocks(model, _names(model))
     made = choose_backend(model, "auto")(Tap(shadow(model)), blocks)
-    return Problem(cotangents, blocks, made, torch.float64, None)
+    return FitContext(cotangents, blocks, made, torch.float64, None)
 
 
 def _factors(settings: VisionSettings) -> Callable[[], Run]:

@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import SequentialSampler, Subset
 
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.inputs import Inputs, take
@@ -140,7 +141,7 @@ class Auto(Scheme):
                 "ShardedBatches(..., shuffle=True)."
             )
 
-    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: FitContext, finish: Finish) -> Fitted:
         """Fit in rounds until the error is within the tolerance, or a budget is spent.
 
         Raises:
@@ -247,7 +248,7 @@ def _reported(
 
 def _check_same(before: Fitted, finish: Finish) -> None:
     """Require that a fit goes on with the network that it began with, and in the same way."""
-    now = finish(CurvatureFit(before.posterior.curvature, Seen(1, 0.0, 1, 1.0)))
+    now = finish(CurvatureFit(before.posterior.curvature, DataTotals(1, 0.0, 1, 1.0)))
     both = [
         (f.subject.settings, repr(f.subject.likelihood), f.subject.known.names, f.others)
         for f in (before, now)
@@ -281,7 +282,7 @@ def _round(reading: Reading, finish: Finish) -> _Round:
 
 
 def _exact(
-    problem: Problem,
+    problem: FitContext,
     data: Stream,
     finish: Finish,
     rounds: Sequence[tuple[int, float]],

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint, check_folder
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import mark_of
@@ -142,7 +142,7 @@ def fit(
 
 def _finish(subject: Subject, expected: Expected, mode: str, found: CurvatureFit) -> Fitted:
     """The state of a fit, of the curvature that was found."""
-    seen, num_targets, num_data = found.seen, None, expected.num_data
+    seen, num_targets, num_data = found.totals, None, expected.num_data
     if num_data is None:
         num_data = int(seen.weight)
         if num_data != seen.weight:
@@ -194,7 +194,7 @@ def _check_resumable(
 
 
 def _identity_of(
-    problem: Problem, subject: Subject, generator: torch.Generator | None
+    problem: FitContext, subject: Subject, generator: torch.Generator | None
 ) -> dict[str, Any]:
     """The identity of a fit, which makes two the same, as plain data."""
     model, likelihood = unwrapped(subject.model), subject.likelihood

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.dense import KEPT_ROWS, sweep_rows
 from laplace_debias.curvature.fits.directions import Rows, ekfac_magnitudes
 from laplace_debias.curvature.fits.sums import factor_sums
-from laplace_debias.curvature.fits.sweep import Problem, Sweep
+from laplace_debias.curvature.fits.sweep import Sweep
 from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches
@@ -176,7 +177,7 @@ def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> 
     )
 
 
-def posterior_bytes(problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_ROWS) -> int:
+def posterior_bytes(problem: FitContext, kind: CurvatureKind, rows: NumRows = _NO_ROWS) -> int:
     """Bytes of a fitted posterior, its curvature and its mean."""
     size = kept = 0
     for block in problem.blocks:
@@ -224,7 +225,7 @@ def check_room(needed: int, available: int | None, what: str) -> None:
 
 
 def _of_block(
-    block: Block, problem: Problem, kind: CurvatureKind, rows: NumRows = _NO_ROWS
+    block: Block, problem: FitContext, kind: CurvatureKind, rows: NumRows = _NO_ROWS
 ) -> tuple[BlockBytes, int]:
     """The bytes of a block, and of the largest matrix that is decomposed for it."""
     wide, narrow = problem.factor_dtype.itemsize, problem.dtype.itemsize
@@ -250,7 +251,7 @@ def _of_block(
 
 
 def _stages(
-    problem: Problem,
+    problem: FitContext,
     kind: CurvatureKind,
     mode: str,
     num_folds: int,
@@ -308,7 +309,7 @@ class _Chunk(NamedTuple):
     few: NumRows = _NO_ROWS
 
 
-def _run(problem: Problem, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) -> _Chunk:
+def _run(problem: FitContext, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) -> _Chunk:
     """Run the passes over one batch, and let go of what they give."""
     rows: list[int] = []
 

@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import Factor, Rows
 from laplace_debias.curvature.fits.sums import FactorSums, ForwardPasses, RunningSums, factor_sums
-from laplace_debias.curvature.fits.sweep import Problem, Seen
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Stream
@@ -41,7 +42,7 @@ def inclusion(
 
 
 def output_curvatures(
-    problem: Problem, outputs: Tensor, y: Tensor
+    problem: FitContext, outputs: Tensor, y: Tensor
 ) -> tuple[Float[Tensor, " batch"], Tensor]:
     """The curvature of each example's loss in the outputs, 1 − Σ p² for a softmax; the loss.
 
@@ -98,10 +99,14 @@ class Reading:
     which each was drawn. The `probes` are inputs that are no part of the fit.
     """
 
-    def __init__(self, problem: Problem, pairs: Iterator[tuple[Any, ...]], looks: int) -> None:
+    def __init__(self, problem: FitContext, pairs: Iterator[tuple[Any, ...]], looks: int) -> None:
         self.problem, self._looks_each, self.num_batches = problem, looks, 0
         self.folds = [_Fold() for _ in range(AUTO_FOLDS)]
-        self.seen, self.num_drawn, self.curvatures = Seen(0, 0.0, 0, 0), 0, torch.zeros(0).double()
+        self.seen, self.num_drawn, self.curvatures = (
+            DataTotals(0, 0.0, 0, 0),
+            0,
+            torch.zeros(0).double(),
+        )
         self._generator, self._forward = torch.Generator().manual_seed(0), ForwardPasses(problem)
         (x, y, *weights), ranks = next(pairs, (None, ())), problem.ranks
         sizes = ranks.exchange(len(y))
@@ -119,7 +124,7 @@ class Reading:
         self.pairs: Iterator[tuple[int, Any]] = enumerate(chain(rest, pairs), start=1)
         self._faults = Faults()
 
-    def going_on(self, problem: Problem, data: Stream, looks: int) -> "Reading":
+    def going_on(self, problem: FitContext, data: Stream, looks: int) -> "Reading":
         """The same in a later fit, whose data is read from where this one is."""
         new, skipped = copy(self), 0 if isinstance(data.source, Iterator) else self.num_batches
         new.problem, new._looks_each, new._forward = problem, looks, ForwardPasses(problem)
@@ -192,7 +197,7 @@ class Reading:
         traces = torch.tensor([c for some, _, _ in of_ranks for c in some], dtype=torch.float64)
         self.curvatures = torch.cat([self.curvatures, traces])
         nll, num_outputs = (sum(of) for of in list(zip(*of_ranks, strict=True))[1:])
-        self.seen = self.seen + Seen(total, nll, num_outputs, total)
+        self.seen = self.seen + DataTotals(total, nll, num_outputs, total)
         chances = inclusion(traces, float(self.curvatures.mean()), self._looks_each)
         is_drawn = torch.rand(total, generator=self._generator, dtype=torch.float64) < chances
         for k, fold in enumerate(self.folds):

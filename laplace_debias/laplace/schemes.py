@@ -20,10 +20,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import fit_crossfit
 from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fit_low_rank
 from laplace_debias.curvature.fits.kfac import FITS
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem
 from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.shards import ShardedBatches, check_shared
@@ -110,7 +110,7 @@ Finish = Callable[[CurvatureFit], Fitted]
 
 def fit_curvature(
     kind: CurvatureKind,
-    problem: Problem,
+    problem: FitContext,
     directions: Pairs,
     magnitudes: Pairs | None = None,
     num_folds: int | None = None,
@@ -164,7 +164,7 @@ class Scheme(ABC):
         """Refuse data that can be read only once where it is read twice."""
 
     @abstractmethod
-    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: FitContext, finish: Finish) -> Fitted:
         """Fit data that `check` let pass and that is read as pairs by now."""
 
 
@@ -189,7 +189,7 @@ class Full(Scheme):
                 "once: pass a DataLoader or a list of batches."
             )
 
-    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: FitContext, finish: Finish) -> Fitted:
         """As `Scheme.fit`."""
         return finish(fit_curvature(kind, problem, self.data))
 
@@ -211,7 +211,7 @@ class Split(Scheme):
     directions: Batches
     magnitudes: Batches
 
-    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: FitContext, finish: Finish) -> Fitted:
         """As `Scheme.fit`."""
         return finish(fit_curvature(kind, problem, self.directions, self.magnitudes))
 
@@ -238,7 +238,7 @@ class CrossFit(Scheme):
     def __post_init__(self) -> None:
         whole(self.folds, "folds", 2)
 
-    def fit(self, kind: CurvatureKind, problem: Problem, finish: Finish) -> Fitted:
+    def fit(self, kind: CurvatureKind, problem: FitContext, finish: Finish) -> Fitted:
         """As `Scheme.fit`."""
         return finish(fit_curvature(kind, problem, self.data, num_folds=self.folds))
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
-from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.kinds import CurvatureKind, FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Block, Sharing, curvature_blocks, parameter_order
@@ -303,14 +303,14 @@ class Subject:
             return network
         return classes_last(network, class_dim)
 
-    def problem(self, stream: Stream, fisher: FisherType) -> tuple["Subject", Problem]:
+    def problem(self, stream: Stream, fisher: FisherType) -> tuple["Subject", FitContext]:
         """The problem that is fitted, as a stream's first batch tells, and its subject."""
         settings = self.settings
         usable(self.model)
         found, tap = self._look_at(stream)
         blocks = found.known.blocks
         made = choose_backend(unwrapped(self.model), self.backend, blocks)(tap, blocks)
-        problem = Problem(
+        problem = FitContext(
             Cotangents(NegativeLogLikelihood(self.likelihood), fisher, settings.class_dim),
             blocks,
             made,

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import Factor, Rows
 from laplace_debias.curvature.fits.sums import ForwardPasses, RunningSums, factor_sums
-from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
@@ -91,7 +91,7 @@ def test_input_factors_of_both_passes_agree(name: str):
     names = [name for name, _ in model.named_parameters()]
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
     blocks = curvature_blocks(model, names)
-    problem = Problem(cotangents, blocks, Tap(shadow(model), blocks), torch.float64, None)
+    problem = FitContext(cotangents, blocks, Tap(shadow(model), blocks), torch.float64, None)
     factors, _ = factor_sums(problem, [(x, y)])
     inputs, forward = RunningSums(problem), ForwardPasses(problem)
     outputs = [forward(x[part], y[part], inputs) for part in (slice(0, 2), slice(2, 6))]

@@ -11,12 +11,12 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.curvature.network.shadow import sum_of_bits
 from laplace_debias.system.files import (
@@ -37,25 +37,6 @@ EVERY = 60.0
 # tensors that are as good if they are joined along their first dimension.
 State = Mapping[str, Any]
 _IDENTITY = "fit.json"
-
-
-@dataclass
-class Seen:
-    """Sums over the examples of a pass: `nll` in nats, `num_outputs` how many numbers came out."""
-
-    num_examples: int = 0
-    nll: Any = 0.0
-    num_outputs: float = 0
-    weight: float = 0
-
-    def __add__(self, other: "Seen") -> "Seen":
-        """The sums of two passes over different data."""
-        return Seen(
-            self.num_examples + other.num_examples,
-            self.nll + other.nll,
-            self.num_outputs + other.num_outputs,
-            self.weight + other.weight,
-        )
 
 
 class Checkpoint:
@@ -81,13 +62,13 @@ class Checkpoint:
                 temporary.write_text(now, encoding="utf-8")
         ranks.exchange(None)
 
-    def begin(self, sums: State, keys: Mapping[str, Any]) -> Seen:
+    def begin(self, sums: State, keys: Mapping[str, Any]) -> DataTotals:
         """Begin the next pass: put what was saved back into `sums`; `keys` are its keys by name."""
         self._number += 1
         self._path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"
         self._sums, self._last = sums, time.monotonic()
         self._read, self._digest = 0, hashlib.blake2b(digest_size=8)
-        self._saved, self._mark, seen = 0, "", Seen()
+        self._saved, self._mark, seen = 0, "", DataTotals()
         if self._path.exists():
             try:
                 texts, tensors = read_sealed(self._path)
@@ -97,7 +78,7 @@ class Checkpoint:
                 ) from error
             told = json.loads(texts["progress"])
             self._mark, self._saved = told.pop("mark"), told.pop("num_batches")
-            seen = Seen(**told)
+            seen = DataTotals(**told)
             for name, saved in tensors.items():
                 table, _, of = name.partition("/")
                 values, value = sums[table], saved.to(self._device)
@@ -117,7 +98,7 @@ class Checkpoint:
             self._refuse("others are in the sums")
         return self._read <= self._saved
 
-    def done(self, seen: Seen, check: Callable[[], None]) -> None:
+    def done(self, seen: DataTotals, check: Callable[[], None]) -> None:
         """Tell that the batch is in the sums; they are not saved if `check` raises.
 
         A disk that is full does not end the fit.

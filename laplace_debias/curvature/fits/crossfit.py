@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Eigenpairs,
@@ -44,7 +45,7 @@ from laplace_debias.curvature.fits.sums import (
     owners_of,
     shared_bases,
 )
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Fold, Pairs, weight_of
 from laplace_debias.curvature.network.inputs import join, take
@@ -91,7 +92,7 @@ def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
 _MUCH_SMALLER = 0.7
 
 
-def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) -> CurvatureFit:
+def fit_crossfit(problem: FitContext, data: Pairs, num_folds: int, curvature: str) -> CurvatureFit:
     """Directions from all examples at hand, magnitudes out of fold.
 
     K-FAC takes one pass over the data, EKFAC two. Both hold the factors of all folds. A factor of
@@ -106,7 +107,7 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
             everything.pairs.extend(fold.pairs)
             everything.places.extend(fold.places)
         return fit_diagonal(problem, everything, None)
-    of_folds, seen = [], Seen()
+    of_folds, seen = [], DataTotals()
     for fold in folds:
         sums, of_fold = factor_sums(problem, fold)
         of_folds.append(sums)
@@ -125,7 +126,7 @@ def fit_crossfit(problem: Problem, data: Pairs, num_folds: int, curvature: str) 
 
 
 def _of_factors(
-    problem: Problem, sizes: Sequence[float], of_folds: list[FactorSums]
+    problem: FitContext, sizes: Sequence[float], of_folds: list[FactorSums]
 ) -> BlockDiagonal:
     """K-FAC from the factors of the blocks that are here, which are freed on the way."""
     parts: dict[Block, list[Tensor | None]] = {}
@@ -139,7 +140,7 @@ def _of_factors(
 
 
 def crossfit_with_replicates(
-    problem: Problem, sizes: Sequence[float], of_folds: Sequence[FactorSums]
+    problem: FitContext, sizes: Sequence[float], of_folds: Sequence[FactorSums]
 ) -> list[BlockDiagonal]:
     """K-FAC cross-fitted from factors, the plain one, and replicates without each fold.
 
@@ -181,7 +182,7 @@ def _total(of_folds: Sequence[FactorSums], block: Block, side: int) -> Factor:
 
 
 def _of_all_ranks(
-    problem: Problem, parts: Mapping[Block, list[Tensor | None]]
+    problem: FitContext, parts: Mapping[Block, list[Tensor | None]]
 ) -> list[BlockDiagonal]:
     """Curvatures of the blocks of all processes: `U_G`, `U_A` and magnitudes, one after another."""
     shared = problem.ranks.share(parts, owners_of(problem))
@@ -302,7 +303,7 @@ class _Within:
 
 
 def exact_crossfit(
-    problem: Problem,
+    problem: FitContext,
     folds: Sequence[Fold],
     of_folds: list[FactorSums],
     of_all: dict[Block, Eigenbasis],

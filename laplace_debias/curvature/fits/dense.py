@@ -11,10 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.directions import eigh, pooled, resolution
 from laplace_debias.curvature.fits.sums import check_finite_sums
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen, Sweep
+from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.uses import Uses
@@ -29,12 +31,12 @@ Rows = Float[Tensor, "rows parameters"]
 
 
 def sweep_rows(
-    problem: Problem,
+    problem: FitContext,
     batches: Pairs,
     consume: Callable[[Rows], object],
     first: int = 0,
     sums: dict[str, Any] | None = None,
-) -> Seen:
+) -> DataTotals:
     """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
 
     `consume` keeps what it sums in `sums`; without these nothing of the pass is saved.
@@ -74,7 +76,7 @@ KEPT_ROWS = 2**30
 """Bytes of Jacobian rows that are kept to find eigenvectors; more are compressed."""
 
 
-def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
+def fit_full(problem: FitContext, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
     """The whole curvature `[D, D]`: directions from some data, magnitudes from these or others."""
     size = sum(block.size for block in problem.blocks)
     sums = {DENSE_BLOCK: torch.zeros(size, size, dtype=problem.factor_dtype, device=problem.device)}
@@ -90,7 +92,7 @@ def fit_full(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
 
 
 def fit_low_rank(
-    problem: Problem, directions: Pairs, magnitudes: Pairs | None, rank: int
+    problem: FitContext, directions: Pairs, magnitudes: Pairs | None, rank: int
 ) -> CurvatureFit:
     """The leading eigenvectors of the curvature, and the curvature along them.
 
@@ -118,7 +120,7 @@ def fit_low_rank(
 
 
 def fit_crossfit_dense(
-    problem: Problem, data: Pairs, num_folds: int, rank: int | None
+    problem: FitContext, data: Pairs, num_folds: int, rank: int | None
 ) -> CurvatureFit:
     """Directions from all examples at hand, magnitudes out of fold; see `fit_crossfit`.
 
@@ -127,7 +129,7 @@ def fit_crossfit_dense(
     folds = split_folds(problem.ranks, data, num_folds)
     size = sum(block.size for block in problem.blocks)
     rows: list[Rows] = []
-    seen = Seen()
+    seen = DataTotals()
     for fold in folds:
         of_fold: list[Rows] = []
         sums = {DENSE_BLOCK: of_fold}
@@ -151,7 +153,7 @@ def fit_crossfit_dense(
 
 
 def _on_first(
-    problem: Problem,
+    problem: FitContext,
     rows: list[Tensor],
     decomposed: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
@@ -162,7 +164,7 @@ def _on_first(
     return problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
 
 
-def _joined(problem: Problem, rows: list[Tensor], size: int) -> Rows:
+def _joined(problem: FitContext, rows: list[Tensor], size: int) -> Rows:
     """The rows of one process, which may have none; the list is emptied."""
     if rows:
         joined = rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -172,10 +174,10 @@ def _joined(problem: Problem, rows: list[Tensor], size: int) -> Rows:
 
 
 def _along(
-    problem: Problem,
+    problem: FitContext,
     along: Float[Tensor, " k"],
     U: Float[Tensor, "parameters k"],
-    seen: Seen,
+    seen: DataTotals,
     magnitudes: Pairs | None,
     rank: int | None,
 ) -> CurvatureFit:

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Factor,
@@ -23,7 +24,8 @@ from laplace_debias.curvature.fits.sums import (
     factor_sums,
     to_all,
 )
-from laplace_debias.curvature.fits.sweep import CurvatureFit, Problem, Seen, Sweep
+from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.batches import Pairs
@@ -31,7 +33,7 @@ from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 
-def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
+def fit_kfac(problem: FitContext, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
     """K-FAC: directions from one set of batches, magnitudes from another (Eq. 9) or the same.
 
     The second factors are projected and freed one block at a time.
@@ -45,8 +47,8 @@ def fit_kfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> C
 
 
 def curvature_along(
-    problem: Problem, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
-) -> tuple[Sums, Seen]:
+    problem: FitContext, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
+) -> tuple[Sums, DataTotals]:
     """The factors' own curvature along every direction on other data (Eq. 9), and what was seen.
 
     Along thin directions rows are projected as they come; else the sum of the factors is.
@@ -86,7 +88,7 @@ def curvature_along(
     return table, seen
 
 
-def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
+def fit_ekfac(problem: FitContext, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
     """EKFAC: K-FAC's directions, and the exact curvature along every one of them.
 
     Without `magnitudes` the data of `directions` are read twice.
@@ -102,8 +104,8 @@ def fit_ekfac(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> 
 
 
 def exact_sums(
-    problem: Problem, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
-) -> tuple[Sums, Seen]:
+    problem: FitContext, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
+) -> tuple[Sums, DataTotals]:
     """Exact curvature `[*groups, d_out, d_in]` along every direction, summed over examples."""
     # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
     dtype, sums = problem.dtype, dict[Block, Tensor]()
@@ -120,7 +122,7 @@ def exact_sums(
     return to_all(problem, sums), seen
 
 
-def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
+def fit_diagonal(problem: FitContext, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
     """The exact diagonal of the curvature: EKFAC's magnitudes along the coordinate axes.
 
     Directions that no data chose are not biased by any: a debiased fit is that of its second
@@ -135,7 +137,7 @@ def fit_diagonal(problem: Problem, directions: Pairs, magnitudes: Pairs | None) 
 
 
 def assemble(
-    problem: Problem,
+    problem: FitContext,
     bases: dict[Block, Eigenbasis],
     table: dict[Block, Float[Tensor, "*groups d_out d_in"]] | None,
 ) -> BlockDiagonal:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Eigenpairs,
@@ -18,7 +19,8 @@ from laplace_debias.curvature.fits.directions import (
     moments,
 )
 from laplace_debias.curvature.fits.factors import input_factors
-from laplace_debias.curvature.fits.sweep import Problem, Seen, Sweep
+from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.tap import Tap
@@ -40,7 +42,7 @@ class RunningSums:
     side: 0 is G, 1 is A.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: FitContext) -> None:
         self.problem = problem
         self.sums: tuple[Sums, Sums] = {}, {}
         self.rows: tuple[dict[Block, list[Tensor]], dict[Block, list[Tensor]]] = {}, {}
@@ -116,7 +118,9 @@ class RunningSums:
         return factors
 
 
-def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[FactorSums, Seen]:
+def factor_sums(
+    problem: FitContext, batches: Pairs, first: int = 0
+) -> tuple[FactorSums, DataTotals]:
     """Factors of every block, summed over the examples of all batches; `first` as in `Sweep.over`.
 
     On several processes they are those of all, and each block's are at its owner alone.
@@ -141,7 +145,7 @@ def factor_sums(problem: Problem, batches: Pairs, first: int = 0) -> tuple[Facto
 class ForwardPasses:
     """Runs the network forward, and sums A of its weight blocks on the way."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: FitContext) -> None:
         self._problem = problem
         self._blocks = [block for block in problem.blocks if not block.is_exact]
         self._tap = Tap(problem.network, self._blocks)
@@ -196,7 +200,7 @@ def add_to(sums: Sums, block: Block, value: Tensor) -> None:
         sums[block] = value
 
 
-def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block, Eigenbasis]:
+def eigenbases(problem: FitContext, sums: FactorSums, weight: float) -> dict[Block, Eigenbasis]:
     """Eigenbases of the blocks' mean factors; `sums` is emptied, factor by factor, on the way.
 
     The sums are those of this process's blocks, over examples of this weight. Factors of one shape
@@ -229,7 +233,7 @@ def eigenbases(problem: Problem, sums: FactorSums, weight: float) -> dict[Block,
     return shared_bases(problem, bases)
 
 
-def owners_of(problem: Problem) -> dict[Block, int]:
+def owners_of(problem: FitContext) -> dict[Block, int]:
     """The rank that decomposes each block: the longest first, each to the rank with least to do.
 
     A factor of d columns takes d³; a diagonal one nothing.
@@ -249,7 +253,7 @@ def owners_of(problem: Problem) -> dict[Block, int]:
     return owners
 
 
-def of_all_blocks(problem: Problem, sums: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+def of_all_blocks(problem: FitContext, sums: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
     """The blocks' sums on this process in the order of all; one without examples has zeros."""
     if problem.ranks.size == 1:
         return dict(sums)
@@ -265,14 +269,14 @@ def of_all_blocks(problem: Problem, sums: Mapping[Block, Tensor]) -> dict[Block,
     return complete
 
 
-def to_all(problem: Problem, sums: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+def to_all(problem: FitContext, sums: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
     """The blocks' sums of all processes, on each."""
     complete = of_all_blocks(problem, sums)
     problem.ranks.sum(list(complete.values()))
     return complete
 
 
-def shared_bases(problem: Problem, bases: dict[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
+def shared_bases(problem: FitContext, bases: dict[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
     """The eigenbases of all blocks on every process, from those of each process's own blocks."""
     if problem.ranks.size == 1:
         return bases

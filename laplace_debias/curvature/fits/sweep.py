@@ -1,73 +1,24 @@
 """One pass over data: every block is measured on every batch, within a bound of memory."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.checkpoint import Checkpoint, Seen, State
+from laplace_debias.curvature.fits.checkpoint import State
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import Factor
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
-from laplace_debias.curvature.layers.backends import Backend
+from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
-from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Masks, Uses
-from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Fold, Pairs, weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
 from laplace_debias.curvature.network.outputs import MOST_GRANTED, Faults, check_outputs, granted
-from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.memory import is_out_of_memory
-from laplace_debias.system.ranks import ALONE, Ranks
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A network with its loss and blocks, and how its curvature is taken.
-
-    Factors are summed and decomposed in `factor_dtype`. `memory_bound` is the bytes that one
-    chunk's output gradients may take, None as `granted` takes it. Sums over examples are summed
-    over `ranks`, and passes over the data saved in `checkpoint`.
-
-    Attributes:
-        tap: A tap of the network, which is the `backend` unless BackPACK is.
-        network: The `shadow` of the trained network that is run.
-        dtype: That of the Bayesian parameters.
-        device: Where these are.
-    """
-
-    cotangents: Cotangents
-    blocks: Sequence[Block]
-    backend: Backend
-    factor_dtype: torch.dtype
-    memory_bound: int | None
-    ranks: Ranks = ALONE
-    checkpoint: Checkpoint | None = None
-
-    tap: Tap = field(init=False)
-    network: nn.Module = field(init=False)
-    dtype: torch.dtype = field(init=False)
-    device: torch.device = field(init=False)
-
-    def __post_init__(self) -> None:
-        tap = self.backend if isinstance(self.backend, Tap) else self.backend.tap
-        parameter = tap.network.get_parameter(self.blocks[0].parameters[0])
-        vars(self).update(
-            tap=tap, network=tap.network, dtype=parameter.dtype, device=parameter.device
-        )
-
-
-@dataclass(frozen=True)
-class CurvatureFit:
-    """Curvature of the mean loss, and the data that it came from."""
-
-    curvature: BlockDiagonal
-    seen: Seen
-
 
 # A chunk's output gradients take one of so many parts of the memory bound: larger chunks leave
 # the processor's cache. On a GPU they take all of it.
@@ -97,7 +48,7 @@ class Sweep:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: FitContext,
         add: Callable[..., object],
         measure: Callable[[nn.Module, Block, Uses], Any] | None = None,
         *,
@@ -107,12 +58,12 @@ class Sweep:
     ) -> None:
         self.problem, self.add, self.measure, self.as_rows = problem, add, measure, as_rows
         self.sums, self.checkpoint = ({}, None) if sums is None else (sums, problem.checkpoint)
-        self.row_bytes, self.seen = row_bytes, Seen()
+        self.row_bytes, self.seen = row_bytes, DataTotals()
         self.positions: PositionFinder | None = None
         # Of a chunk that was broken off: whether it was within a sum.
         self.is_adding = False
 
-    def over(self, batches: Pairs, first: int = 0) -> Seen:
+    def over(self, batches: Pairs, first: int = 0) -> DataTotals:
         """Go through data; of several processes each through its own, and what all saw is summed.
 
         `first` is the position of the first example in all data of the fit: Monte-Carlo labels are
@@ -137,16 +88,7 @@ class Sweep:
         faults.read()
         if self.checkpoint is not None:
             self.checkpoint.end()
-        own = self.seen
-        of_ranks = self.problem.ranks.exchange(
-            [own.num_examples, float(own.nll), own.num_outputs, own.weight]
-        )
-        seen = Seen(*map(sum, zip(*of_ranks, strict=True)))
-        if seen.num_examples == 0:
-            raise ValueError("The data holds no example: pass a loader with at least one batch.")
-        if not seen.weight:
-            raise ValueError("The weights of all examples are zero: give some of them a weight.")
-        return seen
+        return self.seen.over(self.problem.ranks)
 
     def _look(self, x: Inputs) -> None:
         """Find the chunk within the memory bound, and what finds padding, by one example."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
-from laplace_debias.curvature.fits.sweep import Problem
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, parameter_order
@@ -165,7 +165,7 @@ class KFAC(Permuted):
             blocks = resolved.blocks
             made = choose_backend(unwrapped(model), backend, blocks)(tap, blocks)
             how = factor_dtype, memory_bound, current()
-            problem = Problem(cotangents, blocks, made, *how)
+            problem = FitContext(cotangents, blocks, made, *how)
             fitted = self._fit(problem, of_loss, None if magnitudes is None else measured)
         order = parameter_order(tap.network, network.names, blocks)
         Permuted.__init__(

@@ -1,0 +1,73 @@
+"""The context of a fit of the curvature, and its result."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.layers.backends import Backend
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.operators import BlockDiagonal
+from laplace_debias.system.ranks import ALONE, Ranks
+
+
+@dataclass(frozen=True)
+class FitContext:
+    """A network with its loss and blocks, and how its curvature is computed.
+
+    Attributes:
+        cotangents: The loss, as the vectors at the outputs that are pushed back.
+        blocks: The curvature blocks, in the order of the posterior.
+        backend: Runs the network forward and back: BackPACK or the layer tap.
+        factor_dtype: The dtype that factors are summed and decomposed in.
+        memory_bound: Bytes that one chunk's output gradients may take; None for the default of
+            `granted`.
+        ranks: The processes that share the data.
+        checkpoint: Where passes over the data are saved; None if they are not.
+    """
+
+    cotangents: Cotangents
+    blocks: Sequence[Block]
+    backend: Backend
+    factor_dtype: torch.dtype
+    memory_bound: int | None
+    ranks: Ranks = ALONE
+    checkpoint: Checkpoint | None = None
+
+    @cached_property
+    def tap(self) -> Tap:
+        """The layer tap of the network, which is the backend unless BackPACK is."""
+        return self.backend if isinstance(self.backend, Tap) else self.backend.tap
+
+    @property
+    def network(self) -> nn.Module:
+        """The working copy of the trained network."""
+        return self.tap.network
+
+    @cached_property
+    def _first_parameter(self) -> nn.Parameter:
+        return self.network.get_parameter(self.blocks[0].parameters[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the Bayesian parameters."""
+        return self._first_parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the Bayesian parameters."""
+        return self._first_parameter.device
+
+
+@dataclass(frozen=True)
+class CurvatureFit:
+    """Curvature of the mean loss, and the totals of the data that it came from."""
+
+    curvature: BlockDiagonal
+    totals: DataTotals
