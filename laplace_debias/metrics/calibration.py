@@ -6,7 +6,7 @@ one is not a tensor, and ValueError where they are not probabilities and labels 
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
@@ -21,13 +21,16 @@ Labels = Integer[Tensor, " n"]
 _STEPS = 24
 """Bisections: the bandwidth of the smooth error is found to 2⁻²⁴."""
 
+_NEAR_ONE = 0.999
+"""Confidence above which the other classes' probabilities are added up."""
+
 
 def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
     """Expected calibration error of the most probable class, `Σ_b (n_b/n) |acc_b - conf_b|`.
 
-    The bins are `num_bins` equal intervals `[lower, upper)` of the confidence. The value is that of
-    torchmetrics' `MulticlassCalibrationError`: a confidence that float32 rounds to 1 has a bin of
-    its own, and sums are in float32 whatever the dtype.
+    The bins are `num_bins` equal intervals `[lower, upper)` of the confidence; a confidence of 1
+    belongs to the last bin. (torchmetrics' `MulticlassCalibrationError` gives it a bin of its own;
+    for confidences below 1 both agree.) Sums are in float64.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -42,7 +45,8 @@ def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
         AAAI, 2015. Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML,
         2017, equation 3.
     """
-    return _of_equal_bins(probs, labels, num_bins, "l1")
+    fractions, gaps = _bin_gaps(probs, labels, num_bins)
+    return (fractions * gaps).sum()
 
 
 def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
@@ -55,21 +59,16 @@ def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
         Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
         AAAI, 2015.
     """
-    return _of_equal_bins(probs, labels, num_bins, "max")
+    _, gaps = _bin_gaps(probs, labels, num_bins)
+    return gaps.max()
 
 
-def _of_equal_bins(
-    probs: Tensor, labels: Tensor, num_bins: int, norm: Literal["l1", "max"]
-) -> Float[Tensor, ""]:
-    # torchmetrics takes seconds to import: only what uses it waits for it.
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
-    whole(num_bins, "num_bins")
-    probs, labels = check_classification(probs, labels)
-    error = multiclass_calibration_error(
-        probs, labels, probs.shape[1], n_bins=num_bins, norm=norm, validate_args=False
-    )
-    return error.to(probs.dtype)
+def _bin_gaps(
+    probs: Tensor, labels: Tensor, num_bins: int
+) -> tuple[Float[Tensor, " bins"], Float[Tensor, " bins"]]:
+    """Each bin's fraction of the examples, and its gap `|acc_b - conf_b|`, 0 if it is empty."""
+    curve = reliability_curve(probs, labels, num_bins)
+    return curve.fraction, (curve.accuracy - curve.confidence).abs().nan_to_num(nan=0.0)
 
 
 def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
@@ -191,10 +190,9 @@ class ReliabilityCurve(NamedTuple):
 
 
 def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> ReliabilityCurve:
-    """Groups the examples by confidence and compares confidence and accuracy in each group.
+    """Group the examples by confidence and compare confidence and accuracy in each group.
 
-    The bins are those of `ece`, `[lower, upper)`, but for a confidence of exactly 1, which belongs
-    to the last bin here. Arguments and errors are those of `ece`.
+    The bins, arguments and errors are those of `ece`.
 
     Reference:
         Guo, Pleiss, Sun, Weinberger. On calibration of modern neural networks. ICML, 2017.
@@ -204,13 +202,14 @@ def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> Relia
     confidences, predictions = probs.max(dim=1)
     edges = torch.linspace(0, 1, num_bins + 1, dtype=probs.dtype, device=probs.device)
     bins = _equal_bins(confidences, num_bins)
-    counts = torch.bincount(bins, minlength=num_bins).to(probs.dtype)
-    right = (predictions == labels).to(probs.dtype)
+    right = predictions == labels
+    counts = torch.bincount(bins, minlength=num_bins)
+    sums = torch.zeros(num_bins, dtype=torch.float64, device=probs.device)
     return ReliabilityCurve(
         edges=edges,
-        fraction=counts / counts.sum(),
-        confidence=torch.zeros_like(counts).scatter_add_(0, bins, confidences) / counts,
-        accuracy=torch.zeros_like(counts).scatter_add_(0, bins, right) / counts,
+        fraction=(counts.double() / counts.sum()).to(probs.dtype),
+        confidence=(sums.index_add(0, bins, confidences.double()) / counts).to(probs.dtype),
+        accuracy=(sums.index_add(0, bins, right.double()) / counts).to(probs.dtype),
     )
 
 
@@ -224,6 +223,19 @@ def confidence_and_right(
     probs, labels = check_classification(probs, labels)
     confidences, predictions = probs.double().max(dim=1)
     return confidences, (predictions == labels).double()
+
+
+def error_probability(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
+    """The probability that the most probable class is wrong, `1 - max_c p_c`, float64.
+
+    Where the largest probability is near 1 it is the sum of the others: they keep the digits that
+    float32 rounds away in a number near 1, so that sure predictions keep their order.
+    """
+    probs = probs.double()
+    confidences, predictions = probs.max(dim=1)
+    others = probs.scatter(1, predictions[:, None], 0).sum(dim=1)
+    # Elsewhere the difference, so that equal confidences have equal error probabilities.
+    return torch.where(confidences > _NEAR_ONE, others, 1 - confidences)
 
 
 def _equal_bins(values: Float[Tensor, "*n"], num_bins: int) -> Integer[Tensor, "*n"]:

@@ -1,5 +1,6 @@
 """Every metric's definition: its name, its unit, and what makes its statistic."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,9 +14,11 @@ from laplace_debias.metrics.calibration import (
     confidence_and_right,
     ece,
     ece_equal_mass,
+    error_probability,
     mce,
     smooth_ece,
 )
+from laplace_debias.metrics.checks import check_classification
 from laplace_debias.metrics.classification import accuracy, brier, nll, overconfidence
 from laplace_debias.metrics.ood import aupr, aupr_in, auroc, entropy, fpr95
 from laplace_debias.metrics.regression import (
@@ -122,21 +125,23 @@ def _of_aurc(probs: Tensor, labels: Tensor) -> Statistic:
     `R + mean over those that are at most as confident of (e - R)/S`: the influence function of
     `E[R]`.
     """
-    confidences, right = confidence_and_right(probs, labels)
-    order = confidences.argsort(descending=True)
+    probs, labels = check_classification(probs, labels)
+    _, right = confidence_and_right(probs, labels)
+    error_probabilities = error_probability(probs)
+    order = error_probabilities.argsort()
     risks = risk_coverage_curve(probs, labels).risk
     answered = torch.arange(1, len(risks) + 1, dtype=risks.dtype, device=risks.device)
-    # Sums over the less confident ones and the example itself.
-    weights = (1 / answered).flip(0).cumsum(0).flip(0)
-    others = risks - (risks / answered).flip(0).cumsum(0).flip(0)
+    # Sums over the less confident examples and the example itself.
+    error_weights = (1 / answered).flip(0).cumsum(0).flip(0)
+    offsets = risks - (risks / answered).flip(0).cumsum(0).flip(0)
 
-    def of_examples(ordered: Tensor) -> Tensor:
-        values = torch.empty_like(ordered)
-        values[order] = ordered
+    def by_example(by_confidence: Tensor) -> Tensor:
+        values = torch.empty_like(by_confidence)
+        values[order] = by_confidence
         # Equally confident examples are exchangeable.
-        return mean_of_equals(confidences, values)
+        return mean_of_equals(error_probabilities, values)
 
-    influence = of_examples(others) + (1 - right) * of_examples(weights)
+    influence = by_example(offsets) + (1 - right) * by_example(error_weights)
     return Mean(risks.mean().item(), influence, lowest=0)
 
 
@@ -163,13 +168,21 @@ OF_PROBS = (
 # ----------------------------------------------- labels of which several may apply, [n, labels]
 
 
-def over_labels(statistic: Statistic, shape: torch.Size, times: int = 1) -> Mean:
-    """A metric of `n · labels` binary problems, of which examples are drawn."""
-    assert isinstance(statistic, (Proportion, Mean))
+def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> Statistic:
+    """A metric of `n · labels` binary problems, whose examples are drawn, not their labels.
+
+    `num_terms` is the number of labels where the metric is their sum, 1 where it is their mean.
+    """
+    influence = statistic.influence.view(shape)
+    if not isinstance(statistic, (Proportion, Mean)):
+        return Statistic(statistic.value, influence)
     ideal = statistic.ideal if isinstance(statistic, Mean) else None
-    of_examples = times * statistic.influence.double().view(shape).mean(1)
-    lowest = 0 if ideal is None else -float("inf")
-    return Mean(times * statistic.value, of_examples, lowest, ideal=ideal)
+    return Mean(
+        num_terms * statistic.value,
+        num_terms * influence.double().mean(1),
+        lowest=0 if ideal is None else -math.inf,
+        ideal=ideal,
+    )
 
 
 def _of_exact_match(probs: Tensor, labels: Tensor) -> Statistic:

@@ -28,6 +28,12 @@ from laplace_debias.metrics.statistics import Statistic
 
 Sets = Mapping[str, Float[Tensor, "..."]]
 
+_MULTILABEL = frozenset({"accuracy", "nll", "brier", "overconfidence", "ece", "mean_entropy"})
+"""Metrics of a classification that are also reported over all labels of a multi-label problem."""
+
+_SUMMED_OVER_LABELS = frozenset({"nll", "mean_entropy"})
+"""Metrics that are summed over an example's labels instead of averaged."""
+
 
 def evaluate(
     probs: Float[Tensor, "n *classes"],
@@ -133,14 +139,12 @@ def evaluate_multilabel(
         )
     checked = _checked_sets(ood, probs, _checked_table, "labels")
     flat = check_classification(probs.flatten(), labels.flatten())
-    made = {metric.name: metric.statistic(*flat) for metric in OF_PROBS[:6]}
-    summed = {"nll", "mean_entropy"}
-    statistics: dict[str, Statistic] = {
-        name: over_labels(one, probs.shape, probs.shape[1] if name in summed else 1)
-        for name, one in made.items()
-        if name != "ece"
-    }
-    statistics["ece"] = Statistic(made["ece"].value, probs)
+    statistics: dict[str, Statistic] = {}
+    for metric in OF_PROBS:
+        if metric.name in _MULTILABEL:
+            num_terms = probs.shape[1] if metric.name in _SUMMED_OVER_LABELS else 1
+            per_label = metric.statistic(*flat)
+            statistics[metric.name] = over_labels(per_label, probs.shape, num_terms)
     statistics["exact_match"] = EXACT_MATCH.statistic(probs, labels)
     scores = {name: label_entropy(other) for name, other in checked.items()}
     statistics |= _further(log_probs, len(labels), label_entropy(probs), scores)

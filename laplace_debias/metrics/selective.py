@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from laplace_debias.metrics.calibration import confidence_and_right
+from laplace_debias.metrics.calibration import confidence_and_right, error_probability
+from laplace_debias.metrics.checks import check_classification
 
 
 class RiskCoverageCurve(NamedTuple):
@@ -24,9 +25,11 @@ class RiskCoverageCurve(NamedTuple):
 def risk_coverage_curve(
     probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
 ) -> RiskCoverageCurve:
-    """Answers examples in the order of their confidence, and follows the error rate.
+    """Answer examples in the order of their confidence, and follow the error rate.
 
-    Of equally confident examples each counts as their mean error: the expectation over their order.
+    Where the confidence is near 1 the order is that of the other classes' summed probability, which
+    rounds less. Equally confident examples each count as their mean error: the expectation over
+    their order.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -39,8 +42,10 @@ def risk_coverage_curve(
     Reference:
         Geifman, El-Yaniv. Selective classification for deep neural networks. NeurIPS, 2017.
     """
-    confidences, right = confidence_and_right(probs, labels)
-    errors = mean_of_equals(confidences, 1 - right)[confidences.argsort(descending=True)]
+    probs, labels = check_classification(probs, labels)
+    _, right = confidence_and_right(probs, labels)
+    error_probabilities = error_probability(probs)
+    errors = mean_of_equals(error_probabilities, 1 - right)[error_probabilities.argsort()]
     answered = torch.arange(1, len(errors) + 1, dtype=errors.dtype, device=errors.device)
     return RiskCoverageCurve(answered / len(errors), errors.cumsum(0) / answered)
 

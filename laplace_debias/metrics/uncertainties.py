@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn, special
 
+from laplace_debias.metrics.calibration import error_probability
 from laplace_debias.metrics.checks import check_probs, check_real, check_tensor
 from laplace_debias.system.shown import one_line
 
@@ -85,13 +86,15 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
 def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
     """One minus the probability of the most probable class: higher is less certain.
 
-    Argument and errors are those of `entropy`.
+    Near 0 it is the sum of the other classes' probabilities, so that sure predictions keep their
+    order in float32. Argument and errors are those of `entropy`.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
         in neural networks. ICLR, 2017.
     """
-    return 1 - check_probs(probs).max(dim=1).values
+    probs = check_probs(probs)
+    return error_probability(probs).to(probs.dtype)
 
 
 def energy(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:

@@ -33,7 +33,13 @@ def mce_by_loop(probs, labels, num_bins):
     gaps = []
     for index in range(num_bins):
         lower, upper = index / num_bins, (index + 1) / num_bins
-        inside = [(c, r) for c, r in confidences(probs, labels) if lower <= c < upper]
+        # A confidence of 1 belongs to the last bin.
+        is_last = index == num_bins - 1
+        inside = [
+            (c, r)
+            for c, r in confidences(probs, labels)
+            if lower <= c < upper or (is_last and c == 1)
+        ]
         if inside:
             gaps.append(abs(np.mean([r - c for c, r in inside])))
     return max(gaps)
@@ -82,6 +88,34 @@ def test_mce_equals_a_loop_over_the_bins(num_bins):
     probs, labels = predictions()
     expected = mce_by_loop(probs, labels, num_bins)
     assert metrics.mce(probs, labels, num_bins).item() == pytest.approx(expected, abs=1e-6)
+
+
+def calibrated_and_one_certain_mistake(dtype, n=2000):
+    """Confidences in the last of 15 bins that are as often right as they say, and a wrong 1."""
+    confidence = torch.full((n,), 0.975, dtype=dtype)
+    probs = torch.stack([confidence, 1 - confidence], 1)
+    labels = torch.zeros(n, dtype=torch.long)
+    labels[: n // 40] = 1
+    certain = torch.tensor([[1.0, 0.0]], dtype=dtype)
+    return torch.cat([probs, certain]), torch.cat([labels, torch.tensor([1])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_bins", [1, 15])
+def test_a_confidence_of_one_belongs_to_the_last_bin(dtype, num_bins):
+    probs, labels = calibrated_and_one_certain_mistake(dtype)
+    expected = (2000 * 0.975 + 1) / 2001 - 1950 / 2001  # One bin holds every example.
+    curve = metrics.reliability_curve(probs, labels, num_bins)
+    assert (curve.confidence - curve.accuracy)[-1].item() == pytest.approx(expected, abs=1e-6)
+    for metric in (metrics.ece, metrics.mce):
+        assert metric(probs, labels, num_bins).item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_maximum_of_one_bin_is_the_expected_error():
+    probs, labels = predictions()
+    probs[:20] = torch.eye(4, dtype=torch.float64)[0]
+    expected = metrics.ece(probs, labels, 1).item()
+    assert metrics.mce(probs, labels, 1).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("num_bins", [1, 5, 15])
@@ -185,3 +219,18 @@ def test_aurc_is_lowest_where_mistakes_come_last():
     last[-2:], first[:2] = 1, 1
     assert metrics.aurc(probs, last) < metrics.aurc(probs, first)
     assert metrics.aurc(probs, torch.zeros(10, dtype=torch.long)) == 0
+
+
+def sharp_predictions(dtype, n=400):
+    """The most probable class has 1 - 1e-12 to 1 - 1e-8, in order."""
+    doubt = torch.logspace(-12, -8, n, dtype=torch.float64)
+    probs = torch.stack([1 - doubt, doubt / 2, doubt / 3, doubt / 6], 1).to(dtype)
+    labels = torch.zeros(n, dtype=torch.long)
+    labels[-n // 10 :] = 1  # The least confident ones are wrong.
+    return probs, labels
+
+
+def test_confidences_that_float32_rounds_to_one_keep_their_order():
+    expected = metrics.aurc(*sharp_predictions(torch.float64)).item()
+    aurc = metrics.aurc(*sharp_predictions(torch.float32)).item()
+    assert aurc == pytest.approx(expected, rel=1e-3)

@@ -29,11 +29,12 @@ def scores(generator, num_id=300, num_ood=200):
 
 
 def ece_by_loop(probs, labels, num_bins):
-    """Bins [lower, upper), and one of its own for a confidence of 1."""
-    bins = [[] for _ in range(num_bins + 1)]
+    """Bins [lower, upper); a confidence of 1 belongs to the last one."""
+    bins = [[] for _ in range(num_bins)]
     for row, label in zip(probs.tolist(), labels.tolist(), strict=True):
         confidence = max(row)
-        bins[int(confidence * num_bins)].append((confidence, row.index(confidence) == label))
+        index = min(int(confidence * num_bins), num_bins - 1)
+        bins[index].append((confidence, row.index(confidence) == label))
     filled = [np.array(members, dtype=float) for members in bins if members]
     return sum(
         len(members) / len(probs) * abs(members[:, 0].mean() - members[:, 1].mean())

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from laplace_debias import metrics
+from laplace_debias.metrics import evaluation
+from laplace_debias.metrics.statistics import Statistic
 
 
 def predictions(n=120, seed=0):
@@ -144,3 +146,13 @@ def test_notebooks_show_a_report_with_the_numbers_of_the_text():
     rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in lines[1:])
     head = "".join(f"<th>{cell}</th>" for cell in lines[0])
     assert report._repr_html_() == f"<table><thead><tr>{head}</tr></thead>{rows}</table>"
+
+
+def test_a_new_metric_of_classes_leaves_the_report_on_labels_as_it_is(monkeypatch):
+    probs, labels = torch.rand(20, 3), torch.randint(2, (20, 3))
+    expected = metrics.evaluate_multilabel(probs, labels)
+    inserted = metrics.Metric(
+        "inserted", "Inserted", lambda p, y: Statistic(p.mean().item(), y), interval="None."
+    )
+    monkeypatch.setattr(evaluation, "OF_PROBS", (inserted, *evaluation.OF_PROBS))
+    assert metrics.evaluate_multilabel(probs, labels).rows() == expected.rows()

@@ -37,6 +37,19 @@ def test_scores_are_higher_where_less_is_known():
     torch.testing.assert_close(metrics.max_probability(probs), torch.tensor([0.1, 0.5]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_probability_does_not_tie_where_it_rounds_to_one(dtype):
+    """Logits are exact in both dtypes, so that the expected score is that of float64."""
+    margins = torch.linspace(10, 40, 300, dtype=torch.float64)
+    logits = torch.stack([margins, torch.zeros_like(margins), torch.ones_like(margins)], 1).float()
+    log_probs = logits.double().log_softmax(1)
+    expected = log_probs[:, 1:].logsumexp(1).exp()
+    found = metrics.max_probability(logits.to(dtype).softmax(1))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    certain, uncertain = found[150:], found[:150]
+    assert metrics.auroc(certain, uncertain) == 1
+
+
 def moments(n=6, classes=4, seed=0):
     """Mean and covariance of Gaussian logits with a large common part."""
     generator = torch.Generator().manual_seed(seed)
