@@ -174,7 +174,13 @@ def _moments_for(
     if names and type(fitted.subject.likelihood) is CategoricalLikelihood:
         diagonal, differences = set(names) == {"probit"}, "probit" not in names
     mean, covariances = linearised.moments(
-        fitted, x, grid, diagonal, positions=positions, differences=differences
+        fitted,
+        x,
+        grid,
+        diagonal,
+        positions=positions,
+        differences=differences,
+        may_overflow=grid is not None,
     )
     if mean.ndim > 2 and not diagonal:
         covariances = _within_positions(covariances, mean.shape)
@@ -183,33 +189,45 @@ def _moments_for(
 
 def predictives_by_links(
     fitted: Fitted, x: Inputs | Record, grid: Tensor, by: Sequence[Link]
-) -> Iterator[tuple[int, Distribution]]:
+) -> Iterator[tuple[int, Distribution | ValueError]]:
     """The closed-form `"glm"` predictives at every point of a grid, by every link, in one pass.
 
     Yields:
         Numbers of the grid's points, each with a predictive of batch shape `[links, B]`, of some
         temperatures of one formula at a time, in the links' order. Of links there is one point
         more, P, without any covariance. Without links there is one predictive a point, `[1, B]`.
+        A point whose predictive overflows or is singular comes with that error instead.
     """
     likelihood, temperatures = fitted.subject.likelihood, dict[str, list[float]]()
     for link in by:
         temperatures.setdefault(link.name, []).append(link.temperature)
     mean, covariances = _moments_for(fitted, x, grid, temperatures)
     some = max(1, _AT_ONCE // covariances[0].numel())
-    if not by:
-        for number, covariance in enumerate(covariances):
-            yield number, likelihood.predictive(mean.unsqueeze(0), covariance.unsqueeze(0))
-        return
     # Divided by several temperatures at once, for formulas at temperature 1.
-    parts: list[tuple[Link, Tensor, Tensor]] = []
+    parts: list[tuple[Link | None, Tensor, Tensor]] = []
+    if not by:
+        parts.append((None, mean.unsqueeze(0), mean.new_ones([1] * covariances.ndim)))
     for name, of_name in temperatures.items():
         for T in torch.tensor(of_name, dtype=torch.float64).split(some):
             means = mean / T.to(mean).view(-1, *[1] * mean.ndim)
             squares = T.square().to(mean).view(-1, *[1] * (covariances.ndim - 1))
             parts.append((Link(name), means, squares))
-    for number, covariance in enumerate([*covariances, torch.zeros_like(covariances[0])]):
+    points = list(covariances)
+    if by:
+        points.append(torch.zeros_like(covariances[0]))
+    for number, covariance in enumerate(points):
+        try:
+            linearised.check_covariance(covariance, grid[number : number + 1])
+        except ValueError as error:
+            yield number, error
+            continue
         for link, means, squares in parts:
-            yield number, links.predictive(likelihood, link, means, covariance / squares)
+            predicted: Distribution | ValueError
+            try:
+                predicted = links.predictive(likelihood, link, means, covariance / squares)
+            except ValueError as error:
+                predicted = error
+            yield number, predicted
 
 
 def default_link(fitted: Fitted, x: Inputs | Record) -> Link | None:

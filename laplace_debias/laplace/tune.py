@@ -33,7 +33,7 @@ from laplace_debias.laplace.evaluation import (
     values_of,
 )
 from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.posterior import Fitted
+from laplace_debias.laplace.posterior import Fitted, GaussianPosterior
 from laplace_debias.laplace.tuning import Row, Tuning
 from laplace_debias.metrics.checks import check_classification
 from laplace_debias.system.checks import real
@@ -72,6 +72,7 @@ def on_data(
             f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
         )
     link_from(link, likelihood)
+    posterior = fitted.posterior
     points = DEFAULT_GRID if grid is None else _checked(grid)
     with_noise = sigma or (is_regression and grid is None)
     with_noise = with_noise and evidence.tunes_noise(fitted, sigma)
@@ -84,8 +85,11 @@ def on_data(
         # The grid is of γ = δ k², about the k² that the residuals of the training data tell.
         assert fitted.num_targets is not None
         points = points * (evidence.squared_residuals(fitted) / fitted.num_targets)
-    for point in points[[0, -1]]:  # They ascend.
-        fitted.posterior.check_prior_precision(point)
+    if grid is None:
+        points = _representable(posterior, points)
+    else:
+        for point in points[[0, -1]]:  # They ascend.
+            posterior.check_prior_precision(point)
     # The first batch shows how many classes there are.
     default = None
     for x, _ in stream.first:
@@ -110,6 +114,23 @@ def _checked(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " 
             f"torch.logspace(-4, 4, 21) does; got {points.tolist()}."
         )
     return points.sort().values
+
+
+def _representable(
+    posterior: GaussianPosterior, points: Float[Tensor, " grid"]
+) -> Float[Tensor, " grid"]:
+    """Leave out points that the posterior's dtype cannot represent, unless these are all."""
+    representable = []
+    for point in points:
+        try:
+            posterior.check_prior_precision(point)
+        except ValueError as error:
+            last_error = error
+        else:
+            representable.append(point)
+    if not representable:
+        raise last_error
+    return torch.stack(representable)
 
 
 def links_to_try(default: Link | None, given: str | Link | None) -> list[Link]:
@@ -165,7 +186,9 @@ class Table:
 
 
 def look(
-    predict: Callable[[Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution]]],
+    predict: Callable[
+        [Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution | ValueError]]
+    ],
     data: Pairs,
     likelihood: Likelihood,
     class_dim: int | None,
@@ -176,13 +199,18 @@ def look(
 ) -> Table:
     """The metric at points by links, in one pass over the data.
 
-    The NLL of a regression `with_noise` is that at the best σ for each γ.
+    The NLL of a regression `with_noise` is that at the best σ for each γ. A point whose predictive
+    cannot be computed for some batch has the metric infinity. If no point has a predictive for a
+    batch, the error of the last one is raised.
     """
     grid, parts = torch.tensor(points, dtype=torch.float64), []
     at = [*points, math.inf] if links else list(points)
     for x, y in data:
-        examples, rows = None, dict[int, list[Tensor]]()
+        examples, rows, errors = None, dict[int, list[Tensor]](), dict[int, ValueError]()
         for number, predicted in predict(x, grid, links):
+            if isinstance(predicted, ValueError):
+                errors[number] = predicted
+                continue
             if examples is None:
                 # The same by every link and at every point.
                 targets = targets_of(likelihood, predicted, y, class_dim, leading=1)
@@ -202,11 +230,18 @@ def look(
                 examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
             sums = terms.new_zeros(len(y), terms.shape[1]).index_add_(0, examples, terms)
             rows.setdefault(number, []).append(sums)
+        if errors.keys() >= set(range(len(points))):
+            raise errors[len(points) - 1]
         assert examples is not None
         counts = examples.bincount(minlength=len(y)).double()
         part = [counts[counts > 0]]
-        for row in rows.values():
-            part.append(torch.cat(row, 1)[counts > 0])
+        num_columns = 3 if with_noise else max(1, len(links))
+        for number in range(len(at)):
+            if number in errors:
+                row = counts.new_full((len(y), num_columns), math.inf)
+            else:
+                row = torch.cat(rows[number], 1)
+            part.append(row[counts > 0])
         parts.append(part)
     counts, *columns = joined(parts, "tune on")
     sums, factors = torch.stack(columns).mT.contiguous(), None
@@ -237,10 +272,12 @@ def _with_best_noise(
 
     With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
     covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
-    k² = Σ q / M.
+    k² = Σ q / M. A point that has no predictive has none at any σ, and keeps σ₀.
     """
     squares, log_dets, outputs = sums.unbind(1)
     factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
+    is_computed = factors.isfinite()
+    factors = torch.where(is_computed, factors, 1)
     if not factors.all():
         raise ValueError(
             "The residuals of the validation data are zero: there is no noise to estimate. "
@@ -248,7 +285,8 @@ def _with_best_noise(
         )
     k = factors.unsqueeze(1)
     half = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2
-    return (half + outputs * k.log()).unsqueeze(1), factors
+    nll = torch.where(is_computed.unsqueeze(1), half + outputs * k.log(), math.inf)
+    return nll.unsqueeze(1), factors
 
 
 def _brier_terms(
@@ -287,6 +325,12 @@ def search(table: Table, metric: str) -> tuple[Tuning, int]:
         high += 1
     within = table.at[low : high + 1]
     is_flat = can_tell and len(within) == len(points)
+    notes = _at_the_end(table.at[best], () if is_flat else points, best, by, number)
+    if best > 0 and not values[best - 1].isfinite():
+        notes += (
+            f"The best is the smallest value at which the metric is finite, {table.at[best]:.3g}. "
+            "To try smaller ones, convert the model to a wider dtype.",
+        )
     result = Tuning(
         table.at[best],
         metric,
@@ -294,7 +338,7 @@ def search(table: Table, metric: str) -> tuple[Tuning, int]:
         sorted(rows, key=itemgetter("prior_precision")),
         None,
         (min(within), max(within)) if can_tell else None,
-        _at_the_end(table.at[best], () if is_flat else points, best, by, number),
+        notes,
         by[number] if by else None,
         _compared(table, by, (best, number), points, metric) if len(by) > 1 else [],
     )
@@ -329,8 +373,11 @@ def _lowest(table: Table, link: int, points: range) -> tuple[int, Bool[Tensor, "
     posterior as the data allow.
     """
     values, sums = table.values[: len(points), link], table.sums[: len(points), link]
-    if values.isnan().all():
-        raise ValueError("The metric is NaN at every prior precision: check the predictions.")
+    if not values.isfinite().any():
+        raise ValueError(
+            "The metric is NaN or infinite at every prior precision. Check the outputs of the "
+            "network, or convert it to a wider dtype."
+        )
     runs: list[list[int]] = [[]]
     for index, is_least in enumerate((values == values.nan_to_num(math.inf).min()).tolist()):
         if is_least:

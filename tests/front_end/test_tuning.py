@@ -149,8 +149,99 @@ def test_points_that_are_nan_are_passed_over():
     found, _, _ = shaped(lambda power: math.nan if power < 0 else 1 + 0.1 * (power - 1) ** 2)
     assert found.prior_precision == pytest.approx(10, rel=0.1)
     assert found.flat[0] >= 1
-    with pytest.raises(ValueError, match="NaN at every"):
+    assert "The best is the smallest value at which" not in found.message
+    with pytest.raises(ValueError, match="NaN or infinite at every"):
         shaped(lambda power: math.nan)
+
+
+def heteroscedastic_problem():
+    """A network with log-variances in float32, and 50 examples for it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 2)).eval()
+    x = torch.randn(50, 4)
+    return model, x, torch.randn(50, 1)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "lowrank"])
+def test_a_mean_noise_that_overflows_is_infinitely_bad(curvature):
+    """Against the predictive's NLL in double precision, written out from the moments."""
+    model, x, y = heteroscedastic_problem()
+    la = Laplace(model, "heteroscedastic", curvature).fit([(x, y)])
+    x = 10 * x
+    found = la.tune([(x, y)])
+    worst = min(found.table, key=lambda row: row["prior_precision"])
+    assert worst["prior_precision"] == pytest.approx(1e-4)
+    assert worst["nll"] == math.inf
+    assert math.isfinite(found.value)
+    assert la.prior_precision.item() == found.prior_precision
+    with pytest.raises(ValueError, match="mean noise variance overflows"):
+        la.tune([(x, y)], grid=[1e-4])
+    for row in found.table:
+        la.prior_precision = row["prior_precision"]
+        mean, covariance = (part.double() for part in la.functional(x))
+        noise = (mean[:, 1] + covariance[:, 1, 1] / 2).exp()
+        if noise.max() > torch.finfo(torch.float32).max:
+            assert row["nll"] == math.inf
+            continue
+        variance = covariance[:, 0, 0] + noise
+        squares = (y[:, 0].double() - mean[:, 0]).square() / variance
+        nll = 0.5 * (squares + variance.log() + math.log(2 * math.pi)).mean()
+        assert row["nll"] == pytest.approx(nll.item(), rel=1e-4)
+
+
+def test_a_covariance_that_is_singular_or_overflows_is_infinitely_bad():
+    """In float32 a noise of 1e-3 is lost beside variances of 1e4 that two outputs share."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 3)
+    shared = nn.Linear(3, 1, bias=False)
+    model = nn.Sequential(shared, Twice()).eval()
+    y = model(x).detach() + 1e-3 * torch.randn(60, 2)
+    la = Laplace(model, "regression", sigma=1e-3).fit_batches([(1e-6 * x[:2], 1e-6 * y[:2])])
+    grid = [1e-6, 1e-4, 1.0, 1e4]
+    found = la.tune([(x, y)], grid=grid)
+    values = [row["nll"] for row in found.table]
+    assert values[:2] == [math.inf, math.inf]
+    assert math.isfinite(values[-1])
+    la.prior_precision = 1e-6
+    with pytest.raises(ValueError, match="singular"):
+        la.predict(x)
+    # The squared Jacobian, 1e38, over the prior precision is out of float32's range.
+    large = torch.full((60, 3), 1e19)
+    with torch.no_grad():
+        shared.weight.fill_(1e-19)
+    la = Laplace(nn.Sequential(shared), "binary").fit_batches([(x[:2], torch.ones(2, 1))])
+    labels = torch.ones(60, 1)
+    found = la.tune([(large, labels)], grid=[1e-3, 10.0])
+    assert [row["nll"] for row in found.table][0] == math.inf
+    assert found.prior_precision == 10.0
+    assert "smallest value at which the metric is finite" in found.message
+    la.prior_precision = 1e-3
+    with pytest.raises(ValueError, match="overflows"):
+        la.predict(large)
+
+
+class Twice(nn.Module):
+    """One output as two."""
+
+    def forward(self, x):
+        return torch.cat([x, x], -1)
+
+
+@pytest.mark.parametrize("sigma", [None, True])
+def test_targets_far_from_one_leave_out_what_their_dtype_cannot_represent(sigma):
+    """With residuals of 2e15 the largest value of the grid would be 4e38."""
+    model, x, y = regression(dtype=torch.float32)
+    with torch.no_grad():
+        model[-1].weight.mul_(2e16)
+        model[-1].bias.mul_(2e16)
+    target = model(x).detach() + 2e15 * torch.randn(120, 1, generator=torch.Generator())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = Laplace(model, "regression", sigma=None if sigma is None else 1.0)
+        la.fit([(x, target)])
+    found = la.tune([(x, target)], sigma=sigma)
+    assert 40 < len(found.table) < 49
+    assert found.sigma == pytest.approx(2e15, rel=0.2)
 
 
 def test_data_that_can_be_read_once_will_do_in_any_order():

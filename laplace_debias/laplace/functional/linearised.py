@@ -171,6 +171,7 @@ def moments(
     outputs: OutputChoice | None = None,
     positions: Positions | None = None,
     differences: bool = False,
+    may_overflow: bool = False,
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     r"""Mean and covariances of the linearised network's outputs, exact.
 
@@ -189,6 +190,8 @@ def moments(
         outputs: Which outputs; None for all.
         positions: Which positions; None for all.
         differences: As `OutputRequest` has it.
+        may_overflow: Whether covariances may hold infinities, as those of a search's smallest prior
+            precisions do; if not, they raise an error.
 
     Returns:
         The outputs at the mean, `[B, ..., C]` (of those asked for `[B, k]`). And the covariances
@@ -208,6 +211,8 @@ def moments(
         chosen = None if outputs is None else asked.chosen(outputs)
         request = OutputRequest(diagonal, chosen, fitted.subject.settings.memory_bound, differences)
         mean, covariances = _in_chunks(asked, known.blocks, posterior, deltas, request)
+    if not may_overflow:
+        check_covariance(covariances, deltas)
     num_chosen = None if chosen is None else chosen.shape[1]
     covariances = asked.shaped(covariances, num_chosen) if diagonal else covariances
     return asked.shaped(mean, num_chosen), covariances
@@ -255,7 +260,6 @@ def _in_chunks(
         covariances.append(total)
         start += len(flat)
     mean, covariance = torch.cat(means), torch.cat(covariances, dim=1)
-    check_covariance(covariance, deltas)
     if request.outputs is None:
         mean = mean.unflatten(1, outputs.shape[1:])
     if request.diagonal:
