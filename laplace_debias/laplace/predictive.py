@@ -221,10 +221,10 @@ def predictives_by_links(
         except ValueError as error:
             yield number, error
             continue
-        for link, means, squares in parts:
+        for formula, means, squares in parts:
             predicted: Distribution | ValueError
             try:
-                predicted = links.predictive(likelihood, link, means, covariance / squares)
+                predicted = links.predictive(likelihood, formula, means, covariance / squares)
             except ValueError as error:
                 predicted = error
             yield number, predicted
