@@ -84,7 +84,10 @@ class Trained:
     def batches(self, size: int, number: int, seed: int) -> list[Batch]:
         """Disjoint batches of training images chosen at random, on the network's device."""
         if size * number > len(self.train):
-            raise ValueError(f"{number} batches of {size} images; there are {len(self.train)}")
+            raise ValueError(
+                f"{number} batches of {size} images are {size * number}; {self.problem.name} has "
+                f"{len(self.train)} training images. Take fewer examples or smaller batches."
+            )
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
         return [self.batch(self.train, part) for part in order[: size * number].split(size)]
 

@@ -36,12 +36,12 @@ class Settings(Shared):
     """
 
     output: Path = Path("results/debiasing")
-    batch_size: int = 64
-    draws: int = 8
+    batch_size: int = 16
+    draws: int = 6
     ekfac_draws: int = 3
     folds: tuple[int, ...] = (2, 4, 8, 16, 32)
-    further_batches: int = 3
-    full_examples: int = 4000
+    further_batches: int = 2
+    full_examples: int = 600
     test_examples: int = 100
     prior_precisions: tuple[float, ...] = (0.1, 0.316, 1.0, 3.16, 10.0)
     fisher: Literal["exact", "mc", "empirical"] = "exact"
@@ -57,7 +57,10 @@ def run(settings: Settings) -> list[Row]:
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(trained.train), generator=generator)
     if number > len(order):
-        raise ValueError(f"the study takes {number} training images; there are {len(order)}")
+        raise ValueError(
+            f"the study takes {number} training images; {settings.problem} has {len(order)}. Lower "
+            "full_examples, draws or batch_size."
+        )
     chosen = torch.randperm(len(trained.test), generator=generator)[: settings.test_examples]
     test = trained.test.subset(chosen)
     parts = order[: settings.full_examples].split(settings.chunk_size)

@@ -21,13 +21,13 @@ class Settings(Shared):
         full_examples: How many training images, chosen at random, are the full set.
         batch_sizes: Examples of a mini-batch.
         draws: On how many mini-batches of each size K-FAC's eigenvectors are computed.
-        others: On how many other mini-batches they are measured.
+        others: On how many other mini-batches they are measured; fewer than there are.
         num_directions: How many of the largest eigenvalues' eigenvectors.
     """
 
     output: Path = Path("results/kfac_batch_size")
-    full_examples: int = 2048
-    batch_sizes: tuple[int, ...] = (32, 128, 512)
+    full_examples: int = 1000
+    batch_sizes: tuple[int, ...] = (10, 40, 200)
     draws: int = 1
     others: int = 2
     num_directions: int = 100
@@ -35,6 +35,7 @@ class Settings(Shared):
 
 def run(settings: Settings) -> list[Row]:
     """Measure K-FAC along one mini-batch's eigenvectors on it, on others and on the full set."""
+    check_num_batches(settings)
     trained = load(settings)
     table: list[Row] = []
     for size in settings.batch_sizes:
@@ -59,6 +60,18 @@ def run(settings: Settings) -> list[Row]:
     tables, pictures = {"results": table, "summary": summary}, {"kfac_batch_size": figure}
     write(settings, tables, pictures, "K-FAC along a mini-batch's top eigenvectors: medians")
     return summary
+
+
+def check_num_batches(settings: Settings) -> None:
+    """Require enough mini-batches of each size, so that the others differ from the drawn one."""
+    needed = max(settings.draws, settings.others + 1)
+    for size in settings.batch_sizes:
+        if settings.full_examples < needed * size:
+            raise ValueError(
+                f"full_examples is {settings.full_examples}; expected at least {needed} batches of "
+                f"{size} examples, for draws={settings.draws} and others={settings.others}. Raise "
+                "full_examples or lower batch_sizes."
+            )
 
 
 def magnitudes(trained: Trained, directions: Batch, measured: list[Batch] | None) -> Tensor:

@@ -35,7 +35,7 @@ class BiasSettings(Settings):
         tol: Greatest residual of an eigenpair, relative to the largest eigenvalue.
     """
 
-    full_examples: int = 2048
+    full_examples: int = 896
     draws: int = 1
     num_directions: int = 10
     directions: Literal["eigenvectors", "cg"] = "eigenvectors"

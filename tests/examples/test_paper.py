@@ -62,6 +62,30 @@ def test_every_experiment_runs_and_writes_its_tables_and_pictures(name, tmp_path
         assert read_csv(path)
 
 
+COSTLY = {
+    "laplace": ["--draws=1", "--prior_precisions=[1]", "--test_examples=50", "--severities=[5]"],
+    "frontier": ["--draws=2", "--prior_precisions=[1]", "--tolerances=[0.2]"],
+    "hessian_free": ["--steps=3"],
+    "debiasing": ["--draws=1", "--ekfac_draws=1", "--prior_precisions=[1]"],
+    "model_size": ["--models=[[1,16],[2,16]]"],
+}
+"""What the defaults are reduced by where they take long; all sizes of data are the defaults."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_experiment_runs_with_its_defaults(name, tmp_path, capsys):
+    """Its sizes of batches and of the full set fit the problem that it takes by default."""
+    assert main([name, *TINY, *COSTLY.get(name, ()), f"--output={tmp_path}"])
+    assert f"Tables and pictures: {tmp_path}" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_a_full_set_of_too_few_batches_is_refused(tmp_path):
+    options = ["--full_examples=400", "--batch_sizes=[200]", f"--output={tmp_path}"]
+    with pytest.raises(ValueError, match="expected at least 3 batches of 200 examples"):
+        main(["kfac_batch_size", *TINY, *options])
+
+
 def test_without_a_name_the_experiments_are_listed(capsys):
     with pytest.raises(SystemExit) as end:
         main([])
@@ -142,12 +166,12 @@ def test_errors_of_blocks_are_those_of_dense_matrices(trained):
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
     batches = [(torch.randn(6, 4).double(), torch.randint(3, (6,))) for _ in range(3)]
     of_model = replace(trained, model=model)
-    norms = kfac_error.squared_norms(of_model, batches[1:])
+    in_basis = kfac_error.references(of_model, batches[0], batches[1:])["0.weight"]
     x = torch.cat([x for x, _ in batches[1:]])
     exact = dense_block(model, x)
-    assert norms["0.weight"] == pytest.approx(float(exact.square().sum()), rel=1e-3)
+    assert in_basis.squared_norm == pytest.approx(float(exact.square().sum()), rel=1e-3)
     settings = kfac_error.Settings(batch_size=6, folds=2)
-    rows = kfac_error.errors(of_model, batches[0], batches[1:], norms, settings)
+    rows = kfac_error.errors(of_model, batches[0], batches[1:], settings)
     la = kfac_error.Laplace(model, curvature="ekfac", params="weights").fit_batches([batches[0]])
     C = la.posterior.curvature.blocks["0.weight"].to_dense()
     error = float((C - exact).norm() / exact.norm())
