@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from laplace_debias.report.names import SCORES, brief
+from laplace_debias.sources.loaded import REGRESSIONS
 
 Row = Mapping[str, Any]
 
@@ -55,7 +56,7 @@ class _Verdict:
         self._network, *self._others = self._labels
         self._labels[self._network] = "the network"
         self._test = next(part for part in run["sets"] if part["role"] == "test")
-        self._is_regression = run["task"] == "regression"
+        self._is_regression = run["task"] in REGRESSIONS
         self._criteria = (
             ("nll", "crps", "scaled_error")
             if self._is_regression
@@ -266,40 +267,82 @@ class _Verdict:
         return [f"{told}; {name} {verb} {_amounts({calibration: row})}."]
 
     def foreign(self) -> list[str]:
-        """How well foreign inputs are noticed, and by which score; see `recommended`."""
-        sets = (part for part in self._run["sets"] if part["role"] == "ood")
-        told = [sentence for part in sets if (sentence := self._noticed(part))]
-        if told and (chosen := self._recommended):
-            whose = self._whose(chosen["score"], chosen["method"])
-            told.insert(0, f"{whose} is recommended")
-        return [f"Foreign inputs: {'; '.join(told)}."] if told else []
+        """How well foreign inputs are detected, and by which score; see `recommended`.
+
+        A score whose AUROC on a set may be 0.5 or less is recommended for none of it.
+        """
+        names = [part["name"] for part in self._run["sets"] if part["role"] == "ood"]
+        sentences = {name: sentence for name in names if (sentence := self._noticed(name))}
+        if not sentences:
+            return []
+        parts = list(sentences.values())
+        recommended = self._recommended
+        detected = [name for name in sentences if not self._is_missed(name)]
+        if recommended is not None and detected:
+            score = self._whose(recommended["score"], recommended["method"])
+            sets = ""
+            if len(detected) < len(sentences):
+                sets = f"for {_joined([f'“{name}”' for name in detected])} "
+            parts.insert(0, f"{sets}{score} is recommended")
+        return [f"Foreign inputs: {'; '.join(parts)}."]
 
     def _whose(self, score: str, method: str) -> str:
         if method == self._network:
             return f"the network's {SCORES[score]}"
         return f"the {SCORES[score]} of {self._labels[method]}"
 
-    def _noticed(self, part: Row) -> str:
-        of = part["name"]
-        by = [("entropy", self._network), *(("variance", key) for key in self._others)]
-        found = (self._rows.get((method, "auroc", of, score)) for score, method in by)
-        row = next((row for row in found if row is not None), None)
-        if row is None:
+    def _is_missed(self, name: str) -> bool:
+        """Whether the interval of the recommended score's AUROC on a set reaches 0.5."""
+        if self._recommended is None:
+            return False
+        method, score = self._recommended["method"], self._recommended["score"]
+        return self._rows[method, "auroc", name, score]["low"] <= 0.5
+
+    def _noticed(self, name: str) -> str:
+        """How well one set is detected; empty where it was not measured."""
+        reference = self._reference_score(name)
+        if reference is None:
             return ""
-        whose = self._whose(row["score"], row["method"])
-        told = (
-            f"“{of}” is {'not ' if row['low'] <= 0.5 else ''}separated from test "
-            f"{self._run['input_name']}s by {whose}, AUROC {_ends(row)}"
+        recommended = self._recommended
+        if recommended is not None and self._is_missed(name):
+            return self._missed(name, recommended, reference)
+        whose = self._whose(reference["score"], reference["method"])
+        sentence = (
+            f"“{name}” is {'not ' if reference['low'] <= 0.5 else ''}separated from test "
+            f"{self._run['input_name']}s by {whose}, AUROC {_ends(reference)}"
         )
-        chosen = self._recommended
-        if chosen is None or (chosen["method"], chosen["score"]) == (row["method"], row["score"]):
-            return told
-        change = self._changes[chosen["method"], row["method"], "auroc", of, chosen["score"]]
+        if recommended is None or _is_same_score(recommended, reference):
+            return sentence
+        change = self._changes[
+            recommended["method"], reference["method"], "auroc", name, recommended["score"]
+        ]
         on = f"on the same {self._inputs(change['num_examples'])} the recommended score"
         if not _sign(change):
-            return f"{told}; {on} makes no clear difference ({_ends(change)})"
+            return f"{sentence}; {on} makes no clear difference ({_ends(change)})"
         way = "better" if _sign(change) > 0 else "worse"
-        return f"{told}; {on} is {way} by {' ('.join(_in_words(change, brief))})"
+        return f"{sentence}; {on} is {way} by {' ('.join(_in_words(change, brief))})"
+
+    def _reference_score(self, name: str) -> Row | None:
+        """The AUROC on a set that others are compared with: the network's entropy, where it is."""
+        by = [("entropy", self._network), *(("variance", key) for key in self._others)]
+        rows = (self._rows.get((method, "auroc", name, score)) for score, method in by)
+        return next((row for row in rows if row is not None), None)
+
+    def _missed(self, name: str, recommended: Row, reference: Row) -> str:
+        """A set that the score chosen beforehand does not detect."""
+        row = self._rows[recommended["method"], "auroc", name, recommended["score"]]
+        whose = self._whose(row["score"], row["method"])
+        sentence = (
+            f"no score that was chosen beforehand detects “{name}”: AUROC {_ends(row)} of {whose}"
+        )
+        if _is_same_score(recommended, reference):
+            return sentence
+        whose = self._whose(reference["score"], reference["method"])
+        return f"{sentence}, {_ends(reference)} of {whose}"
+
+
+def _is_same_score(row: Row, other: Row) -> bool:
+    return (row["method"], row["score"]) == (other["method"], other["score"])
 
 
 def _with_ends(row: Row) -> dict[str, Any]:

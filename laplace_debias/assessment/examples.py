@@ -11,7 +11,7 @@ from laplace_debias.assessment.predictions import Chosen
 from laplace_debias.assessment.run_folder import write_json, write_picture
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.metrics.definitions import per_example
-from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.loaded import REGRESSIONS, Loaded
 
 NUM_EXAMPLES = 12
 NUM_CLASSES = 5
@@ -49,9 +49,9 @@ def chosen_examples(
     its standard deviation). Most confidently wrong is the network: by its largest probability among
     its mistakes (the error in standard deviations).
     """
-    spread = "epistemic" if task == "regression" else "variance"
+    spread = "epistemic" if task in REGRESSIONS else "variance"
     ranking = next((key for key, table in tables.items() if (table[spread] > 0).any()), network)
-    uncertain = "standard_deviation" if task == "regression" else "entropy"
+    uncertain = "standard_deviation" if task in REGRESSIONS else "entropy"
     rankings = {
         "most_uncertain": (ranking, per_example(tables[ranking][uncertain])),
         "most_confidently_wrong": (network, _wrong(tables[network], task)),
@@ -66,7 +66,7 @@ def chosen_examples(
 
 
 def _wrong(table: Mapping[str, Tensor], task: str) -> Tensor:
-    if task == "regression":
+    if task in REGRESSIONS:
         errors = (table["target"] - table["mean"]) / table["standard_deviation"]
         return errors.abs().reshape(len(errors), -1).amax(1)
     probs, labels = table["probs"], table["label"].long()
@@ -83,7 +83,7 @@ def _described(tables: Mapping[str, Mapping[str, Tensor]], index: int, task: str
         if index not in table["index"]:
             continue  # Predicted for some examples only.
         at = int(torch.searchsorted(table["index"], index))
-        if task == "regression":
+        if task in REGRESSIONS:
             entry["target"] = table["target"][at].tolist()
             values = {name: table[name][at].tolist() for name in ("mean", "standard_deviation")}
             entry.setdefault("predictions", {})[key] = values

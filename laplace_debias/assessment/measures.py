@@ -17,6 +17,7 @@ from laplace_debias.assessment.run import Run
 from laplace_debias.assessment.run_folder import read_predictions, write_json
 from laplace_debias.metrics.definitions import per_example
 from laplace_debias.report.run_folder import read_json
+from laplace_debias.sources.loaded import REGRESSIONS
 
 Table = Mapping[str, Tensor]
 TEST = "test"
@@ -59,7 +60,7 @@ def scores_of(table: Table, task: str) -> dict[str, Tensor]:
     Of labels that apply or not there is no largest probability; of a regression there is the
     variance without the noise alone.
     """
-    if task == "regression":
+    if task in REGRESSIONS:
         variance = per_example(table["epistemic"].square())
         return {"variance": variance} if bool((variance > 0).any()) else {}
     scores = {"entropy": table["entropy"]}
@@ -78,7 +79,7 @@ def recommended(methods: Sequence[Method], task: str) -> dict[str, str] | None:
     of the last layer, is behind the entropy of temperature scaling on no problem, and mutual
     information is on four of eleven.
     """
-    if task == "regression":
+    if task in REGRESSIONS:
         return None
     *_, last = (method for method in methods if method is methods[0] or method.posterior)
     return {"method": last.key, "score": "entropy"}
@@ -155,7 +156,7 @@ class Comparison:
                 for score in inside
                 if score in outside
             }
-        elif self._task == "regression":
+        elif self._task in REGRESSIONS:
             mean, deviation = table["mean"], table["standard_deviation"]
             found = {"": metrics.evaluate_regression(mean, deviation, table["target"])}
         else:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from laplace_debias.sources.loaded import REGRESSIONS
 from laplace_debias.system.checks import check_at_least
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -139,7 +140,7 @@ def default_methods(task: str, has_validation: bool) -> tuple[Method, ...]:
         task: As in `Loaded`. A regression's noise is fitted in any case; it has no temperature.
         has_validation: Whether there are examples to fit a temperature on.
     """
-    has_temperature = task != "regression" and has_validation
+    has_temperature = task not in REGRESSIONS and has_validation
     default = (method for method in BUILT_IN.values() if method is not LAPLACE)
     return tuple(method for method in default if has_temperature or not method.has_temperature)
 
@@ -194,7 +195,7 @@ def method_of(
 def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:
     """Refuse methods that cannot be compared, before any work."""
     scaled = [method.key for method in methods if method.has_temperature]
-    if scaled and task == "regression":
+    if scaled and task in REGRESSIONS:
         raise ValueError(
             f"a regression has no temperature, its noise is fitted: leave out {', '.join(scaled)}"
         )

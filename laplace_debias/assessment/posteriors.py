@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics.intervals import normal_quantile
-from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.loaded import REGRESSIONS, Loaded
 from laplace_debias.sources.shares import share
 from laplace_debias.system.ranks import alone
 
@@ -144,7 +144,8 @@ def of_training(loaded: Loaded) -> dict[str, Any]:
             outputs.append(network_outputs(loaded.model, x))
             targets.append(y.cpu())
     f, y = torch.cat(outputs), torch.cat(targets)
-    if loaded.task == "regression":
+    if loaded.task in REGRESSIONS:
+        f = of_network(f, loaded.task, 1.0)["mean"]
         y = y.double().reshape(f.shape)
         error, spread = (f - y).square().mean(0), (y - y.mean(0)).square().mean(0)
         value = (1 - error / spread).mean().item()

@@ -23,7 +23,7 @@ from laplace_debias.laplace.mixture import mean_logits
 from laplace_debias.laplace.predictive import of_draws, scores_of_moments
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.operators.eigh import eigh
-from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.loaded import REGRESSIONS, Loaded
 from laplace_debias.sources.shares import dealt
 from laplace_debias.system.ranks import current
 
@@ -93,7 +93,11 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
 
 
 def of_network(outputs: Float[Tensor, "n outputs"], task: str, sigma: float | None) -> Table:
-    """Predictions of the trained network; `sigma` is the noise of a regression, else None."""
+    """Predictions of the trained network; `sigma` is the noise of `regression`, else None."""
+    if task == "heteroscedastic":
+        mean, log_variance = outputs.chunk(2, 1)
+        deviation = (log_variance / 2).exp()
+        return {"mean": mean, "standard_deviation": deviation, "epistemic": 0 * deviation}
     if sigma is not None:
         spread = torch.full_like(outputs, sigma)
         return {"mean": outputs, "standard_deviation": spread, "epistemic": 0 * spread}
@@ -110,12 +114,15 @@ def _unknown(n: int) -> Table:
 
 def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
     """Predictions of a Laplace posterior, `method="glm"` in closed form."""
-    if task == "regression":
-        mean, variances = la.functional(x, diagonal=True)
+    if task in REGRESSIONS:
+        outputs, variances = la.functional(x, diagonal=True)
+        marginals = la.likelihood.marginals(outputs, variances)
+        # With predicted noise the outputs are means and log-variances.
+        num_targets = marginals.mean.shape[1]
         return {
-            "mean": mean.double().cpu(),
-            "standard_deviation": la.likelihood.marginals(mean, variances).stddev.double().cpu(),
-            "epistemic": variances.double().sqrt().cpu(),
+            "mean": marginals.mean.double().cpu(),
+            "standard_deviation": marginals.stddev.double().cpu(),
+            "epistemic": variances[:, :num_targets].double().sqrt().cpu(),
         }
     is_small = network_outputs(la.model, take(x, slice(1))).shape[1] <= MOST_OUTPUTS
     mean, covariance = la.functional(x, diagonal=not is_small)
@@ -186,7 +193,7 @@ def mixed(tables: Sequence[Table], task: str) -> Table:
     """
     columns = {name: torch.stack([table[name] for table in tables]) for name in tables[0]}
     same = {name: tables[0][name] for name in ("targets", "index")}
-    if task == "regression":
+    if task in REGRESSIONS:
         mean, between = columns["mean"].mean(0), columns["mean"].var(0, unbiased=False)
         names = ("standard_deviation", "epistemic")
         spreads = {name: (columns[name].square().mean(0) + between).sqrt() for name in names}
@@ -209,7 +216,7 @@ def written(table: Table, task: str, has_labels: bool) -> Table:
     """The columns of `predictions/METHOD/SET.parquet`."""
     columns, kept = {"index": table["index"]}, table.keys() - {"index", "targets", "log_probs"}
     others = {name: column for name, column in table.items() if name in kept}
-    if task == "regression":
+    if task in REGRESSIONS:
         if has_labels:
             columns["target"] = table["targets"].double().reshape(table["mean"].shape)
         return {name: _narrow(column) for name, column in {**columns, **others}.items()}

@@ -10,6 +10,7 @@ from laplace_debias.report.names import brief
 from laplace_debias.report.run_folder import read_json, read_meta
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import SourceSettings
+from laplace_debias.sources.loaded import REGRESSIONS
 from laplace_debias.system.shown import plain
 
 _PLACES = {
@@ -23,6 +24,7 @@ _METRICS = {
     "binary": ("accuracy", "nll", "brier", "smooth_ece"),
     "multilabel": ("accuracy", "nll", "brier", "ece"),
     "regression": ("nll", "rmse", "crps", "coverage"),
+    "heteroscedastic": ("nll", "rmse", "crps", "coverage"),
 }
 _SCORES = ("entropy", "variance")
 
@@ -77,7 +79,7 @@ def _rows(
         for part in run["sets"]:
             for score in _SCORES:
                 row = of.get((method["key"], part["name"], "auroc", score))
-                if row and (score == "entropy" or run["task"] == "regression"):
+                if row and (score == "entropy" or run["task"] in REGRESSIONS):
                     line[f"AUROC\n{part['name']}"] = _cell(row, with_intervals)
         line["examples"] = f"{of[method['key'], 'test', 'nll', None]['num_examples']:,}"
         table.append(line)

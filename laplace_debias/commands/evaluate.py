@@ -10,6 +10,7 @@ from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
 from laplace_debias.commands.compared import found_in, identity_of, tell
 from laplace_debias.laplace import file
 from laplace_debias.sources import SourceSettings, load
+from laplace_debias.sources.loaded import REGRESSIONS
 from laplace_debias.system.checks import check_at_least
 from laplace_debias.system.ranks import current
 
@@ -51,7 +52,7 @@ def run(settings: Settings) -> dict[str, Any]:
         file.read(path)  # Before the data, which can take minutes.
     loaded = load(settings)
     methods = [NETWORK]
-    if loaded.validation is not None and loaded.task != "regression":
+    if loaded.validation is not None and loaded.task not in REGRESSIONS:
         methods.append(TEMPERATURE)
     for path in settings.posterior:
         key = f"posterior-{path.stem.lower()}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from laplace_debias.commands.network import not_for, print_notes
 from laplace_debias.curvature import GGN, Hessian
+from laplace_debias.curvature.losses.likelihoods import HeteroscedasticGaussian
 from laplace_debias.linalg import (
     EigenPairs,
     Estimate,
@@ -32,11 +33,12 @@ from laplace_debias.system.files import check_target
 from laplace_debias.system.ranks import current
 from laplace_debias.system.shown import plain
 
-_LOSSES: dict[Task, tuple[str, nn.Module]] = {
+_LOSSES: dict[Task, tuple[str, nn.Module | HeteroscedasticGaussian]] = {
     "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),
     "binary": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
     "multilabel": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
     "regression": ("mean squared error", nn.MSELoss()),
+    "heteroscedastic": ("mean negative log-likelihood", HeteroscedasticGaussian()),
 }
 
 

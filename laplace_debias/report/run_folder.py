@@ -38,7 +38,7 @@ class Run:
     @property
     def is_regression(self) -> bool:
         """Whether the targets are numbers."""
-        return self.meta["task"] == "regression"
+        return self.meta["task"] in ("regression", "heteroscedastic")
 
     def sets(self, role: str) -> list[dict[str, Any]]:
         """The sets of a role as `run.json` has them, by severity."""

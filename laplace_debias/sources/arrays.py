@@ -75,6 +75,8 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
     }
     train = examples["train"]
     num_outputs = 1 if task == "binary" else train.targets.shape[-1]
+    if task == "heteroscedastic":
+        num_outputs *= 2
     if task == "classification":
         num_outputs = 1 + max(int(part.targets.max()) for part in examples.values())
     for part, found in examples.items():

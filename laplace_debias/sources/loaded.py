@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.network.batches import Batches
 
-Task = Literal["classification", "regression", "binary", "multilabel"]
+Task = Literal["classification", "regression", "heteroscedastic", "binary", "multilabel"]
 """The meaning of a network's outputs, as `Laplace` takes it for `likelihood`."""
+
+REGRESSIONS: tuple[Task, ...] = ("regression", "heteroscedastic")
+"""Tasks whose targets are numbers; the network of the second one also predicts the noise."""
 
 
 @dataclass(frozen=True, eq=False)

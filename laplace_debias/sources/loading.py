@@ -18,6 +18,15 @@ from laplace_debias.sources.parts import Parts, batches_of
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
 
+_MEANINGS: dict[Task, str] = {
+    "classification": "classes",
+    "multilabel": "labels",
+    "binary": "logit",
+    "regression": "targets",
+    "heteroscedastic": "means and log-variances",
+}
+"""Meanings of outputs in messages."""
+
 
 def load(settings: SourceSettings) -> Loaded:
     """The trained network of the settings and its data, checked against each other.
@@ -163,10 +172,11 @@ def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | No
     if task == "binary":
         expected = 1
     if expected is not None and outputs.ndim == 2 and width != expected:
-        what = {"classification": "classes", "multilabel": "labels"}.get(task, "targets")
+        meaning = _MEANINGS[task]
         raise ValueError(
-            f"the network gives {width} outputs, the data has {expected} {what}: give the network "
-            "that was trained on this data, or make it with as many (--model_args.KEY=VALUE)"
+            f"the network gives {width} outputs, the data has {expected} {meaning}: give the "
+            "network that was trained on this data, or make it with as many "
+            "(--model_args.KEY=VALUE)"
         )
     return task
 

@@ -55,16 +55,24 @@ def numbers(table: Any, names: tuple[str, ...], where: str) -> np.ndarray:
                 f"column {name} of {where} holds {table[name].dtype}, no numbers; encode it, or "
                 "name the columns that the network takes by --features"
             )
-    values = table[list(names)].to_numpy(dtype=np.float64)
-    bad = ~np.isfinite(values)
-    if bad.any():
-        row, column = np.argwhere(bad)[0]
-        raise ValueError(
-            f"column {names[column]} of {where} has {int(bad[:, column].sum())} values that are "
-            f"missing or infinite, the first in row {table.index[row]}; fill them in or remove "
-            "these rows"
-        )
-    return values
+    check_complete(table, names, where)
+    return table[list(names)].to_numpy(dtype=np.float64)
+
+
+def check_complete(table: Any, names: Iterable[str], where: str) -> None:
+    """Require columns without missing and infinite values; columns that do not exist pass."""
+    columns = [name for name in dict.fromkeys(names) if name in table.columns]
+    is_bad = table[columns].isna() | table[columns].isin([np.inf, -np.inf])
+    counts = is_bad.sum()
+    if not counts.any():
+        return
+    listed = ", ".join(f"{count:,} in {name}" for name, count in counts.items() if count)
+    # Rows are counted from 1, without the header.
+    first_row = int(is_bad.any(axis=1).to_numpy().argmax())
+    raise ValueError(
+        f"{where} has values that are missing or infinite: {listed}; the first is in data row "
+        f"{int(table.index[first_row]) + 1}. Fill them in or remove these rows."
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from laplace_debias.sources.loaded import Task
-from laplace_debias.sources.parts import Columns, Examples, Parts, numbers, parted
+from laplace_debias.sources.loaded import REGRESSIONS, Task
+from laplace_debias.sources.parts import (
+    Columns,
+    Examples,
+    Parts,
+    check_complete,
+    numbers,
+    parted,
+)
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.targets import as_targets
 
@@ -42,7 +49,7 @@ def read_table(path: Path) -> Any:
     if len(table) == 0:
         raise ValueError(f"{path} has no rows; expected at least one")
     table.columns = [str(name) for name in table.columns]
-    return table
+    return table.reset_index(drop=True)
 
 
 def table_parts(files: dict[str, Path], settings: SourceSettings) -> Parts:
@@ -54,21 +61,25 @@ def table_parts(files: dict[str, Path], settings: SourceSettings) -> Parts:
     tables = {part: read_table(path) for part, path in files.items()}
     notes: tuple[str, ...] = ()
     target = _target(tables, files, settings)
+    features = settings.features or tuple(
+        name for name in next(iter(tables.values())).columns if name != target
+    )
+    for part, table in tables.items():
+        check_complete(table, (*features, target), str(files[part]))
     whole = tables.pop("all", None)
     if whole is not None:
         indices, note = parted(len(whole), settings, str(first), "rows")
         tables = {part: whole.iloc[i.numpy()] for part, i in indices.items()}
         notes = (note,)
     train = tables["train"]
-    names = settings.features or tuple(name for name in train.columns if name != target)
-    if target in names:
+    if target in features:
         raise ValueError(f"target {target} is one of the features; leave it out of them")
-    values = numbers(train, names, str(first))
-    mean, std = np.zeros(len(names)), np.ones(len(names))
+    values = numbers(train, features, str(first))
+    mean, std = np.zeros(len(features)), np.ones(len(features))
     if settings.standardise:
         mean, spread = values.mean(0), values.std(0)
         std = np.where(spread > 1e-12 * np.abs(mean).clip(1e-300), spread, 1.0)
-    columns = Columns(names, mean, std, target)
+    columns = Columns(features, mean, std, target)
     classes, task = _meaning(train[target], settings.task, target)
     examples = {
         part: Examples(
@@ -82,7 +93,7 @@ def table_parts(files: dict[str, Path], settings: SourceSettings) -> Parts:
         validation=examples.get("val"),
         test=examples["test"],
         task=task,
-        num_outputs=len(classes) if task == "classification" and classes else 1,
+        num_outputs=_num_outputs(task, classes),
         classes=None if classes is None else tuple(map(str, classes)),
         input_name="row",
         columns=columns,
@@ -110,10 +121,6 @@ def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSett
 
 def _meaning(column: Any, task: Task | None, name: str) -> tuple[list[Any] | None, Task]:
     """The classes of a target's training rows, None if it is a number; and the task."""
-    if column.isna().any():
-        raise ValueError(
-            f"target {name} has {int(column.isna().sum())} missing values; remove these rows"
-        )
     if task == "multilabel":
         raise ValueError("a table has one target; give several labels as a .npz file")
     is_number = column.dtype.kind in "iuf"
@@ -128,9 +135,9 @@ def _meaning(column: Any, task: Task | None, name: str) -> tuple[list[Any] | Non
             )
         else:
             task = "classification"
-    if task == "regression":
+    if task in REGRESSIONS:
         if not is_number:
-            raise ValueError(f"target {name} holds {column.dtype}; expected numbers (regression)")
+            raise ValueError(f"target {name} holds {column.dtype}; expected numbers ({task})")
         return None, task
     if len(values) < 2 or (task == "binary" and len(values) != 2):
         raise ValueError(
@@ -138,6 +145,13 @@ def _meaning(column: Any, task: Task | None, name: str) -> tuple[list[Any] | Non
             f"{'two' if task == 'binary' else 'at least two'} (task={task})"
         )
     return values, task
+
+
+def _num_outputs(task: Task, classes: list[Any] | None) -> int:
+    """Number of outputs of a network for one target."""
+    if task == "classification" and classes is not None:
+        return len(classes)
+    return 2 if task == "heteroscedastic" else 1
 
 
 def _targets(column: Any, classes: list[Any] | None, task: Task, where: str) -> Tensor:

@@ -14,8 +14,8 @@ def check_numbers(values: np.ndarray, where: str) -> None:
     bad = ~np.isfinite(values)
     if bad.any():
         raise ValueError(
-            f"{where} has {int(bad.sum())} numbers that are NaN or infinite, the first in row "
-            f"{np.argwhere(bad)[0][0]}; remove or repair these examples"
+            f"{where} has {int(bad.sum())} numbers that are NaN or infinite, the first at index "
+            f"{np.argwhere(bad)[0][0]}: remove or repair these examples"
         )
 
 

@@ -220,7 +220,7 @@ def test_foreign_inputs_are_noticed_by_a_score_or_not():
         ("network", "ood-sure"): table_of(50 * far),
         ("laplace", "ood-sure"): table_of(50 * far) | variance,
         ("network", "ood-odd"): table_of(0.3 * far),
-        ("laplace", "ood-odd"): table_of(0.3 * far) | {"variance": variance["variance"] - 2},
+        ("laplace", "ood-odd"): table_of(0.3 * far) | {"variance": variance["variance"] - 1.5},
     }
     last = verdict(tables, training=trained())[-1]
     assert "is better by" not in last
@@ -234,6 +234,47 @@ def test_foreign_inputs_are_noticed_by_a_score_or_not():
     assert "the recommended score is worse by" in last
     first = {"method": "network", "score": "entropy"}
     assert "better by" not in verdict(tables, training=trained(), recommended=chosen | first)[-1]
+
+
+def ood_tables(factors):
+    """The network and a posterior, whose logits on each OOD set are those of the test times one."""
+    logits, labels = exact()
+    tables = {
+        ("network", "test"): table_of(2.5 * logits, labels),
+        ("laplace", "test"): table_of(logits, labels),
+    }
+    for name, (by_network, by_posterior) in factors.items():
+        far, _ = exact(400, seed=3)
+        tables["network", f"ood-{name}"] = table_of(2.5 * by_network * far)
+        tables["laplace", f"ood-{name}"] = table_of(by_posterior * far)
+    return tables
+
+
+def test_a_detector_at_chance_or_worse_is_not_recommended():
+    """One that is better than the network's own entropy is useless too if it is below chance."""
+    chosen = {"method": "laplace", "score": "entropy"}
+    # All examples of the set look surer than those of the test set, those of the network more so.
+    last = verdict(ood_tables({"sure": (8, 2)}), training=trained(), recommended=chosen)[-1]
+    assert "is recommended" not in last
+    assert "better by" not in last
+    assert "no score that was chosen beforehand detects “ood-sure”: AUROC 0." in last
+    assert "of the entropy of “Laplace”" in last
+    # The same distribution as the test set: the interval contains 0.5.
+    last = verdict(ood_tables({"same": (1, 1)}), training=trained(), recommended=chosen)[-1]
+    assert "is recommended" not in last
+    assert "no score that was chosen beforehand detects “ood-same”" in last
+
+
+def test_a_score_is_recommended_for_the_sets_that_it_detects():
+    chosen = {"method": "laplace", "score": "entropy"}
+    tables = ood_tables({"sure": (8, 2), "odd": (0.3, 0.1)})
+    last = verdict(tables, training=trained(), recommended=chosen)[-1]
+    assert "for “ood-odd” the entropy of “Laplace” is recommended" in last
+    assert "“ood-odd” is separated from test images" in last
+    assert "no score that was chosen beforehand detects “ood-sure”" in last
+    only = verdict(ood_tables({"odd": (0.3, 0.1)}), training=trained(), recommended=chosen)[-1]
+    assert only.startswith("Foreign inputs: the entropy of “Laplace” is recommended; ")
+    assert "no score" not in only
 
 
 def test_the_last_posterior_is_recommended():

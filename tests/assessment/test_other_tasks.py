@@ -13,6 +13,7 @@ from bring import every as joined
 from laplace_debias import Laplace
 from laplace_debias.assessment import Method, PosteriorChoice, assess
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
+from laplace_debias.report.page import write_page
 
 
 def read(folder, name):
@@ -67,6 +68,33 @@ def test_a_regression(num_outputs, tmp_path):
     assert set(first["predictions"]) == {"network", "last-layer"}
     ood = {(r["method"], r["score"]) for r in read(folder, "metrics.json")["rows"] if "score" in r}
     assert ood == {("last-layer", "variance")}  # The network's is the same everywhere.
+
+
+def test_a_regression_whose_network_predicts_the_noise(tmp_path):
+    """The noise is the network's, of each input its own: nothing is fitted to the residuals."""
+    rows = a_run.loaded_rows(num_test=50, num_ood=20)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(4, 2)
+    model = torch.nn.Sequential(head).eval()
+    loaded = replace(rows, model=model, task="heteroscedastic")
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER))
+    assert read(folder, "run.json")["sigma"] is None
+    x, y = joined(loaded.test)
+    outputs = model(x).detach().double()
+    mean, deviation = outputs[:, 0], (outputs[:, 1] / 2).exp()
+    table = pd.read_parquet(folder / "predictions/network/test.parquet")
+    torch.testing.assert_close(torch.tensor(table["mean"].to_numpy()), mean)
+    torch.testing.assert_close(torch.tensor(table["standard_deviation"].to_numpy()), deviation)
+    z = (y[:, 0].double() - mean) / deviation
+    nll = (0.5 * z.square() + deviation.log() + 0.5 * math.log(2 * math.pi)).mean()
+    (value,) = (
+        row["value"]
+        for row in read(folder, "metrics.json")["rows"]
+        if (row["method"], row["set"], row["metric"]) == ("network", "test", "nll")
+    )
+    assert value == pytest.approx(float(nll), rel=1e-5)
+    page = write_page(folder).read_text()
+    assert "Do the intervals contain as many targets" in page
 
 
 @pytest.mark.parametrize("task", ["binary", "multilabel"])

@@ -137,6 +137,90 @@ def test_labels_that_may_apply_at_once_and_one_logit(here, targets, outputs, col
     np.testing.assert_allclose(table[first].to_numpy(), expected, atol=1e-5)
 
 
+def test_a_table_has_the_scores_of_the_posterior(here):
+    """Against the moments of the logits and draws of them, written out here."""
+    fit = ["fit", *ROWS, "--prior_precision=0.01", "--params=all", "--output=p.safetensors"]
+    assert main(fit) == 0
+    predict = ["predict", *ROWS, "--posterior=p.safetensors", "--output=p.csv", "--overwrite"]
+    assert main(predict) == 0
+    table = pandas.read_csv("p.csv")
+    found = loaded(model="nets:rows", data="d.npz")
+    x = torch.cat([x for x, _ in found.test])
+    la = Laplace.load("p.safetensors", found.model)
+    mean, covariance = (moment.double() for moment in la.functional(x))
+
+    # The variance of the logits without their common part, which no probability depends on.
+    centre = torch.eye(3, dtype=torch.float64) - 1 / 3
+    variance = (centre @ covariance @ centre).diagonal(dim1=1, dim2=2).mean(1)
+    np.testing.assert_allclose(table["variance"], variance, rtol=1e-4)
+
+    # The log-probability that the difference to another logit is negative, of the likeliest one.
+    expected = []
+    for m, C in zip(mean, covariance, strict=True):
+        top = int(m.argmax())
+        tails = []
+        for other in {0, 1, 2} - {top}:
+            spread = (C[top, top] + C[other, other] - 2 * C[top, other]).sqrt()
+            tails.append(float(torch.special.log_ndtr(-(m[top] - m[other]) / spread)))
+        expected.append(max(tails))
+    np.testing.assert_allclose(table["instability"], expected, rtol=1e-3)
+
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(20_000, len(x), 3, generator=generator, dtype=torch.float64)
+    root = torch.linalg.cholesky(covariance + 1e-9 * torch.eye(3))
+    probs = (mean + torch.einsum("bij,sbj->sbi", root, noise)).softmax(-1)
+    entropies = [-(p * p.log()).sum(-1) for p in (probs.mean(0), probs)]
+    mutual = entropies[0] - entropies[1].mean(0)
+    assert float(mutual.max()) > 0.05
+    np.testing.assert_allclose(table["mutual_information"], mutual, atol=0.01)
+
+    # By draws too: those of the predictions, so that their entropy is that of the column.
+    for method in ("glm-mc", "nn"):
+        options = [f"--method={method}", "--samples=4000"]
+        assert main([*predict, *options]) == 0
+        drawn = pandas.read_csv("p.csv")
+        scores = {"mutual_information", "variance", "instability"} & set(drawn.columns)
+        assert scores == {"mutual_information"}
+        if method == "glm-mc":
+            np.testing.assert_allclose(drawn["mutual_information"], mutual, atol=0.02)
+    assert main([*predict, "--method=map"]) == 0
+    assert not {"mutual_information", "variance"} & set(pandas.read_csv("p.csv").columns)
+
+
+def test_a_network_that_predicts_its_noise(here, capsys):
+    """Means and log-variances: the noise is E[exp s] of normal log-variances s."""
+    with open("nets.py", "a") as file:
+        file.write("\n\ndef noisy():\n    torch.manual_seed(0)\n    return nn.Linear(4, 2)\n")
+    bring.archive(here / "r.npz", **bring.arrays("numbers"))
+    common = ["--model=nets:noisy", "--data=r.npz", "--task=heteroscedastic", *QUIET]
+    assert main(["fit", *common, "--output=p.safetensors"]) == 0
+    posterior = "--posterior=p.safetensors"
+    grid = "--prior_precisions=[1.0, 10.0]"
+    assert main(["tune", *common, posterior, grid]) == 0
+    assert main(["spectrum", *common, "--examples=20", "--eigenpairs=3"]) == 0
+    assert main(["predict", *common, posterior, "--output=p.csv"]) == 0
+    table = pandas.read_csv("p.csv")
+    found = loaded(model="nets:noisy", data="r.npz", task="heteroscedastic")
+    x, y = (torch.cat(parts) for parts in zip(*found.test, strict=True))
+    la = Laplace.load("p.safetensors", found.model)
+    outputs, covariance = (moment.double() for moment in la.functional(x))
+    noise = (outputs[:, 1] + covariance[:, 1, 1] / 2).exp()
+    np.testing.assert_allclose(table["mean"], outputs[:, 0], rtol=1e-5)
+    spread = (covariance[:, 0, 0] + noise).sqrt()
+    np.testing.assert_allclose(table["standard_deviation"], spread, rtol=1e-5)
+    np.testing.assert_allclose(table["epistemic"], covariance[:, 0, 0].sqrt(), rtol=1e-5)
+    np.testing.assert_allclose(table["target"], y[:, 0], rtol=1e-6)
+    draws = ["--method=glm-mc", "--samples=4000", "--output=q.csv"]
+    assert main(["predict", *common, posterior, *draws]) == 0
+    drawn = pandas.read_csv("q.csv")
+    np.testing.assert_allclose(drawn["epistemic"], table["epistemic"], rtol=0.1)
+    # One output is no mean and log-variance.
+    capsys.readouterr()
+    wrong = ["fit", "--model=nets:rows", "--model_args.outputs=1", *common[1:], "--output=w"]
+    assert main(wrong) == 2
+    assert "gives 1 outputs, the data has 2 means and log-variances" in capsys.readouterr().err
+
+
 def test_draws_of_predictions_follow_the_seed(here):
     assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
     tables = []

@@ -113,9 +113,14 @@ def test_out_of_distribution_rows_need_no_target(here):
         (
             {"age": [np.nan] + [1.0] * 39},
             {"features": ("age",)},
-            "column age of t.csv has 1 values",
+            "t.csv has values that are missing or infinite: 1 in age; the first is in data row 1.",
         ),
-        ({"price": [np.nan] + [1.0] * 39}, {"features": ("age",)}, "price has 1 missing values"),
+        ({"price": [1.0] * 39 + [np.nan]}, {"features": ("age",)}, "1 in price; .* data row 40"),
+        (
+            {"kind": ["red"] * 3 + [None] * 30 + ["blue"] * 7},
+            {"target": "kind", "features": ("age",)},
+            "30 in kind; the first is in data row 4",
+        ),
         ({"price": range(40)}, {"features": ("age",)}, "24 different whole numbers; say what"),
         ({}, {"features": ("agee",)}, "no column agee; did you mean age"),
         ({}, {"features": ("price",)}, "target price is one of the features"),
@@ -128,6 +133,26 @@ def test_tables_that_cannot_be_used(here, change, options, message):
     table().assign(**change).to_csv("t.csv", index=False)
     with pytest.raises(ValueError, match=message):
         loaded(**{"data": "t.csv", "target": "price", **options})
+
+
+def test_missing_values_of_all_rows_and_columns_are_counted(here):
+    """Those of the rows that are held out, too, and rows are numbered as a person counts them."""
+    data = table(60)
+    data.loc[4:39, "age"] = np.nan
+    data.loc[2:59:3, "price"] = np.inf
+    data.to_csv("t.csv", index=False)
+    with pytest.raises(ValueError, match="36 in age, 20 in price; the first is in data row 3"):
+        loaded(data="t.csv", target="price", features=("age", "height"))
+    # In a table of further inputs likewise.
+    table().to_csv("whole.csv", index=False)
+    found = loaded(
+        data="whole.csv",
+        target="price",
+        features=("age", "height"),
+        model_args={"inputs": 2, "outputs": 1},
+    )
+    with pytest.raises(ValueError, match=r"t\.csv has values .* 36 in age; .* data row 5"):
+        found.read("t.csv", "inputs")
 
 
 def test_a_class_that_no_training_row_has(here):

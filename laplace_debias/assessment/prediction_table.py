@@ -1,0 +1,170 @@
+"""Predictions of a posterior as the columns of a table."""
+
+import contextlib
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from tqdm import tqdm
+
+from laplace_debias import metrics
+from laplace_debias.assessment.predictions import of_laplace, probs_of
+from laplace_debias.curvature.network.batches import Batches, BatchReader
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.laplace import Laplace
+from laplace_debias.metrics import gaussian_interval
+from laplace_debias.metrics.ood import label_entropy
+from laplace_debias.sources.loaded import REGRESSIONS, Loaded
+from laplace_debias.sources.shares import dealt
+from laplace_debias.system.ranks import alone, current
+
+_SCORES = ("mutual_information", "variance", "instability")
+"""Scores of an input that need a posterior."""
+
+
+def prediction_columns(
+    la: Laplace,
+    loaded: Loaded,
+    batches: Batches,
+    *,
+    method: str = "glm",
+    samples: int | None = None,
+    seed: int = 0,
+    has_targets: bool = True,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Predict batches; return the table's columns by name, on all processes.
+
+    Args:
+        la: The posterior.
+        loaded: Its network and data.
+        batches: What is predicted.
+        method: Predictive; this and `samples` are those of `Laplace.predict`.
+        samples: Number of draws.
+        seed: Seed of the draws.
+        has_targets: Whether the batches' targets are the true ones, which become columns too.
+        progress: Show a progress bar.
+
+    Raises:
+        ValueError: If there is no input.
+    """
+    has_draws = method in ("glm-mc", "nn") or samples is not None
+    generator = Generator(la.mean.device).manual_seed(seed)
+    parts: list[tuple[int, dict[str, Tensor], Tensor]] = []
+    # Draws follow the order of all batches, so the first process makes them all.
+    takes_part = current().rank == 0 or not has_draws
+    with alone() if has_draws else contextlib.nullcontext():
+        own_batches = dealt(batches, BatchReader(loaded.model)) if takes_part else ()
+        bar = tqdm(own_batches, "predicting", unit="batch", leave=False, disable=not progress)
+        for number, _, x, y in bar:
+            columns = _batch_columns(la, loaded, x, method, samples, generator)
+            parts.append((number, {name: v.detach().cpu() for name, v in columns.items()}, y))
+    # In the order of the batches, which were dealt to the processes.
+    all_parts = sorted(itertools.chain(*current().exchange(parts)), key=lambda part: part[0])
+    if not all_parts:
+        raise ValueError("there is no input to predict: give at least one")
+    names = list(all_parts[0][1])
+    table: dict[str, Any] = {
+        name: torch.cat([part[name] for _, part, _ in all_parts]).numpy() for name in names
+    }
+    if "prediction" in table and loaded.classes is not None:
+        table["prediction"] = [loaded.classes[label] for label in table["prediction"]]
+    if not has_targets:
+        return table
+    return _target_columns(torch.cat([y for _, _, y in all_parts]), loaded) | table
+
+
+def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:
+    """The true targets, classes by their names."""
+    if loaded.task == "classification" and loaded.classes is not None:
+        return {"label": [loaded.classes[label] for label in y.tolist()]}
+    name = "target" if loaded.task in REGRESSIONS else "label"
+    return {column: values.numpy() for column, values in _numbered(name, y).items()}
+
+
+def _batch_columns(
+    la: Laplace,
+    loaded: Loaded,
+    x: Inputs,
+    method: str,
+    samples: int | None,
+    generator: Generator,
+) -> dict[str, Tensor]:
+    """The columns of a batch of inputs."""
+    if loaded.task in REGRESSIONS:
+        return _regression_columns(la, loaded, x, method, samples, generator)
+    scores: Mapping[str, Tensor] = {}
+    if method == "glm" and samples is None:
+        table = of_laplace(la, x, loaded.task)
+        probs = probs_of(table["log_probs"], loaded.task)
+        scores = table
+    else:
+        same_draws = generator.clone_state()
+        predictive: Any = la.predict(x, method, samples, generator)
+        probs = predictive.probs if loaded.task == "classification" else predictive.mean
+        if loaded.task == "binary":
+            probs = torch.stack([1 - probs.flatten(), probs.flatten()], 1)
+        if method != "map":
+            scores = la.uncertainty(x, method, samples, same_draws).scores
+    columns = _probability_columns(probs, loaded)
+    for name in _SCORES:
+        if name in scores and not bool(scores[name].isnan().any()):
+            columns[name] = scores[name].flatten()
+    return columns
+
+
+def _probability_columns(probs: Tensor, loaded: Loaded) -> dict[str, Tensor]:
+    """Probabilities, the decision and the entropy."""
+    if loaded.task == "multilabel":
+        return {**_numbered("probability", probs), "entropy": label_entropy(probs)}
+    entropy = metrics.entropy(probs)
+    if loaded.task == "binary":
+        return {"probability": probs[:, 1], "entropy": entropy}
+    names = loaded.classes or tuple(map(str, range(probs.shape[-1])))
+    by_class = {f"probability_{name}": probs[:, n] for n, name in enumerate(names)}
+    return {"prediction": probs.argmax(1), **by_class, "entropy": entropy}
+
+
+def _regression_columns(
+    la: Laplace,
+    loaded: Loaded,
+    x: Inputs,
+    method: str,
+    samples: int | None,
+    generator: Generator,
+) -> dict[str, Tensor]:
+    """Mean, standard deviation, interval, and the deviation without the noise, of each target."""
+    if method == "glm" and samples is None:
+        table = of_laplace(la, x, loaded.task)
+        mean = table["mean"]
+        deviation = table["standard_deviation"]
+        epistemic = table["epistemic"]
+    else:
+        same_draws = generator.clone_state()
+        predictive = la.predict(x, method, samples, generator)
+        mean = predictive.mean
+        deviation = predictive.variance.double().sqrt()
+        epistemic = torch.zeros_like(deviation)
+        if method != "map":
+            epistemic = la.uncertainty(x, method, samples, same_draws).epistemic.double().sqrt()
+    lower, upper = gaussian_interval(mean, deviation)
+    columns = {
+        "mean": mean,
+        "standard_deviation": deviation,
+        "lower": lower,
+        "upper": upper,
+        "epistemic": epistemic,
+    }
+    numbered: dict[str, Tensor] = {}
+    for name, values in columns.items():
+        numbered |= _numbered(name, values)
+    return numbered
+
+
+def _numbered(name: str, values: Tensor) -> dict[str, Tensor]:
+    """Columns of `[N]` or `[N, K]`, numbered where there are several."""
+    if values.ndim == 1 or values.shape[1] == 1:
+        return {name: values.flatten()}
+    return {f"{name}_{number}": values[:, number] for number in range(values.shape[1])}
