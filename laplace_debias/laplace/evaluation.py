@@ -101,7 +101,7 @@ def evaluate_predictions(
         of_targets = values, deviations[0], targets
         return metrics.evaluate_regression(*of_targets, of_ood, log_probs=log_probs, **options)
     if is_multilabel:
-        of_labels = values, targets.long(), of_ood
+        of_labels = values, targets.long().reshape(values.shape), of_ood
         return metrics.evaluate_multilabel(*of_labels, log_probs=log_probs, **options)
     # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
     of_single = log_probs if values.ndim == 1 else None

@@ -48,7 +48,8 @@ class Laplace(Approximation):
     generator alone.
 
     Args:
-        model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`.
+        model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`; a single
+            output may be `[B]`.
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
             `"heteroscedastic"` (means and log-variances, `[B, 2C]`), `"binary"` (one logit),
             `"multilabel"` (targets 0 or 1, `[B, C]`), or a `Likelihood`.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.inputs import as_columns
 from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, shuffled_patches
 from laplace_debias.sources.data import find_data
 from laplace_debias.sources.further import Further, read_further
@@ -190,7 +191,8 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
             f"{described(error)}; for images, give the --image_size that it was trained with, and "
             "as many numbers in --mean as it has channels; of another dtype, return model.float()"
         ) from error
-    return found if isinstance(found, Tensor) else getattr(found, "logits", None)
+    outputs = found if isinstance(found, Tensor) else getattr(found, "logits", None)
+    return None if outputs is None else as_columns(outputs, x.shape[:1])
 
 
 def _task_of_labels(y: Tensor, outputs: Tensor | None) -> Task:

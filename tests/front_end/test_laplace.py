@@ -308,9 +308,7 @@ def test_bad_batches_are_refused(model, batches, error, says):
 
 def test_outputs_of_the_wrong_rank_are_refused(loader):
     no_outputs = nn.Sequential(nn.Conv2d(1, 1, 8), nn.Flatten(0)).eval()
-    with pytest.raises(
-        ValueError, match=rf"\[batch, outputs\] or .*, got \({loader.batch_size},\)"
-    ):
+    with pytest.raises(ValueError, match="needs at least two outputs, the model has one"):
         Laplace(no_outputs).fit(loader)
     channels_second = nn.Sequential(nn.Conv2d(1, 3, 3)).eval()
     with pytest.raises(ValueError, match=r"movedim\(1, -1\)"):

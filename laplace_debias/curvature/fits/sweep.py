@@ -16,7 +16,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.uses import Masks, Uses
 from laplace_debias.curvature.network.batches import Fold, Pairs, weight_of
-from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
+from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.outputs import MOST_GRANTED, Faults, check_outputs, granted
 from laplace_debias.system.memory import is_out_of_memory
 
@@ -94,7 +94,7 @@ class Sweep:
         """Find the chunk within the memory bound, and what finds padding, by one example."""
         problem, tap = self.problem, self.problem.tap
         outputs = tap.forward(move(take(x, slice(0, 1)), problem.device, None))
-        check_outputs(outputs, num_examples(x))
+        check_outputs(outputs)
         self.positions = PositionFinder(
             problem.network, problem.blocks, problem.cotangents, tap.uses, outputs
         )

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap, not_batched
 from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, as_columns
 from laplace_debias.curvature.network.shadow import NARROW
 
 # Layers that BackPACK pushes columns through.
@@ -102,7 +102,7 @@ class BackpackTap:
         self._passed: list[Tensor] = []
 
     def forward(self, x: Inputs) -> Tensor:
-        """The outputs `[B, ..., C]`, as `Tap.forward`."""
+        """Run the network and keep what goes into its layers; returns outputs `[B, ..., C]`."""
         if not isinstance(x, Tensor):
             raise TypeError(f"A sequential network takes one tensor, got {type(x).__name__}.")
         passed = self._passed = [x]
@@ -115,7 +115,7 @@ class BackpackTap:
                 if place < self._first:
                     # What is before the first block is not kept.
                     del passed[0]
-        return passed[-1]
+        return as_columns(passed[-1], x.shape[:1])
 
     def backward(
         self, _: Tensor, columns: Float[Tensor, "columns batch *outputs"], again: bool = False
@@ -124,6 +124,7 @@ class BackpackTap:
         passed = self._passed
         if not again:
             self._passed = []
+        columns = columns.view(len(columns), *passed[-1].shape)
         behind = self._chain[self._first :]
         for place in reversed(range(len(behind))):
             layer, inputs = behind[place], passed[place]

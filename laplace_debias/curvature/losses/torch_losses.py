@@ -14,16 +14,18 @@ from laplace_debias.curvature.losses.base import (
     Uniforms,
 )
 from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
+from laplace_debias.curvature.losses.likelihoods.base import RESHAPE_TARGETS, columns_of
 from laplace_debias.curvature.losses.likelihoods.gaussian import check_finite_floats
 
 REDUCTIONS = ("mean", "sum")
 
 
-def output_loss(loss: Loss, reduction: str | None) -> OutputLoss:
-    """The loss as the operators know it.
+def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) -> OutputLoss:
+    """The loss as the operators use it.
 
     A `Likelihood`'s is the mean of −log p(y | f) over examples, of outputs `[B, ..., C]`.
-    `reduction` is that of a callable without such an attribute.
+    `reduction` is that of a callable without such an attribute. With `takes_vectors` a callable of
+    a user's gets outputs `[B, 1]` as the model returns them, `[B]`.
     """
     if isinstance(loss, Likelihood):
         if reduction not in (None, "mean"):
@@ -73,7 +75,7 @@ def output_loss(loss: Loss, reduction: str | None) -> OutputLoss:
             )
     # The functions ignore what the classes ignore, without saying so.
     silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None
-    return AnyLoss(loss, stated, getattr(loss, "ignore_index", silent))
+    return AnyLoss(loss, stated, getattr(loss, "ignore_index", silent), takes_vectors)
 
 
 class CrossEntropy(NegativeLogLikelihood):
@@ -95,10 +97,10 @@ class CrossEntropy(NegativeLogLikelihood):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Class indices `[B, d1, ...]` in range or `ignore_index`, or probabilities of `shape`."""
         shape = outputs.shape
-        if len(shape) < 2:
+        if shape[1] < 2:
             raise ValueError(
-                f"CrossEntropyLoss needs outputs [B, C] or [B, C, d1, ...], got {tuple(shape)}: "
-                "for one logit per example use nn.BCEWithLogitsLoss."
+                "CrossEntropyLoss needs outputs [B, C] or [B, C, d1, ...] of two classes or more, "
+                f"got {tuple(shape)}. For one logit per example use nn.BCEWithLogitsLoss."
             )
         if self._weight is not None and self._weight.shape != shape[1:2]:
             raise ValueError(
@@ -150,8 +152,12 @@ class SquaredError(OutputLoss):
         self.reduction = loss.reduction
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Finite floating-point targets of the outputs' shape."""
-        _check_like_outputs("MSELoss", outputs.shape, targets)
+        """Finite floating-point targets of the outputs' shape, or `[B]` for a single output."""
+        _check_like_outputs("MSELoss", outputs, targets)
+
+    def labels(self, targets: Tensor, ndim: int) -> Labels:
+        """The targets, with as many dimensions as the outputs."""
+        return (columns_of(targets, ndim),)
 
     def count(self, targets: Tensor) -> float:
         """The number of entries."""
@@ -196,7 +202,7 @@ class BinaryCrossEntropy(OutputLoss):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Targets in [0, 1] of the outputs' shape; weights that broadcast to them."""
         shape = outputs.shape
-        _check_like_outputs("BCEWithLogitsLoss", shape, targets)
+        _check_like_outputs("BCEWithLogitsLoss", outputs, targets)
         if not ((targets >= 0) & (targets <= 1)).all():
             raise ValueError(
                 f"BCEWithLogitsLoss needs targets in [0, 1], got {float(targets.min())} … "
@@ -215,6 +221,7 @@ class BinaryCrossEntropy(OutputLoss):
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
         """Targets, T and w π of the batch's entries."""
+        targets = columns_of(targets, ndim)
         weight = self._expanded(self._weight, targets)
         positive = weight * self._expanded(self._pos_weight, targets)
         return targets, weight + (positive - weight) * targets, positive
@@ -275,10 +282,17 @@ class AnyLoss(OutputLoss):
     is_convex = False
     has_distribution = False
 
-    def __init__(self, loss: LossFunction, reduction: str, ignore_index: int | None = None) -> None:
+    def __init__(
+        self,
+        loss: LossFunction,
+        reduction: str,
+        ignore_index: int | None = None,
+        takes_vectors: bool = False,
+    ) -> None:
         self.reduction = reduction
         self._loss = loss
         self._ignore_index = ignore_index
+        self._takes_vectors = takes_vectors
 
     def count(self, targets: Tensor) -> float:
         """The number of examples."""
@@ -298,7 +312,7 @@ class AnyLoss(OutputLoss):
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """The callable's value, times the number of examples if it is a mean."""
-        value = self._loss(outputs, labels[0])
+        value = self._loss(outputs.squeeze(1) if self._takes_vectors else outputs, labels[0])
         if not isinstance(value, Tensor) or value.ndim != 0:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
@@ -335,10 +349,10 @@ def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:
     return None if weight is None else weight.detach().clone()
 
 
-def _check_like_outputs(name: str, shape: torch.Size, targets: Tensor) -> None:
+def _check_like_outputs(name: str, outputs: Tensor, targets: Tensor) -> None:
     check_finite_floats(targets, name)
-    if targets.shape != shape:
+    if columns_of(targets, outputs.ndim).shape != outputs.shape:
         raise ValueError(
-            f"{name} needs targets of the outputs' shape {tuple(shape)}, got "
-            f"{tuple(targets.shape)}: use `targets.reshape(...)`."
+            f"{name} needs targets of the outputs' shape {tuple(outputs.shape)}, got "
+            f"{tuple(targets.shape)}. {RESHAPE_TARGETS}"
         )

@@ -63,10 +63,29 @@ def like(inputs: Mapping[str, Any], named: dict[str, Any]) -> dict[str, Any]:
 def call(
     model: nn.Module, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """The model's outputs for inputs, as `logits_of` finds them; raises as it does.
+    """The model's outputs `[B, ..., C]`; those of a single output, `[B]`, are made `[B, 1]`.
+
+    Else this is `returned_outputs`.
+    """
+    outputs = returned_outputs(model, inputs, parameters)
+    return as_columns(outputs, tensors_of(inputs)[0].shape[:1])
+
+
+def as_columns(outputs: Tensor, batch_shape: torch.Size) -> Tensor:
+    """Add the dimension of outputs `[B, 1]` to a single output for each example, `[B]`."""
+    return outputs.unsqueeze(1) if outputs.shape == batch_shape else outputs
+
+
+def returned_outputs(
+    model: nn.Module, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """The model's outputs for inputs in the shape that it returns, as `logits_of` finds them.
 
     With other values for some `parameters` it is differentiable in them by `torch.func`. The model
     gets copies: what works in place on its inputs must not change a batch that is used again.
+
+    Raises:
+        TypeError: If the model returns no tensor of real numbers.
     """
     inputs = with_tensors(inputs, map(torch.clone, tensors_of(inputs)))
     if isinstance(inputs, (OneArgument, Tensor)):

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
-from laplace_debias.curvature.network.inputs import Inputs, call, differentiable, move, take
+from laplace_debias.curvature.network.inputs import (
+    Inputs,
+    call,
+    differentiable,
+    move,
+    returned_outputs,
+    take,
+)
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
@@ -106,7 +113,7 @@ class Network:
         inputs: Inputs,
         fixed: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """The outputs `[B, ...]` as a pure function of the parameters."""
+        """The outputs `[B, C]` or `[B, ..., C]` as a pure function of the parameters."""
         names = (*self.names, *self._fixed_names)
         values = (*parameters, *(self.fixed if fixed is None else fixed))
         state = {f"model.{name}": value for name, value in zip(names, values, strict=True)}
@@ -131,6 +138,11 @@ class Network:
                 "model. Take out random layers, or make them repeatable in eval mode."
             )
         return outputs
+
+    def returns_vector(self, inputs: Inputs) -> bool:
+        """Whether the model itself returns a single output as `[B]`."""
+        with torch.no_grad():
+            return returned_outputs(self.model, take(inputs, slice(0, 1))).ndim == 1
 
     def split(self, vectors: Tensor) -> list[Tensor]:
         """Vectors `[..., D]` as one tensor `[..., *shape]` a parameter."""

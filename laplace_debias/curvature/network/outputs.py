@@ -114,19 +114,16 @@ def granted(
     )
 
 
-def check_outputs(outputs: Tensor, probed: int | None = None, least: int = 2) -> None:
+def check_outputs(outputs: Tensor, least: int = 2) -> None:
     """Require finite outputs of shape `[B, C]` or `[B, ..., C]`, of `least` dimensions.
 
-    If they are of one example alone, `probed` is the size of the user's batch, for the error.
-    That they are finite is known as `Faults` has it within a pass over data.
+    Within a pass over data, `Faults` reports whether they are finite.
     """
     if outputs.ndim < least:
         came = tuple(outputs.shape)
-        if probed is not None and came == (1,):
-            came = (probed,)
         raise ValueError(
-            f"The model must return outputs of shape [batch, outputs] or [batch, positions, "
-            f"outputs], got {came}: wrap it in a module that "
+            "The model must return outputs of shape [batch, outputs] or [batch, positions, "
+            f"outputs], or [batch] for a single output; got {came}. Wrap it in a module that "
             f"{'keeps a dimension for the examples' if not came else 'flattens or selects them'}."
         )
     require(
@@ -154,16 +151,16 @@ def explain_unbatched(error: Exception, model: nn.Module, x: Inputs) -> None:
 
 
 def _takes(model: nn.Module, x: Tensor) -> bool:
-    """Whether the model has a row of outputs for each of the inputs."""
+    """Whether the model has a row of outputs for the first of the inputs."""
     try:
         with torch.no_grad():
-            outputs = call(model, x)
+            outputs = call(model, x[:1])
     # Whatever a forward pass raises.
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return False
-    return outputs.ndim > 1 and len(outputs) == len(x)
+    return outputs.ndim > 1 and len(outputs) == 1
 
 
 def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Tensor) -> None:

@@ -213,8 +213,8 @@ class LossData:
         ranks = current()
         ranks.require_same(model=lambda: checksum(network.model))
         self.data = Data(stream, network.device, num_data, ranks)
-        self.loss = output_loss(loss, reduction)
         self.first = self.data.batch(0)
+        self.loss = output_loss(loss, reduction, network.returns_vector(self.first.inputs))
         outputs = network.first_outputs(self.first.inputs, self.first.size)
         self.scale = loss_scale(self.loss, self.data, outputs)
 

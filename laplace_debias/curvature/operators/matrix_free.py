@@ -77,7 +77,8 @@ class CurvatureOperator(NetworkOperator):
         batch: BatchHook | None = None,
     ) -> None:
         super().__init__(model, data, params, num_data, memory_bound, chunk_size, batch)
-        self._loss = output_loss(loss, reduction)
+        takes_vectors = self._network.returns_vector(self._data.batch(0).inputs)
+        self._loss = output_loss(loss, reduction, takes_vectors)
         self._scale = loss_scale(self._loss, self._data, self._first_outputs)
         with torch.no_grad():
             labels = self._loss.labels(self._data.batch(0).targets, self._first_outputs.ndim)

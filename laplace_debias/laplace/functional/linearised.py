@@ -238,7 +238,7 @@ def _in_chunks(
     while start < batch:
         part = slice(start, start + chunk)
         outputs = tap.forward(take(asked.x, part))
-        check_outputs(outputs, batch if chunk == 1 else None)
+        check_outputs(outputs)
         chosen = None if request.outputs is None else request.outputs[part]
         flat = outputs.detach().flatten(1)
         means.append(flat if chosen is None else flat.gather(1, chosen))

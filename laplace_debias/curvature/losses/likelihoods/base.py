@@ -168,6 +168,17 @@ class Likelihood(ABC):
         return {}
 
 
+RESHAPE_TARGETS = (
+    "Reshape the targets in the data, or pass batch=, a function from a batch to (inputs, targets)."
+)
+"""Advice for targets that do not fit the outputs, whatever a batch is."""
+
+
+def columns_of(targets: Tensor, ndim: int = 2) -> Tensor:
+    """Targets with as many dimensions as the outputs: those of a single output may lack one."""
+    return targets.unsqueeze(-1) if targets.ndim == ndim - 1 else targets
+
+
 def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     """Logits, each shrunk by its variance (MacKay, 1992).
 

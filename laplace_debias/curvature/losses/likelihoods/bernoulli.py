@@ -8,9 +8,11 @@ from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Independent
 
 from laplace_debias.curvature.losses.likelihoods.base import (
+    RESHAPE_TARGETS,
     Likelihood,
     Weights,
     check_length,
+    columns_of,
     probit,
 )
 from laplace_debias.curvature.network.outputs import require
@@ -67,10 +69,10 @@ class Bernoulli(_Sigmoids):
                 "label of its own applies (several at once, or none), or "
                 '"classification" if exactly one of the classes does.'
             )
-        if targets.shape not in (outputs.shape, outputs.shape[:1]):
+        if columns_of(targets).shape != outputs.shape:
             raise ValueError(
                 f"Expected binary targets of shape {tuple(outputs.shape[:1])} or "
-                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}."
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. {RESHAPE_TARGETS}"
             )
         require(
             ((targets == 0) | (targets == 1)).all(),
@@ -103,10 +105,10 @@ class Bernoulli(_Sigmoids):
 class MultiLabel(_Sigmoids):
     r"""Several labels, each of which applies or not: independent Bernoullis on C logits.
 
-    Targets are 0 or 1, `[B, C]`, of any real dtype. With $p = \sigma(f)$,
+    Targets are 0 or 1, `[B, C]`, or `[B]` for C = 1, of any real dtype. With $p = \sigma(f)$,
     $\ell = -\sum_c \log p(y_c \mid f_c)$, summed over the labels of an example, and
     $\nabla^2_f \ell = \mathrm{diag}(p(1-p))$. With one logit it is `Bernoulli`, but for the shape
-    `[B, 1]` of targets and predictive.
+    `[B, 1]` of the predictive.
 
     With weights $w$ of labels and π of their positives, `weight` and `pos_weight` of
     `nn.BCEWithLogitsLoss`, $\ell = -\sum_c w_c\,\big(\pi_c y_c\log p_c + (1-y_c)\log(1-p_c)\big)$
@@ -138,15 +140,16 @@ class MultiLabel(_Sigmoids):
         """Require targets 0 or 1 of the outputs' shape."""
         check_length(self.label_weights, outputs.shape[1], "label_weights")
         check_length(self.positive_weights, outputs.shape[1], "positive_weights", single=True)
-        if targets.shape != outputs.shape:
+        if columns_of(targets).shape != outputs.shape:
             hint = ""
             if targets.ndim == 1 and not targets.is_floating_point():
                 hint = ' (for one class index per example use likelihood="classification")'
             raise ValueError(
                 f"Expected targets of the outputs' shape {tuple(outputs.shape)}, 0 or 1 for every "
-                f"label, got {tuple(targets.shape)}{hint}."
+                f"label, got {tuple(targets.shape)}{hint}. {RESHAPE_TARGETS}"
             )
-        are_right = ((targets == 0) | (targets == 1)).all(-1)
+        is_label = (targets == 0) | (targets == 1)
+        are_right = columns_of(is_label).all(-1)
         require(
             (are_right | ~self.counted(targets)).all(),
             lambda: ValueError(
@@ -159,7 +162,8 @@ class MultiLabel(_Sigmoids):
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy on the logits, summed over the labels."""
         counted = self.counted(targets)
-        labels = torch.where(counted.unsqueeze(-1), targets.to(outputs.dtype), 0)
+        labels = columns_of(targets).to(outputs.dtype)
+        labels = torch.where(counted.unsqueeze(-1), labels, 0)
         losses = F.binary_cross_entropy_with_logits(
             outputs,
             labels,
@@ -173,6 +177,7 @@ class MultiLabel(_Sigmoids):
         """ω, one for every label."""
         if self.label_weights is None and self.positive_weights is None:
             return None
+        targets = columns_of(targets)
         given = (self.label_weights, self.positive_weights)
         if any(w is not None and len(w) not in (1, targets.shape[-1]) for w in given):
             return None  # `check` says so.
@@ -182,7 +187,7 @@ class MultiLabel(_Sigmoids):
     def counted(self, targets: Tensor) -> Tensor:
         """The targets that are not `ignore_index` for every label."""
         # In a narrow unsigned type −100 would wrap around to another number.
-        return (targets.double() != self.ignore_index).any(-1)
+        return (columns_of(targets).double() != self.ignore_index).any(-1)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
         r"""Of each label the sigmoid of its logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$.

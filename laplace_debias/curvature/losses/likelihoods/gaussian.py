@@ -8,7 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
 
-from laplace_debias.curvature.losses.likelihoods.base import Likelihood
+from laplace_debias.curvature.losses.likelihoods.base import (
+    RESHAPE_TARGETS,
+    Likelihood,
+    columns_of,
+)
 from laplace_debias.curvature.network.outputs import require
 from laplace_debias.system.checks import real
 
@@ -51,7 +55,7 @@ class NormalMixture(MixtureSameFamily):
 
 
 class Gaussian(Likelihood):
-    r"""Regression with Gaussian noise; targets are floating point, `[B, C]`.
+    r"""Regression with Gaussian noise; targets are floating point, `[B, C]`, or `[B]` for C = 1.
 
     $\ell = \tfrac12\|(f-y)/\sigma\|^2 + \sum_c \log\sigma_c + \tfrac C2\log 2\pi$
 
@@ -88,18 +92,18 @@ class Gaussian(Likelihood):
         return self.sigma.to(outputs, non_blocking=True).expand(outputs.shape[-1])
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require floating-point targets of the outputs' shape."""
+        """Require floating-point targets of the outputs' shape, or `[B]` for a single output."""
         self._sigma(outputs)
-        if targets.shape != outputs.shape:
+        if columns_of(targets).shape != outputs.shape:
             raise ValueError(
                 f"Regression targets must have the outputs' shape {tuple(outputs.shape)}, got "
-                f"{tuple(targets.shape)}: use `targets.reshape(...)`."
+                f"{tuple(targets.shape)}. {RESHAPE_TARGETS}"
             )
         check_finite_floats(targets, "Regression")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Negative log-density of the targets, float64."""
-        squares = ((outputs - targets) / self._sigma(outputs)).square().sum(-1)
+        squares = ((outputs - columns_of(targets)) / self._sigma(outputs)).square().sum(-1)
         # In float32 the constant would swallow the squares of residuals far below sigma.
         return 0.5 * squares.double() + self.log_normaliser(outputs.shape[-1])
 
@@ -238,11 +242,11 @@ class HeteroscedasticGaussian(Likelihood):
         self._check_targets(values, targets)
 
     def _check_targets(self, means: Tensor, targets: Tensor) -> None:
-        is_single = means.shape[1] == 1 and targets.shape == means.shape[:1]
-        if targets.shape != means.shape and not is_single:
+        if columns_of(targets).shape != means.shape:
             raise ValueError(
                 "Targets of heteroscedastic regression must have the shape of the means, "
-                f"{tuple(means.shape)}, half as many as the outputs; got {tuple(targets.shape)}."
+                f"{tuple(means.shape)}, half as many as the outputs; got {tuple(targets.shape)}. "
+                f"{RESHAPE_TARGETS}"
             )
         check_finite_floats(targets, "Regression")
 
