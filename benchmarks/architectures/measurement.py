@@ -89,7 +89,7 @@ def _default(architecture: Architecture) -> dict[str, Any]:
     predictive = la.predict(x)
     assert isinstance(predictive, Categorical)
     is_finite = bool(predictive.probs.isfinite().all())
-    blocks = la._subject.known.blocks
+    blocks = la._parameters.blocks
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "parameters": trainable,

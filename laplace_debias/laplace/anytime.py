@@ -12,23 +12,21 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import SequentialSampler, Subset
 
-from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.context import CurvatureFit
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
+from laplace_debias.laplace.fit import build_posterior
+from laplace_debias.laplace.fit_report import FitReport
 from laplace_debias.laplace.functional.linearised import asked_of, map_outputs, moments
-from laplace_debias.laplace.posterior import FitReport, Fitted
+from laplace_debias.laplace.prepared import PreparedFit
 from laplace_debias.laplace.reading import Reading
-from laplace_debias.laplace.schemes import (
-    Expected,
-    Finish,
-    Scheme,
-    expected_of_loader,
-    fit_curvature,
-)
+from laplace_debias.laplace.schemes import OpenStream, Scheme, fit_curvature
+from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real, whole
 from laplace_debias.system.ranks import Ranks
@@ -56,8 +54,8 @@ class _Round:
     `spread` is the relative standard error of the mean curvature in the outputs.
     """
 
-    fitted: Fitted
-    num_read: int
+    fitted: FittedPosterior
+    totals: DataTotals
     replicates: list[BlockDiagonal]
     spread: float
     curve: list[float]
@@ -91,7 +89,7 @@ class Auto(Scheme):
     """
 
     mode = "auto"
-    saves = False
+    is_resumable = False
     data: Batches
     tolerance: float = 0.05
     seconds: float | None = None
@@ -113,9 +111,18 @@ class Auto(Scheme):
                 "on with: leave it out."
             )
 
-    def expected(self, num_data: SupportsIndex | None) -> Expected:
-        """N, which the loader tells if the user does not; raises as `expected_of_loader`."""
-        return expected_of_loader(self.data, num_data, self.mode)
+    @property
+    def sources(self) -> Sequence[Batches]:
+        """The data."""
+        return [self.data]
+
+    def opened(self, open_stream: OpenStream) -> "Auto":
+        """Return the scheme with a stream of checked pairs in place of its data."""
+        return replace(self, data=open_stream(self.data, "data"))
+
+    def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
+        """Determine N: as passed, or inferred from the loader; raises as `training_size`."""
+        return training_size(self.data, num_data, self.mode, reads_all=False)
 
     def check(self, kind: CurvatureKind) -> None:
         """Require K-FAC and data in random order, of which a subset such as `random_split`'s is."""
@@ -141,7 +148,7 @@ class Auto(Scheme):
                 "ShardedBatches(..., shuffle=True)."
             )
 
-    def fit(self, kind: CurvatureKind, problem: FitContext, finish: Finish) -> Fitted:
+    def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit in rounds until the error is within the tolerance, or a budget is spent.
 
         Raises:
@@ -150,7 +157,8 @@ class Auto(Scheme):
             KeyboardInterrupt: Before the first round has ended, or of several processes; else it
                 ends the fit.
         """
-        if any(block.is_joint or block.role == "table" for block in problem.blocks):
+        context = prepared.context
+        if any(block.is_joint or block.role == "table" for block in context.blocks):
             raise ValueError(
                 'mode="auto" weighs examples, which neither joint=True nor an embedding\'s table '
                 'can be: leave out joint, name other parameters (params="last_layer"), or use '
@@ -158,14 +166,14 @@ class Auto(Scheme):
             )
         assert isinstance(self.data, Stream)
         before = 0.0 if self.after is None else self.after.seconds
-        clock, ended_by = partial(_seconds, problem.ranks, perf_counter() - before), ""
+        clock, ended_by = partial(_seconds, context.ranks, perf_counter() - before), ""
         if self.after is None:
             last, rounds = None, list[tuple[int, float]]()
-            reading = Reading(problem, self.data.in_step(), self.looks)
+            reading = Reading(context, self.data.in_step(), self.looks)
         else:
             (reading, last), rounds = self.after.left, [*self.after.rounds]
-            _check_same(last.fitted, finish)
-            reading = reading.going_on(problem, self.data, self.looks)
+            _check_same(last.fitted, prepared)
+            reading = reading.going_on(context, self.data, self.looks)
         try:
             while not ended_by:
                 before, target = clock(), self._target(reading.num_drawn, last)
@@ -174,7 +182,7 @@ class Auto(Scheme):
                     ended_by = "data"
                     break
                 reading = further
-                last, now = _round(reading, finish), clock()
+                last, now = _round(reading, prepared), clock()
                 rounds.append((reading.num_drawn, last.error))
                 if last.error <= self.tolerance:
                     ended_by = "tolerance"
@@ -185,10 +193,10 @@ class Auto(Scheme):
             if ended_by == "data":
                 is_bounded = self.seconds is not None or self.examples is not None
                 if last is None or not (is_bounded or isinstance(self.data.source, Iterator)):
-                    return _exact(problem, self.data, finish, rounds, clock)
+                    return _exact(prepared, self.data, rounds, clock)
                 ended_by = "the end of the data"
         except KeyboardInterrupt:
-            if last is None or problem.ranks.size > 1:
+            if last is None or context.ranks.size > 1:
                 raise
             ended_by = "interrupt"
         assert last is not None
@@ -219,7 +227,7 @@ def _reported(
     seconds: float,
     tolerance: float,
     reading: Reading,
-) -> Fitted:
+) -> CurvatureFit:
     """The fit of the last round, with its report; warns if the tolerance was not reached."""
     # The error that each block brings, by its own part of the variances.
     own, fitted, x = last.fitted.posterior.deltas(), last.fitted, reading.probes
@@ -229,12 +237,12 @@ def _reported(
     of_blocks = errors.square().mean((1, 2)).sqrt().tolist()
     report = FitReport(
         rounds[-1][0],
-        last.num_read,
+        last.totals.num_examples,
         seconds,
         ended_by,
         tuple(rounds),
         dict(zip(_CURVE, last.curve, strict=True)),
-        dict(zip(fitted.subject.known.block_names, of_blocks, strict=True)),
+        dict(zip(fitted.parameters.block_names, of_blocks, strict=True)),
         None if ended_by == "tolerance" else (reading, last),
     )
     if ended_by != "tolerance":
@@ -243,34 +251,38 @@ def _reported(
             f"after {report.num_examples:,} examples the error of standard deviations is "
             f"{report.error:.3g}. Twice as many would bring it to some {report.error_of_twice:.3g}."
         )
-    return replace(fitted, report=report)
+    return CurvatureFit(fitted.posterior.curvature, last.totals, report)
 
 
-def _check_same(before: Fitted, finish: Finish) -> None:
+def _check_same(before: FittedPosterior, prepared: PreparedFit) -> None:
     """Require that a fit goes on with the network that it began with, and in the same way."""
-    now = finish(CurvatureFit(before.posterior.curvature, DataTotals(1, 0.0, 1, 1.0)))
-    both = [
-        (f.subject.settings, repr(f.subject.likelihood), f.subject.known.names, f.others)
-        for f in (before, now)
-    ]
-    if both[0] != both[1] or not torch.equal(before.posterior.mean, now.posterior.mean):
+    totals = DataTotals(1, 0.0, 1, 1.0)
+    now = build_posterior(prepared, CurvatureFit(before.posterior.curvature, totals))
+    if _fit_options(before) != _fit_options(now) or not torch.equal(
+        before.posterior.mean, now.posterior.mean
+    ):
         raise ValueError(
             "after is the report of a fit of another network, likelihood or way to take the "
             "curvature: leave it out, or fit what it was made for."
         )
 
 
-def _round(reading: Reading, finish: Finish) -> _Round:
+def _fit_options(fitted: FittedPosterior) -> tuple[Any, ...]:
+    options = fitted.config, repr(fitted.likelihood), fitted.parameters.names
+    return *options, fitted.frozen_fingerprint
+
+
+def _round(reading: Reading, prepared: PreparedFit) -> _Round:
     """The posterior of what was read, and its error."""
     of_all = reading.curvatures
     sums = [fold.factors(float(of_all.mean())) for fold in reading.folds]
     sizes = [fold.num_read for fold in reading.folds]
     curvature, plain, *replicates = crossfit_with_replicates(reading.problem, sizes, sums)
-    now = finish(CurvatureFit(curvature, reading.seen))
+    now = build_posterior(prepared, CurvatureFit(curvature, reading.seen))
     deltas = now.posterior.deltas() * now.posterior.mean.new_tensor(_CURVE)[:, None]
     # The mean curvature's error is told by all that was read: the folds have the same mean.
     spread = float(of_all.std() / of_all.mean()) / len(of_all) ** 0.5
-    last = _Round(now, reading.seen.num_examples, replicates, spread, [])
+    last = _Round(now, reading.seen, replicates, spread, [])
     variances, chance = _chances(last, reading.probes, deltas)
     in_fold = _variances(now, plain, reading.probes, deltas)
     # Magnitudes out of fold are off by far less than those in fold, but not by nothing.
@@ -282,20 +294,19 @@ def _round(reading: Reading, finish: Finish) -> _Round:
 
 
 def _exact(
-    problem: FitContext,
+    prepared: PreparedFit,
     data: Stream,
-    finish: Finish,
     rounds: Sequence[tuple[int, float]],
     clock: Callable[[], float],
-) -> Fitted:
+) -> CurvatureFit:
     """The fit of all the data."""
     if isinstance(data.source, Iterator):
         raise ValueError(
             "The data ended before the first round did, and this iterator cannot be read again: "
             'pass a DataLoader or a list of batches, or use mode="full".'
         )
-    now = finish(fit_curvature(CurvatureKind("kfac"), problem, data))
-    num_data = now.posterior.num_data
+    curvature_fit = fit_curvature(CurvatureKind("kfac"), prepared.context, data)
+    num_data = build_posterior(prepared, curvature_fit).posterior.num_data
     report = FitReport(
         num_data,
         num_data,
@@ -303,9 +314,9 @@ def _exact(
         "data",
         (*rounds, (num_data, 0.0)),
         dict.fromkeys(_CURVE, 0.0),
-        dict.fromkeys(now.subject.known.block_names, 0.0),
+        dict.fromkeys(prepared.parameters.block_names, 0.0),
     )
-    return replace(now, report=report)
+    return replace(curvature_fit, report=report)
 
 
 def _chances(
@@ -320,7 +331,10 @@ def _chances(
 
 
 def _variances(
-    fitted: Fitted, curvature: BlockDiagonal, x: Inputs, deltas: Float[Tensor, "grid blocks"]
+    fitted: FittedPosterior,
+    curvature: BlockDiagonal,
+    x: Inputs,
+    deltas: Float[Tensor, "grid blocks"],
 ) -> Float[Tensor, "grid inputs outputs"]:
     """Variances of the largest outputs with another curvature, at some prior precisions."""
     fitted = replace(fitted, posterior=replace(fitted.posterior, curvature=curvature))

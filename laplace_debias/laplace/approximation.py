@@ -10,39 +10,55 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.losses.likelihoods import Gaussian
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.curvature.network.shadow import check_no_autocast, unwrapped
-from laplace_debias.laplace import file, predictive
+from laplace_debias.curvature.network.shadow import check_no_autocast
+from laplace_debias.laplace import predictive
 from laplace_debias.laplace.export import export
+from laplace_debias.laplace.file import NAMES, save
+from laplace_debias.laplace.fit_report import FitReport
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.linearised import OutputChoice, moments
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.posterior import FitReport, Fitted, GaussianPosterior
+from laplace_debias.laplace.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.laplace.predictor import Predictor
-from laplace_debias.laplace.subject import PriorMean, PriorPrecision, Subject
+from laplace_debias.laplace.prior import (
+    Prior,
+    PriorMean,
+    PriorPrecision,
+    prior_mean_from,
+    prior_precision_from,
+)
+from laplace_debias.laplace.state import (
+    FittedPosterior,
+    Unfitted,
+    checked_link,
+    checked_temperature,
+)
 from laplace_debias.laplace.thinning import Thinning, thinned
 from laplace_debias.metrics import Uncertainty
 from laplace_debias.system.ranks import current, together
 from laplace_debias.system.shown import html_table
 
-# Held for the moment in which a fit or a prior takes the place of another.
+# Held for the moment in which a state takes the place of another.
 _EXCHANGE = threading.RLock()
-_FEW = 4
+_MOST_SHOWN_BLOCKS = 4
 
 
 class Approximation(Predictor):
     """A model with a prior, and its posterior once it is fitted.
 
-    A prior is set, and a fit put in the place of another, as a whole: other threads see what was
-    there before or what is there after.
+    A state takes the place of another as a whole: other threads see what was there before or what
+    is there after.
     """
 
-    _subject: Subject
-    _fitted: Fitted | None = None
-    # Told by the outputs of the first example that a fit predicts.
+    _state: Unfitted | FittedPosterior
+    # The parameters that the model's structure shows, which every fit checks on an example.
+    _selected: ParameterBlocks | None = None
+    # Determined by the outputs of the first example that a fit predicts.
     _default_link: Link | None = None
 
     def __repr__(self) -> str:
@@ -55,69 +71,68 @@ class Approximation(Predictor):
 
     def _described(self) -> dict[str, str]:
         """A few facts by name, none of which holds a weight or grows with the model."""
-        subject, fitted = self._subject, self._fitted
-        model, known = unwrapped(subject.model), subject.parameters
+        state = self._state
+        model = state.spec.plain_model
         total = sum(parameter.numel() for parameter in model.parameters())
-        kind, deltas = type(subject.likelihood), subject.prior_precision
-        likelihood = file.NAMES.get(kind, kind.__name__)
-        if isinstance(subject.likelihood, Gaussian):
-            sigma = subject.likelihood.sigma
-            of_each = f"one for each of {sigma.numel()} outputs"
-            likelihood += f", sigma = {of_each if sigma.ndim else format(sigma.item(), 'g')}"
-        low, high = (f"{delta:g}" for delta in torch.aminmax(deltas))
-        mean = subject.given_mean if known is None else subject.prior_mean
-        is_vector = isinstance(mean, Tensor) and mean.ndim
         lines = {
             "model": type(model).__name__,
-            "likelihood": likelihood,
-            "curvature": subject.settings.kind.name,
-            "parameters": f"those of the last layer, found at the fit, of {total:,}",
-            "blocks": "found at the fit",
-            "prior precision": low if deltas.ndim == 0 else f"{low} to {high}, one per block",
-            "prior mean": "one for each parameter" if is_vector else f"{float(mean or 0):g}",
-            "temperature": f"{subject.temperature:g}",
-            "link": str(subject.link or ""),
-            "fit": "none yet",
+            "likelihood": _described_likelihood(state.spec.likelihood),
+            "curvature": state.config.kind.name,
         }
-        if known is not None:
-            lines["parameters"] = f"{known.size:,} of {total:,}"
-            names = known.block_names
-            shown = names if len(names) <= _FEW else [*names[: _FEW - 2], "…", names[-1]]
+        if state.parameters is None:
+            lines["parameters"] = f"those of the last layer, found at the fit, of {total:,}"
+            lines["blocks"] = "found at the fit"
+        else:
+            names = state.parameters.block_names
+            shown = names
+            if len(names) > _MOST_SHOWN_BLOCKS:
+                shown = [*names[: _MOST_SHOWN_BLOCKS - 2], "…", names[-1]]
+            lines["parameters"] = f"{state.parameters.size:,} of {total:,}"
             lines["blocks"] = f"{len(names)}: {', '.join(shown)}"
-        if fitted is not None:
-            mode = f", {fitted.mode}" if fitted.mode else ""
-            lines["fit"] = f"N = {fitted.posterior.num_data:,}{mode}"
-        defaults = {"prior mean": "0", "temperature": "1", "link": ""}
-        return {key: line for key, line in lines.items() if line != defaults.get(key)}
+        lines |= _described_prior(state.prior)
+        if state.temperature != 1:
+            lines["temperature"] = f"{state.temperature:g}"
+        if state.link is not None:
+            lines["link"] = str(state.link)
+        lines["fit"] = "none yet"
+        if isinstance(state, FittedPosterior):
+            mode = f", {state.mode}" if state.mode else ""
+            lines["fit"] = f"N = {state.posterior.num_data:,}{mode}"
+        return lines
 
     @property
-    def _subjects(self) -> list[Subject]:
-        return [self._subject]
+    def _states(self) -> list[Unfitted | FittedPosterior]:
+        return [self._state]
 
     def _agree(self, **arguments: Any) -> None:
         """Require the processes that make a call together to make it alike."""
         ranks = current()
         if ranks.size > 1:
-            ranks.require_same(made=self, settings=self._subject.settings, **arguments)
+            ranks.require_same(made=self, settings=self._state.config, **arguments)
 
     @property
-    def _state(self) -> Fitted:
-        if self._fitted is None:
-            raise RuntimeError("Not fitted yet: call `fit(train_loader)` first.")
-        return self._fitted
+    def _fitted(self) -> FittedPosterior:
+        """The fitted state.
 
-    @property
-    def _unchanged_state(self) -> Fitted:
-        """The fit, of a model that is what it was then.
-
-        The Bayesian parameters are compared entry by entry. The others, of which a posterior of the
-        last layer has far more, are looked after as `Watch` says.
+        Raises:
+            RuntimeError: Before a fit.
         """
-        fitted = self._state
-        mean, known = fitted.posterior.mean, fitted.subject.known
+        if not isinstance(self._state, FittedPosterior):
+            raise RuntimeError("Not fitted yet: call `fit(train_loader)` first.")
+        return self._state
+
+    @property
+    def _unchanged_fit(self) -> FittedPosterior:
+        """The fitted state, of a model that is what it was at the fit.
+
+        The Bayesian parameters are compared entry by entry. Changes of the others, of which a model
+        with a posterior of its last layer has far more, are detected as `Watch` describes.
+        """
+        fitted = self._fitted
+        mean, names = fitted.posterior.mean, fitted.parameters.names
         check_no_autocast(mean.device)
-        plain = unwrapped(fitted.subject.model)
-        now = known.flat(plain)
+        plain = fitted.spec.plain_model
+        now = fitted.parameters.flattened(plain)
         if now.device != mean.device or now.dtype != mean.dtype:
             raise RuntimeError(
                 f"The model has moved to {now.device}, {now.dtype} since the fit on "
@@ -128,35 +143,68 @@ class Approximation(Predictor):
                 "The model's parameters have changed since the fit, so the posterior does "
                 "not describe them: fit again."
             )
-        if wrong := fitted.watch.changed(plain, known.names, fitted.others):
+        if changed_names := fitted.watch.changed(plain, names, fitted.frozen_fingerprint):
             raise RuntimeError(
-                f"{wrong[0]} has changed since the fit, so the posterior is not that of this "
-                "model: fit again."
+                f"{changed_names[0]} has changed since the fit, so the posterior is not that of "
+                "this model: fit again."
             )
         return fitted
 
-    def _change(self, fitted: Fitted | None = None, **prior: Any) -> None:
-        """Put another fit or prior in the place of those that hold by now."""
+    def _replace(self, fitted: FittedPosterior) -> None:
+        """Put another fit in the place of the present state, whose prior and link stay.
+
+        They may have been set while the fit was running.
+        """
         with _EXCHANGE:
+            state = self._state
+            self._state = fitted.changed(
+                prior=state.prior.to(fitted.device),
+                temperature=state.temperature,
+                link=state.link,
+            )
+            self._default_link = None
+
+    def _set(
+        self,
+        *,
+        fitted: FittedPosterior | None = None,
+        prior_precision: PriorPrecision | None = None,
+        prior_mean: PriorMean | None = None,
+        **fields: Any,
+    ) -> None:
+        """Set the prior, the temperature or the link, of the present state or of another fit."""
+        with _EXCHANGE:
+            state = self._state if fitted is None else fitted
+            prior, device = state.prior, state.device
+            if prior_precision is not None:
+                prior = replace(prior, precision=prior_precision_from(prior_precision, device))
+            if prior_mean is not None:
+                prior = replace(prior, mean=prior_mean_from(prior_mean, device))
+            if prior is not state.prior:
+                fields["prior"] = prior
+            self._state = state.changed(**fields)
             if fitted is not None:
-                prior["likelihood"] = fitted.subject.likelihood
-                prior["parameters"] = fitted.subject.parameters
-            subject = self._subject.changed(**prior)
-            now = fitted or self._fitted
-            if now is not None:
-                posterior = now.posterior.changed(
-                    prior_precision=subject.prior_precision,
-                    prior_mean=subject.prior_mean,
-                    temperature=subject.temperature,
-                )
-                self._fitted = replace(now, subject=subject, posterior=posterior)
-            self._subject = subject
-            self._default_link = self._default_link if fitted is None else None
+                self._default_link = None
+
+    @property
+    def _parameters(self) -> ParameterBlocks:
+        """The Bayesian parameters.
+
+        Raises:
+            RuntimeError: Before the fit that finds the last layer.
+        """
+        if self._state.parameters is None:
+            raise RuntimeError(
+                f'params="last_layer" of a {type(self.model).__name__} is found by running an '
+                "example, which the first fit does: call `fit(train_loader)` first, or name the "
+                "parameters, params=[...]."
+            )
+        return self._state.parameters
 
     @property
     def model(self) -> nn.Module:
         """The model."""
-        return self._subject.model
+        return self._state.spec.model
 
     @property
     def param_names(self) -> list[str]:
@@ -165,7 +213,7 @@ class Approximation(Predictor):
         Raises:
             RuntimeError: Before the fit that finds the last layer.
         """
-        return self._subject.known.names
+        return self._parameters.names
 
     @property
     def block_names(self) -> list[str]:
@@ -174,7 +222,7 @@ class Approximation(Predictor):
         Raises:
             RuntimeError: Before the fit that finds the last layer.
         """
-        return self._subject.known.block_names
+        return self._parameters.block_names
 
     @property
     def posterior(self) -> GaussianPosterior:
@@ -183,7 +231,7 @@ class Approximation(Predictor):
         Raises:
             RuntimeError: Before a fit.
         """
-        return self._state.posterior
+        return self._fitted.posterior
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
@@ -202,7 +250,7 @@ class Approximation(Predictor):
         Raises:
             RuntimeError: Where the posterior is of no such fit, or was loaded.
         """
-        if (report := self._state.report) is None:
+        if (report := self._fitted.report) is None:
             raise RuntimeError('There is a report of fit(mode="auto") alone, until it is saved.')
         return report
 
@@ -211,11 +259,11 @@ class Approximation(Predictor):
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
         """δ; setting it needs no refit."""
-        return self._subject.prior_precision
+        return self._state.prior.precision
 
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
-        self._change(prior_precision=value)
+        self._set(prior_precision=value)
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
@@ -224,22 +272,24 @@ class Approximation(Predictor):
         Raises:
             RuntimeError: Before the fit that finds the last layer.
         """
-        first = unwrapped(self.model).get_parameter(self.param_names[0])
-        mean = self._subject.prior_mean
-        return first.new_zeros((), dtype=torch.float64) if mean is None else mean
+        first = self._state.spec.first_parameter(self._parameters.names)
+        mean = self._state.prior.mean
+        if mean is None:
+            return first.new_zeros((), dtype=torch.float64)
+        return mean
 
     @prior_mean.setter
     def prior_mean(self, value: PriorMean) -> None:
-        self._change(given_mean=value)
+        self._set(prior_mean=value)
 
     @property
     def temperature(self) -> float:
         """T of the likelihood; setting it needs no refit."""
-        return self._subject.temperature
+        return self._state.temperature
 
     @temperature.setter
     def temperature(self, value: float) -> None:
-        self._change(temperature=value)
+        self._set(temperature=checked_temperature(value))
 
     @property
     def link(self) -> Link | None:
@@ -247,11 +297,11 @@ class Approximation(Predictor):
 
         `tune` sets it, and so may you, with a name or a `Link`; that needs no refit.
         """
-        return self._subject.link
+        return self._state.link
 
     @link.setter
     def link(self, value: str | Link | None) -> None:
-        self._change(link=value)
+        self._set(link=checked_link(value, self.likelihood))
 
     @property
     def sigma(self) -> Float[Tensor, "*outputs"]:
@@ -285,7 +335,7 @@ class Approximation(Predictor):
         Args:
             prior_precision: δ to evaluate at, differentiable; the current one if None.
         """
-        return self._state.log_marginal_likelihood(prior_precision)
+        return self._fitted.log_marginal_likelihood(prior_precision)
 
     def functional(
         self,
@@ -323,7 +373,7 @@ class Approximation(Predictor):
                 "diagonal=True gives variances, joint=True covariances between inputs: leave out "
                 "one of them."
             )
-        state = self._unchanged_state
+        state = self._unchanged_fit
         if joint:
             return joint_moments(state, x, outputs, positions)
         mean, covariances = moments(state, x, None, diagonal, outputs, positions)
@@ -357,7 +407,7 @@ class Approximation(Predictor):
                 raises.
         """
         how = Prediction(method, samples, generator, positions)
-        return predictive.marginals(self._unchanged_state, x, how)
+        return predictive.marginals(self._unchanged_fit, x, how)
 
     def thin(
         self, x: Inputs | Record, error: float = 1e-3, *, positions: Positions | None = None
@@ -385,8 +435,8 @@ class Approximation(Predictor):
             ValueError: For a curvature other than `"kfac"` and `"ekfac"`, fewer than two inputs, or
                 an error that is not positive. Else this raises what `functional` raises.
         """
-        fitted, found = thinned(self._unchanged_state, x, error, positions)
-        self._change(fitted)
+        fitted, found = thinned(self._unchanged_fit, x, error, positions)
+        self._replace(fitted)
         return found
 
     @together("save")
@@ -412,7 +462,7 @@ class Approximation(Predictor):
             OSError: If the path is a folder or a device or may not be written; if the disk is full.
                 What was there before is still there.
         """
-        file.save(Path(path), self._unchanged_state, own_likelihood)
+        save(Path(path), self._unchanged_fit, own_likelihood)
 
     def export(
         self,
@@ -450,14 +500,34 @@ class Approximation(Predictor):
             RuntimeError: If the program does not give for the example what `predict` gives.
             OSError: If the file cannot be written. Else this raises what `predict` raises.
         """
-        export(self._unchanged_state, Path(path), example, link)
+        export(self._unchanged_fit, Path(path), example, link)
 
     def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
-        fitted = self._unchanged_state
-        link = link or fitted.subject.link
+        fitted = self._unchanged_fit
+        link = link or fitted.link
         if how.is_closed and link is None:
             link = self._default_link = self._default_link or predictive.default_link(fitted, x)
         return predictive.predict(fitted, x, how, link)
 
     def _uncertainty(self, x: Inputs | Record, how: Prediction) -> Uncertainty:
-        return predictive.uncertainty(self._unchanged_state, x, how)
+        return predictive.uncertainty(self._unchanged_fit, x, how)
+
+
+def _described_likelihood(likelihood: Likelihood) -> str:
+    name = NAMES.get(type(likelihood), type(likelihood).__name__)
+    if not isinstance(likelihood, Gaussian):
+        return name
+    sigma = likelihood.sigma
+    if sigma.ndim:
+        return f"{name}, sigma = one for each of {sigma.numel()} outputs"
+    return f"{name}, sigma = {sigma.item():g}"
+
+
+def _described_prior(prior: Prior) -> dict[str, str]:
+    lowest, highest = (f"{delta:g}" for delta in torch.aminmax(prior.precision))
+    is_per_block = prior.precision.ndim > 0
+    lines = {"prior precision": f"{lowest} to {highest}, one per block" if is_per_block else lowest}
+    if prior.mean is not None and prior.mean.any():
+        is_vector = prior.mean.ndim > 0
+        lines["prior mean"] = "one for each parameter" if is_vector else f"{float(prior.mean):g}"
+    return lines

@@ -12,10 +12,10 @@ from laplace_debias import metrics
 from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.dataset_size import check_sampler
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.curvature.network.shards import check_shared
-from laplace_debias.laplace.schemes import told_by
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import of_log_probs, of_rmse
 from laplace_debias.metrics.evaluation import separation
@@ -29,7 +29,7 @@ def check_held_out(*data: Batches) -> None:
     if ranks.size > 1:
         for loader in data:
             check_shared(ranks, loader)
-            told_by(loader)
+            check_sampler(loader)
 
 
 def joined(parts: Sequence[Sequence[Tensor]], what: str) -> list[Tensor]:

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, NORMS, TRANSPOSED
-from laplace_debias.curvature.network.shadow import unwrapped
-from laplace_debias.laplace.posterior import Fitted
+from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")
@@ -34,24 +33,24 @@ _RANGE = 20
 
 
 def by_evidence(
-    fitted: Fitted, sigma: bool | None, per: str | None
-) -> tuple[Tuning, Fitted | None]:
+    fitted: FittedPosterior, sigma: bool | None, per: str | None
+) -> tuple[Tuning, FittedPosterior | None]:
     """The largest marginal likelihood; the fit with it if its noise was tuned, too."""
     with_noise = tunes_noise(fitted, sigma)
     found, tuned = tune_noise(fitted) if with_noise else (None, fitted)
     if per is not None:
         of_groups = tune_groups(tuned, per)
         deltas = torch.tensor(of_groups.prior_precision, dtype=torch.float64)
-        tuned = replace(tuned, posterior=tuned.posterior.changed(prior_precision=deltas))
+        tuned = tuned.changed(prior=replace(tuned.prior, precision=deltas))
         found = of_groups if found is None else replace(of_groups, sigma=found.sigma)
     elif found is None:
         found = tune_one(fitted)
     return (found, tuned) if with_noise else (noting_assumed(found, fitted, sigma), None)
 
 
-def tunes_noise(fitted: Fitted, sigma: bool | None) -> bool:
+def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
     """Whether the noise is tuned: where it is asked for, or was never given and can be."""
-    likelihood = fitted.subject.likelihood
+    likelihood = fitted.likelihood
     if sigma is None:
         can_tell = fitted.num_targets is not None
         sigma = can_tell and type(likelihood) is Gaussian and likelihood.is_assumed
@@ -76,16 +75,16 @@ def tunes_noise(fitted: Fitted, sigma: bool | None) -> bool:
     return True
 
 
-def noting_assumed(found: Tuning, fitted: Fitted, sigma: bool | None) -> Tuning:
+def noting_assumed(found: Tuning, fitted: FittedPosterior, sigma: bool | None) -> Tuning:
     """With a note if a noise that nobody gave stays."""
-    likelihood = fitted.subject.likelihood
+    likelihood = fitted.likelihood
     if sigma is not None or type(likelihood) is not Gaussian or not likelihood.is_assumed:
         return found
     note = "sigma was never given and is not tuned here: 1.0 is assumed (sigma=True tunes it)."
     return replace(found, notes=(*found.notes, note))
 
 
-def tune_one(fitted: Fitted) -> Tuning:
+def tune_one(fitted: FittedPosterior) -> Tuning:
     """Maximise the log marginal likelihood over one prior precision, on a logarithmic scale."""
     # Here, as it takes a third of a second to import.
     from scipy.optimize import minimize_scalar
@@ -110,7 +109,7 @@ def tune_one(fitted: Fitted) -> Tuning:
     return Tuning(10.0**result.x, OF_EVIDENCE, -result.fun, table, flat=(near[0], near[-1]))
 
 
-def tune_groups(fitted: Fitted, per: str) -> Tuning:
+def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     """The largest log marginal likelihood over a prior precision for each group.
 
     Without curvature the marginal likelihood of a group rises towards δ = 0, a prior without any
@@ -123,14 +122,14 @@ def tune_groups(fitted: Fitted, per: str) -> Tuning:
     """
     if per not in PER:
         raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
-    if (kind := fitted.subject.settings.kind).is_dense:
+    if (kind := fitted.config.kind).is_dense:
         raise ValueError(
             f"curvature={kind.name!r} is one block of all parameters, which has "
             f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
         )
     groups, posterior = dict[str, list[int]](), fitted.posterior
-    model = unwrapped(fitted.subject.model)
-    for index, block in enumerate(fitted.subject.known.blocks):
+    model = fitted.spec.plain_model
+    for index, block in enumerate(fitted.parameters.blocks):
         name = block.name if per == "block" else kind_of(model, block)
         groups.setdefault(name, []).append(index)
     together = tune_one(fitted).prior_precision
@@ -219,7 +218,7 @@ def kind_of(model: nn.Module, block: Block) -> str:
     return "convolution" if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) else "linear"
 
 
-def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
+def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
 
     With $P = k^{-2}(N C + \gamma)$, $\gamma = \delta k^2$, S = ‖θ* − μ‖² for the prior's mean μ and
@@ -243,7 +242,7 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
         for value in (fitted.num_targets, squared_residuals(fitted), fitted.nll)
     )
     D = len(posterior.mean)
-    S = posterior.from_prior_mean.double().square().sum().item()
+    S = posterior.displacement.double().square().sum().item()
     table: list[dict[str, float]] = []
 
     def loss(log_gamma: float) -> float:
@@ -276,30 +275,30 @@ def tune_noise(fitted: Fitted) -> tuple[Tuning, Fitted]:
 
 
 def rescaled(
-    fitted: Fitted, factor: float, prior_precision: float
-) -> tuple[Fitted, float | list[float]]:
+    fitted: FittedPosterior, factor: float, prior_precision: float
+) -> tuple[FittedPosterior, float | list[float]]:
     """The fit with σ multiplied by a factor, under another prior; and that σ."""
     old, share = fitted.posterior, factor**-2
-    assert isinstance(fitted.subject.likelihood, Gaussian)
+    assert isinstance(fitted.likelihood, Gaussian)
     assert fitted.num_targets is not None
-    likelihood = Gaussian(fitted.subject.likelihood.sigma * factor)
+    likelihood = Gaussian(fitted.likelihood.sigma * factor)
     delta = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
     curvature = old.curvature.map(lambda _, block: block.apply(lambda L: share * L))
     squares = squared_residuals(fitted)
     tuned = replace(
         fitted,
-        subject=replace(fitted.subject, likelihood=likelihood, prior_precision=delta),
-        posterior=replace(old, curvature=curvature, prior_precision=delta),
+        spec=replace(fitted.spec, likelihood=likelihood),
+        posterior=old.changed(curvature=curvature, prior=replace(old.prior, precision=delta)),
         nll=fitted.nll + 0.5 * squares * (share - 1) + fitted.num_targets * math.log(factor),
     )
     return tuned, likelihood.sigma.tolist()
 
 
-def squared_residuals(fitted: Fitted) -> float:
+def squared_residuals(fitted: FittedPosterior) -> float:
     """Q = Σ ‖(f − y)/σ‖² over the N examples."""
-    assert isinstance(fitted.subject.likelihood, Gaussian)
+    assert isinstance(fitted.likelihood, Gaussian)
     assert fitted.num_targets is not None
-    sigma = fitted.subject.likelihood.sigma
+    sigma = fitted.likelihood.sigma
     # The mean over outputs, of which there are as many as sigmas, or whose sigma is the same.
-    normaliser = fitted.subject.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
+    normaliser = fitted.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
     return 2 * (fitted.nll - fitted.num_targets * normaliser)

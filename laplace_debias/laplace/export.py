@@ -30,8 +30,8 @@ from laplace_debias.curvature.network.inputs import (
     join,
 )
 from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.posterior import Fitted
 from laplace_debias.laplace.predictive import Prediction, default_link, predict
+from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import frame
 from laplace_debias.system.files import check_target, written_atomically
@@ -41,19 +41,21 @@ from laplace_debias.system.threads import FORWARD_MODE
 Answers = dict[str, Tensor]
 
 
-def export(fitted: Fitted, path: Path, example: Inputs | Record, link: str | Link | None) -> None:
+def export(
+    fitted: FittedPosterior, path: Path, example: Inputs | Record, link: str | Link | None
+) -> None:
     """As `Laplace.export`."""
-    chosen = link_from(link, fitted.subject.likelihood) or fitted.subject.link
-    if type(fitted.subject.likelihood) not in (Bernoulli, Categorical, Gaussian, MultiLabel):
+    chosen = link_from(link, fitted.likelihood) or fitted.link
+    if type(fitted.likelihood) not in (Bernoulli, Categorical, Gaussian, MultiLabel):
         raise NotImplementedError(
-            f"The predictive of a {type(fitted.subject.likelihood).__name__} cannot be exported: "
+            f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported: "
             "only those of 'classification', 'binary', 'multilabel' and 'regression' can."
         )
     if path.suffix != ".pt2":
         raise ValueError(f"{path} ends in {path.suffix or 'no suffix'!r}: name it *.pt2.")
     check_target(path)
     with torch.inference_mode(False):
-        inputs = fitted.subject.read_batch.inputs(example, fitted.posterior.mean.device)
+        inputs = fitted.spec.read_batch.inputs(example, fitted.posterior.mean.device)
         values = inputs.values() if isinstance(inputs, Mapping) else inputs
         if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
             raise NotImplementedError(
@@ -81,11 +83,11 @@ class _Predictive(nn.Module):
     $U_G\,\mathrm{diag}\big(\sum_j (U_A^\top\phi)_j^2/P_{ij}\big)_i U_G^\top$.
     """
 
-    def __init__(self, fitted: Fitted, example: Inputs, link: Link | None) -> None:
+    def __init__(self, fitted: FittedPosterior, example: Inputs, link: Link | None) -> None:
         super().__init__()
-        self.network, self.likelihood = fitted.subject.network, fitted.subject.likelihood
+        self.network, self.likelihood = fitted.network(), fitted.likelihood
         self._layer = _last_linear_layer(fitted, example)
-        self._link, self._blocks = link, fitted.subject.known.blocks
+        self._link, self._blocks = link, fitted.parameters.blocks
         posterior = fitted.posterior
         deltas = posterior.deltas()
         for index, (block, delta) in enumerate(zip(self._blocks, deltas, strict=True)):
@@ -220,9 +222,9 @@ def _arguments(inputs: Inputs) -> tuple[list[str], tuple[Tensor, ...], dict[str,
     return names, tuple(inputs), {}
 
 
-def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:
+def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     """The path of the one layer that is Bayesian and whose outputs are the network's."""
-    blocks: Sequence[Block] = fitted.subject.known.blocks
+    blocks: Sequence[Block] = fitted.parameters.blocks
     layers = list(dict.fromkeys(block.layer for block in blocks))
     remedy = 'Fit with params="last_layer" a model that ends in an nn.Linear.'
     if len(layers) > 1:
@@ -231,7 +233,7 @@ def _last_linear_layer(fitted: Fitted, example: Inputs) -> str:
             f"{len(layers)} layers are Bayesian here: {', '.join(layers[:3])}"
             f"{', …' if len(layers) > 3 else ''}. {remedy}"
         )
-    network = fitted.subject.network
+    network = fitted.network()
     tap = Tap(network, blocks)
     outputs = tap.forward(example)
     last, layer = tap.last_layer(outputs), network.get_submodule(layers[0])

@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from laplace_debias.curvature.kinds import WITH_FACTORS, CurvatureKind, FisherType
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import BatchHook
-from laplace_debias.curvature.network.shadow import fingerprint, unwrapped
+from laplace_debias.curvature.network.shadow import fingerprint
+from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.posterior import Fitted, GaussianPosterior
-from laplace_debias.laplace.subject import FitSettings, Subject
+from laplace_debias.laplace.model_spec import ModelSpec
+from laplace_debias.laplace.posterior import CurvatureBlock, GaussianPosterior
+from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.state import FittedPosterior, checked_temperature, initial_state
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
-    LinearOperator,
     LowRankPlusDiagonal,
 )
 from laplace_debias.system.files import read_sealed, write_sealed, written_atomically
@@ -43,7 +45,7 @@ class Header:
 
     The `nll` is summed over the N examples, in nats. The `rank` is the one asked for, a number or a
     share: data of lower rank give fewer directions. The `noise` of a regression are
-    `Fitted.num_targets` and 2, the power of 1/σ that the curvature goes with.
+    `FittedPosterior.num_targets` and 2, the power of 1/σ that the curvature goes with.
     """
 
     likelihood: dict[str, Any]
@@ -64,30 +66,30 @@ class Header:
     link: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, fitted: Fitted, own_likelihood: bool) -> "Header":
+    def of(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
         """The header of a fit; arguments and errors as `likelihood_to_json`."""
-        settings, sharing = fitted.subject.settings, fitted.subject.settings.sharing
+        config, sharing = fitted.config, fitted.config.sharing
         return cls(
-            likelihood_to_json(fitted.subject.likelihood, own_likelihood),
-            settings.kind.name,
-            bool(settings.joint),
+            likelihood_to_json(fitted.likelihood, own_likelihood),
+            config.kind.name,
+            bool(config.joint),
             sharing if isinstance(sharing, str) else dict(sharing),
-            fitted.subject.known.names,
-            fitted.subject.known.block_names,
+            fitted.parameters.names,
+            fitted.parameters.block_names,
             fitted.posterior.num_data,
             fitted.nll,
-            settings.kind.rank,
-            fitted.others,
-            settings.class_dim,
+            config.kind.rank,
+            fitted.frozen_fingerprint,
+            fitted.spec.class_dim,
             fitted.mode,
-            dict(fitted.subject.known.calls),
+            dict(fitted.parameters.replay_modules),
             None if fitted.num_targets is None else {"num_targets": fitted.num_targets, "power": 2},
             fitted.posterior.temperature,
-            None if fitted.subject.link is None else asdict(fitted.subject.link),
+            None if fitted.link is None else asdict(fitted.link),
         )
 
 
-def save(path: Path, fitted: Fitted, own_likelihood: bool = False) -> None:
+def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> None:
     """Write a posterior; an existing file is replaced only once the new one is complete.
 
     The same posterior gives the same bytes. All processes call it, and rank 0 writes.
@@ -125,26 +127,30 @@ def load(
     factor_dtype: torch.dtype,
     memory_bound: int | None,
     batch: BatchHook | None,
-) -> Fitted:
+) -> FittedPosterior:
     """The fit that a file holds, as `Laplace.load` describes it."""
     header, tensors = read(path)
     # What an earlier version's file says of sharing without factors had no effect. That blocks are
     # joint says how the entries are ordered, in one block of all parameters too.
     sharing = header.sharing if header.curvature in WITH_FACTORS else "expand"
-    settings = FitSettings(
-        CurvatureKind(header.curvature, header.rank),
-        fisher,
-        factor_dtype,
-        header.joint,
-        sharing,
-        memory_bound,
-        header.class_dim,
+    config = CurvatureConfig(
+        kind=CurvatureKind(header.curvature, header.rank),
+        fisher=fisher,
+        params=header.param_names,
+        backend=backend,
+        factor_dtype=factor_dtype,
+        joint=header.joint,
+        sharing=sharing,
+        memory_bound=memory_bound,
     )
     likelihood = likelihood_from_json(header.likelihood, likelihood)
-    names, calls = header.param_names, header.calls
-    subject = Subject.of(model, likelihood, settings, names, backend, batch, calls)
-    plain, parameters = unwrapped(model), subject.known
-    mean, others = parameters.flat(plain), fingerprint(plain, parameters.names)
+    spec = ModelSpec.checked(model, likelihood, batch, header.class_dim)
+    state = initial_state(spec, config, replay_modules=header.calls)
+    parameters = state.parameters
+    assert parameters is not None  # They are named.
+    plain = spec.plain_model
+    mean = parameters.flattened(plain)
+    others = fingerprint(plain, parameters.names)
     if header.block_names != parameters.block_names:
         raise ValueError(
             f"The file's curvature blocks {reprlib.repr(header.block_names)} are not the "
@@ -165,7 +171,7 @@ def load(
         name: part.to(mean.device).mT.contiguous().mT if ".U" in name else part.to(mean.device)
         for name, part in tensors.items()
     }
-    operators: dict[str, LinearOperator] = {}
+    operators: dict[str, CurvatureBlock] = {}
     for index, name in enumerate(header.block_names):
         magnitudes, U = placed[f"{index}.magnitudes"], placed.get(f"{index}.U")
         if U is None:
@@ -173,17 +179,29 @@ def load(
             operators[name] = EigenKronecker(*bases, magnitudes)
         else:
             operators[name] = LowRankPlusDiagonal(U, magnitudes, 0.0)
-    subject = subject.changed(
-        prior_precision=placed["prior_precision"],
-        temperature=float(header.temperature),
-        given_mean=placed.get("prior_mean", 0.0),
+    prior = Prior.checked(placed["prior_precision"], placed.get("prior_mean", 0.0), mean.device)
+    posterior = GaussianPosterior(
+        mean=mean,
+        curvature=BlockDiagonal(operators),
+        num_data=header.num_data,
+        prior=prior.fitting(len(parameters.block_names), parameters.size),
+        order=None if parameters.order is None else parameters.order.to(mean.device),
+        temperature=checked_temperature(float(header.temperature)),
+    )
+    # Earlier versions wrote another power for the empirical Fisher.
+    noise = header.noise or {}
+    num_targets = noise["num_targets"] if noise.get("power") == 2 else None
+    return FittedPosterior(
+        spec=spec,
+        config=state.config,
+        parameters=parameters,
+        posterior=posterior,
+        nll=float(header.nll),
+        frozen_fingerprint=others,
+        mode=header.mode,
+        num_targets=num_targets,
         link=None if header.link is None else Link(**header.link),
     )
-    curvature, noise = BlockDiagonal(operators), header.noise or {}
-    # Of the empirical Fisher earlier versions wrote another power.
-    num_targets = noise["num_targets"] if noise.get("power") == 2 else None
-    of_data = header.num_data, float(header.nll), others, header.mode, num_targets
-    return Fitted.of(subject, curvature, *of_data)
 
 
 def read(path: Path) -> tuple[Header, dict[str, Tensor]]:

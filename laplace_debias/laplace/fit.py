@@ -1,233 +1,191 @@
-"""A fit from end to end: what it reads, what it finds, and the state that comes of it."""
+"""A fit from end to end: prepare, run a scheme's passes over the data, build the posterior."""
 
-import hashlib
-import itertools
-import os
-import re
 from dataclasses import replace
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, SupportsIndex
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch import Tensor
 
-from laplace_debias.curvature.fits.checkpoint import Checkpoint, check_folder
-from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.curvature.fits.context import CurvatureFit
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import mark_of
-from laplace_debias.curvature.network.shadow import (
-    check_no_autocast,
-    checksum,
-    fingerprint,
-    unwrapped,
-)
+from laplace_debias.curvature.network.shadow import check_no_autocast, checksum, fingerprint
 from laplace_debias.curvature.network.shards import place_of, refuse_same
-from laplace_debias.laplace.anytime import Auto
-from laplace_debias.laplace.file import likelihood_to_json
+from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.plan import available_memory, check_room, posterior_bytes
-from laplace_debias.laplace.posterior import Fitted
-from laplace_debias.laplace.schemes import (
-    OF_FIRST_BATCHES,
-    CrossFit,
-    Expected,
-    Full,
-    Scheme,
-    check_mode,
-    expected_of_loader,
-)
-from laplace_debias.laplace.subject import Subject
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.prepared import PreparedFit, examine
+from laplace_debias.laplace.resuming import check_resumable, fit_identity
+from laplace_debias.laplace.schemes import Scheme
+from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.system.checks import check_generator
-from laplace_debias.system.ranks import current
-
-_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
-def scheme_of_mode(
-    subject: Subject,
-    loader: Batches,
-    mode: str,
-    num_data: SupportsIndex | None,
-    generator: torch.Generator | None,
-    resume: str | os.PathLike[str] | None,
-    folds: int | None,
-) -> tuple[Scheme, Expected]:
-    """The way to fit that a mode names, with the data that it reads of a loader; and N."""
-    check_mode(mode, folds)
-    expected = expected_of_loader(loader, num_data, mode)
-    if mode not in OF_FIRST_BATCHES:
-        return Full(loader) if mode == "full" else Auto(loader), expected
-    if resume is not None:
-        _check_resumable(resume, subject.settings.fisher.kind, generator, loader)
-    needed, of_batches = OF_FIRST_BATCHES[mode]
-    stream = subject.stream(loader, generator)
-    with stream.randomness:
-        batches = list(itertools.islice(stream.source, needed))
-    most = max(current().exchange(len(batches)))
-    if most < needed:
-        raise ValueError(
-            f'mode="{mode}" needs {needed} batch(es), the loader gave {most}: use a smaller batch '
-            "size or more data."
-        )
-    return of_batches(batches) if folds is None else CrossFit(batches, folds), expected
+from laplace_debias.system.ranks import Ranks, current
 
 
 def fit(
-    subject: Subject,
+    before: Unfitted | FittedPosterior,
+    selected: ParameterBlocks | None,
+    scheme: Scheme,
+    size: TrainingSize,
+    mode: str,
+    *,
+    generator: torch.Generator | None = None,
+    resume: Path | None = None,
+    progress: bool = False,
+) -> FittedPosterior:
+    """Fit a posterior's curvature.
+
+    Args:
+        before: The model, the options of the fit, and the prior.
+        selected: The parameters that the model's structure shows; None to find them by an example.
+        scheme: Which data give the directions and the magnitudes.
+        size: N, as far as it is known before the fit.
+        mode: The name of the fit.
+        generator: Seeds sampled labels and what loaders draw.
+        resume: The folder of the checkpoint.
+        progress: Whether to show progress bars.
+    """
+    check_before_fit(before, scheme, mode, generator, resume)
+    with torch.inference_mode(False):
+        prepared, scheme = prepare_fit(before, selected, scheme, size, mode, generator, progress)
+        if resume is None:
+            return build_posterior(prepared, scheme.fit(prepared))
+        identity = fit_identity(prepared, generator, getattr(scheme, "folds", None))
+        context = prepared.context
+        checkpoint = Checkpoint(resume, identity, context.device, context.ranks)
+        prepared = replace(prepared, context=replace(context, checkpoint=checkpoint))
+        fitted = build_posterior(prepared, scheme.fit(prepared))
+        checkpoint.remove()
+        return fitted
+
+
+def check_before_fit(
+    before: Unfitted | FittedPosterior,
     scheme: Scheme,
     mode: str,
-    expected: Expected,
     generator: torch.Generator | None,
-    resume: str | os.PathLike[str] | None,
-    progress: bool = False,
-) -> Fitted:
-    """Fit a posterior's curvature."""
-    kind, ranks = subject.settings.kind, current()
+    resume: Path | None,
+) -> None:
+    """Check everything that needs no data."""
     check_generator(generator)
     if resume is not None:
-        if not scheme.saves:
-            raise ValueError(f'mode="{scheme.mode}" saves no state: leave out resume.')
-        _check_resumable(resume, subject.settings.fisher.kind, generator, *scheme.read)
-    scheme.check(kind)
-    device = subject.first_parameter.device
+        if not scheme.is_resumable:
+            raise ValueError(f'mode="{mode}" saves no state: leave out resume.')
+        check_resumable(resume, before.config.fisher.kind, generator, scheme.sources)
+    scheme.check(before.config.kind)
+    device = before.device
     check_no_autocast(device)
-    # torch 2.8 does not have the precision.
-    if (
-        device.type == "cuda"
-        and getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"
-    ):
+    if device.type == "cuda" and _rounds_to_tf32():
         raise RuntimeError(
-            "Matrix products are rounded to TF32, and what they sum has no eigendecomposition to "
-            "single precision: call torch.set_float32_matmul_precision('highest') before the fit."
+            "TF32 matrix products are not precise enough for the eigendecompositions. Call "
+            "torch.set_float32_matmul_precision('highest') before fitting."
         )
-    if ranks.size > 1 and expected.is_told:
-        # Each process's loader tells of its own examples.
-        sizes = ranks.exchange(expected.num_data)
-        expected = replace(expected, num_data=None if None in sizes else sum(sizes))
+
+
+def _rounds_to_tf32() -> bool:
+    # torch 2.8 does not have the attribute.
+    return getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"
+
+
+def prepare_fit(
+    before: Unfitted | FittedPosterior,
+    selected: ParameterBlocks | None,
+    scheme: Scheme,
+    size: TrainingSize,
+    mode: str,
+    generator: torch.Generator | None,
+    progress: bool,
+) -> tuple[PreparedFit, Scheme]:
+    """Open the data, check the model on its first batch, and make sure that the posterior fits."""
+    ranks, config = current(), before.config
     bar = "fit" if progress else None
-    with torch.inference_mode(False):
-        # The labels' seed is drawn before the order of what is still to be read.
-        fisher, streams = subject.settings.fisher.seeded(generator, ranks), {}
-        for field, what in scheme.fields.items():
-            streams[field] = subject.of_fit(getattr(scheme, field), generator, what, bar)
-        stream = next(iter(streams.values()))
-        subject, problem = subject.problem(stream, fisher)
-        if ranks.size > 1:
-            if subject.settings.fisher.kind == "mc":
-                # It matters where examples are among those of all processes.
-                for one in streams.values():
-                    one.place = place_of(ranks, one)
-            model, blocks = checksum(unwrapped(subject.model)), subject.known.block_names
-            ranks.require_same(model=model, blocks=blocks)
-            marks = [] if expected.is_shared else [mark_of(x, y) for x, y, *_ in stream.first]
-            refuse_same(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
-        what = f"Nothing was fitted: the posterior of curvature={kind.name!r} takes"
-        check_room(posterior_bytes(problem, kind), available_memory(problem.device), what)
-        if resume is not None:
-            identity = _identity_of(problem, subject, generator) | {
-                "mode": mode,
-                "num_data": expected.num_data,
-                "folds": getattr(scheme, "folds", None),
-            }
-            checkpoint = Checkpoint(Path(resume), identity, problem.device, ranks)
-            problem = replace(problem, checkpoint=checkpoint)
-        scheme = replace(scheme, **streams)
-        state = scheme.fit(kind, problem, partial(_finish, subject, expected, mode))
-    if resume is not None:
-        checkpoint.remove()
-    return state
+
+    def open_stream(data: Batches, description: str) -> Stream:
+        return before.spec.fit_stream(data, before.device, generator, description, bar)
+
+    # The labels' seed is drawn before the order of what is still to be read.
+    fisher = config.fisher.seeded(generator, ranks)
+    scheme = scheme.opened(open_stream)
+    streams = [source for source in scheme.sources if isinstance(source, Stream)]
+    parameters, context = examine(before, selected, streams[0], fisher)
+    if ranks.size > 1:
+        size = _agreed_size(size, ranks)
+        if fisher.kind == "mc":
+            # Labels are keyed by an example's index among those of all processes.
+            for stream in streams:
+                stream.place = place_of(ranks, stream)
+        model = checksum(before.spec.plain_model)
+        ranks.require_same(model=model, blocks=parameters.block_names)
+        if not size.is_shared:
+            _check_different_data(ranks, streams[0].first)
+    purpose = f"Nothing was fitted: the posterior of curvature={config.kind.name!r} takes"
+    check_room(posterior_bytes(context, config.kind), available_memory(context.device), purpose)
+    return PreparedFit(before, parameters, context, size, mode), scheme
 
 
-def _finish(subject: Subject, expected: Expected, mode: str, found: CurvatureFit) -> Fitted:
-    """The state of a fit, of the curvature that was found."""
-    seen, num_targets, num_data = found.totals, None, expected.num_data
-    if num_data is None:
-        num_data = int(seen.weight)
-        if num_data != seen.weight:
-            raise ValueError(
-                f"The weights of the examples sum to {seen.weight:.10g}: pass num_data=, the "
-                "number of training examples that they stand for."
-            )
-    elif expected.is_told and mode == "full" and num_data != seen.weight:
-        raise ValueError(
-            f"The loader tells of {num_data} training examples, but the fit saw "
-            f"{seen.weight:.10g}: pass num_data=, the number of training examples. Nothing was "
-            "fitted."
-        )
-    per_seen = num_data / seen.weight
-    if type(subject.likelihood) is Gaussian and subject.settings.fisher.kind != "empirical":
-        num_targets = seen.num_outputs * per_seen
-    return Fitted.of(
-        subject,
-        found.curvature,
-        num_data,
-        seen.nll * per_seen,
-        fingerprint(unwrapped(subject.model), subject.known.names),
-        mode,
-        num_targets,
+def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
+    """Sum what each process inferred from its own loader."""
+    if not size.is_inferred:
+        return size
+    sizes = ranks.exchange(size.num_data)
+    return replace(size, num_data=None if None in sizes else sum(sizes))
+
+
+def _check_different_data(ranks: Ranks, first: list[tuple[Tensor, ...]]) -> None:
+    marks = [mark_of(x, y) for x, y, *_ in first]
+    refuse_same(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
+
+
+def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> FittedPosterior:
+    """Build the posterior of a curvature, around the model's parameters and under its prior."""
+    before, parameters = prepared.before, prepared.parameters
+    data = curvature_fit.totals
+    num_data = _num_data(prepared.size, data.weight, prepared.mode)
+    scale = num_data / data.weight
+    is_gaussian = type(before.spec.likelihood) is Gaussian
+    num_targets = None
+    if is_gaussian and before.config.fisher.kind != "empirical":
+        num_targets = data.num_outputs * scale
+    plain = before.spec.plain_model
+    mean, order = parameters.flattened(plain), parameters.order
+    prior = before.prior.to(mean.device).fitting(len(parameters.block_names), parameters.size)
+    posterior = GaussianPosterior(
+        mean=mean,
+        curvature=curvature_fit.curvature,
+        num_data=num_data,
+        prior=prior,
+        order=None if order is None else order.to(mean.device),
+        temperature=before.temperature,
+    )
+    return FittedPosterior(
+        spec=before.spec,
+        config=before.config,
+        parameters=parameters,
+        posterior=posterior,
+        nll=data.nll * scale,
+        frozen_fingerprint=fingerprint(plain, parameters.names),
+        mode=prepared.mode,
+        num_targets=num_targets,
+        link=before.link,
+        report=curvature_fit.report,
     )
 
 
-def _check_resumable(
-    folder: str | os.PathLike[str],
-    fisher: str,
-    generator: torch.Generator | None,
-    *data: Batches | None,
-) -> None:
-    """Require, before any work, that a fit can be gone on with: its order can be told again."""
-    check_folder(Path(folder))
-    seeded = "pass generator=torch.Generator().manual_seed(0), every time the same."
-    if generator is None and fisher == "mc":
-        raise ValueError(f'resume= with fisher="mc" needs the same labels again: {seeded}')
-    for loader in data:
-        if not isinstance(loader, DataLoader):
-            continue
-        found = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
-        samplers = [sampler for sampler in found if isinstance(sampler, _RANDOM)]
-        if samplers and (generator is None or any(s.generator is not None for s in samplers)):
+def _num_data(size: TrainingSize, weight: float, mode: str) -> int:
+    """N, where the examples that the fit read have a weight in all."""
+    if size.num_data is None:
+        if int(weight) != weight:
             raise ValueError(
-                "resume= needs the same batches again, and this loader shuffles by itself: leave "
-                f"generator= out of the loader, and {seeded}"
+                f"The weights of the examples sum to {weight:.10g}. Pass num_data=, the number of "
+                "training examples that they stand for."
             )
-
-
-def _identity_of(
-    problem: FitContext, subject: Subject, generator: torch.Generator | None
-) -> dict[str, Any]:
-    """The identity of a fit, which makes two the same, as plain data."""
-    model, likelihood = unwrapped(subject.model), subject.likelihood
-    try:
-        of_likelihood: Any = likelihood_to_json(likelihood, own=True)
-    except ValueError:
-        of_likelihood = type(likelihood).__qualname__
-    try:
-        own = version("laplace-debias")
-    except PackageNotFoundError:  # run from its source
-        own = "unknown"
-    state = b"" if generator is None else generator.get_state().numpy().tobytes()
-    # Objects without a text of their own show their address.
-    structure = re.sub(r" at 0x[0-9a-f]+", "", str(model))
-    settings = {name: str(value) for name, value in vars(subject.settings).items()}
-    kind = subject.settings.kind
-    del settings["kind"]
-    return {
-        "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
-        "parameters and buffers": fingerprint(model, ()),
-        "likelihood": of_likelihood,
-        "blocks": {block.name: list(block.shape) for block in problem.blocks},
-        "curvature": kind.name,
-        "rank": kind.rank,
-        **settings,
-        "generator": hashlib.blake2b(state, digest_size=8).hexdigest(),
-        "backend": type(problem.backend).__name__,
-        "device": problem.device.type,
-        "dtype": str(problem.dtype),
-        "number of processes": problem.ranks.size,
-        # Sums and eigenvectors are rounded in another way by others.
-        "threads": torch.get_num_threads(),
-        "processor": torch.backends.cpu.get_cpu_capability(),
-        "version of laplace-debias": own,
-        "version of torch": torch.__version__,
-    }
+        return int(weight)
+    if size.is_inferred and mode == "full" and size.num_data != weight:
+        raise ValueError(
+            f"The loader's sampler has {size.num_data} training examples, but the fit read "
+            f"{weight:.10g}. Pass num_data=, the number of training examples. Nothing was fitted."
+        )
+    return size.num_data

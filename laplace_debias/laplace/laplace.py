@@ -15,12 +15,16 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_f
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.laplace import evidence, file, tune
-from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace.approximation import Approximation
+from laplace_debias.laplace.curvature_config import CurvatureConfig
+from laplace_debias.laplace.fit import fit
 from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.model_spec import ModelSpec
+from laplace_debias.laplace.modes import check_mode, scheme_of_mode
 from laplace_debias.laplace.plan import Plan, plan_of
+from laplace_debias.laplace.prior import PriorMean, PriorPrecision
 from laplace_debias.laplace.schemes import CrossFit, Full, Scheme, Split
-from laplace_debias.laplace.subject import FitSettings, PriorMean, PriorPrecision, Subject
+from laplace_debias.laplace.state import initial_state
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.system.ranks import together
 
@@ -137,31 +141,35 @@ class Laplace(Approximation):
         temperature: float = 1.0,
         prior_mean: PriorMean = 0.0,
     ) -> None:
-        settings = FitSettings(
-            CurvatureKind(curvature, rank),
-            FisherType(fisher, mc_samples),
-            factor_dtype,
-            joint,
-            sharing,
-            memory_bound,
-            class_dim,
+        config = CurvatureConfig(
+            kind=CurvatureKind(curvature, rank),
+            fisher=FisherType(fisher, mc_samples),
+            params=params,
+            backend=backend,
+            factor_dtype=factor_dtype,
+            joint=joint,
+            sharing=sharing,
+            memory_bound=memory_bound,
         )
         if sharing != "expand" and curvature not in WITH_FACTORS:
             raise ValueError(
                 f"sharing={sharing!r} is for Kronecker factors, and curvature={curvature!r} has "
                 "none: leave it out."
             )
-        if joint and settings.kind.is_dense:
+        if joint and config.kind.is_dense:
             raise ValueError(
                 "joint=True makes one block of a layer's weight and bias, and "
                 f"curvature={curvature!r} is one block of all parameters: leave it out."
             )
-        self._subject = Subject.of(
-            *(model, likelihood_from(likelihood, sigma), settings, params, backend, batch),
+        spec = ModelSpec.checked(model, likelihood_from(likelihood, sigma), batch, class_dim)
+        self._state = initial_state(
+            spec,
+            config,
             prior_precision=prior_precision,
+            prior_mean=prior_mean,
             temperature=temperature,
-            given_mean=prior_mean,
         )
+        self._selected = self._state.parameters
 
     if not TYPE_CHECKING:
 
@@ -214,18 +222,29 @@ class Laplace(Approximation):
             OSError: If the folder of `resume` cannot be written to.
         """
         self._agree(mode=mode, num_data=num_data, folds=folds, resume=resume)
-        if not isinstance(train_loader, Scheme):
-            scheme, expected = fits.scheme_of_mode(
-                self._subject, train_loader, mode, num_data, generator, resume, folds
-            )
-        elif mode != "full" or folds is not None:
-            raise ValueError(
-                f"{type(train_loader).__name__}(...) says how to fit: leave out mode and folds."
-            )
-        else:
+        folder = None if resume is None else Path(resume)
+        if isinstance(train_loader, Scheme):
+            if mode != "full" or folds is not None:
+                raise ValueError(
+                    f"{type(train_loader).__name__}(...) says how to fit: leave out mode and folds."
+                )
             scheme, mode = train_loader, train_loader.mode
-            expected = scheme.expected(num_data)
-        self._change(fits.fit(self._subject, scheme, mode, expected, generator, resume, progress))
+            size = scheme.training_size(num_data)
+        else:
+            scheme, size = scheme_of_mode(
+                self._state, train_loader, mode, num_data, generator, folder, folds
+            )
+        fitted = fit(
+            self._state,
+            self._selected,
+            scheme,
+            size,
+            mode,
+            generator=generator,
+            resume=folder,
+            progress=progress,
+        )
+        self._replace(fitted)
         return self
 
     @together("fit_batches")
@@ -254,10 +273,23 @@ class Laplace(Approximation):
         self._agree(num_data=num_data, folds=folds, resume=resume)
         if folds is not None and magnitudes is not None:
             raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
-        scheme: Scheme = Full(directions) if magnitudes is None else Split(directions, magnitudes)
-        scheme = scheme if folds is None else CrossFit(directions, folds)
-        expected = scheme.expected(num_data)
-        self._change(fits.fit(self._subject, scheme, scheme.mode, expected, generator, resume))
+        scheme: Scheme = Full(directions)
+        if magnitudes is not None:
+            scheme = Split(directions, magnitudes)
+        if folds is not None:
+            scheme = CrossFit(directions, folds)
+        size = scheme.training_size(num_data)
+        folder = None if resume is None else Path(resume)
+        fitted = fit(
+            self._state,
+            self._selected,
+            scheme,
+            size,
+            scheme.mode,
+            generator=generator,
+            resume=folder,
+        )
+        self._replace(fitted)
         return self
 
     def plan(
@@ -297,7 +329,8 @@ class Laplace(Approximation):
             [23200, 20000, 20072, 72]
             >>> plan.check()
         """
-        return plan_of(self._subject, train_loader, mode, folds)
+        check_mode(mode, folds)
+        return plan_of(self._state, self._selected, train_loader, mode, folds)
 
     @together("tune")
     def tune(
@@ -368,10 +401,13 @@ class Laplace(Approximation):
                 f"per={per!r} tunes by the marginal likelihood: use tune_evidence(per={per!r})."
             )
         found, fitted = tune.on_data(
-            self._unchanged_state, loader, metric, grid, sigma, link, generator, progress
+            self._unchanged_fit, loader, metric, grid, sigma, link, generator, progress
         )
-        prior: dict[str, Any] = {} if found.link is None else {"link": found.link}
-        self._change(fitted, prior_precision=found.prior_precision, **prior)
+        delta = torch.tensor(found.prior_precision, dtype=torch.float64)
+        if found.link is None:
+            self._set(fitted=fitted, prior_precision=delta)
+        else:
+            self._set(fitted=fitted, prior_precision=delta, link=found.link)
         return found
 
     @together("tune_evidence")
@@ -396,9 +432,9 @@ class Laplace(Approximation):
             RuntimeError: Before a fit.
         """
         self._agree(sigma=sigma, per=per)
-        found, fitted = evidence.by_evidence(self._state, sigma, per)
+        found, fitted = evidence.by_evidence(self._fitted, sigma, per)
         deltas = torch.tensor(found.prior_precision, dtype=torch.float64)
-        self._change(fitted, prior_precision=deltas)
+        self._set(fitted=fitted, prior_precision=deltas)
         return found
 
     @classmethod
@@ -440,7 +476,7 @@ class Laplace(Approximation):
             OSError: If it cannot be read.
         """
         la = cls.__new__(cls)
-        la._fitted = file.load(
+        la._state = file.load(
             Path(path),
             model,
             likelihood,
@@ -450,5 +486,5 @@ class Laplace(Approximation):
             memory_bound,
             batch,
         )
-        la._subject = la._fitted.subject
+        la._selected = la._state.parameters
         return la

@@ -21,7 +21,7 @@ from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.predictive import Prediction
 from laplace_debias.laplace.predictor import Predictor
-from laplace_debias.laplace.subject import Subject
+from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.metrics import Uncertainty
 
 
@@ -62,7 +62,7 @@ class Mixture(Predictor):
         for number, member in enumerate(self.members, start=1):
             if not isinstance(member, Laplace):
                 raise TypeError(f"Member {number} is {type(member).__name__}, not Laplace.")
-            if member._fitted is None:
+            if not isinstance(member._state, FittedPosterior):
                 raise RuntimeError(f"Member {number} is not fitted: call its fit first.")
             own, first = (type(one.likelihood) for one in (member, self.members[0]))
             if own is not first:
@@ -75,8 +75,8 @@ class Mixture(Predictor):
         return "\n".join([f"Mixture of {len(self.members)}:", *map(repr, self.members)])
 
     @property
-    def _subjects(self) -> list[Subject]:
-        return [member._subject for member in self.members]
+    def _states(self) -> Sequence[Unfitted | FittedPosterior]:
+        return [member._state for member in self.members]
 
     def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
         found = [member._predict(x, how, link) for member in self.members]
@@ -101,7 +101,7 @@ class Mixture(Predictor):
         trained = [member._predict(x, alone, None) for member in self.members]
         if not isinstance(trained[0], MultivariateNormal):
             with torch.inference_mode(False):
-                draws = [how.draws(member._unchanged_state, x) for member in self.members]
+                draws = [how.draws(member._unchanged_fit, x) for member in self.members]
                 return predictive.of_draws(self.likelihood, torch.cat(draws))
         of_members = zip(*(member._uncertainty(x, how) for member in self.members), strict=True)
         total, aleatoric, epistemic = (torch.stack(part).mean(0) for part in of_members)

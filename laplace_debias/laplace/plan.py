@@ -24,8 +24,10 @@ from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, move, take
-from laplace_debias.laplace.schemes import FOLDS, check_mode
-from laplace_debias.laplace.subject import Subject
+from laplace_debias.laplace.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.prepared import examine
+from laplace_debias.laplace.schemes import FOLDS
+from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.system.ranks import alone, current
 from laplace_debias.system.shown import aligned
 
@@ -123,9 +125,14 @@ class Plan:
         return "\n".join([*lines, "", aligned(told)])
 
 
-def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> Plan:
+def plan_of(
+    state: Unfitted | FittedPosterior,
+    selected: ParameterBlocks | None,
+    loader: Batches,
+    mode: str,
+    folds: int | None,
+) -> Plan:
     """The plan of a fit of this process alone; nothing is fitted."""
-    check_mode(mode, folds)
     if mode == "auto":
         raise ValueError(
             'How much mode="auto" reads it finds out itself: plan mode="crossfit" with folds=4, '
@@ -139,11 +146,12 @@ def plan_of(subject: Subject, loader: Batches, mode: str, folds: int | None) -> 
     num_batches = 1 if mode != "full" else len(loader) if isinstance(loader, Sized) else None
     num_folds = (folds or FOLDS) if mode == "crossfit" else 1
     passes = None if num_batches is None else num_batches * num_folds
-    kind, chunk, seconds, rows = subject.settings.kind, _Chunk(), None, _NO_ROWS
+    kind, chunk, seconds, rows = state.config.kind, _Chunk(), None, _NO_ROWS
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        fisher, stream = subject.settings.fisher.seeded(None, current()), subject.of_fit(loader)
-        _, problem = subject.problem(stream, fisher)
+        fisher = state.config.fisher.seeded(None, current())
+        stream = state.spec.fit_stream(loader, state.device)
+        _, problem = examine(state, selected, stream, fisher)
         ((x, y, *_),) = stream.first
         # A pass goes through one fold.
         part, available = slice(0, -(-len(y) // num_folds)), available_memory(problem.device)

@@ -1,17 +1,16 @@
-"""The Gaussian posterior over parameters, and the fit that it belongs to."""
+"""The Gaussian posterior over the Bayesian parameters."""
 
-import copy
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.curvature.network.shadow import Watch, unwrapped
-from laplace_debias.laplace.subject import Subject, check_prior_precision
+from laplace_debias.laplace.prior import Prior, check_prior_precision
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
@@ -21,9 +20,9 @@ from laplace_debias.operators import (
     Spectrum,
 )
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
-from laplace_debias.system.checks import check_generator, real, whole
+from laplace_debias.system.checks import check_generator, whole
 
-# Of a dense curvature it is low-rank, or has the eigenvectors of the whole matrix.
+# A curvature of one block is low-rank, or has the eigenvectors of the whole matrix.
 CurvatureBlock = EigenKronecker | LowRankPlusDiagonal
 
 
@@ -38,50 +37,64 @@ class GaussianPosterior:
         mean: θ*, the trained Bayesian parameters, flattened in the model's order, `[D]`.
         curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block.
         num_data: N, the number of training examples.
-        prior_precision: δ, one number or one per block, in units of one over parameter squared.
+        prior: The prior N(μ, diag(δ)⁻¹).
         order: Where the blocks' entries lie among the flattened parameters, `[D]`; None if they lie
             there one after the other.
-        prior_mean: Mean of the prior, one number or one per parameter, float64; None for zero.
         temperature: T.
+        curvature_bounds: The largest curvature of each block, by name; None to read the blocks.
     """
 
     mean: Float[Tensor, " parameters"]
     curvature: BlockDiagonal[CurvatureBlock]
     num_data: int
-    prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    prior: Prior
     order: Int[Tensor, " parameters"] | None = None
-    prior_mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
     temperature: float = 1.0
-    # N/T, which the curvature is multiplied by; and θ* − μ, from the prior's mean, `[D]`.
-    data_weight: float = field(init=False, repr=False)
-    from_prior_mean: Float[Tensor, " parameters"] = field(init=False, repr=False)
-    _largest: dict[str, float] = field(init=False, repr=False)
+    curvature_bounds: Mapping[str, float] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_data", whole(self.num_data, "num_data"))
-        if not hasattr(self, "_largest"):
-            object.__setattr__(self, "_largest", largest_curvatures(self.curvature))
-        weight = self.num_data if self.temperature == 1 else self.num_data / self.temperature
-        object.__setattr__(self, "data_weight", weight)
-        moved = self.mean if self.prior_mean is None else self.mean.double() - self.prior_mean
-        object.__setattr__(self, "from_prior_mean", moved)
-        if not torch.linalg.vector_norm(moved, dtype=torch.float64).square().isfinite():
+        whole(self.num_data, "num_data")
+        if not torch.linalg.vector_norm(self.displacement, dtype=torch.float64).square().isfinite():
             raise ValueError(
-                "The posterior's mean holds NaN or Inf, or its square overflows: the model has "
+                "The posterior's mean holds NaN or Inf, or its square overflows. The model has "
                 "diverged, its checkpoint is damaged, or the prior's mean is too far from it."
             )
-        self.check_prior_precision(self.prior_precision)
+        self.check_prior_precision(self.prior.precision)
+
+    @property
+    def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
+        """δ of the prior, one number or one per block."""
+        return self.prior.precision
+
+    @property
+    def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"] | None:
+        """μ of the prior, one number or one per parameter; None for zero."""
+        return self.prior.mean
+
+    @cached_property
+    def data_weight(self) -> float:
+        """N/T, which multiplies the curvature."""
+        return self.num_data if self.temperature == 1 else self.num_data / self.temperature
+
+    @cached_property
+    def displacement(self) -> Float[Tensor, " parameters"]:
+        """θ* − μ, from the prior's mean to the posterior's, `[D]`."""
+        if self.prior.mean is None:
+            return self.mean
+        return self.mean.double() - self.prior.mean
+
+    @cached_property
+    def largest_curvatures(self) -> Mapping[str, float]:
+        """The largest curvature of each block, by the blocks' names."""
+        if self.curvature_bounds is not None:
+            return self.curvature_bounds
+        return largest_curvatures(self.curvature)
 
     def changed(self, **fields: Any) -> "GaussianPosterior":
-        """The same with other fields, whose blocks are not read again.
-
-        A curvature may be among them if its magnitudes are no larger.
-        """
-        other = copy.copy(self)
-        for name, value in fields.items():
-            object.__setattr__(other, name, value)
-        other.__post_init__()
-        return other
+        """Return the posterior with other fields; only another curvature is read again."""
+        if "curvature" not in fields:
+            fields["curvature_bounds"] = self.largest_curvatures
+        return replace(self, **{"curvature_bounds": None, **fields})
 
     def check_prior_precision(
         self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
@@ -89,22 +102,24 @@ class GaussianPosterior:
         """Require a prior precision that this curvature can be combined with; reads no block.
 
         Magnitudes below the dtype's least normal number lose digits, which N multiplies. That must
-        not show beside δ: so δ/N, too, must be a normal number.
+        not show beside δ, so δ/N must be a normal number, too.
         """
-        deltas = check_prior_precision(prior_precision, len(self._largest))
-        deltas = deltas * len(self._largest) if len(deltas) == 1 else deltas
+        bounds = self.largest_curvatures
+        deltas = check_prior_precision(prior_precision, len(bounds))
+        if len(deltas) == 1:
+            deltas = deltas * len(bounds)
         num_data, dtype = self.data_weight, self.curvature.dtype
         tiny = torch.finfo(dtype).tiny
-        for (name, curvature), delta in zip(self._largest.items(), deltas, strict=True):
+        for (name, curvature), delta in zip(bounds.items(), deltas, strict=True):
             highest = num_data * curvature + delta
             if delta < num_data * tiny:
-                wrong = f"The prior precision of {name}, {delta:.3g}, is too small"
+                reason = f"The prior precision of {name}, {delta:.3g}, is too small"
             elif highest > 1 / tiny:
-                wrong = f"The precision of {name} is up to {highest:.3g}, which is too large"
+                reason = f"The precision of {name} is up to {highest:.3g}, which is too large"
             else:
                 continue
             raise ValueError(
-                f"{wrong} for {dtype}, with N = {num_data} times a curvature of up to "
+                f"{reason} for {dtype}, with N = {num_data} times a curvature of up to "
                 f"{curvature:.3g}: expected {num_data * tiny:.3g} to {1 / tiny:.3g}. Rescale the "
                 "inputs, the targets and their sigma, use another prior precision, or convert the "
                 "model to a wider dtype."
@@ -127,7 +142,9 @@ class GaussianPosterior:
 
     def _spectral(self, function: Spectrum) -> LinearOperator:
         blocks = self._blocks(function)
-        return blocks if self.order is None else Permuted(blocks, self.order)
+        if self.order is None:
+            return blocks
+        return Permuted(blocks, self.order)
 
     def _blocks(self, function: Spectrum) -> BlockDiagonal[CurvatureBlock]:
         """A function of P, block by block."""
@@ -138,8 +155,10 @@ class GaussianPosterior:
 
     def deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
         """δ of every block, the posterior's own or another one in double precision."""
-        own = self.prior_precision.to(self.mean)
-        deltas = own if prior_precision is None else prior_precision.double()
+        if prior_precision is None:
+            deltas = self.prior.precision.to(self.mean)
+        else:
+            deltas = prior_precision.double()
         return deltas.expand(len(self.curvature.blocks))
 
     def sample(
@@ -152,17 +171,19 @@ class GaussianPosterior:
         """
         check_generator(generator)
         shape = whole(num_samples, "the number of samples"), len(self.mean)
-        noise = standard_normal(shape, self.mean, generator)
-        parts = noise.split(self.curvature.sizes, dim=1)
+        noise_by_block = standard_normal(shape, self.mean, generator).split(
+            self.curvature.sizes, dim=1
+        )
+        scales = self._blocks(torch.rsqrt).blocks.values()
         draws = []
-        for block, part in zip(self._blocks(torch.rsqrt).blocks.values(), parts, strict=True):
-            # Of a thin one the symmetric root alone is known.
-            if not isinstance(block, EigenKronecker) or is_thin(block.U_G) or is_thin(block.U_A):
-                draws.append((block @ part.T).T)
+        for scale, noise in zip(scales, noise_by_block, strict=True):
+            # A thin block has only its symmetric root.
+            if not isinstance(scale, EigenKronecker) or is_thin(scale.U_G) or is_thin(scale.U_A):
+                draws.append((scale @ noise.T).T)
                 continue
-            # Noise looks the same in every orthonormal basis: it is drawn in the eigenbasis.
-            Z = part.unflatten(1, block.magnitudes.shape)
-            draws.append(block.from_eigenbasis(block.magnitudes * Z).flatten(1))
+            # Noise has the same distribution in every orthonormal basis: it is drawn in this one.
+            Z = noise.unflatten(1, scale.magnitudes.shape)
+            draws.append(scale.from_eigenbasis(scale.magnitudes * Z).flatten(1))
         steps = torch.cat(draws, dim=1)
         if self.order is not None:
             steps = torch.empty_like(steps).index_copy_(1, self.order, steps)
@@ -170,7 +191,8 @@ class GaussianPosterior:
 
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """The log-determinant of P, float64, differentiable in δ; None for the posterior's own."""
-        deltas, terms = self.deltas(prior_precision).double(), []
+        deltas = self.deltas(prior_precision).double()
+        terms = []
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
             magnitudes = block.magnitudes.double()
             counts = block.multiplicities.double().expand_as(magnitudes)
@@ -190,36 +212,40 @@ class GaussianPosterior:
 
     def squared_distances(self) -> Float[Tensor, " blocks"]:
         """‖θ* − μ‖² of every block, from the prior's mean μ to the posterior's, float64."""
-        mean = self.from_prior_mean
-        mean = mean if self.order is None else mean[self.order]
-        parts = mean.split(self.curvature.sizes)
-        return torch.stack([part.double().square().sum() for part in parts])
+        displacement = self.displacement
+        if self.order is not None:
+            displacement = displacement[self.order]
+        by_block = displacement.split(self.curvature.sizes)
+        return torch.stack([entries.double().square().sum() for entries in by_block])
 
 
 def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
-    """The largest curvature of every block, whose parts must all be finite."""
-    largest = {}
-    for name, block in curvature.blocks.items():
-        largest[name] = 0.0
-        for part in ("U_G", "U_A", "U", "diagonal", "magnitudes"):
-            values = getattr(block, part, None)
-            if values is None or not values.numel():
-                continue
-            low, high = torch.stack(torch.aminmax(values)).tolist()
-            is_magnitude = part in ("magnitudes", "diagonal")
-            if not (math.isfinite(low) and math.isfinite(high)):
-                what = "curvature" if is_magnitude else "directions"
-                raise ValueError(
-                    f"The {what} of {name} {'holds' if is_magnitude else 'hold'} NaN or Inf in "
-                    f"{block.dtype}: look for Inf among the inputs and for targets or a sigma that "
-                    "are far from 1 in size, rescale them, or convert the model to a wider dtype."
-                )
-            if is_magnitude and low < 0:
-                raise ValueError(
-                    f"The curvature of {name} has negative magnitudes, down to {low:.3g}: expected "
-                    "those of a positive semi-definite matrix, such as the GGN or a Fisher."
-                )
-            largest[name] = max(largest[name], high) if is_magnitude else largest[name]
+    """Return the largest curvature of each block; every entry must be finite."""
+    return {name: _largest_curvature(name, block) for name, block in curvature.blocks.items()}
+
+
+def _largest_curvature(name: str, block: CurvatureBlock) -> float:
+    largest = 0.0
+    for part in ("U_G", "U_A", "U", "diagonal", "magnitudes"):
+        values = getattr(block, part, None)
+        if values is None or not values.numel():
+            continue
+        lowest, highest = torch.stack(torch.aminmax(values)).tolist()
+        is_magnitude = part in ("magnitudes", "diagonal")
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
+            subject = "curvature of {} holds" if is_magnitude else "directions of {} hold"
+            raise ValueError(
+                f"The {subject.format(name)} NaN or Inf in {block.dtype}. Look for Inf among the "
+                "inputs and for targets or a sigma that are far from 1 in size, rescale them, or "
+                "convert the model to a wider dtype."
+            )
+        if is_magnitude and lowest < 0:
+            raise ValueError(
+                f"The curvature of {name} has negative magnitudes, down to {lowest:.3g}. Expected "
+                "those of a positive semi-definite matrix, such as the GGN or a Fisher."
+            )
+        if is_magnitude:
+            largest = max(largest, highest)
     return largest
 
 
@@ -232,122 +258,3 @@ def standard_normal(
     """
     device = (like if generator is None else generator).device
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like)
-
-
-@dataclass(frozen=True)
-class FitReport:
-    """How far a fit of `mode="auto"` is from the one of all the data.
-
-    An error is that of standard deviations of outputs, relative, as the root mean square over
-    inputs that had no part in the fit: what they differ by from fold to fold, and by magnitudes in
-    fold and out of fold (see the page on the method, also for how often the true one is smaller).
-
-    Attributes:
-        num_examples: How many examples were drawn, and went backward.
-        num_read: How many were read, and went forward.
-        seconds: How long it took.
-        ended_by: `"tolerance"`, `"seconds"`, `"examples"`, `"interrupt"`; `"the end of the data"`,
-            within a budget or of an iterator; or `"data"`: all of it was fitted.
-        rounds: Examples and error after each round.
-        curve: The errors if the fit's prior precision is multiplied by 1, 10, … 10⁴.
-        of_blocks: The part of the error that each block brings, at the fit's prior precision.
-        left: What `Auto(after=)` goes on with, of the size of four fits' factors; None where the
-            tolerance was reached or all data was fitted.
-    """
-
-    num_examples: int
-    num_read: int
-    seconds: float
-    ended_by: str
-    rounds: tuple[tuple[int, float], ...]
-    curve: dict[float, float]
-    of_blocks: dict[str, float]
-    left: Any = field(default=None, repr=False, compare=False)
-
-    @property
-    def error(self) -> float:
-        """The largest error of the curve: that of whatever prior precision is tuned."""
-        return max(self.curve.values())
-
-    @property
-    def error_of_twice(self) -> float:
-        """The error to expect of twice as many examples: it falls with the root of their number."""
-        return self.error / math.sqrt(2)
-
-    def __str__(self) -> str:
-        if self.ended_by == "data":
-            return f"All {self.num_examples:,} examples were fitted."
-        factors = ", ".join(f"{error:.1%} at {factor:g}" for factor, error in self.curve.items())
-        return (
-            f"{self.num_examples:,} examples, drawn from {self.num_read:,}, in "
-            f"{self.seconds:.3g} s, ended by {self.ended_by}. "
-            f"Standard deviations of the outputs are within {self.error:.1%} of those of a fit of "
-            f"all the data; of twice the examples, within some {self.error_of_twice:.1%}. By "
-            f"multiples of the prior precision: {factors}. The largest part is that of "
-            f"{max(self.of_blocks, key=self.of_blocks.__getitem__)}."
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Fitted:
-    """A posterior, and all that goes with it.
-
-    The `nll` is summed over the N examples, in nats. For a `Gaussian` likelihood and a curvature
-    that is proportional to σ⁻², `num_targets` is how many numbers the targets of the N examples
-    hold.
-    """
-
-    subject: Subject
-    posterior: GaussianPosterior
-    nll: float
-    others: dict[str, int]
-    mode: str | None
-    num_targets: float | None = None
-    watch: Watch = field(default_factory=Watch, repr=False)
-    report: FitReport | None = None
-
-    @classmethod
-    def of(
-        cls,
-        subject: Subject,
-        curvature: BlockDiagonal,
-        num_data: int,
-        nll: float,
-        others: dict[str, int],
-        mode: str | None,
-        num_targets: float | None,
-    ) -> "Fitted":
-        """The fit of a curvature, around the model's parameters and under the subject's prior."""
-        mean, order = subject.known.flat(unwrapped(subject.model)), subject.known.order
-        posterior = GaussianPosterior(
-            mean,
-            curvature,
-            num_data,
-            subject.prior_precision,
-            None if order is None else order.to(mean.device),
-            subject.prior_mean,
-            subject.temperature,
-        )
-        if not math.isfinite(nll):
-            raise ValueError(
-                f"The loss, summed over {num_data} examples, is {nll}: targets are too far from "
-                "the outputs for the likelihood (regression: in units of sigma). Check both, or "
-                "convert the model to a wider dtype."
-            )
-        return cls(subject, posterior, nll, others, mode, num_targets)
-
-    def log_marginal_likelihood(
-        self, prior_precision: Tensor | float | None = None
-    ) -> Float[Tensor, ""]:
-        """As `Laplace.log_marginal_likelihood`."""
-        posterior = self.posterior
-        delta = posterior.prior_precision if prior_precision is None else prior_precision
-        delta = real(delta, "prior_precision", posterior.mean.device)
-        check_prior_precision(delta.detach(), len(self.subject.known.block_names))
-        normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
-        return (
-            -self.nll / posterior.temperature
-            + posterior.log_prior(delta)
-            + normaliser
-            - 0.5 * posterior.log_det_precision(delta)
-        )

@@ -23,7 +23,8 @@ from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.posterior import Fitted, standard_normal
+from laplace_debias.laplace.posterior import standard_normal
+from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.metrics import Uncertainty
 from laplace_debias.metrics import uncertainty as of_probabilities
 from laplace_debias.operators.eigh import eigh
@@ -63,7 +64,7 @@ class Prediction:
         self.is_closed = method == "glm" and samples is None
 
     def moments(
-        self, fitted: Fitted, x: Inputs | Record, diagonal: bool
+        self, fitted: FittedPosterior, x: Inputs | Record, diagonal: bool
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
         """Mean and covariance (or variances) of the linearised network's outputs."""
         mean, covariances = linearised.moments(
@@ -71,7 +72,9 @@ class Prediction:
         )
         return mean, covariances[0]
 
-    def outputs(self, fitted: Fitted, x: Inputs | Record) -> Float[Tensor, "batch *outputs"]:
+    def outputs(
+        self, fitted: FittedPosterior, x: Inputs | Record
+    ) -> Float[Tensor, "batch *outputs"]:
         """The outputs that the network itself gives, `[B, ..., C]`."""
         with linearised.asked_of(fitted, x, self.positions, lambda _: True) as asked:
             return asked.shaped(linearised.map_outputs(asked.network, asked.x), None)
@@ -85,57 +88,61 @@ class Prediction:
         found = flat + torch.einsum("bij,sbj->sbi", root, noise)
         return found.unflatten(2, mean.shape[1:])
 
-    def draws(self, fitted: Fitted, x: Inputs | Record) -> Float[Tensor, "samples batch *outputs"]:
+    def draws(
+        self, fitted: FittedPosterior, x: Inputs | Record
+    ) -> Float[Tensor, "samples batch *outputs"]:
         """Samples of the outputs, `[S, B, ..., C]`."""
         if self.method == "glm":
             return self.draws_of(*self.moments(fitted, x, diagonal=False))
         with linearised.asked_of(fitted, x, self.positions, lambda _: True) as asked:
             parameters = fitted.posterior.sample(self.samples or DEFAULT_SAMPLES, self.generator)
-            network, names = asked.network, fitted.subject.known.names
+            network, names = asked.network, fitted.parameters.names
             found = outputs_of_samples(network, names, asked.x, parameters, self.method == "glm-mc")
             return asked.shaped(found, None)
 
 
-def predict(fitted: Fitted, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
+def predict(
+    fitted: FittedPosterior, x: Inputs | Record, how: Prediction, link: Link | None
+) -> Distribution:
     """The predictive distribution, in closed form by a link that is known."""
     if how.is_closed:
         names = [] if link is None else [link.name]
         mean, covariances = _moments_for(fitted, x, None, names, how.positions)
-        return links.predictive(fitted.subject.likelihood, link, mean, covariances[0])
+        return links.predictive(fitted.likelihood, link, mean, covariances[0])
     with torch.inference_mode(False):
         if how.method == "map":
-            return fitted.subject.likelihood.predictive(how.outputs(fitted, x), None)
-        return fitted.subject.likelihood.mixture(how.draws(fitted, x))
+            return fitted.likelihood.predictive(how.outputs(fitted, x), None)
+        return fitted.likelihood.mixture(how.draws(fitted, x))
 
 
-def marginals(fitted: Fitted, x: Inputs | Record, how: Prediction) -> Distribution:
+def marginals(fitted: FittedPosterior, x: Inputs | Record, how: Prediction) -> Distribution:
     """The predictive of each target of a regression; as `Laplace.marginals`, arguments as above."""
     if how.is_closed:
-        return fitted.subject.likelihood.marginals(*how.moments(fitted, x, diagonal=True))
+        return fitted.likelihood.marginals(*how.moments(fitted, x, diagonal=True))
     with torch.inference_mode(False):
         if how.method == "map":
             mean = how.outputs(fitted, x)
-            return fitted.subject.likelihood.marginals(mean, torch.zeros_like(mean))
-        return fitted.subject.likelihood.marginal_mixture(how.draws(fitted, x))
+            return fitted.likelihood.marginals(mean, torch.zeros_like(mean))
+        return fitted.likelihood.marginal_mixture(how.draws(fitted, x))
 
 
-def uncertainty(fitted: Fitted, x: Inputs | Record, how: Prediction) -> Uncertainty:
+def uncertainty(fitted: FittedPosterior, x: Inputs | Record, how: Prediction) -> Uncertainty:
     """Total, aleatoric and epistemic; as `Laplace.uncertainty`, arguments as above."""
-    if how.is_closed and isinstance(fitted.subject.likelihood, Gaussian | HeteroscedasticGaussian):
+    if how.is_closed and isinstance(fitted.likelihood, Gaussian | HeteroscedasticGaussian):
         mean, variances = how.moments(fitted, x, diagonal=True)
-        total = fitted.subject.likelihood.marginals(mean, variances).variance
+        total = fitted.likelihood.marginals(mean, variances).variance
         # The outputs that are means of targets come first; there may be log-variances behind them.
         epistemic = variances[..., : total.shape[-1]].to(total.dtype)
         return Uncertainty(total, total - epistemic, epistemic)
     with torch.inference_mode(False):
-        if how.method != "glm" or type(fitted.subject.likelihood) not in links.WITH_LINKS:
-            return of_draws(fitted.subject.likelihood, how.draws(fitted, x))
+        if how.method != "glm" or type(fitted.likelihood) not in links.WITH_LINKS:
+            return of_draws(fitted.likelihood, how.draws(fitted, x))
         mean, covariance = how.moments(fitted, x, diagonal=False)
-        found = of_draws(fitted.subject.likelihood, how.draws_of(mean, covariance))
+        found = of_draws(fitted.likelihood, how.draws_of(mean, covariance))
         if mean.ndim > 2:
             covariance = _within_positions(covariance, mean.shape)
-        more = scores_of_moments(fitted.subject.likelihood, mean, covariance)
-        if type(fitted.subject.likelihood) is CategoricalLikelihood:
+        more = scores_of_moments(fitted.likelihood, mean, covariance)
+        if type(fitted.likelihood) is CategoricalLikelihood:
             more |= {"energy": metrics.energy(mean), "max_logit": metrics.max_logit(mean)}
         return replace(found, scores={**found.scores, **more})
 
@@ -160,7 +167,7 @@ def scores_of_moments(
 
 
 def _moments_for(
-    fitted: Fitted,
+    fitted: FittedPosterior,
     x: Inputs | Record,
     grid: Tensor | None,
     names: Collection[str],
@@ -170,8 +177,8 @@ def _moments_for(
 
     The probit looks at variances alone, another softmax at the differences of its logits.
     """
-    diagonal, differences = fitted.subject.likelihood.variances_suffice, False
-    if names and type(fitted.subject.likelihood) is CategoricalLikelihood:
+    diagonal, differences = fitted.likelihood.variances_suffice, False
+    if names and type(fitted.likelihood) is CategoricalLikelihood:
         diagonal, differences = set(names) == {"probit"}, "probit" not in names
     mean, covariances = linearised.moments(
         fitted,
@@ -188,7 +195,7 @@ def _moments_for(
 
 
 def predictives_by_links(
-    fitted: Fitted, x: Inputs | Record, grid: Tensor, by: Sequence[Link]
+    fitted: FittedPosterior, x: Inputs | Record, grid: Tensor, by: Sequence[Link]
 ) -> Iterator[tuple[int, Distribution | ValueError]]:
     """The closed-form `"glm"` predictives at every point of a grid, by every link, in one pass.
 
@@ -198,7 +205,7 @@ def predictives_by_links(
         more, P, without any covariance. Without links there is one predictive a point, `[1, B]`.
         A point whose predictive overflows or is singular comes with that error instead.
     """
-    likelihood, temperatures = fitted.subject.likelihood, dict[str, list[float]]()
+    likelihood, temperatures = fitted.likelihood, dict[str, list[float]]()
     for link in by:
         temperatures.setdefault(link.name, []).append(link.temperature)
     mean, covariances = _moments_for(fitted, x, grid, temperatures)
@@ -230,13 +237,13 @@ def predictives_by_links(
             yield number, predicted
 
 
-def default_link(fitted: Fitted, x: Inputs | Record) -> Link | None:
+def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
     """The link of a fit that none was chosen for, by the outputs of the first example."""
     shape = torch.Size()
-    if type(fitted.subject.likelihood) is CategoricalLikelihood:
+    if type(fitted.likelihood) is CategoricalLikelihood:
         with linearised.asked_of(fitted, x) as asked:
             shape = linearised.map_outputs(asked.network, take(asked.x, slice(1))).shape
-    return links.default_link(fitted.subject.likelihood, shape)
+    return links.default_link(fitted.likelihood, shape)
 
 
 def _within_positions(

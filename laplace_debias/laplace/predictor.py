@@ -1,20 +1,20 @@
 """Predictions: the verbs of one posterior and of a mixture of several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.evaluation import check_held_out, evaluate_predictions
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.predictive import Prediction
-from laplace_debias.laplace.subject import Subject
+from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
 from laplace_debias.system.ranks import current, together
@@ -25,8 +25,8 @@ class Predictor(ABC):
 
     @property
     @abstractmethod
-    def _subjects(self) -> list[Subject]:
-        """The subject of every posterior."""
+    def _states(self) -> Sequence[Unfitted | FittedPosterior]:
+        """The state of every posterior."""
 
     @abstractmethod
     def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
@@ -39,7 +39,7 @@ class Predictor(ABC):
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood, a regression's with the noise that `tune` has found."""
-        return self._subjects[0].likelihood
+        return self._states[0].spec.likelihood
 
     def predict(
         self,
@@ -190,9 +190,9 @@ class Predictor(ABC):
         """
         check_is(ood, "ood", Mapping, type(None))
         options = {"samples": samples, "link": link, "level": level, "score": score}
-        settings = [subject.settings for subject in self._subjects]
+        configs = [state.config for state in self._states]
         current().require_same(
-            made=self, settings=settings, ood=list(ood or ()), method=method, **options
+            made=self, settings=configs, ood=list(ood or ()), method=method, **options
         )
         if score is not None and not ood:
             raise ValueError(f"score={score!r} is for out-of-distribution data: give `ood`, too.")
@@ -208,13 +208,18 @@ class Predictor(ABC):
                 raise ValueError(f"There is no score={score!r} of these predictions; use {there}.")
             return scores[score]
 
-        subject, bar = self._subjects[0], "evaluate" if progress else None
+        state = self._states[0]
+        bar = "evaluate" if progress else None
+
+        def read(data: Batches) -> Stream:
+            return state.spec.stream(data, state.device, generator, bar)
+
         return evaluate_predictions(
             predict,
             self.likelihood,
-            subject.stream(loader, generator, bar),
-            {name: subject.stream(data, generator, bar) for name, data in (ood or {}).items()},
-            subject.settings.class_dim,
+            read(loader),
+            {name: read(data) for name, data in (ood or {}).items()},
+            state.spec.class_dim,
             intervals=intervals,
             level=level,
             score_of=None if score is None else scored,

@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take
 from laplace_debias.laplace.file import tensors_of
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.posterior import Fitted
+from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.linalg.results import half_width
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
 from laplace_debias.system.checks import real
@@ -56,18 +56,18 @@ class Thinning:
 
 
 def thinned(
-    fitted: Fitted, x: Inputs | Record, error: float, positions: Positions | None
-) -> tuple[Fitted, Thinning]:
+    fitted: FittedPosterior, x: Inputs | Record, error: float, positions: Positions | None
+) -> tuple[FittedPosterior, Thinning]:
     """The fit with as few directions as an error allows, as `Laplace.thin` describes it."""
     bound = real(error, "error")
     if bound.ndim or not 0 < float(bound) < math.inf:
         raise ValueError(f"error must be one positive finite number, got {error}: 1e-3, say.")
-    if (name := fitted.subject.settings.kind.name) not in WITH_FACTORS:
+    if (name := fitted.config.kind.name) not in WITH_FACTORS:
         raise ValueError(
             f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
             f"{name!r}: fit one of these."
         )
-    inputs = fitted.subject.read_batch.inputs(x, fitted.posterior.mean.device)
+    inputs = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
     if num_examples(inputs) < 2:
         raise ValueError(
             "Directions are chosen on half of the inputs and the error is measured on the others: "
@@ -75,11 +75,11 @@ def thinned(
         )
     of_each = positions is not None and torch.as_tensor(positions).ndim == 2
 
-    def variances(of: Fitted, half: slice) -> Tensor:
+    def variances(of: FittedPosterior, half: slice) -> Tensor:
         here = torch.as_tensor(positions)[half] if of_each else positions
         return moments(of, take(inputs, half), None, True, None, here)[1][0].double()
 
-    def errors(of: Fitted, half: slice, of_whole: Tensor) -> Float[Tensor, " half"]:
+    def errors(of: FittedPosterior, half: slice, of_whole: Tensor) -> Float[Tensor, " half"]:
         # An output that no parameter changes has no variance in either.
         ratios = (variances(of, half) / of_whole).nan_to_num(nan=1.0)
         return (ratios.sqrt() - 1).abs().flatten(1).amax(1)
@@ -109,7 +109,7 @@ def thinned(
     )
 
 
-def at_threshold(fitted: Fitted, threshold: float) -> Fitted:
+def at_threshold(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
     r"""The fit with the directions that bring more than so much for each number that they take.
 
     With x = N Λ / (T δ) a direction of variance 1 / (δ (1 + x)) has x / (1 + x) / δ less than the
@@ -121,7 +121,10 @@ def at_threshold(fitted: Fitted, threshold: float) -> Fitted:
         name: _thin_block(block, ratios[name], threshold)
         for name, block in posterior.curvature.blocks.items()
     }
-    return replace(fitted, posterior=posterior.changed(curvature=BlockDiagonal(blocks)))
+    curvature = BlockDiagonal(blocks)
+    bounds = posterior.largest_curvatures  # No magnitude grows.
+    thin = posterior.changed(curvature=curvature, curvature_bounds=bounds)
+    return replace(fitted, posterior=thin)
 
 
 def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:
@@ -148,7 +151,7 @@ def _gain(ratios: Tensor) -> Tensor:
     return ratios.square() / (1 + ratios)
 
 
-def _in_deltas(fitted: Fitted) -> dict[str, Tensor]:
+def _in_deltas(fitted: FittedPosterior) -> dict[str, Tensor]:
     """N Λ / (T δ) of every block."""
     posterior = fitted.posterior
     blocks = posterior.curvature.blocks
@@ -159,5 +162,5 @@ def _in_deltas(fitted: Fitted) -> dict[str, Tensor]:
     }
 
 
-def _size(fitted: Fitted) -> int:
+def _size(fitted: FittedPosterior) -> int:
     return sum(part.numel() * part.element_size() for part in tensors_of(fitted.posterior).values())

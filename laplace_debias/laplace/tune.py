@@ -33,7 +33,8 @@ from laplace_debias.laplace.evaluation import (
     values_of,
 )
 from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.posterior import Fitted, GaussianPosterior
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.laplace.tuning import Row, Tuning
 from laplace_debias.metrics.checks import check_classification
 from laplace_debias.system.checks import real
@@ -52,7 +53,7 @@ _PASS = "tune again with a grid= (command tune: --prior_precisions) of"
 
 
 def on_data(
-    fitted: Fitted,
+    fitted: FittedPosterior,
     loader: Batches,
     metric: str,
     grid: Float[Tensor, " grid"] | Sequence[float] | None,
@@ -60,11 +61,11 @@ def on_data(
     link: str | Link | None,
     generator: torch.Generator | None,
     progress: bool,
-) -> tuple[Tuning, Fitted | None]:
+) -> tuple[Tuning, FittedPosterior | None]:
     """The best prior precision, link and temperature on held-out data; the fit if σ was tuned."""
     check_held_out(loader)
-    stream = fitted.subject.stream(loader, generator, "tune" if progress else None)
-    likelihood, class_dim = fitted.subject.likelihood, fitted.subject.settings.class_dim
+    stream = fitted.spec.stream(loader, fitted.device, generator, "tune" if progress else None)
+    likelihood, class_dim = fitted.likelihood, fitted.spec.class_dim
     is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
     known = ["nll"] if is_regression else ["brier", "nll"]
     if metric not in known:

@@ -79,7 +79,7 @@ def inside_a_network(name):
 
 def dense_curvature(la):
     """The fitted curvature in the order of the parameters."""
-    order = parameter_order(la.model, la.param_names, la._subject.known.blocks)
+    order = parameter_order(la.model, la.param_names, la._parameters.blocks)
     dense = la.posterior.curvature.to_dense()
     if order is None:
         return dense
@@ -94,11 +94,11 @@ def exact_ggn(model, x, likelihood, names):
 
 def block_mask(la):
     """Which entries of the dense curvature lie inside a block."""
-    order = parameter_order(la.model, la.param_names, la._subject.known.blocks)
+    order = parameter_order(la.model, la.param_names, la._parameters.blocks)
     # No two groups of a convolution share an output.
     sizes = [
         block.size // block.num_groups
-        for block in la._subject.known.blocks
+        for block in la._parameters.blocks
         for _ in range(block.num_groups)
     ]
     mask = torch.block_diag(*(torch.ones(n, n) for n in sizes)).bool()

@@ -8,6 +8,8 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.fits import sums
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.laplace.prepared import examine
+from laplace_debias.laplace.state import Unfitted
 
 MESSAGES = [
     torch.OutOfMemoryError("CUDA out of memory"),
@@ -100,8 +102,9 @@ def test_every_pass_goes_on_by_halves(case, curvature, mode, options, monkeypatc
 def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatch):
     model, batches = case
     la = Laplace(model, backend="hooks")
-    subject = la._subject
-    _, problem = subject.problem(subject.of_fit(batches), subject.settings.fisher)
+    state = la._state
+    stream = state.spec.fit_stream(batches, state.device)
+    _, problem = examine(state, la._selected, stream, state.config.fisher)
     fits_up_to(monkeypatch, 0, MESSAGES[0])
     with pytest.raises(RuntimeError, match=r'1 example.*memory_bound=.*fisher="mc"'):
         sums.factor_sums(problem, batches)
@@ -167,4 +170,4 @@ def test_a_sum_that_is_broken_off_is_not_gone_on_with(case, monkeypatch):
     la = Laplace(model, backend="hooks")
     with pytest.raises(RuntimeError, match=r"13 example.*Nothing was fitted"):
         la.fit(batches)
-    assert la._fitted is None
+    assert isinstance(la._state, Unfitted)

@@ -314,7 +314,7 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         la.fit(loader(), mode="auto", resume=tmp_path)
     with pytest.raises(ValueError, match="batches of two examples"):
         la.fit(loader(batch_size=1), mode="auto")
-    with pytest.raises(ValueError, match="pass num_data="):
+    with pytest.raises(ValueError, match="Pass num_data="):
         la.fit([(x, y)], mode="auto")
     with pytest.raises(ValueError, match='plan mode="crossfit"'):
         la.plan(loader(), mode="auto")

@@ -102,7 +102,7 @@ def test_frozen_parameters_cost_nothing():
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     assert la.param_names == trainable
     assert len(la.mean) == sum(model.get_parameter(name).numel() for name in trainable)
-    assert {block.layer.rpartition(".")[2] for block in la._subject.known.blocks} == {
+    assert {block.layer.rpartition(".")[2] for block in la._parameters.blocks} == {
         "lora_a",
         "lora_b",
     }

@@ -184,11 +184,10 @@ def test_chunks_do_not_matter(fitted):
     assert expected.shape == (B, 2, 3)
     state = la._fitted
     try:
-        settings = replace(state.subject.settings, memory_bound=2**14)
-        la._fitted = replace(state, subject=replace(state.subject, settings=settings))
+        la._state = replace(state, config=replace(state.config, memory_bound=2**14))
         close(la.functional(x, positions=[-1, -2], outputs=3, diagonal=True)[1], expected, rtol)
     finally:
-        la._fitted = state
+        la._state = state
 
 
 class Regression(nn.Module):

@@ -323,7 +323,7 @@ def test_fit_needs_what_its_mode_needs(model, loader):
         la.fit(one, mode="debiased")
     with pytest.raises(ValueError, match="full, mini, debiased, crossfit"):
         la.fit(loader, mode="half")
-    with pytest.raises(ValueError, match="pass num_data"):
+    with pytest.raises(ValueError, match="Pass num_data"):
         la.fit(list(loader), mode="mini")
     with pytest.raises(ValueError, match="at least 1"):
         la.fit(loader, num_data=0)

@@ -273,15 +273,14 @@ def test_results_do_not_depend_on_the_memory_bound(name, curvature):
     tight, wide = (case.la for case in cases)
     x = cases[0].x
     for diagonal in (False, True):
-        tight._fitted = bounded(tight._fitted, 1)
+        tight._state = bounded(tight._fitted, 1)
         needed = _needed_bytes(lambda d=diagonal: tight.functional(x, d))
-        tight._fitted = bounded(tight._fitted, needed)
+        tight._state = bounded(tight._fitted, needed)
         close(tight.functional(x, diagonal)[1], wide.functional(x, diagonal)[1], 1e-10)
 
 
 def bounded(fitted, memory_bound):
-    settings = replace(fitted.subject.settings, memory_bound=memory_bound)
-    return replace(fitted, subject=replace(fitted.subject, settings=settings))
+    return replace(fitted, config=replace(fitted.config, memory_bound=memory_bound))
 
 
 def _needed_bytes(compute):

@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from laplace_debias import Laplace, alone
 from laplace_debias.curvature import GGN
-from laplace_debias.laplace.schemes import told_by
+from laplace_debias.curvature.network.dataset_size import dataset_size
 from laplace_debias.system.checks import whole
 
 SIZE = 24
@@ -125,15 +125,15 @@ MISLEADING = {
     "distributed": (lambda: loader(sampler=split(4)), "DistributedSampler .* 4 processes"),
     "weighted": (
         lambda: loader(sampler=WeightedRandomSampler(ONES, SIZE)),
-        "WeightedRandomSampler draws 24 out of 24 examples with replacement",
+        "WeightedRandomSampler draws 24 of 24 examples with replacement",
     ),
     "random with replacement": (
         lambda: loader(sampler=RandomSampler(DATA, replacement=True)),
-        "RandomSampler draws 24 out of 24 examples with replacement",
+        "RandomSampler draws 24 of 24 examples with replacement",
     ),
     "random, fewer": (
         lambda: loader(sampler=RandomSampler(DATA, num_samples=7)),
-        "RandomSampler draws 7 out of 24 examples anew in every pass",
+        "RandomSampler draws 7 of 24 examples in each pass",
     ),
     "in a batch sampler of the user's": (
         lambda: DataLoader(DATA, batch_sampler=Shard(split(2), 4, drop_last=False)),
@@ -155,7 +155,7 @@ SILENT = {
 @pytest.mark.parametrize("name", TELLING)
 def test_a_loader_that_goes_through_each_example_once_tells_n(name):
     make, number = TELLING[name]
-    assert told_by(make()) == number
+    assert dataset_size(make()) == number
     la = Laplace(network())
     for mode in ("full", "mini"):
         assert la.fit(make(), mode=mode).num_data == number
@@ -198,7 +198,7 @@ def test_a_loader_that_does_not_tell_is_counted_or_asked_about(name):
     la = Laplace(network())
     assert la.fit(make()).num_data == SIZE
     for mode in PARTIAL:
-        with pytest.raises(ValueError, match=f'mode="{mode}" sees a part .* pass num_data='):
+        with pytest.raises(ValueError, match=f'mode="{mode}" uses only part .* Pass num_data='):
             la.fit(make(), mode=mode)
     assert la.fit(make(), mode="mini", num_data=99).num_data == 99
 
@@ -206,7 +206,7 @@ def test_a_loader_that_does_not_tell_is_counted_or_asked_about(name):
 def test_a_full_fit_that_saw_another_number_than_told_leaves_the_posterior_as_it_was():
     la = Laplace(network()).fit(batches(7)[:1])
     before = la.posterior
-    with pytest.raises(ValueError, match=r"tells of 3 .* saw 24: pass num_data="):
+    with pytest.raises(ValueError, match=r"has 3 .* read 24. Pass num_data="):
         la.fit(shards_as_entries())
     assert la.posterior is before
     assert la.fit(shards_as_entries(), num_data=77).num_data == 77

@@ -15,6 +15,7 @@ from laplace_debias.curvature.fits.directions import Rows
 from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace import plan as plans
 from laplace_debias.laplace.plan import Tracked
+from laplace_debias.laplace.state import Unfitted
 
 
 class Tokens(nn.Module):
@@ -174,7 +175,7 @@ def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeyp
         ValueError, match=r"Nothing was fitted: the posterior of curvature='full' .*diag"
     ):
         la.fit(data)
-    assert la._fitted is None
+    assert isinstance(la._state, Unfitted)
 
 
 def test_blocks_that_do_not_fit_are_counted_and_nothing_is_run(case, monkeypatch):
@@ -198,7 +199,7 @@ def test_a_plan_leaves_the_generator_and_the_model(case, curvature):
     la.plan(data)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert all(torch.equal(v, before[1][k]) for k, v in model.state_dict().items())
-    assert la._fitted is None
+    assert isinstance(la._state, Unfitted)
 
 
 @pytest.mark.parametrize(("mode", "batches"), [("full", 3), ("mini", 1), ("debiased", 2)])

@@ -9,7 +9,8 @@ from safetensors import safe_open
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.laplace.subject import prior_mean_of
+from laplace_debias.laplace.prior import prior_mean_from
+from laplace_debias.laplace.state import checked_temperature
 
 DELTA, NUM_DATA, T = 0.7, 40, 0.3
 
@@ -199,9 +200,9 @@ def test_what_is_out_of_range_is_refused(options, error, message):
 def test_what_is_no_number_is_refused(value):
     """By functions that take anything: the annotations of others are checked in these tests."""
     with pytest.raises(TypeError, match=r"prior_mean must be a number or a tensor.*torch\.cat"):
-        prior_mean_of(value, None, torch.device("cpu"))
+        prior_mean_from(value, torch.device("cpu"))
     with pytest.raises(TypeError, match="temperature must be"):
-        fitted()[0]._change(temperature=value)
+        checked_temperature(value)
 
 
 def test_a_precision_out_of_range_names_the_block_and_keeps_the_posterior():

@@ -295,8 +295,12 @@ def test_other_batches_behind_the_first_are_refused(folder):
 @pytest.mark.parametrize(
     ("options", "batches", "says"),
     [
-        ({}, loader(), "shuffles by itself: leave .* pass generator="),
-        ({"fisher": "mc"}, loader(shuffle=False), "needs the same labels again: pass generator="),
+        ({}, loader(), "shuffles by itself. Remove .* same generator="),
+        (
+            {"fisher": "mc"},
+            loader(shuffle=False),
+            "needs the same labels again. To draw them, pass the same generator=",
+        ),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_before_work(folder, options, batches, says):
@@ -308,7 +312,7 @@ def test_what_cannot_be_repeated_is_refused_before_work(folder, options, batches
 
 def test_a_loader_that_shuffles_by_a_generator_of_its_own_is_refused(folder):
     own = DataLoader(data(), batch_size=BATCH, shuffle=True, generator=generator())
-    with pytest.raises(ValueError, match="shuffles by itself: leave generator= out of the loader"):
+    with pytest.raises(ValueError, match="shuffles by itself. Remove generator= from the loader"):
         fit(own, folder)
     assert not folder.exists()
 

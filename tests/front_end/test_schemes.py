@@ -113,9 +113,17 @@ class EveryOther(Scheme):
     mode = "every other"
     data: list
 
-    def fit(self, kind, problem, fitted):
+    @property
+    def sources(self):
+        return [self.data]
+
+    def opened(self, open_stream):
+        return EveryOther(open_stream(self.data, "data"))
+
+    def fit(self, prepared):
         batches = list(self.data)
-        return fitted(fit_curvature(kind, problem, batches[::2], batches[1::2]))
+        kind = prepared.config.kind
+        return fit_curvature(kind, prepared.context, batches[::2], batches[1::2])
 
 
 def test_a_new_way_to_fit_is_one_class(model):

@@ -100,7 +100,7 @@ def with_blocks(la, change):
     posterior = la.posterior
     blocks = {name: change(block) for name, block in posterior.curvature.blocks.items()}
     curvature = BlockDiagonal(blocks)
-    la._change(replace(la._state, posterior=posterior.changed(curvature=curvature)))
+    la._replace(replace(la._state, posterior=posterior.changed(curvature=curvature)))
     return la
 
 
@@ -292,7 +292,7 @@ def test_single_precision_gives_the_same_to_rounding():
     other = Laplace(model, prior_precision=DELTA).fit([(x.float(), torch.randint(3, (len(x),)))])
     narrow = posterior.curvature.to(torch.float32)
     posterior = other.posterior.changed(curvature=narrow, num_data=posterior.num_data)
-    other._change(replace(other._state, posterior=posterior))
+    other._replace(replace(other._state, posterior=posterior))
     found = other.functional(x.float())[1].double()
     close(found, expected, tolerance=1e-4)
 

@@ -176,8 +176,9 @@ def of_joint_blocks(model, curvature, joint=False, **options):
     if not joint or curvature not in ("lowrank", "full"):
         return Laplace(model, curvature=curvature, joint=joint, **options)
     la = Laplace(model, curvature=curvature, **options)
-    settings = replace(la._subject.settings, joint=True)
-    la._subject = replace(la._subject, settings=settings, selected=None, parameters=None)
+    config = replace(la._state.config, joint=True)
+    la._state = replace(la._state, config=config, parameters=None)
+    la._selected = None
     return la
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,7 +68,14 @@ class FitContext:
 
 @dataclass(frozen=True)
 class CurvatureFit:
-    """Curvature of the mean loss, and the totals of the data that it came from."""
+    """Curvature of the mean loss, and the data that it came from.
+
+    Attributes:
+        curvature: The curvature, block by block.
+        totals: The totals of the data.
+        report: What a fitting scheme reports besides; None if it reports nothing.
+    """
 
     curvature: BlockDiagonal
     totals: DataTotals
+    report: Any = None

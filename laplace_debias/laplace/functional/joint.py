@@ -24,11 +24,11 @@ from laplace_debias.laplace.functional.linearised import (
     map_outputs,
     unit_columns,
 )
-from laplace_debias.laplace.posterior import Fitted
+from laplace_debias.laplace.state import FittedPosterior
 
 
 def joint_moments(
-    fitted: Fitted,
+    fitted: FittedPosterior,
     x: Inputs | Record,
     outputs: OutputChoice | None = None,
     positions: Positions | None = None,
@@ -47,7 +47,7 @@ def joint_moments(
         ValueError: If the outputs are not finite or have no batch dimension, or if two examples do
             not fit into the memory bound.
     """
-    posterior, known = fitted.posterior, fitted.subject.known
+    posterior, known = fitted.posterior, fitted.parameters
     deltas = posterior.prior_precision.expand(len(known.block_names)).to(posterior.mean)
     with asked_of(fitted, x, positions) as asked:
         chosen = None if outputs is None else asked.chosen(outputs)
@@ -64,7 +64,7 @@ def joint_moments(
         of_blocks = accumulator(known.blocks, posterior, deltas[None], False, joint_jacobians)
         least = min(batch, 2)
         what, remedy = f"a joint covariance of {least} example(s)", ", or ask for some outputs"
-        request = OutputRequest(False, chosen, fitted.subject.settings.memory_bound)
+        request = OutputRequest(False, chosen, fitted.config.memory_bound)
         of_least = request, least * num_columns, in_bytes, known.blocks, mean, remedy, what
         for part in _groups(batch, columns_at_once(*of_least)[0] // num_columns):
             part = part.to(mean.device)

@@ -34,7 +34,8 @@ from laplace_debias.laplace.functional.head_products import (
     contracted,
     head_products,
 )
-from laplace_debias.laplace.posterior import Fitted, GaussianPosterior
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.system.memory import ROOM
 
 OutputChoice = Tensor | Sequence[Sequence[int]] | int
@@ -107,7 +108,7 @@ class Asked:
 
 @contextmanager
 def asked_of(
-    fitted: Fitted,
+    fitted: FittedPosterior,
     x: Inputs | Record,
     positions: Positions | None = None,
     may_be_early: Callable[[str], bool] = lambda _: False,
@@ -122,8 +123,8 @@ def asked_of(
             Where layers are measured one by one, not every one of them may.
     """
     with torch.inference_mode(False):
-        x = fitted.subject.read_batch.inputs(x, fitted.posterior.mean.device)
-        network = fitted.subject.network
+        x = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
+        network = fitted.network()
         try:
             if positions is None:
                 yield Asked(network, x)
@@ -164,7 +165,7 @@ class OutputRequest:
 
 
 def moments(
-    fitted: Fitted,
+    fitted: FittedPosterior,
     x: Inputs | Record,
     prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | None = None,
     diagonal: bool = False,
@@ -201,7 +202,7 @@ def moments(
         ValueError: If the outputs are not finite or have no batch dimension, or if what is
             requested does not fit into the memory bound.
     """
-    posterior, known = fitted.posterior, fitted.subject.known
+    posterior, known = fitted.posterior, fitted.parameters
     if prior_precisions is None:
         prior_precisions = posterior.prior_precision.unsqueeze(0)
     deltas = prior_precisions.reshape(len(prior_precisions), -1).to(posterior.mean)
@@ -209,7 +210,7 @@ def moments(
     may_be_early = partial(can_go_through, blocks=known.blocks, posterior=posterior)
     with asked_of(fitted, x, positions, may_be_early) as asked:
         chosen = None if outputs is None else asked.chosen(outputs)
-        request = OutputRequest(diagonal, chosen, fitted.subject.settings.memory_bound, differences)
+        request = OutputRequest(diagonal, chosen, fitted.config.memory_bound, differences)
         mean, covariances = _in_chunks(asked, known.blocks, posterior, deltas, request)
     if not may_overflow:
         check_covariance(covariances, deltas)

@@ -1,0 +1,137 @@
+"""The number of training examples, as far as a loader's sampler determines it."""
+
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from laplace_debias.curvature.network.shards import ShardedBatches, check_shared
+from laplace_debias.system.checks import whole
+from laplace_debias.system.ranks import current
+
+# Their length is the number of examples.
+_COUNTED_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler)
+
+
+@dataclass(frozen=True)
+class TrainingSize:
+    """N, the number of training examples of a fit.
+
+    Attributes:
+        num_data: N; None for the number of examples that the fit reads.
+        is_inferred: Whether N is from a loader's sampler: a pass over all data must confirm it.
+        is_shared: Whether several processes share the data by `ShardedBatches`.
+    """
+
+    num_data: int | None
+    is_inferred: bool = False
+    is_shared: bool = False
+
+
+def training_size(
+    loader: Any, num_data: SupportsIndex | None, mode: str, reads_all: bool
+) -> TrainingSize:
+    """Determine N for a fit that reads a loader: as passed, inferred, or left to be counted.
+
+    Raises:
+        ValueError: If the fit reads a part of the data and the size of all of it cannot be
+            inferred, or if the loader leaves out examples in every pass.
+    """
+    is_shared = check_shared(current(), loader)
+    if num_data is not None:
+        return TrainingSize(whole(num_data, "num_data"), is_shared=is_shared)
+    inferred = dataset_size(loader)
+    if inferred is None and not reads_all:
+        raise ValueError(
+            f'mode="{mode}" uses only part of the data, and the size of the training set cannot be '
+            "inferred from this loader. Pass num_data=, the number of training examples."
+        )
+    batch_size = int(getattr(loader, "batch_size", None) or 1)
+    drops_last = bool(getattr(loader, "drop_last", False))
+    if reads_all and inferred and drops_last and inferred % batch_size:
+        raise ValueError(
+            f'mode="{mode}" reads all data, but every pass of this loader leaves out '
+            f"{inferred % batch_size} of its {inferred} examples (drop_last=True). Use "
+            f"drop_last=False, or pass num_data={inferred} to scale the curvature of the examples "
+            "that are read to all of them."
+        )
+    return TrainingSize(inferred, is_inferred=True, is_shared=is_shared)
+
+
+def dataset_size(loader: Any) -> int | None:
+    """Infer the number of training examples from a plain `DataLoader`'s sampler.
+
+    Returns:
+        The number; None for anything else, such as a list, a stream or a sampler of the user's own,
+        whose examples a pass over all data counts.
+
+    Raises:
+        ValueError: As `check_sampler`.
+    """
+    check_sampler(loader)
+    if not _has_sampler(loader):
+        return None
+    batches = loader.batch_sampler
+    if isinstance(batches, ShardedBatches):
+        return batches.num_examples
+    sampler = getattr(batches, "sampler", loader.sampler)
+    if type(batches) is BatchSampler and type(sampler) in _COUNTED_SAMPLERS:
+        return len(sampler)
+    return None
+
+
+def check_sampler(loader: Any) -> None:
+    """Require that the sampler of a `DataLoader` gives every example once in a pass.
+
+    Raises:
+        ValueError: If it draws with replacement, draws a part, or splits the data over other
+            processes than take part.
+    """
+    if not _has_sampler(loader):
+        return
+    batches = loader.batch_sampler
+    if isinstance(batches, ShardedBatches):
+        if batches.num_ranks != current().size:
+            raise _not_inferred(
+                batches,
+                f"is for {batches.num_ranks} processes, of which {current().size} take part",
+            )
+        return
+    sampler: Any = getattr(batches, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise _not_inferred(
+            sampler,
+            f"splits the data over {sampler.num_replicas} processes, padded or cut to equal parts "
+            "(batch_sampler=ShardedBatches(data, batch_size) does neither)",
+        )
+    if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
+        if isinstance(sampler, RandomSampler):
+            num_examples = len(sampler.data_source)
+        else:
+            num_examples = len(sampler.weights)
+        if sampler.replacement or sampler.num_samples != num_examples:
+            manner = "with replacement" if sampler.replacement else "in each pass"
+            raise _not_inferred(
+                sampler, f"draws {sampler.num_samples} of {num_examples} examples {manner}"
+            )
+
+
+def _has_sampler(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+
+
+def _not_inferred(sampler: Any, reason: str) -> ValueError:
+    return ValueError(
+        "Cannot infer the number of training examples: the loader's "
+        f"{type(sampler).__name__} {reason}. Pass num_data=, the size of the full training set; "
+        "the curvature is averaged over the examples that the loader gives."
+    )

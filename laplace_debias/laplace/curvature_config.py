@@ -1,0 +1,47 @@
+"""What a fit computes: which parameters are Bayesian, and how their curvature is taken."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from laplace_debias.curvature.kinds import CurvatureKind, FisherType
+from laplace_debias.curvature.layers.blocks import Sharing
+from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.system.checks import check_is, whole
+
+
+@dataclass(frozen=True)
+class CurvatureConfig:
+    """The options of a fit, with the names that `Laplace` gives them.
+
+    Attributes:
+        kind: The structure of the curvature.
+        fisher: Which Fisher matrix, or the loss Hessian in closed form.
+        params: Which parameters are Bayesian.
+        backend: `"backpack"`, `"hooks"` or `"auto"`.
+        factor_dtype: The dtype in which factors are summed and decomposed.
+        joint: Whether a layer's weight and bias make one block.
+        sharing: How positions share a weight.
+        memory_bound: Bytes of working memory for output gradients; None for the default.
+    """
+
+    kind: CurvatureKind
+    fisher: FisherType
+    # A predicate's text differs from process to process.
+    params: ParameterSelection = field(repr=False)
+    backend: str
+    factor_dtype: torch.dtype
+    joint: bool
+    sharing: Sharing
+    memory_bound: int | None
+
+    def __post_init__(self) -> None:
+        if self.factor_dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"factor_dtype must be torch.float32 or torch.float64, got {self.factor_dtype}."
+            )
+        check_is(self.joint, "joint", bool)
+        check_is(self.sharing, "sharing", str, Mapping)
+        if self.memory_bound is not None:
+            whole(self.memory_bound, "memory_bound")

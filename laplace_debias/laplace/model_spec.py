@@ -1,0 +1,107 @@
+"""The model that a posterior is made of: its likelihood, and how its batches are read."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from laplace_debias.curvature.losses.likelihoods import OF_SHAPES, Likelihood
+from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
+from laplace_debias.curvature.network.outputs import classes_last
+from laplace_debias.curvature.network.shadow import shadow, unwrapped, usable, widened
+from laplace_debias.system.checks import check_is, whole
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSpec:
+    """A user's model, the likelihood of its outputs, and how batches are read.
+
+    Attributes:
+        model: The model as the user passed it, with its wrappers.
+        likelihood: p(y | f).
+        read_batch: Reads what a loader yields as inputs and targets.
+        class_dim: The dimension of the outputs that holds the classes; None for the last one.
+    """
+
+    model: nn.Module
+    likelihood: Likelihood
+    read_batch: BatchReader
+    class_dim: int | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        model: nn.Module,
+        likelihood: Likelihood,
+        batch: BatchHook | None,
+        class_dim: int | None,
+    ) -> "ModelSpec":
+        """Check what `Laplace` was given, before any work."""
+        check_is(batch, "batch", Callable, type(None))
+        if class_dim is not None and whole(class_dim, "class_dim", -(2**53)) == 0:
+            raise ValueError(
+                "class_dim=0 is the dimension of the examples: use class_dim=1 for outputs "
+                "[B, C, ...], class_dim=-1 for outputs [B, ..., C]."
+            )
+        usable(model)
+        return cls(model, likelihood, BatchReader(model, batch), class_dim)
+
+    @property
+    def plain_model(self) -> nn.Module:
+        """The model without wrappers, whose parameters are the user's own tensors."""
+        return unwrapped(self.model)
+
+    def first_parameter(self, names: Sequence[str] | None) -> nn.Parameter:
+        """Return the first of some parameters; the first trainable one if there are no names."""
+        if names is None:
+            return next(p for p in self.model.parameters() if p.requires_grad)
+        return self.plain_model.get_parameter(names[0])
+
+    def network(self, names: Sequence[str]) -> nn.Module:
+        """Copy the model's modules around its own parameters, with outputs `[B, ..., C]`.
+
+        The copy computes in single precision if some of the named parameters are in half precision.
+        """
+        network = widened(shadow(self.plain_model), names)
+        if self.class_dim is None or self.class_dim == -1:
+            return network
+        return classes_last(network, self.class_dim)
+
+    def stream(
+        self,
+        data: Batches,
+        device: torch.device,
+        generator: torch.Generator | None = None,
+        progress: str | None = None,
+    ) -> Stream:
+        """Read data as pairs on a device; arguments as `Stream` takes them."""
+        return Stream(data, self.read_batch, generator, device, device, progress)
+
+    def fit_stream(
+        self,
+        data: Batches,
+        device: torch.device,
+        generator: torch.Generator | None = None,
+        description: str = "data",
+        progress: str | None = None,
+    ) -> Stream:
+        """Read data of a fit as pairs, of which at least one target must count.
+
+        Targets come on the device if their values decide what a fit does. A fit moves the inputs
+        itself, since it looks for padding on the CPU.
+        """
+        checks_shapes_only = type(self.likelihood) in OF_SHAPES
+        ignored = getattr(self.likelihood, "ignore_index", None)
+        if ignored is not None:
+            description = f"{description} (ignore_index={ignored})"
+        return Stream(
+            data,
+            self.read_batch,
+            generator,
+            of_targets=None if checks_shapes_only else device,
+            progress=progress,
+            counts_any=self.likelihood.counts_any,
+            what=description,
+            weighs=True,
+        )

@@ -1,0 +1,123 @@
+"""The Bayesian parameters, and the curvature blocks that they make."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK
+from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
+from laplace_debias.curvature.layers.resolve import resolve
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.selection import (
+    LAST_LAYER,
+    SUPPORTED,
+    check_parameters,
+    leaving_out,
+    select_parameters,
+)
+from laplace_debias.curvature.network.shadow import wide
+from laplace_debias.laplace.curvature_config import CurvatureConfig
+from laplace_debias.system.shown import warn
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterBlocks:
+    """The Bayesian parameters, and how their curvature is measured.
+
+    Attributes:
+        names: The parameters' names, in the model's order.
+        blocks: The curvature blocks, in the order in which the posterior holds them.
+        replay_modules: For a parameter that is not measured at its layer, the paths of the modules
+            whose calls read it, as `curvature_blocks` takes them.
+        order: Where the blocks' entries lie among the flattened parameters, `[D]`; None if they lie
+            there one after the other.
+        block_names: The blocks' names; a single one if the curvature is one block.
+        size: D, the number of Bayesian parameters.
+    """
+
+    names: list[str]
+    blocks: list[Block]
+    replay_modules: Mapping[str, Sequence[str]]
+    order: Int[Tensor, " parameters"] | None
+    block_names: list[str]
+    size: int
+
+    @classmethod
+    def selected(
+        cls,
+        model: nn.Module,
+        config: CurvatureConfig,
+        example: Inputs | None,
+        replay_modules: Mapping[str, Sequence[str]] | None = None,
+    ) -> "ParameterBlocks":
+        """Return the blocks of the parameters that a configuration selects.
+
+        An example is needed only to find a last layer that the model's structure does not show.
+        """
+        names = select_parameters(model, config.params, example)
+        check_parameters(model, names)
+        replay_modules = {} if replay_modules is None else replay_modules
+        blocks = curvature_blocks(model, names, config.joint, config.sharing, replay_modules)
+        if config.params == SUPPORTED:
+            blocks = [block for block in blocks if not block.calls]
+            supported = {name for block in blocks for name in block.parameters}
+            names = [name for name in names if name in supported]
+            if not names:
+                raise ValueError(
+                    f"params={SUPPORTED!r} selects no parameter. The model has no layer that is "
+                    "supported."
+                )
+        max_rank = config.kind.directions_per_factor
+        blocks = [replace(block, rank=max_rank) for block in blocks]
+        block_names = [DENSE_BLOCK] if config.kind.is_dense else [block.name for block in blocks]
+        order = parameter_order(model, names, blocks)
+        size = sum(block.size for block in blocks)
+        return cls(names, blocks, replay_modules, order, block_names, size)
+
+    def verified(
+        self, tap: Tap, model: nn.Module, config: CurvatureConfig, x: Inputs
+    ) -> "ParameterBlocks":
+        """Compare the blocks with autograd on an example or two, and return those that hold.
+
+        A general selection, such as `"all"`, leaves out parameters that the outputs do not depend
+        on, with a warning.
+        """
+        resolved = resolve(tap, self.names, x, config.joint, config.sharing)
+        names = self.names
+        replay_modules = resolved.calls
+        if config.params == SUPPORTED and replay_modules:
+            names = [name for name in names if name not in replay_modules]
+            replay_modules = {}
+        if resolved.unused:
+            names = [name for name in names if name not in resolved.unused]
+            reason = (
+                f"The outputs do not depend on {list(resolved.unused)} by differentiable "
+                "operations (an unused branch, `detach`, `no_grad`)"
+            )
+            is_general = isinstance(config.params, str) and config.params != LAST_LAYER
+            if not is_general or not names:
+                raise ValueError(f"{reason}. Leave them out: {leaving_out(resolved.unused)}.")
+            warn(
+                f"{reason}, so they are left out of the posterior. To avoid this warning, pass "
+                f"{leaving_out(resolved.unused)}, or freeze them with requires_grad_(False)."
+            )
+        if not names:
+            raise ValueError(
+                f"params={config.params!r} selects no usable parameter: none of them belongs to a "
+                "supported layer."
+            )
+        if names == self.names and dict(replay_modules) == dict(self.replay_modules):
+            return self
+        return ParameterBlocks.selected(model, replace(config, params=names), x, replay_modules)
+
+    def flattened(self, model: nn.Module) -> Float[Tensor, " parameters"]:
+        """Return the present values, `[D]`, in the model's order, in single precision or wider."""
+        values = []
+        for name in self.names:
+            value = model.get_parameter(name).detach().flatten()
+            values.append(value.to(wide(value.dtype)))
+        return torch.cat(values)

@@ -1,0 +1,162 @@
+"""A fit that is ready to run: the parameters checked on an example, and the network around them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.kinds import FisherType
+from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.losses.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Likelihood,
+    MultiLabel,
+)
+from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.network.dataset_size import TrainingSize
+from laplace_debias.curvature.network.inputs import Inputs, call, move, take
+from laplace_debias.curvature.network.outputs import warn_of_probabilities, warn_of_sigmoid
+from laplace_debias.curvature.network.selection import LAST_LAYER
+from laplace_debias.curvature.network.shadow import kept_as_it_is, usable
+from laplace_debias.laplace.curvature_config import CurvatureConfig
+from laplace_debias.laplace.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.state import FittedPosterior, Unfitted
+from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import warn
+
+_NUM_CHECKED = 4  # examples of the first batch
+_MANY_COLUMNS = 1_000  # of `fisher="exact"`, from which on a warning recommends `"mc"`
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedFit:
+    """A fit before its passes over the data.
+
+    Attributes:
+        before: The state that the fit replaces; its prior, temperature and link stay.
+        parameters: The Bayesian parameters, checked on an example.
+        context: The network with its blocks, as the passes run it.
+        size: N, the number of training examples.
+        mode: The name of the fitting scheme.
+    """
+
+    before: Unfitted | FittedPosterior
+    parameters: ParameterBlocks
+    context: FitContext
+    size: TrainingSize
+    mode: str
+
+    @property
+    def config(self) -> CurvatureConfig:
+        """What the fit computes."""
+        return self.before.config
+
+
+def examine(
+    before: Unfitted | FittedPosterior,
+    selected: ParameterBlocks | None,
+    stream: Stream,
+    fisher: FisherType,
+) -> tuple[ParameterBlocks, FitContext]:
+    """Find the Bayesian parameters, check them on the first batch, and set up the network.
+
+    Args:
+        before: The model and the options of the fit.
+        selected: The parameters that the model's structure shows; None to find them by an example.
+        stream: Checked pairs, of which the first is looked at and not lost.
+        fisher: The Fisher matrix, seeded.
+    """
+    usable(before.spec.model)
+    parameters, tap = _parameters_on_an_example(before, selected, stream)
+    config, blocks = before.config, parameters.blocks
+    backend = choose_backend(before.spec.plain_model, config.backend, blocks)(tap, blocks)
+    likelihood = NegativeLogLikelihood(before.spec.likelihood)
+    context = FitContext(
+        cotangents=Cotangents(likelihood, fisher, before.spec.class_dim),
+        blocks=blocks,
+        backend=backend,
+        factor_dtype=config.factor_dtype,
+        memory_bound=config.memory_bound,
+        ranks=current(),
+    )
+    return parameters, context
+
+
+def _parameters_on_an_example(
+    before: Unfitted | FittedPosterior, selected: ParameterBlocks | None, stream: Stream
+) -> tuple[ParameterBlocks, Tap]:
+    """Return the parameters as the first batch confirms them, and a tap where they are measured.
+
+    A process without examples looks at those of the first process that has some.
+    """
+    spec, config = before.spec, before.config
+    first = _first_batch(stream)
+    x, y, *_ = first[0]
+    inputs = move(x, before.device, None)
+    targets = y.to(before.device)
+    plain = spec.plain_model
+    if selected is None or config.params == LAST_LAYER:
+        selected = ParameterBlocks.selected(plain, config, inputs)
+        if before.parameters is not None and before.parameters.names != selected.names:
+            raise ValueError(
+                f'params="last_layer" was {before.parameters.names}, but now the outputs come '
+                f"from {selected.names}. The model has changed: build a new Laplace."
+            )
+    tap = Tap(spec.network(selected.names))
+    check_first_batch(tap.network, spec.likelihood, inputs, targets, spec.class_dim, config.fisher)
+    return selected.verified(tap, plain, config, inputs), tap
+
+
+def _first_batch(stream: Stream) -> list[tuple[Tensor, ...]]:
+    ranks, first = current(), stream.first
+    has_first = ranks.exchange(bool(first))
+    if True not in has_first:
+        raise ValueError("The data holds no example. Pass a loader with at least one batch.")
+    if False in has_first:
+        first_of_another_rank = ranks.from_rank(first, has_first.index(True))
+        return first or first_of_another_rank
+    return first
+
+
+def check_first_batch(
+    network: nn.Module,
+    likelihood: Likelihood,
+    x: Inputs,
+    y: Tensor,
+    class_dim: int | None,
+    fisher: FisherType,
+) -> None:
+    """Run a few examples: check where the classes are, and warn if the outputs are no logits."""
+    with torch.no_grad(), kept_as_it_is(network.modules()):
+        outputs = call(network, take(x, slice(0, _NUM_CHECKED)))
+    shape = torch.Size((len(y), *outputs.shape[1:]))
+    # One batch is enough, since the others have the same model.
+    fits_both = len(shape) > 2 and y.shape == shape[:-1] == shape[:1] + shape[2:]
+    if class_dim is None and fits_both and shape[1] > 1:
+        raise ValueError(
+            f"Outputs of shape {tuple(shape)} with targets of shape {tuple(y.shape)} may "
+            "have the classes in the last dimension or in dimension 1. Say which: "
+            "Laplace(..., class_dim=-1) for [B, ..., C], class_dim=1 for [B, C, ...]."
+        )
+    if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
+        warn(
+            "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= (--sigma) "
+            "in the targets' units, or tune it after the fit, as la.tune(validation_loader) does, "
+            "or la.tune_evidence(sigma=True)."
+        )
+    if isinstance(likelihood, Categorical):
+        warn_of_probabilities(outputs)
+        num_columns = outputs.shape[1:].numel()
+        if fisher.kind == "exact" and outputs.ndim > 2 and num_columns > _MANY_COLUMNS:
+            warn(
+                f'fisher="exact" needs {num_columns:,} backward passes per example (one per class '
+                'and position). Laplace(..., fisher="mc") needs one.'
+            )
+    if isinstance(likelihood, Bernoulli | MultiLabel):
+        warn_of_sigmoid(network, outputs)

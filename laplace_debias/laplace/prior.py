@@ -1,0 +1,90 @@
+"""The Gaussian prior over the Bayesian parameters."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.system.checks import real
+
+# One number, or one per block.
+PriorPrecision = float | Tensor
+# One number, or one per Bayesian parameter [D].
+PriorMean = float | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Prior:
+    """The prior N(μ, diag(δ)⁻¹).
+
+    Attributes:
+        precision: δ, one number or one per block, in units of one over parameter squared; float64.
+        mean: μ, one number or one per Bayesian parameter, float64; None for zero.
+    """
+
+    precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
+    mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
+
+    @classmethod
+    def checked(cls, precision: Any, mean: Any, device: torch.device) -> "Prior":
+        """Read a prior from a user's numbers; `fitting` compares it with the parameters."""
+        return cls(prior_precision_from(precision, device), prior_mean_from(mean, device))
+
+    def fitting(self, num_blocks: int, num_parameters: int) -> "Prior":
+        """Return the prior of so many blocks and parameters; a mean of zero becomes None."""
+        check_prior_precision(self.precision, num_blocks)
+        if self.mean is None:
+            return self
+        if self.mean.shape not in ((), (num_parameters,)):
+            raise ValueError(
+                f"prior_mean must be one number, or one for each of the {num_parameters} Bayesian "
+                f"parameters in the order of param_names, got shape {tuple(self.mean.shape)}."
+            )
+        return self if self.mean.any() else replace(self, mean=None)
+
+    def to(self, device: torch.device) -> "Prior":
+        """Move the prior to a device."""
+        mean = None if self.mean is None else self.mean.to(device)
+        return Prior(self.precision.to(device), mean)
+
+
+def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[float]:
+    """Require one positive finite number, or one per block, and return them as a list."""
+    if prior_precision.shape not in ((), (num_blocks,)):
+        raise ValueError(
+            f"The prior precision must be one number or one for each of the {num_blocks} blocks, "
+            f"got shape {tuple(prior_precision.shape)}."
+        )
+    values: list[float] = prior_precision.detach().double().reshape(-1).tolist()
+    for value in values:
+        if not 0 < value < math.inf:
+            raise ValueError(
+                f"The prior precision must be positive and finite, got {prior_precision.tolist()}. "
+                "To approach a flat prior, pass a small number, such as 1e-6."
+            )
+    return values
+
+
+def prior_precision_from(value: Any, device: torch.device) -> Tensor:
+    """Read a prior precision, one number or several, as float64."""
+    precision = real(value, "prior_precision", device).detach().clone()
+    # As long as there are no blocks, their number is not known.
+    check_prior_precision(precision, precision.numel())
+    return precision
+
+
+def prior_mean_from(value: Any, device: torch.device) -> Tensor:
+    """Read a prior mean, one finite number or several, as float64."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise TypeError(
+            "prior_mean must be a number or a tensor [D] in the order of param_names, got "
+            f"{type(value).__name__}. To join the entries of a state_dict, use "
+            "torch.cat([state[name].flatten() for name in la.param_names])."
+        )
+    mean = real(value, "prior_mean", device).detach().clone()
+    if not mean.isfinite().all():
+        raise ValueError("prior_mean holds NaN or Inf. Check where it comes from.")
+    return mean

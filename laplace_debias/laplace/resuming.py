@@ -1,0 +1,97 @@
+"""Resumed fits: which fits can be resumed, and which checkpoints are those of the same fit."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from laplace_debias.curvature.fits.checkpoint import check_folder
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.shadow import fingerprint
+from laplace_debias.laplace.file import likelihood_to_json
+from laplace_debias.laplace.prepared import PreparedFit
+
+_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def check_resumable(
+    folder: Path,
+    fisher: str,
+    generator: torch.Generator | None,
+    sources: Sequence[Batches],
+) -> None:
+    """Require, before any work, that a repeated fit reads the same batches in the same order."""
+    check_folder(folder)
+    seed_advice = "pass the same generator=torch.Generator().manual_seed(0) every time"
+    if generator is None and fisher == "mc":
+        raise ValueError(
+            f'resume= with fisher="mc" needs the same labels again. To draw them, {seed_advice}.'
+        )
+    for source in sources:
+        if not isinstance(source, DataLoader):
+            continue
+        samplers = [source.sampler, getattr(source.batch_sampler, "sampler", None)]
+        random_samplers = [s for s in samplers if isinstance(s, _RANDOM_SAMPLERS)]
+        has_own_generator = any(s.generator is not None for s in random_samplers)
+        if random_samplers and (generator is None or has_own_generator):
+            raise ValueError(
+                "resume= needs the same batches again, but this loader shuffles by itself. Remove "
+                f"generator= from the loader, and {seed_advice}."
+            )
+
+
+def fit_identity(
+    prepared: PreparedFit, generator: torch.Generator | None, folds: int | None
+) -> dict[str, Any]:
+    """Collect what makes two fits the same, as plain data."""
+    spec, config, context = prepared.before.spec, prepared.config, prepared.context
+    state = b"" if generator is None else generator.get_state().numpy().tobytes()
+    # Objects without a text of their own show their address.
+    structure = re.sub(r" at 0x[0-9a-f]+", "", str(spec.plain_model))
+    return {
+        "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
+        "parameters and buffers": fingerprint(spec.plain_model, ()),
+        "likelihood": _likelihood_identity(prepared),
+        "blocks": {block.name: list(block.shape) for block in context.blocks},
+        "curvature": config.kind.name,
+        "rank": config.kind.rank,
+        "fisher": str(config.fisher),
+        "factor_dtype": str(config.factor_dtype),
+        "joint": str(config.joint),
+        "sharing": str(config.sharing),
+        "memory_bound": str(config.memory_bound),
+        "class_dim": str(spec.class_dim),
+        "generator": hashlib.blake2b(state, digest_size=8).hexdigest(),
+        "backend": type(context.backend).__name__,
+        "device": context.device.type,
+        "dtype": str(context.dtype),
+        "number of processes": context.ranks.size,
+        # Other numbers of threads and processors round sums and eigenvectors in another way.
+        "threads": torch.get_num_threads(),
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "version of laplace-debias": _package_version(),
+        "version of torch": torch.__version__,
+        "mode": prepared.mode,
+        "num_data": prepared.size.num_data,
+        "folds": folds,
+    }
+
+
+def _likelihood_identity(prepared: PreparedFit) -> Any:
+    likelihood = prepared.before.spec.likelihood
+    try:
+        return likelihood_to_json(likelihood, own=True)
+    except ValueError:
+        return type(likelihood).__qualname__
+
+
+def _package_version() -> str:
+    try:
+        return version("laplace-debias")
+    except PackageNotFoundError:  # run from its source
+        return "unknown"

@@ -1,0 +1,225 @@
+"""The state of a `Laplace`: before a fit, and fitted."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layers.backends import choose_backend
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.selection import LAST_LAYER
+from laplace_debias.curvature.network.shadow import Watch, plain_names
+from laplace_debias.laplace.curvature_config import CurvatureConfig
+from laplace_debias.laplace.fit_report import FitReport
+from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.laplace.model_spec import ModelSpec
+from laplace_debias.laplace.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.prior import Prior, check_prior_precision
+from laplace_debias.system.checks import real
+
+
+@dataclass(frozen=True, eq=False)
+class Unfitted:
+    """A model that has a prior but no posterior yet.
+
+    Attributes:
+        spec: The model and its likelihood.
+        config: What a fit computes.
+        parameters: The Bayesian parameters; None if only running an example finds them.
+        prior: The prior of the first fit.
+        temperature: T of the likelihood.
+        link: How logits become probabilities; None for the default.
+    """
+
+    spec: ModelSpec
+    config: CurvatureConfig
+    parameters: ParameterBlocks | None
+    prior: Prior
+    temperature: float
+    link: Link | None = None
+
+    def changed(self, prior: Prior | None = None, **fields: Any) -> "Unfitted":
+        """Return the state with another prior, temperature or link."""
+        if prior is not None and self.parameters is not None:
+            prior = prior.fitting(len(self.parameters.block_names), self.parameters.size)
+        return replace(self, prior=prior or self.prior, **fields)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the Bayesian parameters."""
+        names = None if self.parameters is None else self.parameters.names
+        return self.spec.first_parameter(names).device
+
+
+@dataclass(frozen=True, eq=False)
+class FittedPosterior:
+    """A posterior with its model, and with what predictions and files need of the fit.
+
+    Attributes:
+        spec: The model and its likelihood.
+        config: What the fit computed.
+        parameters: The Bayesian parameters and their blocks.
+        posterior: The Gaussian, which owns the prior and the temperature.
+        nll: The loss of the N examples, summed, in nats.
+        frozen_fingerprint: A number for each tensor of the model that is not Bayesian.
+        mode: The name of the fitting scheme.
+        num_targets: For a `Gaussian` likelihood and a curvature that is proportional to σ⁻², how
+            many numbers the targets of the N examples hold.
+        link: How logits become probabilities; None for the default.
+        watch: Detects changes of the tensors that are not Bayesian.
+        report: How far a fit of `mode="auto"` is from that of all the data.
+    """
+
+    spec: ModelSpec
+    config: CurvatureConfig
+    parameters: ParameterBlocks
+    posterior: GaussianPosterior
+    nll: float
+    frozen_fingerprint: dict[str, int]
+    mode: str | None
+    num_targets: float | None = None
+    link: Link | None = None
+    watch: Watch = field(default_factory=Watch, repr=False)
+    report: FitReport | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.nll):
+            raise ValueError(
+                f"The loss, summed over {self.posterior.num_data} examples, is {self.nll}. Targets "
+                "are too far from the outputs for the likelihood (regression: in units of sigma). "
+                "Check both, or convert the model to a wider dtype."
+            )
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the model's outputs."""
+        return self.spec.likelihood
+
+    @property
+    def prior(self) -> Prior:
+        """The posterior's prior."""
+        return self.posterior.prior
+
+    @property
+    def temperature(self) -> float:
+        """T of the likelihood, in the posterior."""
+        return self.posterior.temperature
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the Bayesian parameters."""
+        return self.spec.first_parameter(self.parameters.names).device
+
+    def network(self) -> nn.Module:
+        """Copy the model's modules around its own parameters; see `ModelSpec.network`."""
+        return self.spec.network(self.parameters.names)
+
+    def changed(
+        self,
+        prior: Prior | None = None,
+        temperature: float | None = None,
+        **fields: Any,
+    ) -> "FittedPosterior":
+        """Return the state with another prior, temperature, link or report."""
+        posterior_fields: dict[str, Any] = {}
+        if prior is not None:
+            num_blocks = len(self.parameters.block_names)
+            posterior_fields["prior"] = prior.fitting(num_blocks, self.parameters.size)
+        if temperature is not None:
+            posterior_fields["temperature"] = temperature
+        if posterior_fields:
+            fields["posterior"] = self.posterior.changed(**posterior_fields)
+        return replace(self, **fields)
+
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | float | None = None
+    ) -> Float[Tensor, ""]:
+        """Compute the Laplace approximation of log p(D), float64, differentiable in δ.
+
+        Args:
+            prior_precision: δ, one number or one per block; None for the prior's.
+        """
+        posterior = self.posterior
+        delta = posterior.prior.precision if prior_precision is None else prior_precision
+        delta = real(delta, "prior_precision", posterior.mean.device)
+        check_prior_precision(delta.detach(), len(self.parameters.block_names))
+        normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
+        return (
+            -self.nll / posterior.temperature
+            + posterior.log_prior(delta)
+            + normaliser
+            - 0.5 * posterior.log_det_precision(delta)
+        )
+
+
+def initial_state(
+    spec: ModelSpec,
+    config: CurvatureConfig,
+    *,
+    prior_precision: Any = 1.0,
+    prior_mean: Any = 0.0,
+    temperature: Any = 1.0,
+    replay_modules: Mapping[str, Sequence[str]] | None = None,
+) -> Unfitted:
+    """Check the options of a `Laplace` against its model, and select the Bayesian parameters.
+
+    Args:
+        spec: The model and its likelihood.
+        config: What a fit computes; names of parameters may be those of a wrapped model.
+        prior_precision: δ, one number or one per block.
+        prior_mean: μ, one number or one per parameter.
+        temperature: T of the likelihood.
+        replay_modules: For a fit that is known, `ParameterBlocks.replay_modules`.
+    """
+    plain = spec.plain_model
+    if isinstance(config.params, (list, tuple)):
+        config = replace(config, params=plain_names(spec.model, config.params))
+    is_frozen = not any(parameter.requires_grad for parameter in plain.parameters())
+    parameters = None
+    if config.params != LAST_LAYER or is_frozen:
+        parameters = ParameterBlocks.selected(plain, config, None, replay_modules)
+    config = replace(config, backend=_checked_backend(config.backend, spec))
+    names = None if parameters is None else parameters.names
+    device = spec.first_parameter(names).device
+    prior = Prior.checked(prior_precision, prior_mean, device)
+    if parameters is not None:
+        prior = prior.fitting(len(parameters.block_names), parameters.size)
+    return Unfitted(spec, config, parameters, prior, checked_temperature(temperature))
+
+
+def _checked_backend(backend: str, spec: ModelSpec) -> str:
+    """Return the backend for a model, and raise if it cannot serve it."""
+    if spec.class_dim not in (None, -1):
+        if backend == "backpack":
+            raise NotImplementedError(
+                "BackPACK cannot be combined with class_dim=, which moves the outputs' dimensions. "
+                "Use backend='hooks' or 'auto', or put the classes last in the model."
+            )
+        if backend == "auto":
+            backend = "hooks"
+    if backend not in ("auto", "hooks"):  # These two serve every model.
+        choose_backend(spec.plain_model, backend)
+    return backend
+
+
+def checked_temperature(value: Any) -> float:
+    """Read T of the likelihood, one positive finite number."""
+    temperature = real(value, "temperature")
+    if temperature.ndim:
+        raise TypeError(f"temperature must be one number, got {temperature.tolist()}.")
+    if not 0 < float(temperature) < math.inf:
+        raise ValueError(
+            f"temperature must be positive and finite, got {float(temperature)}. Use 1 for the "
+            "posterior itself, less for one that is more certain."
+        )
+    return float(temperature)
+
+
+def checked_link(value: Any, likelihood: Likelihood) -> Link | None:
+    """Read a link by its name, or as it is; None for the default."""
+    return None if value is None else link_from(value, likelihood)
