@@ -312,7 +312,7 @@ def test_what_cannot_be_repeated_is_refused_before_work(folder, options, batches
 
 def test_a_loader_that_shuffles_by_a_generator_of_its_own_is_refused(folder):
     own = DataLoader(data(), batch_size=BATCH, shuffle=True, generator=generator())
-    with pytest.raises(ValueError, match="shuffles by itself. Remove generator= from the loader"):
+    with pytest.raises(ValueError, match=r"shuffles by itself\. Remove generator= from the loader"):
         fit(own, folder)
     assert not folder.exists()
 
