@@ -12,6 +12,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.fits import dense as whole
 from laplace_debias.laplace import posterior
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.prior import Prior
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LowRankPlusDiagonal
 
 CURVATURES = ["kfac", "ekfac", "diag", "lowrank", "full"]
@@ -139,7 +140,7 @@ def made(of_blocks, num_data=10, prior_precision=1.0, mean=None):
     }
     delta = torch.as_tensor(prior_precision, dtype=torch.float64)
     mean = torch.zeros(10) if mean is None else mean
-    return GaussianPosterior(mean, BlockDiagonal(blocks), num_data, delta)
+    return GaussianPosterior(mean, BlockDiagonal(blocks), num_data, Prior(delta))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

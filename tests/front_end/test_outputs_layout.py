@@ -259,7 +259,7 @@ def test_a_dimension_that_the_outputs_do_not_have_is_refused(class_dim):
 
 
 def test_backpack_and_another_layout_are_refused():
-    with pytest.raises(NotImplementedError, match=r"class_dim= .* backend='hooks'"):
+    with pytest.raises(NotImplementedError, match=r"class_dim=.* backend='hooks'"):
         Laplace(build(), class_dim=1, backend="backpack")
 
 
