@@ -1,4 +1,4 @@
-"""What a fit computes: which parameters are Bayesian, and how their curvature is taken."""
+"""Options of a fit: which parameters are Bayesian, and how their curvature is computed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

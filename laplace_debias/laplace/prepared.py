@@ -54,7 +54,7 @@ class PreparedFit:
 
     @property
     def config(self) -> CurvatureConfig:
-        """What the fit computes."""
+        """The options of the fit."""
         return self.before.config
 
 
