@@ -11,7 +11,7 @@ from benchmarks.settings import Settings
 from benchmarks.timing import Run
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.sums import factor_sums
+from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
@@ -19,6 +19,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.curvature.network.selection import select_parameters
 from laplace_debias.curvature.network.shadow import shadow
 
@@ -51,7 +52,7 @@ def factors(
         problem = problem_of(settings.model(), fisher, backend, dtype)
 
         def run(size: int) -> object:
-            return factor_sums(problem, [settings.data(size)])
+            return factor_sums(problem, Fold.consecutive([settings.data(size)]))
 
         return run
 

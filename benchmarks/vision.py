@@ -13,7 +13,8 @@ from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.sums import eigenbases, factor_sums
+from laplace_debias.curvature.fits.eigenbases import eigenbases
+from laplace_debias.curvature.fits.factor_sums import factor_sums
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
@@ -21,6 +22,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.curvature.network.shadow import shadow
 
 UNIT = "s"
@@ -114,7 +116,7 @@ def _factors(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
         problem = _problem(settings)
         # A fit looks at its model before the first batch alone.
-        return lambda size: factor_sums(problem, [settings.data(size)], first=1)
+        return lambda size: factor_sums(problem, Fold.consecutive([settings.data(size)]), first=1)
 
     return build
 
@@ -122,7 +124,7 @@ def _factors(settings: VisionSettings) -> Callable[[], Run]:
 def _eigenbases(settings: VisionSettings) -> Callable[[], Run]:
     def build() -> Run:
         problem = _problem(settings)
-        sums, seen = factor_sums(problem, [settings.data(_size(settings))])
+        sums, seen = factor_sums(problem, Fold.consecutive([settings.data(_size(settings))]))
         return lambda _: eigenbases(problem, dict(sums), seen.num_examples)
 
     return build

@@ -55,7 +55,7 @@ def fit(
             return build_posterior(prepared, scheme.fit(prepared))
         identity = fit_identity(prepared, generator, getattr(scheme, "folds", None))
         context = prepared.context
-        checkpoint = Checkpoint(resume, identity, context.device, context.ranks)
+        checkpoint = Checkpoint(resume, identity, context.ranks)
         prepared = replace(prepared, context=replace(context, checkpoint=checkpoint))
         fitted = build_posterior(prepared, scheme.fit(prepared))
         checkpoint.remove()

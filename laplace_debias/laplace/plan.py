@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.dense import KEPT_ROWS, sweep_rows
-from laplace_debias.curvature.fits.directions import Rows, ekfac_magnitudes
-from laplace_debias.curvature.fits.sums import factor_sums
-from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.dense import KEPT_ROWS, RowAccumulator
+from laplace_debias.curvature.fits.directions import GramFactor
+from laplace_debias.curvature.fits.factor_sums import factor_sums
+from laplace_debias.curvature.fits.kfac import SquaredGradients, coordinate_axes
 from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, Fold
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.prepared import examine
@@ -317,28 +318,44 @@ class _Chunk(NamedTuple):
     few: NumRows = _NO_ROWS
 
 
-def _run(problem: FitContext, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) -> _Chunk:
-    """Run the passes over one batch, and let go of what they give."""
-    rows: list[int] = []
+class _CountedRows(RowAccumulator):
+    """Counts the bytes of all Jacobian rows, and keeps none."""
 
+    num_bytes = 0
+
+    def add_rows(self, rows: Tensor) -> None:
+        """Count the bytes of rows."""
+        self.num_bytes += rows.nbytes
+
+
+class _DroppedSquares(SquaredGradients):
+    """Measures the squares along directions, and adds them to nothing."""
+
+    def add(self, block: Block, measured: Tensor) -> None:
+        """Drop the squares."""
+
+
+def _run(problem: FitContext, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) -> _Chunk:
+    """Run the passes over one batch, and drop their results."""
+    data = Fold.consecutive([batch])
     if kind.is_dense:
-        keep = partial(sweep_rows, problem, [batch], lambda of_chunk: rows.append(of_chunk.nbytes))
-        beside, seconds, _ = _measured(keep, problem.device)
-        return _Chunk(beside, sum(rows) // 2, seconds)  # It ran twice.
+        counted = _CountedRows(problem, None)
+        beside, seconds, _ = _measured(partial(DataPass(counted).run, data), problem.device)
+        return _Chunk(beside, counted.num_bytes // 2, seconds)  # It ran twice.
     beside, seconds, few = 0, 0.0, {}
     if kind.name != "diag":
-        run = partial(factor_sums, problem, [batch])
+        run = partial(factor_sums, problem, data)
         beside, seconds, (sums, _) = _measured(run, problem.device)
         for block, of_block in sums.items():
             few[block] = [
-                len(f.rows) if isinstance(f, Rows) and f.has_thin_directions else None
+                len(f.rows) if isinstance(f, GramFactor) and f.has_thin_directions else None
                 for f in of_block
             ]
-            beside -= sum((f.rows if isinstance(f, Rows) else f).nbytes for f in of_block)
+            beside -= sum((f.rows if isinstance(f, GramFactor) else f).nbytes for f in of_block)
     if kind.name != "kfac":
-        along_axes = partial(ekfac_magnitudes, U_G=None, U_A=None)
-        exact = Sweep(problem, lambda *_: None, along_axes)
-        of_pass, more, _ = _measured(partial(exact.over, [batch]), problem.device)
+        axes = {block: coordinate_axes() for block in problem.blocks}
+        exact = DataPass(_DroppedSquares(problem, axes))
+        of_pass, more, _ = _measured(partial(exact.run, data), problem.device)
         beside, seconds = max(beside, of_pass), seconds + more
     return _Chunk(beside, 0, seconds, few)
 

@@ -1,6 +1,5 @@
 """Examples that a fit in rounds reads: all go forward, those that are drawn go backward."""
 
-import operator
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -12,12 +11,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import Factor, Rows
-from laplace_debias.curvature.fits.sums import FactorSums, ForwardPasses, RunningSums, factor_sums
+from laplace_debias.curvature.fits.directions import Factor, GramFactor
+from laplace_debias.curvature.fits.factor_sums import (
+    FactorAccumulator,
+    FactorSums,
+    ForwardPasses,
+    factor_sums,
+)
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.network.batches import Fold, Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
 from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
 from laplace_debias.curvature.network.shards import FAR
@@ -85,7 +89,7 @@ class _Fold:
         scale = mean * self.num_read / self.weighed
         found: FactorSums = {}
         for block, G in self.gradients.items():
-            like = G.rows if isinstance(G, Rows) else G
+            like = G.rows if isinstance(G, GramFactor) else G
             ones = like.new_full((*block.groups, 1, 1), self.num_read)
             found[block] = G * scale, self.inputs.get(block, ones)
         return found
@@ -146,7 +150,7 @@ class Reading:
 
     def _read(self, target: int) -> None:
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]] = [[] for _ in self.folds]
-        inputs = [RunningSums(self.problem) for _ in self.folds]
+        inputs = [FactorAccumulator(self.problem) for _ in self.folds]
         num_drawn, ranks = torch.zeros(len(self.folds), dtype=torch.long), self.problem.ranks
         before = [fold.num_read for fold in self.folds]
         while self.num_drawn + int(num_drawn.sum()) < target:
@@ -161,7 +165,7 @@ class Reading:
         for k, fold in enumerate(self.folds):
             of_fold = inputs.pop(0)
             if fold.num_read > before[k]:
-                fold.inputs = _added(fold.inputs, of_fold.owned(1))
+                fold.inputs = _added(fold.inputs, of_fold.reduce_side(1))
             if num_drawn[k]:
                 # Labels of processes are drawn by numbers far from each other's.
                 first = FAR * ranks.rank + self.num_drawn
@@ -173,7 +177,7 @@ class Reading:
         self,
         pair: tuple[Any, ...] | None,
         sizes: Sequence[int],
-        inputs: Sequence[RunningSums],
+        inputs: Sequence[FactorAccumulator],
         drawn: list[list[tuple[Inputs, Tensor, Tensor]]],
     ) -> Int[Tensor, " folds"]:
         """Draw examples of all processes' batches, of which every fourth belongs to a fold."""
@@ -212,25 +216,30 @@ class Reading:
         return fold_of[is_drawn].bincount(minlength=len(self.folds))
 
 
-def _joined(
-    parts: Sequence[tuple[Inputs, Tensor, Tensor]],
-) -> list[tuple[Inputs, Tensor, Tensor]]:
-    """Drawn examples as one batch, if they are alike."""
+def _joined(parts: Sequence[tuple[Inputs, Tensor, Tensor]]) -> Fold:
+    """Drawn examples as one batch, if all have the same shapes."""
     if not parts:
-        return []
+        return Fold.consecutive([])
     xs, ys, weights = (list(of) for of in zip(*parts, strict=True))
     shapes = {tuple(t.shape[1:] for t in (*tensors_of(x), y)) for x, y, _ in parts}
     if len(shapes) > 1:
-        return list(parts)
-    return [(join(xs), torch.cat(ys), torch.cat(weights))]
+        return Fold.consecutive(parts)
+    return Fold.consecutive([(join(xs), torch.cat(ys), torch.cat(weights))])
 
 
 def _added(total: Factors, more: Factors) -> Factors:
     """Sums of factors, of the blocks of both."""
+    sums: Factors = {}
+    for block, factor in more.items():
+        sums[block] = _sum_factors(total[block], factor) if block in total else factor
+    return sums
 
-    def both(a: Factor, b: Factor) -> Factor:
-        if isinstance(a, Rows) and isinstance(b, Rows):
-            return a + b
-        return operator.add(*(f.rows.mT @ f.rows if isinstance(f, Rows) else f for f in (a, b)))
 
-    return {b: both(total[b], of) if b in total else of for b, of in more.items()}
+def _sum_factors(first: Factor, second: Factor) -> Factor:
+    if isinstance(first, GramFactor) and isinstance(second, GramFactor):
+        return first + second
+    return _matrix(first) + _matrix(second)
+
+
+def _matrix(factor: Factor) -> Tensor:
+    return factor.rows.mT @ factor.rows if isinstance(factor, GramFactor) else factor

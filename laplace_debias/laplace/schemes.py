@@ -13,7 +13,7 @@ from laplace_debias.curvature.fits.crossfit import fit_crossfit
 from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fit_low_rank
 from laplace_debias.curvature.fits.kfac import FITS
 from laplace_debias.curvature.kinds import CurvatureKind
-from laplace_debias.curvature.network.batches import Batches, Pairs, Stream
+from laplace_debias.curvature.network.batches import Batches, FitData, Fold, Pairs, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize, check_sampler
 from laplace_debias.curvature.network.shards import check_shared
 from laplace_debias.laplace.prepared import PreparedFit
@@ -29,14 +29,17 @@ OpenStream = Callable[[Batches, str], Stream]
 def fit_curvature(
     kind: CurvatureKind,
     context: FitContext,
-    directions: Pairs,
-    magnitudes: Pairs | None = None,
+    directions: FitData | Pairs,
+    magnitudes: FitData | Pairs | None = None,
     num_folds: int | None = None,
 ) -> CurvatureFit:
     """Fit the curvature along directions from some data.
 
     Magnitudes come from other data, from the same or, with a number of folds, from held-out folds.
+    Data is what a scheme's `opened` made of it, or a list of pairs from that.
     """
+    directions = _with_indices(directions)
+    magnitudes = None if magnitudes is None else _with_indices(magnitudes)
     if kind.is_dense and num_folds is not None:
         return fit_crossfit_dense(context, directions, num_folds, kind.num_directions)
     if kind.name == "full":
@@ -51,6 +54,10 @@ def fit_curvature(
     if max_rank is None:
         return fit
     return replace(fit, curvature=fit.curvature.map(lambda _, block: block.leading(max_rank)))
+
+
+def _with_indices(data: FitData | Pairs) -> FitData:
+    return data if isinstance(data, FitData) else Fold.consecutive(list(data))
 
 
 @dataclass(frozen=True)

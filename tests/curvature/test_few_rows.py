@@ -10,7 +10,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import directions, factors
-from laplace_debias.curvature.fits.directions import Rows
+from laplace_debias.curvature.fits.directions import GramFactor
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
@@ -147,7 +147,7 @@ def test_eigenpairs_of_rows_are_those_of_the_matrix(monkeypatch, scale):
     keep_rows(monkeypatch)
     rows = torch.randn(6, 40).double() * torch.logspace(0, -5, 6).double()[:, None] * scale
     rows[5] = rows[:2].sum(0)
-    values, U = directions.eigh(Rows(rows))
+    values, U = directions.eigh(GramFactor(rows))
     A = (rows / scale).T @ (rows / scale)
     assert U.shape == (40, 5)
     assert values[-1] == 0
@@ -171,7 +171,7 @@ def test_layers_that_nothing_went_into_have_a_block_of_zeros(monkeypatch):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_rows_that_are_not_finite_are_refused(monkeypatch, bad):
     with pytest.raises(ValueError, match="factor A of head"):
-        directions.eigh(Rows(torch.full((2, 8), bad).double()), "factor A of head")
+        directions.eigh(GramFactor(torch.full((2, 8), bad).double()), "factor A of head")
 
 
 @pytest.mark.parametrize("groups", [1, 2])

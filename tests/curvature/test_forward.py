@@ -5,14 +5,19 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.directions import Factor, Rows
-from laplace_debias.curvature.fits.sums import ForwardPasses, RunningSums, factor_sums
+from laplace_debias.curvature.fits.directions import Factor, GramFactor
+from laplace_debias.curvature.fits.factor_sums import (
+    FactorAccumulator,
+    ForwardPasses,
+    factor_sums,
+)
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.curvature.network.shadow import shadow
 
 PAD = 0
@@ -79,7 +84,7 @@ NETWORKS = {
 
 
 def dense(factor: Factor) -> Tensor:
-    return factor.rows.mT @ factor.rows if isinstance(factor, Rows) else factor
+    return factor.rows.mT @ factor.rows if isinstance(factor, GramFactor) else factor
 
 
 @pytest.mark.parametrize("name", list(NETWORKS))
@@ -92,11 +97,11 @@ def test_input_factors_of_both_passes_agree(name: str):
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
     blocks = curvature_blocks(model, names)
     problem = FitContext(cotangents, blocks, Tap(shadow(model), blocks), torch.float64, None)
-    factors, _ = factor_sums(problem, [(x, y)])
-    inputs, forward = RunningSums(problem), ForwardPasses(problem)
+    factors, _ = factor_sums(problem, Fold.consecutive([(x, y)]))
+    inputs, forward = FactorAccumulator(problem), ForwardPasses(problem)
     outputs = [forward(x[part], y[part], inputs) for part in (slice(0, 2), slice(2, 6))]
     torch.testing.assert_close(torch.cat(outputs), model(x))
-    found = inputs.owned(1)
+    found = inputs.reduce_side(1)
     assert set(found) == {block for block in problem.blocks if not block.is_exact}
     for block, A in found.items():
         torch.testing.assert_close(dense(A), dense(factors[block][1]), rtol=1e-12, atol=1e-13)

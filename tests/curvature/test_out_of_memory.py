@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import sums
+from laplace_debias.curvature.fits import block_tensors, factor_sums
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.laplace.prepared import examine
 from laplace_debias.laplace.state import Unfitted
 
@@ -107,7 +108,7 @@ def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatc
     _, problem = examine(state, la._selected, stream, state.config.fisher)
     fits_up_to(monkeypatch, 0, MESSAGES[0])
     with pytest.raises(RuntimeError, match=r'1 example.*memory_bound=.*fisher="mc"'):
-        sums.factor_sums(problem, batches)
+        factor_sums.factor_sums(problem, Fold.consecutive(batches))
 
 
 def fails_at_block(monkeypatch, number):
@@ -158,7 +159,7 @@ def check_that_blocks_may_fail(model, batches, curvature, places, monkeypatch):
 
 def test_a_sum_that_is_broken_off_is_not_gone_on_with(case, monkeypatch):
     model, batches = case
-    original, calls = sums.add_to, []
+    original, calls = block_tensors.add_to, []
 
     def add_to(*arguments):
         calls.append(1)
@@ -166,7 +167,7 @@ def test_a_sum_that_is_broken_off_is_not_gone_on_with(case, monkeypatch):
             raise MESSAGES[0]
         return original(*arguments)
 
-    monkeypatch.setattr(sums, "add_to", add_to)
+    monkeypatch.setattr(factor_sums, "add_to", add_to)
     la = Laplace(model, backend="hooks")
     with pytest.raises(RuntimeError, match=r"13 example.*Nothing was fitted"):
         la.fit(batches)

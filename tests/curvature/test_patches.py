@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from laplace_debias.curvature.fits import factors
-from laplace_debias.curvature.fits.directions import Rows, moments
+from laplace_debias.curvature.fits.directions import GramFactor, moments
 from laplace_debias.curvature.fits.factors import input_factors
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.patches import has_displacements, patch_moments
@@ -44,7 +44,7 @@ def unfolded(layer, x, group):
 def input_factor(layer, block, *inputs):
     """A of one block as a matrix, also where there are few rows."""
     (factor,) = input_factors(layer, block, inputs)
-    return moments(factor.rows) if isinstance(factor, Rows) else factor
+    return moments(factor.rows) if isinstance(factor, GramFactor) else factor
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import sweep
+from laplace_debias.curvature.fits import chunks
 from laplace_debias.curvature.layers import tap
 from laplace_debias.laplace.functional import blocks
 
@@ -28,7 +28,7 @@ def test_slices_and_columns_of_a_gpu_give_the_same(monkeypatch):
     found = []
     for is_way_of_gpu in (False, True):
         if is_way_of_gpu:
-            monkeypatch.setattr(sweep, "_PARTS", {"cpu": 1})
+            monkeypatch.setattr(chunks, "_PARTS", {"cpu": 1})
             monkeypatch.setattr(tap, "CONVOLUTIONS", ())
             monkeypatch.setattr(blocks, "_SPLIT", {"cpu": 16})
         la, x, y = fitted("cpu")

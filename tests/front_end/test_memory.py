@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.fits import factor_sums
 from laplace_debias.curvature.fits import factors as measured
-from laplace_debias.curvature.fits import sweep
 
 
 @pytest.mark.slow
@@ -31,8 +31,8 @@ def test_a_debiased_fit_holds_one_blocks_factors_beside_the_posterior(monkeypatc
 
         return compute
 
-    monkeypatch.setattr(sweep, "gradient_factor", watched(measured.gradient_factor))
-    monkeypatch.setattr(sweep, "input_factors", watched(measured.input_factors))
+    monkeypatch.setattr(factor_sums, "gradient_factor", watched(measured.gradient_factor))
+    monkeypatch.setattr(factor_sums, "input_factors", watched(measured.input_factors))
     batches = [[(torch.randn(8, 5), torch.randint(3, (8,)))] for _ in range(2)]
     Laplace(model, params="weights").fit_batches(*batches)
     assert len(factors) == 2 * 2 * 5

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.fits import dense, sums
-from laplace_debias.curvature.fits.directions import Rows
+from laplace_debias.curvature.fits import data_pass, factor_sums
+from laplace_debias.curvature.fits.directions import GramFactor
 from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace import plan as plans
 from laplace_debias.laplace.plan import Tracked
@@ -88,15 +88,15 @@ def test_bytes_of_the_factors_are_those_of_the_sums(case, curvature, monkeypatch
     model, data = case
     la = Laplace(model, curvature=curvature)
     planned, found = la.plan(data).blocks, {}
-    original = sums.check_finite_sums
+    original = factor_sums.check_finite
 
     def look(factors):
         for block, factor in factors.items():
-            entries = factor.rows if isinstance(factor, Rows) else factor
+            entries = factor.rows if isinstance(factor, GramFactor) else factor
             found[block.name] = found.get(block.name, 0) + entries.nbytes
         original(factors)
 
-    monkeypatch.setattr(sums, "check_finite_sums", look)
+    monkeypatch.setattr(factor_sums, "check_finite", look)
     la.fit(data)
     assert {b.name: b.factors for b in planned} == found
 
@@ -170,7 +170,7 @@ def test_a_fit_whose_posterior_does_not_fit_is_refused_before_work(case, monkeyp
     la = Laplace(model, curvature="full")
     needed = la.plan(data).posterior
     monkeypatch.setattr(fits, "available_memory", lambda device: needed - 1)
-    monkeypatch.setattr(dense, "sweep_rows", None)
+    monkeypatch.setattr(data_pass, "ChunkRunner", None)
     with pytest.raises(
         ValueError, match=r"Nothing was fitted: the posterior of curvature='full' .*diag"
     ):

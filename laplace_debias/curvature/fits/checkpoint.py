@@ -11,10 +11,11 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.network.inputs import tensors_of
@@ -33,10 +34,81 @@ from laplace_debias.system.shown import warn
 EVERY = 60.0
 """Seconds after which a pass is saved again."""
 
-# What a pass sums, by name: from a block, or a text, to a tensor that is added to, or to a list of
-# tensors that are as good if they are joined along their first dimension.
-State = Mapping[str, Any]
 _IDENTITY = "fit.json"
+
+
+class Resumable(Protocol):
+    """Sums that can be saved and put back."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The sums by name."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Put the sums of `state_dict` back."""
+
+
+@dataclass(frozen=True)
+class PassState:
+    """The state of a pass over data after a batch, as a file has it.
+
+    Attributes:
+        num_batches: The number of batches that are in the sums.
+        digest: A digest of these batches.
+        totals: The totals of these batches.
+        sums: The sums by name.
+    """
+
+    num_batches: int
+    digest: str
+    totals: DataTotals
+    sums: Mapping[str, Tensor]
+
+    def write(self, path: Path) -> None:
+        """Write the state to a file, atomically."""
+        # The negative log-likelihood may be on a device.
+        totals = {**vars(self.totals), "nll": float(self.totals.nll)}
+        progress = {**totals, "num_batches": self.num_batches, "mark": self.digest}
+        with written_atomically(path) as temporary:
+            write_sealed(temporary, {"progress": json.dumps(progress)}, self.sums)
+
+    @classmethod
+    def read(cls, path: Path) -> "PassState":
+        """Read the state of a file.
+
+        Raises:
+            ValueError: If the file is damaged.
+        """
+        try:
+            texts, sums = read_sealed(path)
+        except DamagedFileError as error:
+            raise ValueError(
+                f"{path} is damaged ({error}): remove the folder, and fit anew."
+            ) from error
+        progress = json.loads(texts["progress"])
+        digest = progress.pop("mark")
+        num_batches = progress.pop("num_batches")
+        return cls(num_batches, digest, DataTotals(**progress), sums)
+
+
+class NoCheckpoint:
+    """The checkpoint of a fit that saves nothing."""
+
+    def begin(self, _: Resumable) -> DataTotals:
+        """Begin a pass, of which nothing was saved."""
+        return DataTotals()
+
+    def has(self, _: tuple[Any, ...]) -> bool:
+        """Whether the next batch is in the sums already: it is not."""
+        return False
+
+    def done(self, _: DataTotals, __: Callable[[], None]) -> None:
+        """Save nothing."""
+
+    def end(self) -> None:
+        """End the pass."""
+
+
+NO_CHECKPOINT = NoCheckpoint()
 
 
 class Checkpoint:
@@ -45,11 +117,11 @@ class Checkpoint:
     The processes make it together, and each saves its own sums.
     """
 
-    def __init__(
-        self, folder: Path, identity: Mapping[str, Any], device: torch.device, ranks: Ranks
-    ) -> None:
-        self._folder, self._device, self._ranks = check_folder(folder), device, ranks
-        self._number, path = 0, folder / _IDENTITY
+    def __init__(self, folder: Path, identity: Mapping[str, Any], ranks: Ranks) -> None:
+        self._folder = check_folder(folder)
+        self._ranks = ranks
+        self._number = 0
+        path = folder / _IDENTITY
         if ranks.rank == 0:
             now = json.dumps(identity, default=str)
             there = path.read_text(encoding="utf-8") if path.exists() else now
@@ -62,74 +134,59 @@ class Checkpoint:
                 temporary.write_text(now, encoding="utf-8")
         ranks.exchange(None)
 
-    def begin(self, sums: State, keys: Mapping[str, Any]) -> DataTotals:
-        """Begin the next pass: put what was saved back into `sums`; `keys` are its keys by name."""
+    def begin(self, sums: Resumable) -> DataTotals:
+        """Begin the next pass: put what was saved back into the sums, and return its totals."""
         self._number += 1
         self._path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"
-        self._sums, self._last = sums, time.monotonic()
-        self._read, self._digest = 0, hashlib.blake2b(digest_size=8)
-        self._saved, self._mark, seen = 0, "", DataTotals()
+        self._sums = sums
+        self._last_saved = time.monotonic()
+        self._num_read = 0
+        self._digest = hashlib.blake2b(digest_size=8)
+        state = PassState(0, "", DataTotals(), {})
         if self._path.exists():
-            try:
-                texts, tensors = read_sealed(self._path)
-            except DamagedFileError as error:
-                raise ValueError(
-                    f"{self._path} is damaged ({error}): remove the folder, and fit anew."
-                ) from error
-            told = json.loads(texts["progress"])
-            self._mark, self._saved = told.pop("mark"), told.pop("num_batches")
-            seen = DataTotals(**told)
-            for name, saved in tensors.items():
-                table, _, of = name.partition("/")
-                values, value = sums[table], saved.to(self._device)
-                if of.startswith("/"):
-                    # The list itself stays: the pass may hold it elsewhere, too.
-                    values.setdefault(keys.get(of[1:], of[1:]), [])[:] = [value]
-                else:
-                    values[keys.get(of, of)] = value
-        return seen
+            state = PassState.read(self._path)
+            sums.load_state_dict(state.sums)
+        self._num_saved = state.num_batches
+        self._saved_digest = state.digest
+        return state.totals
 
-    def has(self, pair: tuple[Any, ...]) -> bool:
-        """Whether the batch that was read next is in the sums already."""
-        self._read += 1
-        marks = [sum_of_bits(tensor) for tensor in (*tensors_of(pair[0]), *pair[1:])]
+    def has(self, batch: tuple[Any, ...]) -> bool:
+        """Whether the next batch is in the sums already.
+
+        Raises:
+            ValueError: If the batches up to this one are not those in the sums.
+        """
+        self._num_read += 1
+        marks = [sum_of_bits(tensor) for tensor in (*tensors_of(batch[0]), *batch[1:])]
         self._digest.update(str(marks).encode())
-        if self._read == self._saved and self._digest.hexdigest() != self._mark:
+        is_last_saved = self._num_read == self._num_saved
+        if is_last_saved and self._digest.hexdigest() != self._saved_digest:
             self._refuse("others are in the sums")
-        return self._read <= self._saved
+        return self._num_read <= self._num_saved
 
-    def done(self, seen: DataTotals, check: Callable[[], None]) -> None:
-        """Tell that the batch is in the sums; they are not saved if `check` raises.
+    def done(self, totals: DataTotals, check: Callable[[], None]) -> None:
+        """Save the sums, which the batch is in, once a minute; not if `check` raises.
 
         A disk that is full does not end the fit.
         """
-        if time.monotonic() - self._last < EVERY:
+        if time.monotonic() - self._last_saved < EVERY:
             return
         check()
-        # The nll may be on a device.
-        told = {**vars(seen), "nll": float(seen.nll), "num_batches": self._read}
-        texts = {"progress": json.dumps({**told, "mark": self._digest.hexdigest()})}
-        # By names: `table/block`, of what is joined `table//block`.
-        tensors = {}
-        for table, values in self._sums.items():
-            for key, value in values.items():
-                name = getattr(key, "name", key)
-                if not isinstance(value, list):
-                    tensors[f"{table}/{name}"] = value
-                elif value:
-                    tensors[f"{table}//{name}"] = torch.cat(value)
+        sums = self._sums.state_dict()
+        state = PassState(self._num_read, self._digest.hexdigest(), totals, sums)
         try:
-            with written_atomically(self._path) as temporary:
-                write_sealed(temporary, texts, tensors)
+            state.write(self._path)
         except OSError as error:
-            # Days of work are not given up for it.
+            # The fit may have taken days.
             warn(f"The state of the fit was not saved, and the fit goes on: {error}")
-        self._last = time.monotonic()
+        self._last_saved = time.monotonic()
 
     def end(self) -> None:
         """End the pass."""
-        if self._read < self._saved:
-            self._refuse(f"the data gave {self._read} batches, and {self._saved} are in the sums")
+        if self._num_read < self._num_saved:
+            self._refuse(
+                f"the data gave {self._num_read} batches, and {self._num_saved} are in the sums"
+            )
 
     def remove(self) -> None:
         """Remove the state of a fit that has ended, and the folder if nothing else is in it."""

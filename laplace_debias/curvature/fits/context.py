@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from laplace_debias.curvature.fits.checkpoint import Checkpoint
+from laplace_debias.curvature.fits.checkpoint import NO_CHECKPOINT, Checkpoint, NoCheckpoint
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.backends import Backend
 from laplace_debias.curvature.layers.blocks import Block
@@ -30,7 +30,7 @@ class FitContext:
         memory_bound: Bytes that one chunk's output gradients may take; None for the default of
             `granted`.
         ranks: The processes that share the data.
-        checkpoint: Where passes over the data are saved; None if they are not.
+        checkpoint: Where passes over the data are saved.
     """
 
     cotangents: Cotangents
@@ -39,7 +39,7 @@ class FitContext:
     factor_dtype: torch.dtype
     memory_bound: int | None
     ranks: Ranks = ALONE
-    checkpoint: Checkpoint | None = None
+    checkpoint: Checkpoint | NoCheckpoint = NO_CHECKPOINT
 
     @cached_property
     def tap(self) -> Tap:

@@ -12,7 +12,7 @@ or covariance matrix estimator").
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -20,34 +20,28 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.fits.block_tensors import BlockTensors, add_to, owners_of_blocks
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Eigenpairs,
     Factor,
-    Rows,
+    GramFactor,
+    average_degenerate,
     directional_curvature,
     eigh,
-    left_by,
     moments,
+    num_remaining,
     numerical_rank,
     outer,
-    pooled,
     resolution,
 )
+from laplace_debias.curvature.fits.eigenbases import eigenbases, share_bases
+from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
 from laplace_debias.curvature.fits.kfac import assemble, exact_sums, fit_diagonal
-from laplace_debias.curvature.fits.sums import (
-    FactorSums,
-    Sums,
-    add_to,
-    eigenbases,
-    factor_sums,
-    owners_of,
-    shared_bases,
-)
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.network.batches import Fold, Pairs, weight_of
+from laplace_debias.curvature.network.batches import FitData, Fold, weight_of
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.network.shards import first_places
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
@@ -55,11 +49,11 @@ from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.ranks import Ranks
 
 
-def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
+def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
     """Cut the examples into folds: example i of all processes belongs to fold i mod K."""
     batches = list(data)
-    places = first_places(ranks, [len(pair[1]) for pair in batches])
-    num_examples = sum(ranks.exchange(sum(len(pair[1]) for pair in batches)))
+    first_indices = first_places(ranks, [len(batch[1]) for batch in batches])
+    num_examples = sum(ranks.exchange(sum(len(batch[1]) for batch in batches)))
     if not num_examples:
         raise ValueError("The data holds no example: pass at least one batch.")
     if not 2 <= num_folds <= num_examples:
@@ -69,265 +63,357 @@ def split_folds(ranks: Ranks, data: Pairs, num_folds: int) -> list[Fold]:
         )
     if ranks.size == 1:
         # All batches make one.
-        xs, *others = zip(*batches, strict=True)
-        batches = [(join(xs), *map(torch.cat, others))]
-    start, folds = 0, []
-    for number in range(num_folds):
+        xs, *tensors = zip(*batches, strict=True)
+        batches = [(join(xs), *map(torch.cat, tensors))]
+    num_before = 0
+    folds = []
+    for fold_index in range(num_folds):
         fold = Fold([], [], 0.0)
-        for (x, *others), place in zip(batches, places, strict=False):
-            part = slice((number - place) % num_folds, None, num_folds)
-            if len(others[0][part]):
-                fold.pairs.append((take(x, part), *(of[part] for of in others)))
-                before = place + part.start - number + num_folds - 1
-                fold.places.append(start + before // num_folds)
+        for (x, *tensors), first_index in zip(batches, first_indices, strict=False):
+            part = slice((fold_index - first_index) % num_folds, None, num_folds)
+            if len(tensors[0][part]):
+                fold.pairs.append((take(x, part), *(tensor[part] for tensor in tensors)))
+                index_in_data = first_index + part.start
+                index_in_fold = (index_in_data - fold_index + num_folds - 1) // num_folds
+                fold.first_indices.append(num_before + index_in_fold)
         size = sum(ranks.exchange(sum(map(weight_of, fold.pairs))))
         if not size:
             raise ValueError("All examples of a fold have the weight zero: use fewer folds.")
         folds.append(replace(fold, size=size))
-        start += (num_examples - number + num_folds - 1) // num_folds
+        num_before += (num_examples - fold_index + num_folds - 1) // num_folds
     return folds
 
 
-# From what ratio of rank and size on a factor's range is worth changing coordinates for.
+# A factor whose rank is at most this fraction of its size is decomposed within its range.
 _MUCH_SMALLER = 0.7
 
 
-def fit_crossfit(problem: FitContext, data: Pairs, num_folds: int, curvature: str) -> CurvatureFit:
-    """Directions from all examples at hand, magnitudes out of fold.
+def fit_crossfit(
+    context: FitContext, data: FitData, num_folds: int, curvature: str
+) -> CurvatureFit:
+    """Directions from all examples at hand, magnitudes on held-out folds.
 
     K-FAC takes one pass over the data, EKFAC two. Both hold the factors of all folds. A factor of
     full rank is decomposed K + 1 times; one of rank r, as few examples of a linear layer give it,
     once, and then K matrices `[r, r]` are. The diagonal's directions are the coordinate axes,
-    whatever the data: out of fold or not, its magnitudes are the same.
+    whatever the data: its magnitudes are the same on held-out folds.
     """
-    folds = split_folds(problem.ranks, data, num_folds)
+    folds = split_folds(context.ranks, data, num_folds)
     if curvature == "diag":
-        everything = Fold([], [], 0.0)
+        all_folds = Fold([], [], 0.0)
         for fold in folds:
-            everything.pairs.extend(fold.pairs)
-            everything.places.extend(fold.places)
-        return fit_diagonal(problem, everything, None)
-    of_folds, seen = [], DataTotals()
+            all_folds.pairs.extend(fold.pairs)
+            all_folds.first_indices.extend(fold.first_indices)
+        return fit_diagonal(context, all_folds, None)
+    sums_by_fold: list[FactorSums] = []
+    totals = DataTotals()
     for fold in folds:
-        sums, of_fold = factor_sums(problem, fold)
-        of_folds.append(sums)
-        seen = seen + of_fold
-    del sums
+        fold_sums, fold_totals = factor_sums(context, fold)
+        sums_by_fold.append(fold_sums)
+        totals = totals + fold_totals
+    del fold_sums
     if curvature == "ekfac":
-        # Of several processes each has the factors of the blocks that it owns.
-        totals = {b: (_total(of_folds, b, 0), _total(of_folds, b, 1)) for b in of_folds[0]}
-        bases = eigenbases(problem, totals, seen.weight)
-        table = exact_crossfit(problem, folds, of_folds, bases)
-        of_folds.clear()
+        # With several processes each has the factors of the blocks that it owns.
+        sums = {
+            b: (_total(sums_by_fold, b, 0), _total(sums_by_fold, b, 1)) for b in sums_by_fold[0]
+        }
+        bases = eigenbases(context, sums, totals.weight)
+        table = exact_crossfit(context, folds, sums_by_fold, bases)
+        sums_by_fold.clear()
         for block, measured in table.items():
-            table[block] = bases[block].pooled(measured, problem.dtype)
-        return CurvatureFit(assemble(problem, bases, table), seen)
-    return CurvatureFit(_of_factors(problem, [fold.size for fold in folds], of_folds), seen)
+            table[block] = bases[block].pooled(measured, context.dtype)
+        return CurvatureFit(assemble(context, bases, table), totals)
+    sizes = [fold.size for fold in folds]
+    return CurvatureFit(_crossfit_factors(context, sizes, sums_by_fold), totals)
 
 
-def _of_factors(
-    problem: FitContext, sizes: Sequence[float], of_folds: list[FactorSums]
+def _crossfit_factors(
+    context: FitContext, sizes: Sequence[float], sums_by_fold: list[FactorSums]
 ) -> BlockDiagonal:
-    """K-FAC from the factors of the blocks that are here, which are freed on the way."""
-    parts: dict[Block, list[Tensor | None]] = {}
-    for block in [block for block in problem.blocks if block in of_folds[0]]:
-        basis, along = _mean_basis(of_folds, sizes, block), []
-        of_block = [sums.pop(block) for sums in of_folds]
-        for factors, known in zip(zip(*of_block, strict=True), basis.sides, strict=True):
-            along.append(crossfit_magnitudes(factors, sizes, known, problem.dtype))
-        parts[block] = [basis.U_G, basis.U_A, basis.pooled(outer(*along), problem.dtype)]
-    return _of_all_ranks(problem, parts)[0]
+    """K-FAC from the factors of this process's blocks, which are freed on the way."""
+    operators: dict[Block, list[EigenKronecker]] = {}
+    for block in _own_blocks(context, sums_by_fold):
+        basis = _mean_basis(sums_by_fold, sizes, block)
+        pair_G, pair_A = basis.sides
+        factors_G, factors_A = zip(*[sums.pop(block) for sums in sums_by_fold], strict=True)
+        along_G = crossfit_magnitudes(factors_G, sizes, pair_G, context.dtype)
+        along_A = crossfit_magnitudes(factors_A, sizes, pair_A, context.dtype)
+        magnitudes = basis.pooled(outer(along_G, along_A), context.dtype)
+        operators[block] = [EigenKronecker(basis.U_G, basis.U_A, magnitudes)]
+    return _share_curvatures(context, operators)[0]
 
 
 def crossfit_with_replicates(
-    problem: FitContext, sizes: Sequence[float], of_folds: Sequence[FactorSums]
+    context: FitContext, sizes: Sequence[float], sums_by_fold: Sequence[FactorSums]
 ) -> list[BlockDiagonal]:
-    """K-FAC cross-fitted from factors, the plain one, and replicates without each fold.
+    """K-FAC cross-fitted from factors, plain K-FAC, and a replicate without each fold.
 
     A replicate is for a jackknife. It has the eigenbasis of the other folds, which cross-fitting
-    makes anyway. Its magnitudes are the cross-fitted ones, each times the ratio of the other folds'
-    eigenvalue to the mean of that over the replicates: so no factor is decomposed for them. `sizes`
-    are those of all processes; `of_folds` has the blocks that this process owns, and is kept.
+    computes anyway. Its magnitudes are the cross-fitted ones, each times the ratio of the other
+    folds' eigenvalue to the mean of that over the replicates: so no factor is decomposed for them.
+    `sizes` are those of all processes; `sums_by_fold` has the blocks that this process owns, and is
+    kept.
     """
-    parts: dict[Block, list[Tensor | None]] = {}
-    for block in [block for block in problem.blocks if block in of_folds[0]]:
-        basis, sides = _mean_basis(of_folds, sizes, block), []
-        for side, known in enumerate(basis.sides):
-            factors, others = [sums[block][side] for sums in of_folds], list[Eigenpairs]()
-            along = crossfit_magnitudes(factors, sizes, known, problem.dtype, others)
-            mean = torch.stack([values for values, _ in others]).mean(0)
-            # Where the others have no curvature there is nothing but rounding to compare.
-            least = resolution(problem.dtype) * mean.amax(-1, keepdim=True)
-            ratios = [torch.where(mean > least, values / mean, 1.0) for values, _ in others]
-            of_others = [(along * r, U) for r, (_, U) in zip(ratios, others, strict=True)]
-            sides.append([(along, known[1]), *of_others])
-        ((along_G, _), (along_A, _)), *without = zip(*sides, strict=True)
-        table = basis.pooled(outer(along_G, along_A), problem.dtype)
-        plain = outer(basis.along_G, basis.along_A)
-        parts[block] = [basis.U_G, basis.U_A, table, basis.U_G, basis.U_A, plain]
-        for (along_G, U_G), (along_A, U_A) in without:
-            parts[block] += [U_G, U_A, outer(along_G, along_A)]
-    return _of_all_ranks(problem, parts)
+    operators: dict[Block, list[EigenKronecker]] = {}
+    for block in _own_blocks(context, sums_by_fold):
+        basis = _mean_basis(sums_by_fold, sizes, block)
+        pair_G, pair_A = basis.sides
+        factors_G, factors_A = zip(*[sums[block] for sums in sums_by_fold], strict=True)
+        along_G, replicates_G = _replicates(factors_G, sizes, pair_G, context.dtype)
+        along_A, replicates_A = _replicates(factors_A, sizes, pair_A, context.dtype)
+        crossfitted = basis.pooled(outer(along_G, along_A), context.dtype)
+        plain = outer(basis.eigenvalues_G, basis.eigenvalues_A)
+        operators[block] = [
+            EigenKronecker(basis.U_G, basis.U_A, crossfitted),
+            EigenKronecker(basis.U_G, basis.U_A, plain),
+        ]
+        for (values_G, U_G), (values_A, U_A) in zip(replicates_G, replicates_A, strict=True):
+            operators[block].append(EigenKronecker(U_G, U_A, outer(values_G, values_A)))
+    return _share_curvatures(context, operators)
 
 
-def _mean_basis(of_folds: Sequence[FactorSums], sizes: Sequence[float], block: Block) -> Eigenbasis:
+def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list[Block]:
+    """The blocks whose factors this process has, in the order of all."""
+    return [block for block in context.blocks if block in sums_by_fold[0]]
+
+
+def _mean_basis(
+    sums_by_fold: Sequence[FactorSums], sizes: Sequence[float], block: Block
+) -> Eigenbasis:
     """The eigenbasis of a block's factors over all folds."""
-    along_G, U_G = eigh(_total(of_folds, block, 0) / sum(sizes), f"factor G of {block.name}")
-    along_A, U_A = eigh(_total(of_folds, block, 1) / sum(sizes), f"factor A of {block.name}")
-    return Eigenbasis(U_G, U_A, along_G, along_A)
+    size = sum(sizes)
+    eigenvalues_G, U_G = eigh(_total(sums_by_fold, block, 0) / size, f"factor G of {block.name}")
+    eigenvalues_A, U_A = eigh(_total(sums_by_fold, block, 1) / size, f"factor A of {block.name}")
+    return Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
 
 
-def _total(of_folds: Sequence[FactorSums], block: Block, side: int) -> Factor:
-    return reduce(operator.add, [sums[block][side] for sums in of_folds])
+def _total(sums_by_fold: Sequence[FactorSums], block: Block, side: int) -> Factor:
+    return reduce(operator.add, [sums[block][side] for sums in sums_by_fold])
 
 
-def _of_all_ranks(
-    problem: FitContext, parts: Mapping[Block, list[Tensor | None]]
+def _share_curvatures(
+    context: FitContext, operators: Mapping[Block, Sequence[EigenKronecker]]
 ) -> list[BlockDiagonal]:
-    """Curvatures of the blocks of all processes: `U_G`, `U_A` and magnitudes, one after another."""
-    shared = problem.ranks.share(parts, owners_of(problem))
+    """One or several curvatures of all blocks, from the operators of each process's blocks."""
+    tensors = {
+        block: [part for one in curvatures for part in (one.U_G, one.U_A, one.magnitudes)]
+        for block, curvatures in operators.items()
+    }
+    shared = context.ranks.share(tensors, owners_of_blocks(context))
     curvatures: list[dict[str, EigenKronecker]] = []
-    for block in problem.blocks:
-        of_block = shared.pop(block)
-        for number in range(len(of_block) // 3):
-            U_G, U_A, magnitudes = of_block[3 * number : 3 * number + 3]
+    for block in context.blocks:
+        block_tensors = shared.pop(block)
+        for index in range(len(block_tensors) // 3):
+            U_G, U_A, magnitudes = block_tensors[3 * index : 3 * index + 3]
             assert magnitudes is not None
-            if number == len(curvatures):
+            if index == len(curvatures):
                 curvatures.append({})
-            found = EigenKronecker(U_G, U_A, magnitudes).to(problem.dtype)
-            curvatures[number][block.name] = found
+            shared_operator = EigenKronecker(U_G, U_A, magnitudes)
+            curvatures[index][block.name] = shared_operator.to(context.dtype)
     return [BlockDiagonal(blocks) for blocks in curvatures]
+
+
+@dataclass(frozen=True)
+class FoldEstimate:
+    """Curvature of one fold along the directions of the other folds.
+
+    Attributes:
+        eigenvalues: The eigenvalues of the other folds' mean factor, descending.
+        directions: Its eigenvectors, in coordinates of the range of all folds.
+        magnitudes: The fold's own curvature along them, summed over its examples.
+    """
+
+    eigenvalues: Float[Tensor, "*groups d"]
+    directions: Float[Tensor, "*groups r r"]
+    magnitudes: Float[Tensor, "*groups d"]
 
 
 def crossfit_magnitudes(
     factors: Sequence[Factor] | Tensor,
     sizes: Sequence[float],
-    known: Eigenpairs | None = None,
+    mean_pair: Eigenpairs | None = None,
     precision: torch.dtype | None = None,
-    others_too: list[Eigenpairs] | None = None,
 ) -> Float[Tensor, "*groups d"]:
-    """Out-of-fold curvature of one Kronecker factor, along directions of descending curvature.
+    """Curvature of one Kronecker factor on held-out folds, along directions in descending order.
 
-    What is measured along directions that the other folds do not determine, those without
-    curvature there above all, is averaged over their space; see `directions.pooled`.
+    Magnitude i is the mean over folds, weighted by their sizes, of the fold's own mean curvature
+    along the i-th eigenvector of the other folds; with thin directions the last magnitude is for
+    all remaining ones. Curvature along directions that the other folds do not determine, above all
+    those without curvature, is averaged over their space; see `directions.average_degenerate`.
 
-    A diagonal factor's directions are the coordinate axes, whatever the data: out of fold or not,
-    its magnitudes are its entries.
+    A diagonal factor's directions are the coordinate axes, whatever the data: its magnitudes are
+    its entries, on held-out folds too.
 
-    Magnitude i is the mean over folds, weighed by their sizes, of the fold's own mean curvature
-    along the i-th eigenvector of the other folds; behind thin directions one is for the rest.
-    `known` are the eigenpairs of the mean factor; `others_too` takes those of the other folds, fold
-    by fold. `precision` is the dtype that the factors were computed in, which says what counts as
-    no curvature.
+    Args:
+        factors: The factor of each fold, summed over the fold's examples.
+        sizes: The number or weight of each fold's examples.
+        mean_pair: The eigenpairs of the mean factor; None to compute them.
+        precision: The dtype that the factors were computed in, which decides which curvature is
+            only rounding errors; None for that of the eigenvalues.
     """
-    num_examples = sum(sizes)
-
-    def others(fold: int) -> Factor:
-        """The mean factor of the other folds; made anew for each fold, it need not be kept."""
-        of_others = reduce(operator.add, (*factors[:fold], *factors[fold + 1 :]))
-        return of_others / (num_examples - sizes[fold])
-
-    values, U = eigh(reduce(operator.add, factors) / num_examples) if known is None else known
+    if mean_pair is None:
+        mean_pair = eigh(reduce(operator.add, factors) / sum(sizes))
+    eigenvalues, U = mean_pair
     if U is None:
-        if others_too is not None:
-            others_too += [eigh(others(fold)) for fold in range(len(sizes))]
-        return values
-    precision = values.dtype if precision is None else precision
-    within = _Within(values, U, precision)
-    magnitudes = torch.zeros_like(values)
-    for fold, factor in enumerate(factors):
-        of_others, basis = within.eigenpairs(others(fold))
-        own = directional_curvature(within.projected(factor), basis)
-        measured = within.with_rest(own, factor)
-        if others_too is not None:
-            others_too.append((of_others, within.lifted(basis)))
-        del basis
-        # `factor` is a sum over the fold: dividing by all examples weighs the fold by its size.
-        magnitudes += pooled(measured, of_others, precision, left_by(U)) / num_examples
+        return eigenvalues
+    precision = eigenvalues.dtype if precision is None else precision
+    subspace = _Subspace(eigenvalues, U, precision)
+    magnitudes = torch.zeros_like(eigenvalues)
+    for fold in range(len(sizes)):
+        estimate = _estimate_fold(factors, sizes, fold, subspace)
+        # The magnitudes are sums: dividing by all examples weighs the fold by its size.
+        magnitudes += estimate.magnitudes / sum(sizes)
+        # Let go before the next fold.
+        del estimate
     return magnitudes
 
 
-class _Within:
-    """The space in which all folds of a factor have curvature, if it is much the smaller one.
+def _replicates(
+    factors: Sequence[Factor], sizes: Sequence[float], mean_pair: Eigenpairs, precision: torch.dtype
+) -> tuple[Float[Tensor, "*groups d"], list[Eigenpairs]]:
+    """The `crossfit_magnitudes` of a factor, and magnitudes and directions without each fold."""
+    magnitudes, U = mean_pair
+    pairs: list[Eigenpairs] = []
+    if U is None:
+        pairs = [eigh(_other_folds(factors, sizes, fold)) for fold in range(len(sizes))]
+    else:
+        subspace = _Subspace(magnitudes, U, precision)
+        magnitudes = torch.zeros_like(magnitudes)
+        for fold in range(len(sizes)):
+            estimate = _estimate_fold(factors, sizes, fold, subspace)
+            magnitudes += estimate.magnitudes / sum(sizes)
+            pairs.append((estimate.eigenvalues, subspace.lift(estimate.directions)))
+    mean = torch.stack([eigenvalues for eigenvalues, _ in pairs]).mean(0)
+    # Where the other folds have no curvature there are only rounding errors to compare.
+    least = resolution(precision) * mean.amax(-1, keepdim=True)
+    replicates: list[Eigenpairs] = []
+    for eigenvalues, directions in pairs:
+        ratios = torch.where(mean > least, eigenvalues / mean, 1.0)
+        replicates.append((magnitudes * ratios, directions))
+    return magnitudes, replicates
+
+
+def _estimate_fold(
+    factors: Sequence[Factor] | Tensor, sizes: Sequence[float], fold: int, subspace: "_Subspace"
+) -> FoldEstimate:
+    """Measure a fold's curvature along the directions of the other folds."""
+    eigenvalues, directions = subspace.eigenpairs(_other_folds(factors, sizes, fold))
+    curvature = directional_curvature(subspace.project(factors[fold]), directions)
+    magnitudes = subspace.with_remainder(curvature, factors[fold])
+    averaged = average_degenerate(
+        magnitudes, eigenvalues, subspace.precision, subspace.num_remaining
+    )
+    return FoldEstimate(eigenvalues, directions, averaged)
+
+
+def _other_folds(factors: Sequence[Factor] | Tensor, sizes: Sequence[float], fold: int) -> Factor:
+    """The mean factor of all folds but one."""
+    total = reduce(operator.add, (*factors[:fold], *factors[fold + 1 :]))
+    return total / (sum(sizes) - sizes[fold])
+
+
+class _Subspace:
+    """The range of a factor, if it is much smaller than the space; else the whole space.
 
     Every fold's factor is at most the sum of all: it vanishes where that does. So eigenbases of
-    others' factors are eigenbases of matrices `[r, r]` in coordinates of the sum's range. The
-    factors of groups are small, of different ranks, and stay as they are.
+    the other folds' factors are eigenbases of matrices `[r, r]` in coordinates of the sum's range.
+    The factors of groups are small, of different ranks, and stay as they are.
+
+    Attributes:
+        precision: The dtype that the factors were computed in.
+        num_remaining: The number of directions that the last magnitude is for.
     """
 
     def __init__(
-        self, values: Tensor, U: Float[Tensor, "*groups d r"] | None, precision: torch.dtype | None
+        self,
+        eigenvalues: Float[Tensor, "*groups d"],
+        U: Float[Tensor, "*groups d r"],
+        precision: torch.dtype,
     ) -> None:
-        assert U is not None
-        self.basis: Tensor | None = None
-        self.rest: list[Tensor] = []
-        self._num_values, self._left = values.shape[-1], left_by(U)
+        self.precision = precision
+        self.num_remaining = num_remaining(U)
+        self._num_magnitudes = eigenvalues.shape[-1]
+        self._basis: Tensor | None = None
+        self._null_basis: Tensor | None = None
         if is_thin(U):
-            self.basis = U
+            self._basis = U
         elif U.ndim == 2:
-            rank = max(1, numerical_rank(values, precision))
-            if rank <= _MUCH_SMALLER * len(values):
-                self.basis, self.rest = U[:, :rank], [U[:, rank:]]
+            rank = max(1, numerical_rank(eigenvalues, precision))
+            if rank <= _MUCH_SMALLER * len(eigenvalues):
+                self._basis = U[:, :rank]
+                self._null_basis = U[:, rank:]
 
-    def projected(self, factor: Factor) -> Float[Tensor, "*groups r r"]:
-        """A factor in coordinates of the space."""
-        if isinstance(factor, Rows):
-            return moments(factor.rows if self.basis is None else factor.rows @ self.basis)
-        return factor if self.basis is None else self.basis.T @ factor @ self.basis
+    def project(self, factor: Factor) -> Float[Tensor, "*groups r r"]:
+        """A factor in coordinates of the subspace."""
+        if isinstance(factor, GramFactor):
+            return moments(factor.rows if self._basis is None else factor.rows @ self._basis)
+        return factor if self._basis is None else self._basis.T @ factor @ self._basis
 
     def eigenpairs(
         self, factor: Factor
     ) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups r r"]]:
-        """Eigenvalues of a factor, those of the rest behind them, and eigenvectors in the space."""
-        values, basis = eigh(self.projected(factor))
-        assert basis is not None
-        return self.with_rest(values, factor), basis
+        """Eigenvalues of a factor, that of the remaining directions last, and eigenvectors."""
+        eigenvalues, directions = eigh(self.project(factor))
+        assert directions is not None
+        return self.with_remainder(eigenvalues, factor), directions
 
-    def with_rest(
-        self, along: Float[Tensor, "*groups r"], factor: Factor
+    def with_remainder(
+        self, curvature: Float[Tensor, "*groups r"], factor: Factor
     ) -> Float[Tensor, "*groups d"]:
-        """A factor's curvature along a basis of the space, and behind it that of the rest."""
-        rest = 0.0
-        if isinstance(factor, Rows) and self._left > 1:
-            rest = (
-                float((factor.rows.square().sum() + factor.rest - along.sum()).clamp_min(0))
-                / self._left
-            )
-        return F.pad(along, (0, self._num_values - along.shape[-1]), value=rest)
+        """A factor's curvature along a basis of the subspace, and along what remains."""
+        remainder = 0.0
+        if isinstance(factor, GramFactor) and self.num_remaining > 1:
+            trace = factor.rows.square().sum() + factor.residual_trace
+            remainder = float((trace - curvature.sum()).clamp_min(0)) / self.num_remaining
+        return F.pad(curvature, (0, self._num_magnitudes - curvature.shape[-1]), value=remainder)
 
-    def lifted(self, basis: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:
-        """An orthonormal basis of the space, and behind it, if it is not thin, one of the rest."""
-        if self.basis is None:
-            return basis
-        return torch.cat([self.basis @ basis, *self.rest], dim=1)
+    def lift(self, directions: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:
+        """An orthonormal basis of the subspace, followed by one of the null space if not thin."""
+        if self._basis is None:
+            return directions
+        lifted = self._basis @ directions
+        return lifted if self._null_basis is None else torch.cat([lifted, self._null_basis], dim=1)
 
 
 def exact_crossfit(
-    problem: FitContext,
+    context: FitContext,
     folds: Sequence[Fold],
-    of_folds: list[FactorSums],
-    of_all: dict[Block, Eigenbasis],
-) -> Sums:
-    """EKFAC's magnitudes `[*groups, d_out, d_in]` of every fold along others' bases, averaged."""
+    sums_by_fold: list[FactorSums],
+    mean_bases: Mapping[Block, Eigenbasis],
+) -> BlockTensors:
+    """EKFAC's magnitudes `[*groups, d_out, d_in]`, averaged over the folds.
+
+    Each fold is measured along the eigenbases of the other folds; `mean_bases` are those of all
+    folds together.
+    """
     num_examples = sum(fold.size for fold in folds)
-    table: Sums = {}
-    for number, fold in enumerate(folds):
-        bases, others = {}, of_folds[:number] + of_folds[number + 1 :]
-        for block in of_folds[0]:
-            sides: list[Eigenpairs] = []
-            for side, (along, U) in enumerate(of_all[block].sides):
-                mean = _total(others, block, side) / (num_examples - fold.size)
-                if U is None:
-                    sides.append(eigh(mean))
-                else:
-                    within = _Within(along, U, problem.dtype)
-                    values, basis = within.eigenpairs(mean)
-                    sides.append((values, within.lifted(basis)))
-            (along_G, U_G), (along_A, U_A) = sides
-            bases[block] = Eigenbasis(U_G, U_A, along_G, along_A)
-        bases = shared_bases(problem, bases)
-        of_fold = exact_sums(problem, bases, fold, 0)[0]
-        for block in list(of_fold):
-            squares = bases.pop(block).pooled(of_fold.pop(block), problem.dtype)
-            add_to(table, block, squares / num_examples)
+    table: BlockTensors = {}
+    for index, fold in enumerate(folds):
+        bases = {}
+        other_sums = sums_by_fold[:index] + sums_by_fold[index + 1 :]
+        num_others = num_examples - fold.size
+        for block in sums_by_fold[0]:
+            pair_G, pair_A = mean_bases[block].sides
+            eigenvalues_G, U_G = _eigenpairs_within(
+                _total(other_sums, block, 0) / num_others, pair_G, context.dtype
+            )
+            eigenvalues_A, U_A = _eigenpairs_within(
+                _total(other_sums, block, 1) / num_others, pair_A, context.dtype
+            )
+            bases[block] = Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
+        bases = share_bases(context, bases)
+        squares, _ = exact_sums(context, bases, fold, 0)
+        for block in list(squares):
+            averaged = bases.pop(block).pooled(squares.pop(block), context.dtype)
+            add_to(table, block, averaged / num_examples)
     return table
+
+
+def _eigenpairs_within(factor: Factor, mean_pair: Eigenpairs, precision: torch.dtype) -> Eigenpairs:
+    """Eigenpairs of some folds' factor, computed in the range of all folds' factor."""
+    eigenvalues, U = mean_pair
+    if U is None:
+        return eigh(factor)
+    subspace = _Subspace(eigenvalues, U, precision)
+    own_eigenvalues, directions = subspace.eigenpairs(factor)
+    return own_eigenvalues, subspace.lift(directions)

@@ -4,23 +4,25 @@ Directions are the eigenvectors of the whole matrix, magnitudes the curvature al
 or on other data: the two-batch idea as for a block, without the Kronecker structure.
 """
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
+from laplace_debias.curvature.fits.accumulators import Accumulator
+from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
-from laplace_debias.curvature.fits.directions import eigh, pooled, resolution
-from laplace_debias.curvature.fits.sums import check_finite_sums
-from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.directions import average_degenerate, eigh, resolution
+from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
-from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.operators import (
     BlockDiagonal,
     EigenKronecker,
@@ -29,70 +31,164 @@ from laplace_debias.operators import (
 
 Rows = Float[Tensor, "rows parameters"]
 
-
-def sweep_rows(
-    problem: FitContext,
-    batches: Pairs,
-    consume: Callable[[Rows], object],
-    first: int = 0,
-    sums: dict[str, Any] | None = None,
-) -> DataTotals:
-    """One pass over data that hands over Jacobian rows, `[b·K, D]`, with `Σ rowᵀ row = N·C`.
-
-    `consume` keeps what it sums in `sums`; without these nothing of the pass is saved.
-    """
-    extremes: dict[Block, list[Tensor]] = {block: [] for block in problem.blocks}
-    parts: dict[Block, Tensor] = {}
-
-    def measure(layer: nn.Module, block: Block, uses: Uses) -> Float[Tensor, "examples columns d"]:
-        found = []
-        for _, J, columns in rotated_jacobians(layer, block, uses, None, None):
-            if columns is not None:
-                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
-            found.append(J.flatten(2))
-        return torch.cat(found)
-
-    def collect(block: Block, part: Tensor) -> None:
-        parts[block] = part
-        extremes[block].append(torch.stack(torch.aminmax(part)))
-        if len(parts) == len(problem.blocks):
-            rows = torch.cat([parts[b] for b in problem.blocks], dim=2)
-            parts.clear()
-            consume(rows.flatten(0, 1).to(problem.factor_dtype))
-
-    row_bytes = sum(block.size for block in problem.blocks) * problem.dtype.itemsize
-    kept = None if sums is None else {"rows": sums, "extremes": extremes}
-    sweep = Sweep(problem, collect, measure, sums=kept, row_bytes=row_bytes)
-    seen = sweep.over(batches, first)
-    check_finite_sums({block: torch.cat(of) for block, of in extremes.items() if of})
-    return seen
-
-
-# The one block's name.
 DENSE_BLOCK = "parameters"
-# Of several processes the first one decomposes it.
+"""The one block's name."""
+# With several processes the first one decomposes it.
 _ON_FIRST = {DENSE_BLOCK: 0}
 KEPT_ROWS = 2**30
-"""Bytes of Jacobian rows that are kept to find eigenvectors; more are compressed."""
+"""Bytes of Jacobian rows that are kept to compute eigenvectors; more are compressed."""
 
 
-def fit_full(problem: FitContext, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
+class RowAccumulator(Accumulator):
+    """Joins the blocks' Jacobian rows to rows of all parameters, `[b·K, D]`.
+
+    For these `Σ rowᵀ row = N·C`. A subclass has the sums: a tensor, or a list of tensors that may
+    be joined.
+    """
+
+    def __init__(self, context: FitContext, sums: Any) -> None:
+        super().__init__(context)
+        self.num_parameters = sum(block.size for block in context.blocks)
+        self.row_bytes = self.num_parameters * context.dtype.itemsize
+        self._sums = {DENSE_BLOCK: sums}
+        self._extremes: dict[Block, list[Tensor]] = {block: [] for block in context.blocks}
+        self._parts: dict[Block, Tensor] = {}
+
+    @property
+    def sums(self) -> Any:
+        """The tensor that is summed, or the list of tensors that are kept."""
+        return self._sums[DENSE_BLOCK]
+
+    @property
+    def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
+        """The sums, and the extreme entries of each block's rows."""
+        return {"rows": self._sums, "extremes": self._extremes}
+
+    def measure(self, record: BlockRecord) -> Float[Tensor, "examples columns d"]:
+        """Compute the Jacobian rows of a block."""
+        layer, block = record.layer, record.block
+        parts = []
+        for _, J, columns in rotated_jacobians(layer, block, record.uses, None, None):
+            if columns is not None:
+                J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
+            parts.append(J.flatten(2))
+        return torch.cat(parts)
+
+    def add(self, block: Block, measured: Float[Tensor, "examples columns d"]) -> None:
+        """Keep a block's rows, and add the joined ones when those of all blocks are there."""
+        blocks = self.context.blocks
+        self._parts[block] = measured
+        self._extremes[block].append(torch.stack(torch.aminmax(measured)))
+        if len(self._parts) == len(blocks):
+            rows = torch.cat([self._parts[b] for b in blocks], dim=2)
+            self._parts.clear()
+            self.add_rows(rows.flatten(0, 1).to(self.context.factor_dtype))
+
+    @abstractmethod
+    def add_rows(self, rows: Rows) -> None:
+        """Add rows of all parameters to the sums."""
+
+    def reduce(self) -> None:
+        """Check that the rows are finite."""
+        check_finite({b: torch.cat(extremes) for b, extremes in self._extremes.items() if extremes})
+
+
+class MomentMatrix(RowAccumulator):
+    """Sums `rowsᵀ rows`, `[D, D]`; after `reduce` on the first process those of all."""
+
+    def __init__(self, context: FitContext) -> None:
+        size = sum(block.size for block in context.blocks)
+        dtype, device = context.factor_dtype, context.device
+        super().__init__(context, torch.zeros(size, size, dtype=dtype, device=device))
+
+    def add_rows(self, rows: Rows) -> None:
+        """Add the products of rows."""
+        self.sums.addmm_(rows.T, rows)
+
+    def reduce(self) -> None:
+        """Check that the matrix is finite, and add those of all processes on the first one."""
+        super().reduce()
+        matrix = _finite(self._sums.pop(DENSE_BLOCK))
+        self._sums = self.context.ranks.sum_to_owners({DENSE_BLOCK: matrix}, _ON_FIRST)
+
+    def decompose(self, weight: float) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
+        """Eigenpairs of the mean on all processes; the matrix is overwritten."""
+        pairs = {}
+        if self._sums:
+            pairs[DENSE_BLOCK] = eigh(self._sums.pop(DENSE_BLOCK).div_(weight), "the curvature")
+        return self.context.ranks.share(pairs, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
+
+
+class KeptRows(RowAccumulator):
+    """Keeps all rows; after `reduce` those of this process as one tensor."""
+
+    def __init__(self, context: FitContext) -> None:
+        super().__init__(context, [])
+
+    def add_rows(self, rows: Rows) -> None:
+        """Keep rows."""
+        self.sums.append(rows)
+
+    def reduce(self) -> None:
+        """Check that the rows are finite, and join those of this process."""
+        super().reduce()
+        self.joined = self._join()
+
+    def _join(self) -> Rows:
+        """All rows, of which there may be none; the list is emptied."""
+        rows: list[Rows] = self.sums
+        if not rows:
+            dtype, device = self.context.factor_dtype, self.context.device
+            return torch.zeros(0, self.num_parameters, dtype=dtype, device=device)
+        joined = rows[0] if len(rows) == 1 else torch.cat(rows)
+        rows.clear()
+        return joined
+
+
+class LeadingRows(KeptRows):
+    """Keeps rows up to a number of bytes, and compresses more to their leading directions."""
+
+    def __init__(self, context: FitContext, rank: int) -> None:
+        super().__init__(context)
+        row_bytes = self.num_parameters * context.factor_dtype.itemsize
+        self._rank = rank
+        self._max_rows = max(8 * rank, KEPT_ROWS // (row_bytes * context.ranks.size))
+
+    def add_rows(self, rows: Rows) -> None:
+        """Keep rows, and compress all of them if they are too many."""
+        self.sums.append(rows)
+        if sum(map(len, self.sums)) > self._max_rows:
+            values, U = _leading(torch.cat(self.sums), 4 * self._rank, self.context.dtype)
+            self.sums[:] = [(U * values.sqrt()).T]
+
+
+class SquaresAlong(RowAccumulator):
+    """Sums the squares of the rows' coordinates along directions; after `reduce` over all."""
+
+    def __init__(self, context: FitContext, U: Float[Tensor, "parameters k"]) -> None:
+        super().__init__(context, U.new_zeros(U.shape[1]))
+        self._U = U
+
+    def add_rows(self, rows: Rows) -> None:
+        """Add the squares of coordinates."""
+        self.sums.add_((rows @ self._U.to(rows)).square().sum(0))
+
+    def reduce(self) -> None:
+        """Check that the rows are finite, and add the squares of all processes."""
+        super().reduce()
+        self.context.ranks.sum([self.sums])
+
+
+def fit_full(context: FitContext, directions: FitData, magnitudes: FitData | None) -> CurvatureFit:
     """The whole curvature `[D, D]`: directions from some data, magnitudes from these or others."""
-    size = sum(block.size for block in problem.blocks)
-    sums = {DENSE_BLOCK: torch.zeros(size, size, dtype=problem.factor_dtype, device=problem.device)}
-    seen = sweep_rows(
-        problem, directions, lambda rows: sums[DENSE_BLOCK].addmm_(rows.T, rows), sums=sums
-    )
-    owned = problem.ranks.sum_to_owners({DENSE_BLOCK: _finite(sums.pop(DENSE_BLOCK))}, _ON_FIRST)
-    found = {}
-    if owned:
-        found[DENSE_BLOCK] = eigh(owned.pop(DENSE_BLOCK).div_(seen.weight), "the curvature")
-    along, U = problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]
-    return _along(problem, along, U, seen, magnitudes, None)  # type: ignore[arg-type]
+    accumulator = MomentMatrix(context)
+    totals = DataPass(accumulator).run(directions)
+    eigenvalues, U = accumulator.decompose(totals.weight)
+    return _fit_along(context, eigenvalues, U, totals, magnitudes, None)
 
 
 def fit_low_rank(
-    problem: FitContext, directions: Pairs, magnitudes: Pairs | None, rank: int
+    context: FitContext, directions: FitData, magnitudes: FitData | None, rank: int
 ) -> CurvatureFit:
     """The leading eigenvectors of the curvature, and the curvature along them.
 
@@ -100,103 +196,83 @@ def fit_low_rank(
     the eigenvectors are exact; more are compressed to their `4 rank` leading directions on the way.
     There are no more directions than Jacobian rows.
     """
-    kept: list[Rows] = []
-    size = sum(block.size for block in problem.blocks)
-    most = max(8 * rank, KEPT_ROWS // (size * problem.factor_dtype.itemsize * problem.ranks.size))
-
-    def keep(rows: Rows) -> None:
-        kept.append(rows)
-        if sum(map(len, kept)) > most:
-            values, U = _leading(torch.cat(kept), 4 * rank, problem.dtype)
-            kept[:] = [(U * values.sqrt()).T]
-
-    seen = sweep_rows(problem, directions, keep, sums={DENSE_BLOCK: kept})
-    along, U = _on_first(
-        problem,
-        [_joined(problem, kept, size)],
-        lambda rows: _leading(rows[0], rank, problem.dtype),
+    accumulator = LeadingRows(context, rank)
+    totals = DataPass(accumulator).run(directions)
+    eigenvalues, U = _on_first(
+        context,
+        [accumulator.joined],
+        lambda rows: _leading(rows[0], rank, context.dtype),
     )
-    return _along(problem, along / seen.weight, U, seen, magnitudes, rank)
+    # Its rows are let go before the next pass.
+    del accumulator
+    return _fit_along(context, eigenvalues / totals.weight, U, totals, magnitudes, rank)
 
 
 def fit_crossfit_dense(
-    problem: FitContext, data: Pairs, num_folds: int, rank: int | None
+    context: FitContext, data: FitData, num_folds: int, rank: int | None
 ) -> CurvatureFit:
-    """Directions from all examples at hand, magnitudes out of fold; see `fit_crossfit`.
+    """Directions from all examples at hand, magnitudes on held-out folds; see `fit_crossfit`.
 
-    Jacobian rows are kept. Without a rank all directions are, too (`full`).
+    Jacobian rows are kept. Without a rank so are all directions (`full`).
     """
-    folds = split_folds(problem.ranks, data, num_folds)
-    size = sum(block.size for block in problem.blocks)
-    rows: list[Rows] = []
-    seen = DataTotals()
-    for fold in folds:
-        of_fold: list[Rows] = []
-        sums = {DENSE_BLOCK: of_fold}
-        seen = seen + sweep_rows(problem, fold, of_fold.append, 0, sums)
-        rows.append(_joined(problem, of_fold, size))
+    rows_by_fold: list[Rows] = []
+    totals = DataTotals()
+    for fold in split_folds(context.ranks, data, num_folds):
+        accumulator = KeptRows(context)
+        totals = totals + DataPass(accumulator).run(fold)
+        rows_by_fold.append(accumulator.joined)
 
-    def crossfitted(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        values, U = _leading(torch.cat(rows), rank, problem.dtype)
-        total = torch.zeros_like(values)
+    def crossfit(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        eigenvalues, U = _leading(torch.cat(rows), rank, context.dtype)
+        total = torch.zeros_like(eigenvalues)
         for index, fold_rows in enumerate(rows):
-            others = torch.cat([*rows[:index], *rows[index + 1 :]])
-            of_others, basis = _leading(others, rank, problem.dtype)
+            other_rows = torch.cat([*rows[:index], *rows[index + 1 :]])
+            other_eigenvalues, basis = _leading(other_rows, rank, context.dtype)
             measured = (fold_rows.to(basis) @ basis).square().sum(0)
-            measured = pooled(measured, of_others, problem.dtype)
-            # Fewer rows span fewer directions: what is left out has no curvature to measure.
+            measured = average_degenerate(measured, other_eigenvalues, context.dtype)
+            # Fewer rows span fewer directions; along the missing ones there is no curvature.
             total[: len(measured)] += measured[: len(total)]
-        return pooled(total / seen.weight, values, problem.dtype), U
+        return average_degenerate(total / totals.weight, eigenvalues, context.dtype), U
 
-    along, U = _on_first(problem, rows, crossfitted)
-    return _along(problem, along, U, seen, None, rank)
+    magnitudes, U = _on_first(context, rows_by_fold, crossfit)
+    return _fit_along(context, magnitudes, U, totals, None, rank)
 
 
 def _on_first(
-    problem: FitContext,
+    context: FitContext,
     rows: list[Tensor],
-    decomposed: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
+    decompose: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Eigenpairs of the rows of all processes: decomposed by the first of them, for all."""
-    of_all = [problem.ranks.on_all([some]) or [some] for some in rows]
-    is_first = problem.ranks.rank == 0
-    found = {DENSE_BLOCK: decomposed([some for (some,) in of_all])} if is_first else {}
-    return problem.ranks.share(found, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
+    """Eigenpairs of the rows of all processes: the first process decomposes them for all."""
+    rows_of_all = [context.ranks.on_all([tensor]) or [tensor] for tensor in rows]
+    pairs = {}
+    if context.ranks.rank == 0:
+        pairs[DENSE_BLOCK] = decompose([tensor for (tensor,) in rows_of_all])
+    return context.ranks.share(pairs, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
 
 
-def _joined(problem: FitContext, rows: list[Tensor], size: int) -> Rows:
-    """The rows of one process, which may have none; the list is emptied."""
-    if rows:
-        joined = rows[0] if len(rows) == 1 else torch.cat(rows)
-        rows.clear()
-        return joined
-    return torch.zeros(0, size, dtype=problem.factor_dtype, device=problem.device)
-
-
-def _along(
-    problem: FitContext,
-    along: Float[Tensor, " k"],
+def _fit_along(
+    context: FitContext,
+    magnitudes: Float[Tensor, " k"],
     U: Float[Tensor, "parameters k"],
-    seen: DataTotals,
-    magnitudes: Pairs | None,
+    totals: DataTotals,
+    data: FitData | None,
     rank: int | None,
 ) -> CurvatureFit:
-    """The curvature of directions, along which other data may be measured; thin with a rank."""
-    if magnitudes is not None:
-        sums = {DENSE_BLOCK: U.new_zeros(U.shape[1])}
-
-        def measure(rows: Rows) -> None:
-            sums[DENSE_BLOCK].add_((rows @ U.to(rows)).square().sum(0))
-
-        measured = sweep_rows(problem, magnitudes, measure, seen.num_examples, sums)
-        problem.ranks.sum([sums[DENSE_BLOCK]])
-        along = pooled(sums[DENSE_BLOCK] / measured.weight, along, problem.dtype)
-        seen = seen + measured
+    """The fit of directions and their magnitudes, which are measured on other data if given."""
+    if data is not None:
+        accumulator = SquaresAlong(context, U)
+        totals_of_magnitudes = DataPass(accumulator).run(data, totals.num_examples)
+        measured = accumulator.sums / totals_of_magnitudes.weight
+        magnitudes = average_degenerate(measured, magnitudes, context.dtype)
+        totals = totals + totals_of_magnitudes
     if rank is None:
-        full = EigenKronecker(U, None, along.unsqueeze(1)).to(problem.dtype)
-        return CurvatureFit(BlockDiagonal({DENSE_BLOCK: full}), seen)
-    U, along = U.to(problem.dtype), along.to(problem.dtype).clamp_min(0)
-    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: LowRankPlusDiagonal(U, along, 0.0)}), seen)
+        full = EigenKronecker(U, None, magnitudes.unsqueeze(1)).to(context.dtype)
+        return CurvatureFit(BlockDiagonal({DENSE_BLOCK: full}), totals)
+    U = U.to(context.dtype)
+    magnitudes = magnitudes.to(context.dtype).clamp_min(0)
+    low_rank = LowRankPlusDiagonal(U, magnitudes, 0.0)
+    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: low_rank}), totals)
 
 
 def _leading(

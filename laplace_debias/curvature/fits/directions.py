@@ -16,63 +16,72 @@ from laplace_debias.curvature.layers.uses import Uses, activations, output_gradi
 from laplace_debias.operators import eigh as decomposition
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_thin
 
-# Eigenvalues nearer than this share of the largest one belong to directions that rounding mixes:
-# the angle between two such is off by rounding over their distance.
+# If two eigenvalues differ by less than this fraction of the largest one, rounding mixes their
+# eigenvectors: the error of the angle between these is the rounding over the difference.
 _RESOLUTION = 1e-7
 _GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
-# From so many columns on, rows have thin directions. Those of fewer are cheaper whole.
+# Rows of at least this many columns have thin directions; fewer columns are cheaper in full.
 _THIN_FROM = 256
-# Matrices of fewer columns are multiplied whole; wider ones gain from their symmetry.
+# Products of at least this many columns are computed in halves, as they are symmetric.
 _SYMMETRIC_FROM = 256
 
 
 @dataclass(frozen=True)
-class Rows:
+class GramFactor:
     """A factor of few examples, or of few directions, of which no matrix `[d, d]` is made.
 
-    It is `rowsᵀ rows`, of rows `[n, *groups, d]`, and an unknown rest of known trace in other
-    directions. Without `most`, n is at most half of d. Of more rows than `most` a sum keeps the
-    leading directions, half as many.
+    The factor is `rowsᵀ rows`, plus an unknown remainder of known trace in other directions.
+
+    Attributes:
+        rows: `[n, *groups, d]`; without `max_rows`, n is at most half of d.
+        residual_trace: The trace of the remainder.
+        max_rows: The number of rows above which a sum keeps only the leading directions, half as
+            many; None to keep all rows.
     """
 
     rows: Float[Tensor, "n *groups d"]
-    rest: Float[Tensor, ""] | float = 0.0
-    most: int | None = None
+    residual_trace: Float[Tensor, ""] | float = 0.0
+    max_rows: int | None = None
 
     def __add__(self, other: "Factor") -> "Factor":
         """The sum of two factors; a matrix if one is, or if the rows are many."""
         if isinstance(other, Tensor):
             return moments(self.rows) + other
         rows = torch.cat([self.rows, other.rows])
-        total = Rows(rows, self.rest + other.rest, self.most).compressed()
-        is_few = self.most is not None or 2 * len(rows) <= rows.shape[-1]
-        return total if is_few else moments(rows)
+        trace = self.residual_trace + other.residual_trace
+        total = GramFactor(rows, trace, self.max_rows).compressed()
+        are_few = self.max_rows is not None or 2 * len(rows) <= rows.shape[-1]
+        return total if are_few else moments(rows)
 
     __radd__ = __add__
 
-    def __mul__(self, number: float) -> "Rows":
-        return Rows(self.rows * number**0.5, self.rest * number, self.most)
+    def __mul__(self, number: float) -> "GramFactor":
+        return GramFactor(self.rows * number**0.5, self.residual_trace * number, self.max_rows)
 
-    def __truediv__(self, number: float) -> "Rows":
+    def __truediv__(self, number: float) -> "GramFactor":
         return self * (1 / number)
 
-    def compressed(self) -> "Rows":
-        """The leading directions, if there are more rows than `most`; the others join the rest."""
-        if self.most is None or len(self.rows) <= self.most:
+    def compressed(self) -> "GramFactor":
+        """The leading directions, if there are more rows than `max_rows`.
+
+        The trace of the others joins the remainder.
+        """
+        if self.max_rows is None or len(self.rows) <= self.max_rows:
             return self
         values, vectors = decomposition.eigh(self.rows @ self.rows.mT, "the products of rows")
-        num_left = len(values) - self.most // 2
-        rest = self.rest + values[:num_left].clamp_min(0).sum()
-        return Rows(vectors[:, num_left:].mT @ self.rows, rest, self.most)
+        num_dropped = len(values) - self.max_rows // 2
+        trace = self.residual_trace + values[:num_dropped].clamp_min(0).sum()
+        return GramFactor(vectors[:, num_dropped:].mT @ self.rows, trace, self.max_rows)
 
-    def to(self, dtype: torch.dtype) -> "Rows":
+    def to(self, dtype: torch.dtype) -> "GramFactor":
         """The same in another dtype."""
         return replace(self, rows=self.rows.to(dtype))
 
     @property
     def has_thin_directions(self) -> bool:
-        """Whether its directions are those that the rows span alone."""
-        return self.most is not None or (self.rows.ndim == 2 and self.rows.shape[1] >= _THIN_FROM)
+        """Whether its directions are only those that the rows span."""
+        is_wide = self.rows.ndim == 2 and self.rows.shape[1] >= _THIN_FROM
+        return self.max_rows is not None or is_wide
 
 
 def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
@@ -83,14 +92,11 @@ def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
 
 
 def add_moments(total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *groups d"]) -> None:
-    """Add `rowsᵀ rows` to a sum.
-
-    Of each two symmetric halves one is computed where that pays.
-    """
+    """Add `rowsᵀ rows` to a sum; only one of two symmetric halves is computed where that pays."""
     size = rows.shape[-1]
     if rows.ndim == 3:
-        of_groups = rows.transpose(0, 1)
-        total.baddbmm_(of_groups.mT, of_groups)
+        groups = rows.transpose(0, 1)
+        total.baddbmm_(groups.mT, groups)
     elif size < _SYMMETRIC_FROM:
         total.addmm_(rows.T, rows)
     else:
@@ -103,7 +109,7 @@ def add_moments(total: Float[Tensor, "*groups d d"], rows: Float[Tensor, "n *gro
 
 
 # A matrix `[*groups, d, d]`, the diagonal of one, `[d]`, or rows.
-Factor = Tensor | Rows
+Factor = Tensor | GramFactor
 # Eigenvalues and eigenvectors; None for the coordinate axes.
 Eigenpairs = tuple[Float[Tensor, "*groups values"], Float[Tensor, "*groups d r"] | None]
 
@@ -111,15 +117,15 @@ Eigenpairs = tuple[Float[Tensor, "*groups values"], Float[Tensor, "*groups d r"]
 class Eigenbasis(NamedTuple):
     """Directions of a block, and the factors' own curvature along them.
 
-    Eigenvectors are columns, by descending eigenvalue; None stands for the coordinate axes. Thin
-    directions (r < d) leave the null space: then there are r + 1 eigenvalues, the last the mean of
-    those that the directions leave.
+    Eigenvectors are columns, by descending eigenvalue; None means the coordinate axes. Thin
+    directions (r < d) do not span the null space: then there are r + 1 eigenvalues, the last one
+    the mean of those in the remaining directions.
     """
 
     U_G: Float[Tensor, "*groups d_out r_G"] | None
     U_A: Float[Tensor, "*groups d_in r_A"] | None
-    along_G: Float[Tensor, "*groups rows"]
-    along_A: Float[Tensor, "*groups columns"]
+    eigenvalues_G: Float[Tensor, "*groups rows"]
+    eigenvalues_A: Float[Tensor, "*groups columns"]
 
     def directions(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """U_G and U_A in another dtype."""
@@ -129,74 +135,81 @@ class Eigenbasis(NamedTuple):
     @property
     def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
         """Eigenvalues and eigenvectors of G, and of A."""
-        return (self.along_G, self.U_G), (self.along_A, self.U_A)
+        return (self.eigenvalues_G, self.U_G), (self.eigenvalues_A, self.U_A)
 
     def pooled(
         self, measured: Float[Tensor, "*groups rows columns"], precision: torch.dtype
     ) -> Float[Tensor, "*groups rows columns"]:
-        """Curvature along the directions, averaged over those that data cannot tell apart."""
+        """Curvature along the directions, averaged where data do not determine them."""
         # In units of the block's curvature, not of one factor's.
-        along_G = self.along_G * self.along_A.amax(-1, keepdim=True)
-        along_A = self.along_A * self.along_G.amax(-1, keepdim=True)
+        largest_G = self.eigenvalues_G.amax(-1, keepdim=True)
+        largest_A = self.eigenvalues_A.amax(-1, keepdim=True)
         if self.U_G is not None:
-            measured = pooled(measured, along_G, precision, left_by(self.U_G))
+            eigenvalues = self.eigenvalues_G * largest_A
+            remaining = num_remaining(self.U_G)
+            measured = average_degenerate(measured, eigenvalues, precision, remaining)
         if self.U_A is not None:
-            measured = pooled(measured.mT, along_A, precision, left_by(self.U_A)).mT
+            eigenvalues = self.eigenvalues_A * largest_G
+            remaining = num_remaining(self.U_A)
+            measured = average_degenerate(measured.mT, eigenvalues, precision, remaining).mT
         # As a file has them: their order in memory decides in which order products add.
         return measured.contiguous()
 
 
-def left_by(U: Tensor) -> int:
-    """How many directions the last magnitude stands for: those that thin ones leave, or one."""
+def num_remaining(U: Tensor) -> int:
+    """The number of directions that the last magnitude is for: d − r of thin ones, else one."""
     return U.shape[-2] - U.shape[-1] if is_thin(U) else 1
 
 
 def outer(
-    along_G: Float[Tensor, "*groups d_out"], along_A: Float[Tensor, "*groups d_in"]
+    curvature_G: Float[Tensor, "*groups d_out"], curvature_A: Float[Tensor, "*groups d_in"]
 ) -> Float[Tensor, "*groups d_out d_in"]:
     """All products of two factors' curvatures, group by group."""
-    return along_G.unsqueeze(-1) * along_A.unsqueeze(-2)
+    return curvature_G.unsqueeze(-1) * curvature_A.unsqueeze(-2)
 
 
 def eigh(factor: Factor, what: str = "the factor") -> Eigenpairs:
-    """Eigenvalues, descending, and eigenvectors; of a diagonal factor its entries and None."""
+    """Eigenvalues, descending, and eigenvectors; for a diagonal factor its entries and None."""
     return eigh_of_each([factor], what)[0]
 
 
 def eigh_of_each(factors: Sequence[Factor], what: str) -> list[Eigenpairs]:
-    """As `eigh`, of factors of one kind and shape, all at once.
+    """Decompose factors of one type and shape together; for each the same as `eigh`.
 
-    Of rows the eigenvectors are those that span them, and others of their null space behind: in
-    double precision, a decomposition of `[n, n]` coordinates loses no digit. Of wide rows they are
-    thin: the others are left out, and one eigenvalue more is the mean of all theirs.
+    The eigenvectors of rows are those that span them, followed by others of the null space: in
+    double precision, a decomposition of `[n, n]` coordinates loses no digit. Wide rows have thin
+    directions: only the eigenvectors that span them, and one eigenvalue more, the mean in the
+    remaining directions.
 
-    An eigenvector's sign is LAPACK's choice, and a sample depends on it. Here every eigenvector has
-    a positive product with one fixed vector, so that other machines draw the same samples.
+    The sign of an eigenvector is LAPACK's choice, and a sample depends on it. Here every
+    eigenvector has a positive product with one fixed vector, so that other machines draw the same
+    samples.
     """
     if isinstance(factors[0], Tensor):
         if factors[0].ndim == 1:
             return [(factor, None) for factor in factors]  # type: ignore[misc]
         values, vectors = decomposition.eigh(torch.stack(factors), what)  # type: ignore[arg-type]
-        # Below zero there is nothing but rounding.
+        # Values below zero are rounding errors.
         return list(zip(values.flip(-1).clamp_min(0), _signed(vectors.flip(-1)), strict=True))
-    of_rows = cast("Sequence[Rows]", factors)
-    columns = torch.stack([factor.rows for factor in of_rows]).movedim(1, -1)
+    gram_factors = cast("Sequence[GramFactor]", factors)
+    columns = torch.stack([factor.rows for factor in gram_factors]).movedim(1, -1)
     *_, d, n = columns.shape
-    is_whole = not factors[0].has_thin_directions
-    Q, R = torch.linalg.qr(columns, mode="complete" if is_whole else "reduced")
+    is_full = not factors[0].has_thin_directions
+    Q, R = torch.linalg.qr(columns, mode="complete" if is_full else "reduced")
     R = R[..., :n, :]
-    values, inner = decomposition.eigh(R @ R.mT, what)
-    values, along = values.flip(-1).clamp_min(0), (Q[..., :n] @ inner).flip(-1)
-    if is_whole:
+    values, vectors = decomposition.eigh(R @ R.mT, what)
+    values = values.flip(-1).clamp_min(0)
+    directions = (Q[..., :n] @ vectors).flip(-1)
+    if is_full:
         # Eigenvectors lie one after the other in memory, as torch has them.
-        U = torch.cat([along.mT, Q[..., n:].mT], -2).mT
+        U = torch.cat([directions.mT, Q[..., n:].mT], -2).mT
         return list(zip(F.pad(values, (0, d - n)), _signed(U), strict=True))
     pairs: list[Eigenpairs] = []
-    for factor, of_factor, U in zip(of_rows, values, along, strict=True):
-        rank = max(1, numerical_rank(of_factor))
-        kept = F.pad(of_factor[:rank], (0, 1))
-        kept[-1] = factor.rest / (d - rank)
-        pairs.append((kept, _signed(U[:, :rank].mT.contiguous().mT)))
+    for factor, factor_values, U in zip(gram_factors, values, directions, strict=True):
+        rank = max(1, numerical_rank(factor_values))
+        eigenvalues = F.pad(factor_values[:rank], (0, 1))
+        eigenvalues[-1] = factor.residual_trace / (d - rank)
+        pairs.append((eigenvalues, _signed(U[:, :rank].mT.contiguous().mT)))
     return pairs
 
 
@@ -204,74 +217,79 @@ def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r
     """The eigenvectors, in place, each with a positive product with one fixed vector."""
     # The entries follow no pattern that eigenvectors have: a vector of ones would be orthogonal to
     # every [1, -1], and rounding would choose the sign.
-    at = torch.arange(1, vectors.shape[-2] + 1, dtype=vectors.dtype, device=vectors.device)
-    products = (at * _GOLDEN_RATIO).frac() @ vectors
+    size = vectors.shape[-2]
+    numbers = torch.arange(1, size + 1, dtype=vectors.dtype, device=vectors.device)
+    products = (numbers * _GOLDEN_RATIO).frac() @ vectors
     return vectors.mul_(torch.where(products < 0, -1.0, 1.0).to(vectors).unsqueeze(-2))
 
 
 def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = None) -> int:
-    """How many descending eigenvalues are above the rounding of what they were computed in."""
+    """The number of descending eigenvalues above the rounding of the computation's dtype."""
     if not len(values):
         return 0
-    computed = torch.finfo(values.dtype if precision is None else precision).eps
-    # Sums of rounded products are off by few units of rounding of the largest eigenvalue, of which
-    # a decomposition in double precision is off by a few times the square root of the size.
-    decomposed = 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps
-    return int((values > max(8 * computed, decomposed) * values[0]).sum())
+    # In units of the largest eigenvalue, sums of rounded products have an error of a few units of
+    # rounding, and a decomposition in double precision one that grows as the root of the size.
+    error_of_sums = 8 * torch.finfo(values.dtype if precision is None else precision).eps
+    error_of_decomposition = 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps
+    return int((values > max(error_of_sums, error_of_decomposition) * values[0]).sum())
 
 
 def resolution(precision: torch.dtype) -> float:
-    """The least gap of eigenvalues that determines eigenvectors, as a share of the largest."""
+    """The least gap of eigenvalues that determines eigenvectors, as a fraction of the largest."""
     return max(_RESOLUTION, 8 * torch.finfo(precision).eps)
 
 
-def pooled(
+def average_degenerate(
     measured: Float[Tensor, "*entries"],
-    values: Float[Tensor, "*groups d"],
+    eigenvalues: Float[Tensor, "*groups d"],
     precision: torch.dtype,
-    left: int = 1,
+    remaining: int = 1,
 ) -> Float[Tensor, "*entries"]:
-    r"""Curvature along eigenvectors, averaged over those whose eigenvalues nearly coincide.
+    r"""Average curvature along eigenvectors over those whose eigenvalues nearly coincide.
 
-    Any orthonormal basis of the space of an eigenvalue is one of eigenvectors, of the null space
-    above all: which one comes out depends on the order of the examples, on the batch size and on
-    the machine. So does what *other* data measure along it. The mean over the space depends on
-    none of them, and is what a basis chosen at random measures on average. With a weight k that is
-    1 up to half the `resolution`, falls linearly and is 0 from the whole on,
+    Any orthonormal basis of an eigenspace consists of eigenvectors, above all in the null space:
+    which basis results depends on the order of the examples, on the batch size and on the machine,
+    and so does the curvature that *other* data have along it. The mean over the eigenspace depends
+    on none of them, and is the expected curvature along a random basis. With a weight k that is 1
+    up to half the `resolution`, falls linearly and is 0 from the full resolution on,
 
     $$\tilde\Lambda_i = \frac{\sum_j k(\lambda_i - \lambda_j)\,\Lambda_j}
     {\sum_j k(\lambda_i - \lambda_j)},$$
 
     the quotient of two traces of functions of the matrix, and so continuous in it.
 
-    A matrix may also be nothing but what rounding left of a sum that cancels: gradients at the keys
-    of attention add up to zero over positions. So eigenvectors whose eigenvalues are all below the
-    square of the resolution, as a share of the curvature measured, are averaged over as one space.
-    The columns of `measured` are averaged one by one; the last of the descending eigenvalues stands
-    for `left` eigenvectors.
+    A matrix may also be only the rounding errors of a sum that cancels: gradients at the keys of
+    attention add up to zero over positions. So if all eigenvalues are below the square of the
+    resolution, as a fraction of the measured curvature, the average is over all eigenvectors. The
+    columns of `measured` are averaged one by one; the last of the descending eigenvalues is for
+    `remaining` eigenvectors.
     """
-    if values.shape[-1] == 0:
+    if eigenvalues.shape[-1] == 0:
         return measured
-    if values.ndim > 1 and measured.ndim == values.ndim:
-        return pooled(measured.unsqueeze(-1), values, precision, left).squeeze(-1)
-    counts = torch.ones_like(values)
-    counts[..., -1] = left
-    largest = values[..., :1]
-    over = tuple(range(values.ndim - 1, measured.ndim))
-    is_one_space = largest.squeeze(-1) <= resolution(precision) ** 2 * measured.amax(over)
-    mean = measured.mean(values.ndim - 1, keepdim=True).expand_as(measured)
-    if left > 1:
-        of_all = torch.tensordot(counts / counts.sum(), measured.to(values), 1)
-        mean = of_all.to(measured).expand_as(measured)
+    if eigenvalues.ndim > 1 and measured.ndim == eigenvalues.ndim:
+        columns = measured.unsqueeze(-1)
+        return average_degenerate(columns, eigenvalues, precision, remaining).squeeze(-1)
+    counts = torch.ones_like(eigenvalues)
+    counts[..., -1] = remaining
+    largest = eigenvalues[..., :1]
+    column_dims = tuple(range(eigenvalues.ndim - 1, measured.ndim))
+    least = resolution(precision) ** 2 * measured.amax(column_dims)
+    is_one_space = largest.squeeze(-1) <= least
+    mean = measured.mean(eigenvalues.ndim - 1, keepdim=True).expand_as(measured)
+    if remaining > 1:
+        weighted = torch.tensordot(counts / counts.sum(), measured.to(eigenvalues), 1)
+        mean = weighted.to(measured).expand_as(measured)
     if bool(is_one_space.all()):
         return mean
     width = resolution(precision) * largest
-    if not bool((is_one_space | (values[..., :-1] - values[..., 1:] < width).any(-1)).any()):
+    are_close = (eigenvalues[..., :-1] - eigenvalues[..., 1:] < width).any(-1)
+    if not bool((is_one_space | are_close).any()):
         return measured
-    distances = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs() / width.unsqueeze(-1)
-    weights = (2 - 2 * distances).clamp(0, 1) * counts.unsqueeze(-2)
-    averaged = ((weights / weights.sum(-1, keepdim=True)) @ measured.to(values)).to(measured)
-    if values.ndim == 1:
+    gaps = (eigenvalues.unsqueeze(-1) - eigenvalues.unsqueeze(-2)).abs() / width.unsqueeze(-1)
+    weights = (2 - 2 * gaps).clamp(0, 1) * counts.unsqueeze(-2)
+    weights = weights / weights.sum(-1, keepdim=True)
+    averaged = (weights @ measured.to(eigenvalues)).to(measured)
+    if eigenvalues.ndim == 1:
         return averaged
     return torch.where(is_one_space[..., None, None], mean, averaged)
 
@@ -281,10 +299,10 @@ def directional_curvature(
 ) -> Float[Tensor, "*groups values"]:
     r"""Curvature of a factor along the columns of U, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
 
-    Behind it, where U is thin, its mean along all directions that U leaves.
+    If U is thin, its mean along all other directions follows.
     """
-    if isinstance(factor, Rows):
-        return folded(coordinates(factor.rows, U).square().sum(0), U)
+    if isinstance(factor, GramFactor):
+        return sum_remainder(coordinates(factor.rows, U).square().sum(0), U)
     if factor.ndim == 1:
         return factor if U is None else U.square().T @ factor
     if U is None:
@@ -292,15 +310,18 @@ def directional_curvature(
     return ((factor @ U) * U).sum(-2).clamp_min(0)
 
 
-def folded(squares: Float[Tensor, "*n columns"], U: Tensor | None) -> Float[Tensor, "*n values"]:
-    """Squares of coordinates in the frame of thin directions, with a mean of those that it leaves.
+def sum_remainder(
+    squares: Float[Tensor, "*n columns"], U: Tensor | None
+) -> Float[Tensor, "*n values"]:
+    """Replace the squares in the directions that thin ones do not span by their mean.
 
-    Squares are `[..., r + d]`, and left as they are where U is not thin.
+    Squares are those of coordinates in the frame of thin directions, `[..., r + d]`; they are
+    returned unchanged if U is not thin.
     """
     if not is_thin(U):
         return squares
-    along, rest = squares.split([U.shape[-1], U.shape[-2]], -1)
-    return torch.cat([along, rest.sum(-1, keepdim=True) / left_by(U)], -1)
+    spanned, remainder = squares.split([U.shape[-1], U.shape[-2]], -1)
+    return torch.cat([spanned, remainder.sum(-1, keepdim=True) / num_remaining(U)], -1)
 
 
 def ekfac_magnitudes(
@@ -322,9 +343,11 @@ def ekfac_magnitudes(
         rows = coordinates(output_gradients(layer, block, g)[..., 0], U_G)
         total = rows.square().sum(0).T @ a.square()
     else:
-        # Of thin directions a frame has as many coordinates more.
-        sides = zip(block.shape, (U_G, U_A), strict=True)
-        frame = [d + (U.shape[-1] if is_thin(U) else 0) for d, U in sides]
+        # A frame has one more coordinate for each thin direction.
+        frame = [
+            d + U.shape[-1] if is_thin(U) else d
+            for d, U in zip(block.shape, (U_G, U_A), strict=True)
+        ]
         for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
             squares = J.square().sum((0, 1))
             if total is None:
@@ -334,4 +357,4 @@ def ekfac_magnitudes(
             else:
                 total.index_add_(1, columns, squares)
     assert total is not None
-    return folded(folded(total, U_A).mT, U_G).mT
+    return sum_remainder(sum_remainder(total, U_A).mT, U_G).mT

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.directions import Factor, Rows, add_moments, moments
+from laplace_debias.curvature.fits.directions import Factor, GramFactor, add_moments, moments
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
 from laplace_debias.curvature.layers.patches import LARGE, has_displacements, patch_moments
@@ -64,16 +64,16 @@ def gradient_factor(
     parts, num_rows, divisor = _gradients(layer, block, uses, masks)
     if as_rows or (num_rows < d_out and d_out >= _WIDE and not block.has_diagonal_G):
         rows = torch.cat([part.movedim(-1, 1).flatten(0, 1) for part in parts])
-        return Rows(rows if divisor == 1 else rows * divisor**-0.5)
+        return GramFactor(rows if divisor == 1 else rows * divisor**-0.5)
     total: Tensor | None = None
     for part in parts:
         if part.shape[-1] > d_out and not block.has_diagonal_G:
             # The products of all examples are smaller than a copy with the positions as rows.
-            of_part = (part @ part.mT).sum(0)
+            G = (part @ part.mT).sum(0)
         else:
             rows = part.movedim(-1, 1).flatten(0, 1)
-            of_part = rows.square().sum(0) if block.has_diagonal_G else moments(rows)
-        total = of_part if total is None else total + of_part
+            G = rows.square().sum(0) if block.has_diagonal_G else moments(rows)
+        total = G if total is None else total + G
     assert total is not None
     return total if divisor == 1 else total / divisor
 
@@ -90,17 +90,20 @@ def _gradients(
             num_rows = uses.num_columns * uses.num_examples
         else:
             num_rows = uses[0][1].shape[:2].numel()
-        of_parts = exact_rows(layer, block, uses)
+        slices_of_rows = exact_rows(layer, block, uses)
         # One after the other: a slice of a large parameter may be a single example's.
-        return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in of_parts), num_rows, 1
+        return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in slices_of_rows), num_rows, 1
     assert not isinstance(uses, CallUses)
-    columns, num_positions, is_table = [], 0, block.role == "table"
+    columns: list[Tensor] = []
+    num_positions = 0
+    is_table = block.role == "table"
     for x, g in uses:
-        of_use = (
-            token_gradients(layer, block, x, g) if is_table else output_gradients(layer, block, g)
-        )
-        columns.append(of_use.flatten(0, 1))
-        num_positions += of_use.shape[-1]
+        if is_table:
+            gradients = token_gradients(layer, block, x, g)
+        else:
+            gradients = output_gradients(layer, block, g)
+        columns.append(gradients.flatten(0, 1))
+        num_positions += gradients.shape[-1]
     if block.sharing == "reduce" and block.role == "weight":
         total = torch.stack([part.sum(-1) for part in columns]).sum(0)
         return [total.unsqueeze(-1)], len(total), 1
@@ -113,8 +116,8 @@ def _gradients(
     parts = []
     for part, mask in zip(columns, masks, strict=True):
         rows = chosen(part.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
-        of_rows = chosen(weights[:, None].expand_as(mask)[None], mask)[0]
-        rows = rows * of_rows.view(-1, *[1] * (rows.ndim - 2))
+        row_weights = chosen(weights[:, None].expand_as(mask)[None], mask)[0]
+        rows = rows * row_weights.view(-1, *[1] * (rows.ndim - 2))
         parts.append(rows.flatten(0, 1).unsqueeze(-1))
     return parts, num_rows, 1
 
@@ -142,7 +145,7 @@ def input_factors(
         return [counts.to(layer.weight.dtype)]
     parts, d_in = input_rows(layer, block, inputs, masks), block.shape[1]
     if as_rows:
-        return map(Rows, parts)
+        return map(GramFactor, parts)
     # The work is the least that there is in each group of a use.
     num_positions, work = 0, math.inf
     for x in inputs:
@@ -150,7 +153,7 @@ def input_factors(
         work = min(work, x.numel() * x.shape[1] // block.num_groups**2)
     num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
     if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
-        return [Rows(torch.cat(list(parts)))]
+        return [GramFactor(torch.cat(list(parts)))]
     is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
     # On a GPU a few large products take less time than many small ones.
     if is_plain and work >= LARGE and layer.weight.is_cpu and has_displacements(layer):
@@ -185,18 +188,18 @@ def input_rows(
         yield _mean_activations(layer, block, inputs, masks)
         return
     for index, x in enumerate(inputs):
-        for some in slices(layer, block, x):
-            rows = activations(layer, block, x[some])
+        for examples in slices(layer, block, x):
+            rows = activations(layer, block, x[examples])
             if masks is None:
                 yield rows.flatten(0, 1)
             else:
-                yield chosen(rows[None], masks[index][some])[0]
+                yield chosen(rows[None], masks[index][examples])[0]
 
 
 def _patch_factor(layer: Any, block: Block, x: Tensor) -> Tensor:
     """A of one use without its patches."""
-    found = [patch_moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
-    A = torch.stack(found) if block.groups else found[0]
+    factors = [patch_moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
+    A = torch.stack(factors) if block.groups else factors[0]
     if not block.is_joint:
         return A
     # Patches are linear in the image: one image stands for the sum of all.
@@ -208,22 +211,23 @@ def _patch_factor(layer: Any, block: Block, x: Tensor) -> Tensor:
 
 
 def _mean_activations(
-    layer: nn.Module, block: Block, uses: Sequence[Tensor], masks: Masks | None
+    layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Float[Tensor, "batch *groups d_in"]:
     """ā, the mean over the positions of all uses."""
-    sums, positions = [], 0
-    for index, x in enumerate(uses):
-        of_slices = []
-        for part in slices(layer, block, x):
-            rows = activations(layer, block, x[part])
+    sums: list[Tensor] = []
+    num_positions = 0
+    for index, x in enumerate(inputs):
+        slice_sums = []
+        for examples in slices(layer, block, x):
+            rows = activations(layer, block, x[examples])
             if masks is not None:
-                # Not a product: what is padded may be infinite.
-                mask = masks[index][part].view(*rows.shape[:2], *[1] * (rows.ndim - 2))
+                # Not a product: padded entries may be infinite.
+                mask = masks[index][examples].view(*rows.shape[:2], *[1] * (rows.ndim - 2))
                 rows = rows.where(mask, 0)
-            of_slices.append(rows.sum(1))
-        positions += rows.shape[1]
-        sums.append(torch.cat(of_slices))
+            slice_sums.append(rows.sum(1))
+        num_positions += rows.shape[1]
+        sums.append(torch.cat(slice_sums))
     total = torch.stack(sums).sum(0)
     if masks is None:
-        return total / positions
+        return total / num_positions
     return total / _num_positions(masks).clamp_min(1).view(-1, *[1] * (total.ndim - 1))

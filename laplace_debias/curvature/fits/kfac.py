@@ -1,143 +1,207 @@
 """Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
 
 import itertools
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
+from laplace_debias.curvature.fits.accumulators import Accumulator
+from laplace_debias.curvature.fits.block_tensors import (
+    BlockTensors,
+    add_to,
+    check_finite,
+    sum_over_processes,
+)
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Factor,
-    Rows,
+    GramFactor,
     directional_curvature,
     ekfac_magnitudes,
     outer,
 )
-from laplace_debias.curvature.fits.sums import (
-    RunningSums,
-    Sums,
-    add_to,
-    check_finite_sums,
-    eigenbases,
-    factor_sums,
-    to_all,
-)
-from laplace_debias.curvature.fits.sweep import Sweep
+from laplace_debias.curvature.fits.eigenbases import eigenbases
+from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, factor_sums
+from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 
-def fit_kfac(problem: FitContext, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
+def fit_kfac(context: FitContext, directions: FitData, magnitudes: FitData | None) -> CurvatureFit:
     """K-FAC: directions from one set of batches, magnitudes from another (Eq. 9) or the same.
 
     The second factors are projected and freed one block at a time.
     """
-    factors, seen = factor_sums(problem, directions)
-    bases = eigenbases(problem, factors, seen.weight)
+    factors, totals = factor_sums(context, directions)
+    bases = eigenbases(context, factors, totals.weight)
     if magnitudes is None:
-        return CurvatureFit(assemble(problem, bases, None), seen)
-    table, measured = curvature_along(problem, bases, magnitudes, seen.num_examples)
-    return CurvatureFit(assemble(problem, bases, table), seen + measured)
+        return CurvatureFit(assemble(context, bases, None), totals)
+    table, totals_of_magnitudes = curvature_along(context, bases, magnitudes, totals.num_examples)
+    return CurvatureFit(assemble(context, bases, table), totals + totals_of_magnitudes)
 
 
 def curvature_along(
-    problem: FitContext, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
-) -> tuple[Sums, DataTotals]:
-    """The factors' own curvature along every direction on other data (Eq. 9), and what was seen.
-
-    Along thin directions rows are projected as they come; else the sum of the factors is.
-    """
-    running, sides = RunningSums(problem), (dict[Block, Tensor](), dict[Block, Tensor]())
-    directions = {block: (basis.U_G, basis.U_A) for block, basis in bases.items()}
-    as_rows = {
-        block: (
-            is_thin(U_G) or block.is_streamed[0],
-            is_thin(U_A) or block.is_streamed[1],
-        )
-        for block, (U_G, U_A) in directions.items()
-    }
-
-    def project(block: Block, side: int, factor: Factor) -> None:
-        projected = directional_curvature(factor.to(problem.factor_dtype), directions[block][side])
-        add_to(sides[side], block, projected)
-
-    def add(block: Block, side: int, factor: Factor) -> None:
-        (project if as_rows[block][side] else running.add)(block, side, factor)
-
-    seen = Sweep(
-        problem, add, as_rows=as_rows, sums=running.kept | dict(zip("GA", sides, strict=True))
-    ).over(batches, first)
-    for side, block in itertools.product((0, 1), bases):
-        if block in running.sums[side]:
-            project(block, side, running.sums[side].pop(block))
-        if block in running.rows[side]:
-            project(block, side, Rows(torch.cat(running.rows[side].pop(block))))
-    check_finite_sums(sides[0])
-    check_finite_sums(sides[1])
-    along_G, along_A = to_all(problem, sides[0]), to_all(problem, sides[1])
+    context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first: int
+) -> tuple[BlockTensors, DataTotals]:
+    """Measure the factors' own curvature along every direction on other data (Eq. 9)."""
+    accumulator = DirectionalCurvature(context, bases)
+    totals = DataPass(accumulator).run(data, first)
+    along_G, along_A = accumulator.projected
     table = {}
     for block, G in along_G.items():
-        A = along_A[block] / seen.weight if block in along_A else G.new_ones(*block.groups, 1)
-        table[block] = bases[block].pooled(outer(G / seen.weight, A), problem.dtype)
-    return table, seen
+        A = along_A[block] / totals.weight if block in along_A else G.new_ones(*block.groups, 1)
+        table[block] = bases[block].pooled(outer(G / totals.weight, A), context.dtype)
+    return table, totals
 
 
-def fit_ekfac(problem: FitContext, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
+class DirectionalCurvature(FactorAccumulator):
+    """Curvature of both factors along directions from other data.
+
+    Along thin directions rows are projected batch by batch. Along other directions the factors are
+    summed first, and projected once.
+
+    Attributes:
+        projected: The curvature along every direction, summed over examples; first that of G, then
+            that of A. After `reduce` those of all processes.
+    """
+
+    def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
+        super().__init__(context)
+        self._directions = {block: (basis.U_G, basis.U_A) for block, basis in bases.items()}
+        self.projected: tuple[BlockTensors, BlockTensors] = ({}, {})
+
+    @property
+    def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
+        """The factors that are still summed, and the curvature along thin directions."""
+        projected_G, projected_A = self.projected
+        return {**super().tables, "G": projected_G, "A": projected_A}
+
+    def keeps_rows(self, block: Block) -> tuple[bool, bool]:
+        """Whether G, and A, of a block are measured as rows, which are projected at once."""
+        U_G, U_A = self._directions[block]
+        is_streamed_G, is_streamed_A = block.is_streamed
+        return is_thin(U_G) or is_streamed_G, is_thin(U_A) or is_streamed_A
+
+    def add_factor(self, block: Block, side: int, factor: Factor) -> None:
+        """Project rows, or add a factor to the sum of factors."""
+        if self.keeps_rows(block)[side]:
+            self._project(block, side, factor)
+        else:
+            super().add_factor(block, side, factor)
+
+    def _project(self, block: Block, side: int, factor: Factor) -> None:
+        U = self._directions[block][side]
+        curvature = directional_curvature(factor.to(self.context.factor_dtype), U)
+        add_to(self.projected[side], block, curvature)
+
+    def reduce(self) -> None:
+        """Project the summed factors, block by block, and add the results of all processes."""
+        for side, block in itertools.product((0, 1), self._directions):
+            if block in self.sums[side]:
+                self._project(block, side, self.sums[side].pop(block))
+            if block in self.rows[side]:
+                rows = torch.cat(self.rows[side].pop(block))
+                self._project(block, side, GramFactor(rows))
+        projected_G, projected_A = self.projected
+        check_finite(projected_G)
+        check_finite(projected_A)
+        self.projected = (
+            sum_over_processes(self.context, projected_G),
+            sum_over_processes(self.context, projected_A),
+        )
+
+
+def fit_ekfac(context: FitContext, directions: FitData, magnitudes: FitData | None) -> CurvatureFit:
     """EKFAC: K-FAC's directions, and the exact curvature along every one of them.
 
     Without `magnitudes` the data of `directions` are read twice.
     """
-    factors, seen = factor_sums(problem, directions)
-    bases = eigenbases(problem, factors, seen.weight)
-    data, first = (directions, 0) if magnitudes is None else (magnitudes, seen.num_examples)
-    table, measured = exact_sums(problem, bases, data, first)
+    factors, totals = factor_sums(context, directions)
+    bases = eigenbases(context, factors, totals.weight)
+    if magnitudes is None:
+        table, totals_of_magnitudes = exact_sums(context, bases, directions, 0)
+    else:
+        table, totals_of_magnitudes = exact_sums(context, bases, magnitudes, totals.num_examples)
+        totals = totals + totals_of_magnitudes
     for block, squares in table.items():
-        table[block] = bases[block].pooled(squares.div_(measured.weight), problem.dtype)
-    everything = seen if magnitudes is None else seen + measured
-    return CurvatureFit(assemble(problem, bases, table), everything)
+        mean = squares.div_(totals_of_magnitudes.weight)
+        table[block] = bases[block].pooled(mean, context.dtype)
+    return CurvatureFit(assemble(context, bases, table), totals)
 
 
 def exact_sums(
-    problem: FitContext, bases: dict[Block, Eigenbasis], batches: Pairs, first: int
-) -> tuple[Sums, DataTotals]:
+    context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first: int
+) -> tuple[BlockTensors, DataTotals]:
     """Exact curvature `[*groups, d_out, d_in]` along every direction, summed over examples."""
-    # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
-    dtype, sums = problem.dtype, dict[Block, Tensor]()
-    rotations = {block: basis.directions(dtype) for block, basis in bases.items()}
-
-    def measure(layer: nn.Module, block: Block, uses: Uses) -> Tensor:
-        return ekfac_magnitudes(layer, block, uses, *rotations[block])
-
-    def collect(block: Block, squares: Tensor) -> None:
-        add_to(sums, block, squares.to(problem.factor_dtype))
-
-    seen = Sweep(problem, collect, measure, sums={"table": sums}).over(batches, first)
-    check_finite_sums(sums)
-    return to_all(problem, sums), seen
+    accumulator = SquaredGradients(context, bases)
+    totals = DataPass(accumulator).run(data, first)
+    return accumulator.squares, totals
 
 
-def fit_diagonal(problem: FitContext, directions: Pairs, magnitudes: Pairs | None) -> CurvatureFit:
+class SquaredGradients(Accumulator):
+    """Squares of the gradients' coordinates along directions: the exact curvature along these.
+
+    Attributes:
+        squares: `[*groups, d_out, d_in]` for each block, summed over examples. After `reduce` those
+            of all processes.
+    """
+
+    def __init__(self, context: FitContext, bases: Mapping[Block, Eigenbasis]) -> None:
+        super().__init__(context)
+        # Rotations are computed in the model's dtype: the squares that are summed do not cancel.
+        self._rotations = {block: basis.directions(context.dtype) for block, basis in bases.items()}
+        self.squares: BlockTensors = {}
+
+    @property
+    def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
+        """The squares, under the name of a checkpoint."""
+        return {"table": self.squares}
+
+    def measure(self, record: BlockRecord) -> Tensor:
+        """Compute the squares for a chunk of examples."""
+        U_G, U_A = self._rotations[record.block]
+        return ekfac_magnitudes(record.layer, record.block, record.uses, U_G, U_A)
+
+    def add(self, block: Block, measured: Tensor) -> None:
+        """Add the squares of a chunk."""
+        add_to(self.squares, block, measured.to(self.context.factor_dtype))
+
+    def reduce(self) -> None:
+        """Check that the squares are finite, and add those of all processes."""
+        check_finite(self.squares)
+        self.squares = sum_over_processes(self.context, self.squares)
+
+
+def fit_diagonal(
+    context: FitContext, directions: FitData, magnitudes: FitData | None
+) -> CurvatureFit:
     """The exact diagonal of the curvature: EKFAC's magnitudes along the coordinate axes.
 
-    Directions that no data chose are not biased by any: a debiased fit is that of its second
-    batches alone, of which `directions` is not even read.
+    The axes depend on no data, so that measuring along them has no bias: a debiased fit reads only
+    its second batches, and not those of `directions`.
     """
-    ones = {block: torch.ones(0) for block in problem.blocks}
-    bases = {block: Eigenbasis(None, None, none, none) for block, none in ones.items()}
-    table, seen = exact_sums(problem, bases, directions if magnitudes is None else magnitudes, 0)
+    bases = {block: coordinate_axes() for block in context.blocks}
+    table, totals = exact_sums(context, bases, directions if magnitudes is None else magnitudes, 0)
     for squares in table.values():
-        squares.div_(seen.weight)
-    return CurvatureFit(assemble(problem, bases, table), seen)
+        squares.div_(totals.weight)
+    return CurvatureFit(assemble(context, bases, table), totals)
+
+
+def coordinate_axes() -> Eigenbasis:
+    """The coordinate axes as directions, with no curvature of factors along them."""
+    return Eigenbasis(None, None, torch.ones(0), torch.ones(0))
 
 
 def assemble(
-    problem: FitContext,
+    context: FitContext,
     bases: dict[Block, Eigenbasis],
     table: dict[Block, Float[Tensor, "*groups d_out d_in"]] | None,
 ) -> BlockDiagonal:
@@ -146,11 +210,14 @@ def assemble(
     Bases and table are emptied on the way, so that no more than one block is there twice.
     """
     blocks: dict[str, EigenKronecker] = {}
-    for block in problem.blocks:
+    for block in context.blocks:
         basis = bases.pop(block)
-        magnitudes = outer(basis.along_G, basis.along_A) if table is None else table.pop(block)
-        U_G, U_A = basis.directions(problem.dtype)
-        blocks[block.name] = EigenKronecker(U_G, U_A, magnitudes.to(problem.dtype))
+        if table is None:
+            magnitudes = outer(basis.eigenvalues_G, basis.eigenvalues_A)
+        else:
+            magnitudes = table.pop(block)
+        U_G, U_A = basis.directions(context.dtype)
+        blocks[block.name] = EigenKronecker(U_G, U_A, magnitudes.to(context.dtype))
     return BlockDiagonal(blocks)
 
 

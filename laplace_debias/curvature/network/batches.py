@@ -3,10 +3,10 @@
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
-from itertools import chain, count, islice
-from typing import Any
+from itertools import accumulate, chain, count, islice
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -254,23 +254,53 @@ Place = Callable[[int, int], int]
 _END = object()
 
 
+@runtime_checkable
+class FitData(Protocol):
+    """Pairs that a fit reads, with the indices of their examples in the data."""
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]: ...
+
+    def first_index(self, batch: int, num_read: int) -> int:
+        """The index of a batch's first example among those of all processes.
+
+        Batches are counted from 0; `num_read` is the number of examples in those before.
+        """
+
+    def batch_number(self, batch: int) -> int | None:
+        """The number, from 1, that a user calls a batch; None for a batch that was made here."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Some of the examples: this process's pairs, and the number or weight of all processes'.
+    """Pairs that were made of a user's batches.
 
-    A pair's place is that of its first example in all data of the fit, fold after fold.
+    Attributes:
+        pairs: The pairs of this process.
+        first_indices: For each pair the index of its first example in all data of the fit, fold
+            after fold.
+        size: The number of examples of all processes, or the sum of their weights.
     """
 
     pairs: list[Any]
-    places: list[int]
+    first_indices: list[int]
     size: float
+
+    @classmethod
+    def consecutive(cls, pairs: Sequence[tuple[Any, ...]]) -> "Fold":
+        """All examples of one process as a fold, one pair after the other."""
+        sizes = [len(pair[1]) for pair in pairs]
+        first_indices = list(accumulate(sizes[:-1], initial=0)) if sizes else []
+        return cls(list(pairs), first_indices, sum(map(weight_of, pairs)))
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.pairs)
 
-    def place(self, number: int, _: int) -> int:
-        """The place of a pair, by its number."""
-        return self.places[number]
+    def first_index(self, batch: int, _: int) -> int:
+        """The index of a pair's first example."""
+        return self.first_indices[batch]
+
+    def batch_number(self, _: int) -> None:
+        """No number: a pair is no batch of the user's."""
 
 
 class Stream:
@@ -307,6 +337,14 @@ class Stream:
         self._begun: Iterator[tuple[Any, ...]] | None = None
         is_drawn = generator is not None and not isinstance(source, (list, tuple))
         self.randomness = Randomness(generator) if generator and is_drawn else nullcontext()
+
+    def first_index(self, batch: int, num_read: int) -> int:
+        """The index of a batch's first example among those of all processes."""
+        return num_read if self.place is None else self.place(batch, num_read)
+
+    def batch_number(self, batch: int) -> int:
+        """The number of a batch, from 1."""
+        return batch + 1
 
     @property
     def first(self) -> list[tuple[Any, ...]]:

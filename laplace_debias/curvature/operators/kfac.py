@@ -218,9 +218,13 @@ class LossData:
         outputs = network.first_outputs(self.first.inputs, self.first.size)
         self.scale = loss_scale(self.loss, self.data, outputs)
 
-    def place(self, number: int, _: int) -> int:
-        """The place of a batch's first example among those of all processes."""
-        return self.data.firsts[number]
+    def first_index(self, batch: int, _: int) -> int:
+        """The index of a batch's first example among those of all processes."""
+        return self.data.firsts[batch]
+
+    def batch_number(self, batch: int) -> int:
+        """The number of a batch, from 1."""
+        return batch + 1
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         return ((batch.inputs, batch.targets) for batch in self.data)

@@ -1,0 +1,89 @@
+"""Tensors by block: sums over examples, on one process and over several."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.directions import Factor, GramFactor
+from laplace_debias.curvature.layers.blocks import Block
+
+BlockTensors = dict[Block, Tensor]
+
+
+def add_to(sums: BlockTensors, block: Block, value: Tensor) -> None:
+    """Add a value to a block's sum, which may not exist yet."""
+    if block in sums:
+        sums[block] += value
+    else:
+        sums[block] = value
+
+
+def check_finite(sums: Mapping[Block, Factor]) -> None:
+    """Require what was summed over the data to be finite, block by block.
+
+    A sum is finite only if every summand is. So the host waits for the device once, after the last
+    batch.
+    """
+    extremes = []
+    for value in sums.values():
+        entries = value.rows if isinstance(value, GramFactor) else value
+        extremes.append(torch.stack(torch.aminmax(entries)).double())
+    are_finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
+    for block, is_finite in zip(sums, are_finite, strict=True):
+        if not is_finite:
+            layer = f"layer {block.layer!r}" if block.layer else "the model"
+            raise ValueError(
+                f"The curvature of {block.name} holds NaN or Inf: the inputs of {layer}, or the "
+                "gradients at its outputs, hold Inf or overflow when they are squared. Look for "
+                "Inf in the data, rescale it, or convert the model to a wider dtype."
+            )
+
+
+def owners_of_blocks(context: FitContext) -> dict[Block, int]:
+    """The process that decomposes each block.
+
+    Blocks are assigned by descending cost, each to the process with the least to do. A factor of d
+    columns costs d³, a diagonal one nothing.
+
+    Reference:
+        Graham (1969), "Bounds on multiprocessing timing anomalies".
+    """
+    costs = dict.fromkeys(context.blocks, 0)
+    for block in context.blocks:
+        for shape in block.factor_shapes:
+            if len(shape) > 1:
+                costs[block] += block.num_groups * shape[-1] ** 3
+    owners: dict[Block, int] = {}
+    loads = [0] * context.ranks.size
+    for block in sorted(costs, key=costs.__getitem__, reverse=True):
+        owners[block] = loads.index(min(loads))
+        loads[owners[block]] += costs[block]
+    return owners
+
+
+def with_all_blocks(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockTensors:
+    """The sums of this process for the blocks of all, in one order; a missing one is zero."""
+    if context.ranks.size == 1:
+        return dict(sums)
+    shapes: dict[str, tuple[int, ...]] = {}
+    own_shapes = {block.name: tuple(value.shape) for block, value in sums.items()}
+    for shapes_of_process in context.ranks.exchange(own_shapes):
+        shapes |= shapes_of_process
+    complete: BlockTensors = {}
+    for block in context.blocks:
+        if block in sums:
+            complete[block] = sums[block].contiguous()
+        elif block.name in shapes:
+            complete[block] = torch.zeros(
+                shapes[block.name], dtype=context.factor_dtype, device=context.device
+            )
+    return complete
+
+
+def sum_over_processes(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockTensors:
+    """The blocks' sums over all processes, on each process."""
+    complete = with_all_blocks(context, sums)
+    context.ranks.sum(list(complete.values()))
+    return complete

@@ -1,0 +1,224 @@
+"""Chunks: parts of a batch whose output gradients fit the memory bound."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.fits.accumulators import Accumulator, UnfinishedSumError
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.records import BlockRecord, scale_examples
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.layers.uses import Masks
+from laplace_debias.curvature.network.batches import weight_of
+from laplace_debias.curvature.network.inputs import Inputs, move, take
+from laplace_debias.curvature.network.outputs import MOST_GRANTED, check_outputs, granted
+from laplace_debias.system.memory import is_out_of_memory
+
+# A chunk's output gradients take one of so many parts of the memory bound: larger chunks leave
+# the processor's cache. On a GPU they take all of it.
+_PARTS = defaultdict(lambda: 1, cpu=2)
+
+# A record of some examples, by its block and by the number of its part of the columns.
+RecordKey = tuple[Block, int]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Examples of a batch that are run together, and their records that were added before.
+
+    There are such records if memory ran out after them, in a larger chunk.
+    """
+
+    examples: slice
+    added: frozenset[RecordKey] = frozenset()
+
+    @property
+    def size(self) -> int:
+        """The number of examples."""
+        return self.examples.stop - self.examples.start
+
+    def split(self, size: int) -> "tuple[Chunk, Chunk | None]":
+        """The first `size` examples, and the others; None if there are no others."""
+        start, stop = self.examples.start, self.examples.stop
+        if size >= self.size:
+            return self, None
+        first = Chunk(slice(start, start + size), self.added)
+        return first, Chunk(slice(start + size, stop), self.added)
+
+
+class ChunkRunner:
+    """Runs batches through the network, forward and back, chunk by chunk.
+
+    The size of a chunk keeps the output gradients within the memory bound. A chunk for which there
+    is not enough memory is run again by halves; every record is added once.
+
+    Args:
+        accumulator: It is given the records.
+        x: The inputs of the first batch, one of which is run to find out what an example needs.
+    """
+
+    def __init__(self, accumulator: Accumulator, x: Inputs) -> None:
+        self._accumulator = accumulator
+        self._context = accumulator.context
+        context, tap = self._context, self._context.tap
+        outputs = tap.forward(move(take(x, slice(0, 1)), context.device, None))
+        check_outputs(outputs)
+        self._positions: PositionFinder | None = None
+        if accumulator.needs_positions:
+            self._positions = PositionFinder(
+                context.network, context.blocks, context.cotangents, tap.uses, outputs
+            )
+        num_columns = _num_columns(context, outputs)
+        column_bytes = tap.output_bytes + accumulator.row_bytes
+        bound = granted(
+            context.memory_bound, column_bytes, "one cotangent of one example", context.device
+        )
+        num_columns = min(num_columns, bound // column_bytes)
+        if accumulator.takes_single_columns and tap.one_by_one:
+            num_columns = 1
+        parts = _PARTS[context.device.type]
+        self._num_columns = num_columns
+        self._num_examples = max(1, bound // (parts * num_columns * column_bytes))
+        # Processors convolve images in this layout in less time.
+        self._is_channels_last = tap.one_by_one and isinstance(x, Tensor) and x.ndim == 4
+        tap.forget()
+
+    def run(self, batch: tuple[Any, ...], first_index: int, totals: DataTotals) -> None:
+        """Run a batch, whose first example has an index in the data, and add it to the totals.
+
+        A chunk that fails in the layout `channels_last`, as a `view` does, is run again without
+        it.
+
+        Raises:
+            RuntimeError: If memory runs out for one example, or while a record is added.
+        """
+        _check_weights(self._context.blocks, batch)
+        pending = [Chunk(slice(0, len(batch[1])))]
+        while pending:
+            chunk, remaining = pending.pop().split(self._num_examples)
+            if remaining is not None:
+                pending.append(remaining)
+            added = set(chunk.added)
+            try:
+                self._run_chunk(batch, first_index, chunk, added, totals)
+                continue
+            except UnfinishedSumError as error:
+                if not is_out_of_memory(error.cause):
+                    raise error.cause from None
+                raise _not_enough_memory(chunk, error.cause) from error.cause
+            except (RuntimeError, MemoryError) as error:
+                is_too_large = is_out_of_memory(error)
+                if is_too_large and chunk.size == 1:
+                    raise _not_enough_memory(chunk, error) from error
+                if not is_too_large and not self._is_channels_last:
+                    raise
+            # Outside `except`, whose error keeps the chunk's tensors alive.
+            if is_too_large:
+                self._num_examples = chunk.size // 2
+            else:
+                self._is_channels_last = False
+            if self._accumulator.row_bytes:
+                added = _of_complete_rows(self._context.blocks, added)
+            pending.append(Chunk(chunk.examples, frozenset(added)))
+        totals.num_examples += len(batch[1])
+        totals.weight += weight_of(batch)
+
+    def _run_chunk(
+        self,
+        batch: tuple[Any, ...],
+        first_index: int,
+        chunk: Chunk,
+        added: set[RecordKey],
+        totals: DataTotals,
+    ) -> None:
+        """Run a chunk forward and back; `added` gets the keys of the records that were added."""
+        context, backend = self._context, self._context.backend
+        x = take(batch[0], chunk.examples)
+        y = batch[1][chunk.examples]
+        weights = batch[2][chunk.examples] if len(batch) > 2 else None
+        masks: Mapping[str, Masks] = {}
+        if self._positions is not None:
+            # Before the inputs are moved: padding is looked for on the CPU.
+            masks = self._positions.find(x, y)
+        x = move(x, context.device, None)
+        if self._is_channels_last and isinstance(x, Tensor):
+            x = x.contiguous(memory_format=torch.channels_last)
+        outputs = backend.forward(x)
+        check_outputs(outputs)
+        columns, nll = context.cotangents(
+            outputs.detach(), y, first_index + chunk.examples.start, weights
+        )
+        root_weights = None
+        if weights is not None:
+            root_weights = weights.sqrt()
+            columns = scale_examples(columns, root_weights, 1)
+        parts = columns.split(self._num_columns)
+        for part, columns_of_part in enumerate(parts):
+            keeps_graph = part + 1 < len(parts)
+            reached = backend.backward(outputs, columns_of_part, keeps_graph)
+            for block_index, layer, uses in reached:
+                block = context.blocks[block_index]
+                if (block, part) not in chunk.added:
+                    block_masks = masks.get(block.layer)
+                    self._accumulator.update(
+                        BlockRecord(block, layer, uses, block_masks, root_weights, part == 0)
+                    )
+                added.add((block, part))
+        totals.nll = totals.nll + nll
+        weight = len(y) if weights is None else float(weights.double().sum())
+        totals.num_outputs += outputs[0].numel() * weight
+
+
+def _num_columns(context: FitContext, outputs: Tensor) -> int:
+    """The number of columns of one example's loss Hessian, from one example's outputs.
+
+    Raises:
+        ValueError: If these columns take more memory than may be granted.
+    """
+    fisher = context.cotangents.fisher
+    num_outputs = outputs[0].numel()
+    num_columns = num_outputs if fisher.kind == "exact" else fisher.mc_samples
+    num_bytes = num_columns * num_outputs * outputs.element_size()
+    if num_bytes > MOST_GRANTED:
+        raise ValueError(
+            f"One example has {num_outputs} outputs of shape {tuple(outputs.shape[1:])}, and "
+            f"its exact loss Hessian has {num_columns} columns of as many numbers, {num_bytes} "
+            'bytes: use fisher="mc", a column for each of mc_samples labels that are drawn from '
+            'the model, or fisher="empirical".'
+        )
+    return num_columns
+
+
+def _check_weights(blocks: Sequence[Block], batch: tuple[Any, ...]) -> None:
+    """Require blocks that examples with weights can be summed for."""
+    if len(batch) <= 2:
+        return
+    for block in blocks:
+        if block.is_joint or block.role == "table":
+            raise ValueError(
+                "Examples have weights, which neither joint=True nor an embedding's table "
+                'takes: leave out joint, or name other parameters (params="last_layer").'
+            )
+
+
+def _of_complete_rows(blocks: Sequence[Block], added: set[RecordKey]) -> set[RecordKey]:
+    """The records whose part of the columns was reached in all blocks."""
+    parts = {part for _, part in added}
+    complete = {part for part in parts if all((block, part) in added for block in blocks)}
+    return {(block, part) for block, part in added if part in complete}
+
+
+def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:
+    """An error that says what to do when a chunk cannot be made smaller."""
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return RuntimeError(
+        f"Not enough memory for {chunk.size} example(s) ({reason}). Nothing was fitted. "
+        'Pass a smaller memory_bound=, use fisher="mc", or fewer parameters '
+        '(params="last_layer"); la.plan(loader) shows how much memory a fit needs.'
+    )

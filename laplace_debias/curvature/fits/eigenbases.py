@@ -1,0 +1,70 @@
+"""The eigenbases of the blocks' factors, on one process and over several."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from laplace_debias.curvature.fits.block_tensors import owners_of_blocks
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.directions import (
+    Eigenbasis,
+    Eigenpairs,
+    Factor,
+    GramFactor,
+    eigh_of_each,
+)
+from laplace_debias.curvature.fits.factor_sums import FactorSums
+from laplace_debias.curvature.layers.blocks import Block
+
+# Small factors of so many numbers in all are decomposed together.
+_DECOMPOSED_TOGETHER = 2**20
+
+# A factor: its block, and 0 for G or 1 for A.
+FactorKey = tuple[Block, int]
+
+
+def eigenbases(context: FitContext, sums: FactorSums, weight: float) -> dict[Block, Eigenbasis]:
+    """Decompose the blocks' mean factors; `sums` is emptied, factor by factor, on the way.
+
+    The sums are those of this process's blocks, over examples of this weight; the eigenbases of all
+    blocks are returned. Small factors of one shape are decomposed together: the calls take longer
+    than the work.
+    """
+    blocks = list(sums)
+    factors: dict[FactorKey, Factor] = {}
+    keys_by_form: dict[Any, list[FactorKey]] = {}
+    for block in blocks:
+        for side, factor in enumerate(sums.pop(block)):
+            if isinstance(factor, GramFactor):
+                form: tuple[Any, ...] = (GramFactor, factor.max_rows, factor.rows.shape)
+            else:
+                form = (type(factor), None, factor.shape)
+            keys_by_form.setdefault(form, []).append((block, side))
+            factors[block, side] = factor
+    pairs: dict[FactorKey, Eigenpairs] = {}
+    for (*_, shape), keys in keys_by_form.items():
+        step = max(1, _DECOMPOSED_TOGETHER // max(1, shape.numel()))
+        for start in range(0, len(keys), step):
+            pairs.update(_decompose(keys[start : start + step], factors, weight))
+    bases = {}
+    for block in blocks:
+        eigenvalues_G, U_G = pairs.pop((block, 0))
+        eigenvalues_A, U_A = pairs.pop((block, 1))
+        bases[block] = Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
+    return share_bases(context, bases)
+
+
+def _decompose(
+    keys: Sequence[FactorKey], factors: dict[FactorKey, Factor], weight: float
+) -> dict[FactorKey, Eigenpairs]:
+    """Decompose the means of some factors of one form together; they are taken out of `factors`."""
+    names = [f"factor {'GA'[side]} of {block.name}" for block, side in keys]
+    means = [factors.pop(key) / weight for key in keys]
+    return dict(zip(keys, eigh_of_each(means, ", ".join(names)), strict=True))
+
+
+def share_bases(context: FitContext, bases: dict[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
+    """The eigenbases of all blocks on every process, from those that each process owns."""
+    if context.ranks.size == 1:
+        return bases
+    shared = context.ranks.share(bases, owners_of_blocks(context))
+    return {block: Eigenbasis(*parts) for block, parts in shared.items()}  # type: ignore[arg-type]

@@ -1,0 +1,229 @@
+"""Sums of the blocks' Kronecker factors over data.
+
+Several processes sum each block's factors at one of them, its owner, which decomposes them for all.
+"""
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.fits.accumulators import Accumulator
+from laplace_debias.curvature.fits.block_tensors import (
+    BlockTensors,
+    add_to,
+    check_finite,
+    owners_of_blocks,
+    with_all_blocks,
+)
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.directions import Factor, GramFactor, moments
+from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
+from laplace_debias.curvature.fits.records import BlockRecord
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.outputs import check_outputs
+
+# G and A of every block; a diagonal factor is a vector, one of few examples is their rows.
+FactorSums = dict[Block, tuple[Factor, Factor]]
+_G, _A = 0, 1
+
+
+class FactorAccumulator(Accumulator):
+    """Sums the blocks' factors batch by batch: as rows while these are few, then as matrices.
+
+    For a streamed factor a bounded number of rows is kept; see `GramFactor.max_rows`.
+
+    Attributes:
+        sums: Matrices, and diagonals as vectors; first those of G, then those of A.
+        rows: Rows that no matrix was made of yet, in the same order.
+        residual_traces: The traces that compressed rows leave out, in the same order.
+        reduced: The sums of all processes, for the blocks that this process owns, after `reduce`.
+    """
+
+    needs_positions = True
+    takes_single_columns = True
+
+    def __init__(self, context: FitContext) -> None:
+        super().__init__(context)
+        self.sums: tuple[BlockTensors, BlockTensors] = ({}, {})
+        self.rows: tuple[dict[Block, list[Tensor]], dict[Block, list[Tensor]]] = ({}, {})
+        self.residual_traces: tuple[BlockTensors, BlockTensors] = ({}, {})
+        self.reduced: list[dict[Block, Factor]] = []
+
+    @property
+    def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
+        """The sums, rows and traces of both sides, under the names of a checkpoint."""
+        return {
+            "sums of G": self.sums[_G],
+            "sums of A": self.sums[_A],
+            "rows of G": self.rows[_G],
+            "rows of A": self.rows[_A],
+            "rests of G": self.residual_traces[_G],
+            "rests of A": self.residual_traces[_A],
+        }
+
+    def keeps_rows(self, block: Block) -> tuple[bool, bool]:
+        """Whether G, and A, of a block are measured as rows, however many these are."""
+        return block.is_streamed
+
+    def measure(self, record: BlockRecord) -> tuple[Factor, Iterable[Factor]]:
+        """Compute G on a chunk, and the parts of A unless an earlier record had these inputs."""
+        layer, block, masks = record.layer, record.block, record.masks
+        keeps_rows_G, keeps_rows_A = self.keeps_rows(block)
+        G = gradient_factor(layer, block, record.uses, masks, keeps_rows_G)
+        if block.is_exact or not record.has_new_inputs:
+            return G, ()
+        return G, input_factors(layer, block, record.weighted_inputs(), masks, keeps_rows_A)
+
+    def add(self, block: Block, measured: tuple[Factor, Iterable[Factor]]) -> None:
+        """Add G, and the parts of A one by one."""
+        G, parts_of_A = measured
+        self.add_factor(block, _G, G)
+        for A in parts_of_A:
+            self.add_factor(block, _A, A)
+
+    def add_factor(self, block: Block, side: int, factor: Factor) -> None:
+        """Add a factor of one side, 0 for G and 1 for A."""
+        dtype = self.context.factor_dtype
+        sums, d = self.sums[side], block.shape[side]
+        if not isinstance(factor, GramFactor):
+            # The sum has the dtype of the first.
+            add_to(sums, block, factor if block in sums else factor.to(dtype))
+            return
+        rows = self.rows[side].setdefault(block, [])
+        if block.is_streamed[side]:
+            self._add_streamed(block, side, factor.rows.to(dtype))
+            return
+        rows.append(factor.rows)
+        if sum(map(len, rows)) >= (d // 2 + 1 if side == _A else d):
+            add_to(sums, block, moments(torch.cat(self.rows[side].pop(block))).to(dtype))
+
+    def _add_streamed(self, block: Block, side: int, new_rows: Tensor) -> None:
+        """Add rows part by part, each of which is compressed with the leading directions so far."""
+        check_finite({block: new_rows})
+        rows, traces = self.rows[side][block], self.residual_traces[side]
+        kept = rows[0] if rows else new_rows[:0]
+        total = GramFactor(kept, traces.get(block, 0.0), block.most_rows)
+        for part in new_rows.split(2 * (block.rank or 1)):
+            joined = torch.cat([total.rows, part])
+            total = GramFactor(joined, total.residual_trace, total.max_rows).compressed()
+        rows[:] = [total.rows]
+        traces[block] = torch.as_tensor(total.residual_trace).to(new_rows)
+
+    def reduce(self) -> None:
+        """Check that the sums are finite, and add those of all processes at each block's owner."""
+        self.reduced = [self.reduce_side(_G), self.reduce_side(_A)]
+
+    def reduce_side(self, side: int) -> dict[Block, Factor]:
+        """The sums of G (0) or A (1) over all processes, for the blocks that this one owns."""
+        context, few_rows = self.context, self._join_few_rows(side)
+        factors: dict[Block, Factor] = {**self.sums[side], **few_rows}
+        factors = {block: factors[block] for block in context.blocks if block in factors}
+        check_finite(factors)
+        if context.ranks.size == 1:
+            return factors
+        owners = owners_of_blocks(context)
+        matrices = with_all_blocks(context, self.sums[side])
+        factors = {**few_rows, **context.ranks.sum_to_owners(matrices, owners)}
+        own_blocks = [b for b in context.blocks if b in factors and owners[b] == context.ranks.rank]
+        return {block: factors[block] for block in own_blocks}
+
+    def _join_few_rows(self, side: int) -> dict[Block, GramFactor]:
+        """The rows of all processes, where these are so few that no matrix is made of them.
+
+        The other rows are added to the matrices.
+        """
+        context, rows, sums = self.context, self.rows[side], self.sums[side]
+        counts_and_traces: list[tuple[int | None, float]] = []
+        for block in context.blocks:
+            num_rows = None if block in sums else sum(map(len, rows.get(block, [])))
+            trace = float(self.residual_traces[side].get(block, 0.0))
+            counts_and_traces.append((num_rows, trace))
+        by_block = zip(*context.ranks.exchange(counts_and_traces), strict=True)
+        traces: dict[Block, float] = {}
+        joined: list[Tensor] = []
+        for block, pairs in zip(context.blocks, by_block, strict=True):
+            counts, block_traces = zip(*pairs, strict=True)
+            are_few = None not in counts and 0 < 2 * sum(counts) <= block.shape[side]
+            if are_few or block.is_streamed[side]:
+                traces[block] = sum(block_traces)
+                no_rows = torch.zeros(0, *block.groups, block.shape[side], device=context.device)
+                joined.append(torch.cat([no_rows.to(context.dtype), *rows.pop(block, [])]))
+            elif block in rows:
+                matrix = moments(torch.cat(rows.pop(block))).to(context.factor_dtype)
+                add_to(sums, block, matrix)
+        factors = {}
+        rows_of_all = context.ranks.on_all(joined) if traces else []
+        for (block, trace), block_rows in zip(traces.items(), rows_of_all or [], strict=True):
+            max_rows = block.most_rows if block.is_streamed[side] else None
+            factor = GramFactor(block_rows.to(context.factor_dtype), trace, max_rows)
+            factors[block] = factor.compressed()
+        return factors
+
+    def factors(self, weight: float) -> FactorSums:
+        """G and A of the blocks that this process owns; A of an exact block is the weight.
+
+        Args:
+            weight: The sum of all examples' weights, once for each of which G is multiplied by 1.
+        """
+        factors_G, factors_A = self.reduced
+        factors: FactorSums = {}
+        for block, G in factors_G.items():
+            if block.is_exact:
+                factors_A[block] = torch.full(
+                    (*block.groups, 1, 1),
+                    weight,
+                    dtype=self.context.factor_dtype,
+                    device=self.context.device,
+                )
+            factors[block] = (G, factors_A[block])
+        return factors
+
+
+def factor_sums(
+    context: FitContext, data: FitData, first: int = 0
+) -> tuple[FactorSums, DataTotals]:
+    """Sum the factors of every block over all examples.
+
+    With several processes the sums are over the examples of all, each block's only at its owner.
+    `first` is the index of the data's first example among all examples of the fit.
+    """
+    accumulator = FactorAccumulator(context)
+    totals = DataPass(accumulator).run(data, first)
+    return accumulator.factors(totals.weight), totals
+
+
+class ForwardPasses:
+    """Runs the network forward only, and sums A of its weight blocks on the way."""
+
+    def __init__(self, context: FitContext) -> None:
+        self._context = context
+        self._blocks = [block for block in context.blocks if not block.is_exact]
+        self._tap = Tap(context.network, self._blocks)
+        self._positions: PositionFinder | None = None
+
+    def __call__(self, x: Inputs, y: Tensor, accumulator: FactorAccumulator) -> Tensor:
+        """The outputs for a batch; the layers' inputs are added to the accumulator."""
+        context, tap = self._context, self._tap
+        outputs = tap.forward(move(x, context.device, None), graph=False)
+        check_outputs(outputs)
+        uses = tap.uses
+        tap.forget()
+        if self._positions is None:
+            self._positions = PositionFinder(
+                context.network, self._blocks, context.cotangents, uses, outputs
+            )
+        masks = self._positions.find(x, y)
+        for block in self._blocks:
+            inputs = [use.x for use in uses if use.layer == block.layer]
+            layer, layer_masks = tap.network.get_submodule(block.layer), masks.get(block.layer)
+            for A in input_factors(layer, block, inputs, layer_masks, block.is_streamed[_A]):
+                accumulator.add_factor(block, _A, A)
+        return outputs
