@@ -21,7 +21,7 @@ from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.curvature.network.selection import select_parameters
-from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.shared_copy import shared_copy
 
 # The fits that predictions and samples come from stand for the images of CIFAR-10.
 NUM_DATA = 45_000
@@ -65,7 +65,7 @@ def problem_of(
     """What curvature a `Laplace` of all parameters takes of a classifier."""
     blocks = curvature_blocks(model, select_parameters(model, "all"))
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType(fisher))
-    made = choose_backend(model, backend)(Tap(shadow(model)), blocks)
+    made = choose_backend(model, backend)(Tap(shared_copy(model)), blocks)
     return FitContext(cotangents, blocks, made, dtype, None)
 
 

@@ -23,7 +23,7 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batches import Fold
-from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.shared_copy import shared_copy
 
 UNIT = "s"
 REFERENCES = ("gradient",)
@@ -108,7 +108,7 @@ def _problem(settings: VisionSettings) -> FitContext:
     model = settings.model()
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("mc"))
     blocks = curvature_blocks(model, _names(model))
-    made = choose_backend(model, "auto")(Tap(shadow(model)), blocks)
+    made = choose_backend(model, "auto")(Tap(shared_copy(model)), blocks)
     return FitContext(cotangents, blocks, made, torch.float64, None)
 
 

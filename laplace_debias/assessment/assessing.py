@@ -11,8 +11,8 @@ from laplace_debias.assessment.methods import Method, check_methods, default_met
 from laplace_debias.assessment.run import Run, sets_of
 from laplace_debias.assessment.run_folder import open_folder, write_bytes
 from laplace_debias.assessment.stages import fit, predict
+from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import tensors_of
-from laplace_debias.curvature.network.shadow import checksum
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import alone, current
 

@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.curvature.network.shadow import check_no_autocast
+from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.laplace import predictive
 from laplace_debias.laplace.export import export
 from laplace_debias.laplace.file import NAMES, save
@@ -126,7 +126,7 @@ class Approximation(Predictor):
         """The fitted state, of a model that is what it was at the fit.
 
         The Bayesian parameters are compared entry by entry. Changes of the others, of which a model
-        with a posterior of its last layer has far more, are detected as `Watch` describes.
+        with a posterior of its last layer has far more, are detected as `ChangeDetector` describes.
         """
         fitted = self._fitted
         mean, names = fitted.posterior.mean, fitted.parameters.names
@@ -143,7 +143,7 @@ class Approximation(Predictor):
                 "The model's parameters have changed since the fit, so the posterior does "
                 "not describe them: fit again."
             )
-        if changed_names := fitted.watch.changed(plain, names, fitted.frozen_fingerprint):
+        if changed_names := fitted.change_detector.changed(plain, names, fitted.frozen_fingerprint):
             raise RuntimeError(
                 f"{changed_names[0]} has changed since the fit, so the posterior is not that of "
                 "this model: fit again."

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.kinds import WITH_FACTORS, CurvatureKind, FisherType
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import BatchHook
-from laplace_debias.curvature.network.shadow import fingerprint
+from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.model_spec import ModelSpec

@@ -11,9 +11,10 @@ from laplace_debias.curvature.fits.context import CurvatureFit
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
+from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
 from laplace_debias.curvature.network.inputs import mark_of
-from laplace_debias.curvature.network.shadow import check_no_autocast, checksum, fingerprint
 from laplace_debias.curvature.network.shards import place_of, refuse_same
+from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.plan import available_memory, check_room, posterior_bytes
 from laplace_debias.laplace.posterior import GaussianPosterior

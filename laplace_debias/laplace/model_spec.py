@@ -9,7 +9,10 @@ from torch import nn
 from laplace_debias.curvature.losses.likelihoods import OF_SHAPES, Likelihood
 from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
 from laplace_debias.curvature.network.outputs import classes_last
-from laplace_debias.curvature.network.shadow import shadow, unwrapped, usable, widened
+from laplace_debias.curvature.network.precision import widened
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.network.unwrapping import unwrapped
+from laplace_debias.curvature.network.validation import validate_model
 from laplace_debias.system.checks import check_is, whole
 
 
@@ -44,7 +47,7 @@ class ModelSpec:
                 "class_dim=0 is the dimension of the examples: use class_dim=1 for outputs "
                 "[B, C, ...], class_dim=-1 for outputs [B, ..., C]."
             )
-        usable(model)
+        validate_model(model)
         return cls(model, likelihood, BatchReader(model, batch), class_dim)
 
     @property
@@ -63,7 +66,7 @@ class ModelSpec:
 
         The copy computes in single precision if some of the named parameters are in half precision.
         """
-        network = widened(shadow(self.plain_model), names)
+        network = widened(shared_copy(self.plain_model), names)
         if self.class_dim is None or self.class_dim == -1:
             return network
         return classes_last(network, self.class_dim)

@@ -12,6 +12,7 @@ from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, para
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import (
     LAST_LAYER,
     SUPPORTED,
@@ -19,7 +20,6 @@ from laplace_debias.curvature.network.selection import (
     leaving_out,
     select_parameters,
 )
-from laplace_debias.curvature.network.shadow import wide
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.system.shown import warn
 

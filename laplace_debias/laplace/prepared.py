@@ -23,7 +23,8 @@ from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
 from laplace_debias.curvature.network.outputs import warn_of_probabilities, warn_of_sigmoid
 from laplace_debias.curvature.network.selection import LAST_LAYER
-from laplace_debias.curvature.network.shadow import kept_as_it_is, usable
+from laplace_debias.curvature.network.shared_copy import preserve_attributes
+from laplace_debias.curvature.network.validation import validate_model
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
@@ -72,7 +73,7 @@ def examine(
         stream: Checked pairs, of which the first is looked at and not lost.
         fisher: The Fisher matrix, seeded.
     """
-    usable(before.spec.model)
+    validate_model(before.spec.model)
     parameters, tap = _parameters_on_an_example(before, selected, stream)
     config, blocks = before.config, parameters.blocks
     backend = choose_backend(before.spec.plain_model, config.backend, blocks)(tap, blocks)
@@ -133,7 +134,7 @@ def check_first_batch(
     fisher: FisherType,
 ) -> None:
     """Run a few examples: check where the classes are, and warn if the outputs are no logits."""
-    with torch.no_grad(), kept_as_it_is(network.modules()):
+    with torch.no_grad(), preserve_attributes(network.modules()):
         outputs = call(network, take(x, slice(0, _NUM_CHECKED)))
     shape = torch.Size((len(y), *outputs.shape[1:]))
     # One batch is enough, since the others have the same model.

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 
 from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.shadow import fingerprint
+from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.prepared import PreparedFit
 

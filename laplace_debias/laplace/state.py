@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.fingerprints import ChangeDetector
 from laplace_debias.curvature.network.selection import LAST_LAYER
-from laplace_debias.curvature.network.shadow import Watch, plain_names
+from laplace_debias.curvature.network.unwrapping import plain_names
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.fit_report import FitReport
 from laplace_debias.laplace.links import Link, link_from
@@ -71,7 +72,7 @@ class FittedPosterior:
         num_targets: For a `Gaussian` likelihood and a curvature that is proportional to σ⁻², how
             many numbers the targets of the N examples hold.
         link: How logits become probabilities; None for the default.
-        watch: Detects changes of the tensors that are not Bayesian.
+        change_detector: Detects changes of the tensors that are not Bayesian.
         report: How far a fit of `mode="auto"` is from that of all the data.
     """
 
@@ -84,7 +85,7 @@ class FittedPosterior:
     mode: str | None
     num_targets: float | None = None
     link: Link | None = None
-    watch: Watch = field(default_factory=Watch, repr=False)
+    change_detector: ChangeDetector = field(default_factory=ChangeDetector, repr=False)
     report: FitReport | None = None
 
     def __post_init__(self) -> None:

@@ -18,7 +18,7 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batches import Fold
-from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.shared_copy import shared_copy
 
 PAD = 0
 
@@ -96,7 +96,7 @@ def test_input_factors_of_both_passes_agree(name: str):
     names = [name for name, _ in model.named_parameters()]
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
     blocks = curvature_blocks(model, names)
-    problem = FitContext(cotangents, blocks, Tap(shadow(model), blocks), torch.float64, None)
+    problem = FitContext(cotangents, blocks, Tap(shared_copy(model), blocks), torch.float64, None)
     factors, _ = factor_sums(problem, Fold.consecutive([(x, y)]))
     inputs, forward = FactorAccumulator(problem), ForwardPasses(problem)
     outputs = [forward(x[part], y[part], inputs) for part in (slice(0, 2), slice(2, 6))]

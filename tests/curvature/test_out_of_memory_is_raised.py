@@ -11,7 +11,7 @@ from laplace_debias.curvature.layers import calls, resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network import chosen_positions
 from laplace_debias.curvature.network.outputs import explain_unbatched
-from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.operators import linearisation
 from laplace_debias.system.memory import is_out_of_memory
 
@@ -53,7 +53,7 @@ def copied(patch, _):
 
     model = linear()
     model.held = Uncopied()
-    shadow(model)
+    shared_copy(model)
 
 
 def run_without_a_dimension_of_examples(patch, _):
@@ -71,7 +71,7 @@ def tried_with_a_dimension_of_examples(patch, _):
 
 
 def copied_for_every_example(patch, _):
-    tap = Tap(shadow(linear()), [])
+    tap = Tap(shared_copy(linear()), [])
     patch.setattr(tap, "_run", exhausted)
     tap._takes_copies(torch.randn(2, 4).double(), torch.zeros(2, 3))
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.network import shadow as watch
-from laplace_debias.curvature.network.shadow import Watch, fingerprint
+from laplace_debias.curvature.network import fingerprints as watch
+from laplace_debias.curvature.network.fingerprints import ChangeDetector, fingerprint
 
 LARGE = 100
 
@@ -146,7 +146,7 @@ def test_what_did_not_change_is_read_in_full_once(monkeypatch):
     full = watch.sum_of_bits
     monkeypatch.setattr(watch, "sum_of_bits", lambda x: read.append(x.numel()) or full(x))
     model = network()
-    sums, watching = fingerprint(model, []), Watch()
+    sums, watching = fingerprint(model, []), ChangeDetector()
 
     def entries_read():
         read.clear()
@@ -194,7 +194,7 @@ def test_a_copy_watches_its_own_model(copied):
 def test_tensors_of_every_kind_are_watched(tensor):
     model = nn.Module()
     model.register_buffer("held", tensor)
-    sums, watching = fingerprint(model, []), Watch()
+    sums, watching = fingerprint(model, []), ChangeDetector()
     for _ in range(3):
         assert watching.changed(model, [], sums) == []
     if tensor.numel():

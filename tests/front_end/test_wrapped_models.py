@@ -10,7 +10,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC, Hessian
-from laplace_debias.curvature.network.shadow import plain_names, unwrapped
+from laplace_debias.curvature.network.unwrapping import plain_names, unwrapped
 
 X = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.tensor([0, 2, 1, 0, 1, 2, 2])

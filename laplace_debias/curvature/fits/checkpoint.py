@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.network.fingerprints import sum_of_bits
 from laplace_debias.curvature.network.inputs import tensors_of
-from laplace_debias.curvature.network.shadow import sum_of_bits
 from laplace_debias.system.files import (
     DamagedFileError,
     check_target,

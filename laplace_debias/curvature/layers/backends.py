@@ -30,7 +30,7 @@ from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap, not_batched
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, as_columns
-from laplace_debias.curvature.network.shadow import NARROW
+from laplace_debias.curvature.network.precision import NARROW
 
 # Layers that BackPACK pushes columns through.
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -95,7 +95,7 @@ class BackpackTap:
         # `why_not_backpack` lets nothing else pass: they are called in this order.
         modules = tap.network.modules()
         self._chain = [module for module in modules if type(module) is not nn.Sequential]
-        # What goes into a layer is needed behind it; the network is a `shadow`.
+        # What goes into a layer is needed behind it; the network is a `shared_copy`.
         for module in self._chain:
             module.inplace = False  # type: ignore[assignment]
         self._first = min(map(self._chain.index, self._numbers))
@@ -138,7 +138,7 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
     """Gradients `[K, B, ...]` with respect to a layer's input from those to its output."""
     if type(layer) in _LAYERS:
         rule = _derivatives()[type(layer)]
-        # Where BackPACK looks for them; the layer is that of a `shadow`.
+        # Where BackPACK looks for them; the layer is that of a `shared_copy`.
         layer.input0, layer.output = x, z
         try:
             return rule().jac_t_mat_prod(layer, (), (), gradients)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.inputs import call, differentiable
-from laplace_debias.curvature.network.shadow import kept_as_it_is
+from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import is_out_of_memory
 
 # Numbers in the rows that are made at a time.
@@ -55,7 +55,7 @@ class Call:
     def run(self, parameters: Parameters, leaves: Sequence[Any]) -> list[Tensor]:
         """Run the module again, with other values for some of its parameters, by name."""
         arguments: Any = pytree.tree_unflatten(list(leaves), self.structure)
-        with kept_as_it_is(self.module.modules()), differentiable(self.module):
+        with preserve_attributes(self.module.modules()), differentiable(self.module):
             if not self.path:
                 return [call(self.module, arguments, parameters)]
             found = functional_call(self.module, dict(parameters), *arguments)

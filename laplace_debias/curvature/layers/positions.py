@@ -37,7 +37,7 @@ from laplace_debias.curvature.layers.uses import Masks, takes_part
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.layer_types import is_hugging_face_conv1d
-from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.shared_copy import shared_copy
 
 # Nodes of the recorded graph whose derivative can vanish by the numbers alone.
 _POINTWISE = frozenset(
@@ -98,7 +98,7 @@ class PositionFinder:
             return {}
         if self._pass is None:
             # Hooks cost time, and most data holds no padding.
-            self._pass = _Pass(shadow(self._network), self._blocks)
+            self._pass = _Pass(shared_copy(self._network), self._blocks)
         # How many positions tokens or masks `[B, T]` have.
         tokens = [t for t in tensors_of(x) if t.ndim == 2]
         lengths = {t.shape[1] for t in tokens if not t.is_floating_point() or _is_mask(t)}

@@ -32,8 +32,9 @@ from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.layer_types import NORMS
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
+from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.selection import leaving_out
-from laplace_debias.curvature.network.shadow import coarsest_eps, kept_as_it_is
+from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import is_out_of_memory
 
 # Examples that are run where not all of a model takes part in the outputs of two.
@@ -68,7 +69,7 @@ def resolve(
         # Of one example no dimension tells that it is that of the examples.
         few = join([few, few])
     one = take(few, slice(0, 1))
-    with torch.no_grad(), kept_as_it_is(network.modules()):
+    with torch.no_grad(), preserve_attributes(network.modules()):
         outputs = call(network, one)
     check_outputs(outputs)
     reference = _Reference.of(network, names, few)
@@ -137,7 +138,7 @@ class _Reference:
         for parameter in parameters:
             parameter.requires_grad_()
         try:
-            with torch.enable_grad(), kept_as_it_is(network.modules()):
+            with torch.enable_grad(), preserve_attributes(network.modules()):
                 outputs = call(network, x)
             device, dtype = outputs.device, outputs.dtype
             generator = torch.Generator(device).manual_seed(0)

@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.layer_types import (
     TRANSPOSED,
     expose_projections,
 )
-from laplace_debias.curvature.network.shadow import kept_as_it_is
+from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import is_out_of_memory
 
 
@@ -131,7 +131,11 @@ class Tap:
         if self._operands:
             at_operands = OperandRecorder(self._operands, self.uses)
         try:
-            with torch.set_grad_enabled(self._has_graph), kept_as_it_is(self._modules), at_operands:
+            with (
+                torch.set_grad_enabled(self._has_graph),
+                preserve_attributes(self._modules),
+                at_operands,
+            ):
                 outputs = call(self.network, x)
         finally:
             for handle in handles:

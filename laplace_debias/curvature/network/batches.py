@@ -23,7 +23,9 @@ from laplace_debias.curvature.network.inputs import (
     take,
     tensors_of,
 )
-from laplace_debias.curvature.network.shadow import shadow, unwrapped
+from laplace_debias.curvature.network.quantised import is_plain
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import current
 from laplace_debias.system.threads import Randomness
@@ -219,8 +221,12 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
             break
     else:
         return False
-    twin, last = shadow(asked), labels.shape[1] - 1
-    weights = [p.requires_grad_() for p in twin.parameters() if p.is_floating_point()]
+    twin, last = shared_copy(asked), labels.shape[1] - 1
+    weights = [
+        parameter.requires_grad_()
+        for parameter in twin.parameters()
+        if is_plain(parameter) and parameter.is_floating_point()
+    ]
     known = inspect.signature(asked.forward).parameters
     some = {name: value for name, value in named.items() if name in known}
     one: Any = take(move(some, weights[0].device, None), slice(0, 1))

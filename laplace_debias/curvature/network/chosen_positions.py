@@ -19,7 +19,8 @@ from laplace_debias.curvature.network.inputs import (
     num_examples,
     take,
 )
-from laplace_debias.curvature.network.shadow import shadow, unwrapped
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.system.memory import is_out_of_memory
 
 Positions = int | Sequence[int] | Tensor
@@ -51,11 +52,11 @@ class ChosenPositions:
         return (*x, self.columns)
 
     def network(self, model: nn.Module, before_head: bool) -> nn.Module:
-        """A `shadow` of a model, with outputs `[B, p, C]` of inputs that `inputs` made.
+        """A `shared_copy` of a model, with outputs `[B, p, C]` of inputs that `inputs` made.
 
         With `before_head` the head sees the chosen positions alone: nothing of size T·C is made.
         """
-        twin, kept = shadow(model), list[Tensor]()
+        twin, kept = shared_copy(model), list[Tensor]()
 
         def take_out(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             rest = dict(named)
@@ -91,7 +92,7 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
     """
     asked = _as_tensor(positions)
     example = take(x, slice(0, 1))
-    twin = shadow(model)
+    twin = shared_copy(model)
     calls = LinearCalls(twin)
     with torch.no_grad():
         outputs = call(twin, example)
@@ -185,9 +186,9 @@ def _mask_of(model: nn.Module, x: Inputs) -> Tensor | None:
 
 
 class LinearCalls:
-    """The last call of the linear layer `head` (None: of any) in a forward pass of a `shadow`.
+    """The last call of the linear layer `head` (None: of any) in a forward pass of a `shared_copy`.
 
-    Hooks are left on the shadow. Of the call `x` went in, with its past, and `z` came out.
+    Hooks are left on the working copy. The call turned `x`, with its past, into `z`.
     """
 
     def __init__(self, network: nn.Module, head: str | None = None) -> None:

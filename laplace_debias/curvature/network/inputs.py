@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from laplace_debias.curvature.network.shadow import wide
+from laplace_debias.curvature.network.precision import wide
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
 # by name, or whole (`OneArgument`). What is not a tensor (None, a flag) belongs to every example.

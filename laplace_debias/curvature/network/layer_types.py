@@ -40,7 +40,7 @@ def is_attention(layer: nn.Module) -> bool:
 
 
 def expose_projections(attention: nn.MultiheadAttention) -> None:
-    """Give an attention of a `shadow` layers `query`, `key` and `value`.
+    """Give an attention of a `shared_copy` layers `query`, `key` and `value`.
 
     They are called, as is `out_proj`, in a forward pass in which one of them has a hook.
     """

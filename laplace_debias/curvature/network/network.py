@@ -18,6 +18,7 @@ from laplace_debias.curvature.network.inputs import (
     take,
 )
 from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.precision import wide, widened
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     LAST_LAYER,
@@ -25,14 +26,9 @@ from laplace_debias.curvature.network.selection import (
     check_parameters,
     select_parameters,
 )
-from laplace_debias.curvature.network.shadow import (
-    plain_names,
-    shadow,
-    unwrapped,
-    usable,
-    wide,
-    widened,
-)
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.network.unwrapping import plain_names, unwrapped
+from laplace_debias.curvature.network.validation import validate_model
 from laplace_debias.operators import ParameterLayout
 from laplace_debias.system.checks import check_is
 
@@ -53,7 +49,7 @@ class Network:
     ) -> None:
         check_is(batch, "batch", Callable, type(None))
         self._given, self._read = model, BatchReader(model, batch)
-        plain = usable(model)
+        plain = validate_model(model)
         if isinstance(params, (list, tuple)):
             params = plain_names(model, params)
         example = None
@@ -75,8 +71,8 @@ class Network:
 
     @property
     def model(self) -> nn.Module:
-        """A `shadow` of the user's, plain and no narrower than single precision; each time anew."""
-        return widened(shadow(unwrapped(self._given)), self.names)
+        """A new working copy of the user's model, in single precision or wider."""
+        return widened(shared_copy(unwrapped(self._given)), self.names)
 
     def refresh(self) -> None:
         """Copy the model anew."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.inputs import Inputs, call, logits_of
-from laplace_debias.curvature.network.shadow import coarsest_eps, kept_as_it_is
+from laplace_debias.curvature.network.precision import coarsest_eps
+from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import ROOM, is_out_of_memory
 from laplace_debias.system.shown import warn
 
@@ -168,7 +169,7 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Ten
     largest, has_its_shape = float(outputs.abs().max()), beside.shape == outputs.shape
     if has_its_shape and torch.allclose(outputs, beside, 1e-3, 1e-5 * largest):
         return
-    with torch.no_grad(), kept_as_it_is(network.modules()):
+    with torch.no_grad(), preserve_attributes(network.modules()):
         again = call(network, x)
     if again.shape != outputs.shape or not torch.allclose(outputs, again, 1e-3, 1e-5 * largest):
         raise ValueError(
@@ -193,7 +194,7 @@ _ROUNDING = 1e-3
 
 
 def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
-    """Change a `shadow` to give outputs `[B, ..., C]`."""
+    """Change a `shared_copy` to give outputs `[B, ..., C]`."""
 
     def move(_: nn.Module, __: Any, given: Any) -> Tensor:
         outputs = logits_of(given)

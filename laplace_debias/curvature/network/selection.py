@@ -15,7 +15,9 @@ from laplace_debias.curvature.network.layer_types import (
     PROJECTIONS,
     expose_projections,
 )
-from laplace_debias.curvature.network.shadow import shadow, wide
+from laplace_debias.curvature.network.precision import wide
+from laplace_debias.curvature.network.quantised import check_can_be_bayesian, is_plain
+from laplace_debias.curvature.network.shared_copy import shared_copy
 
 LAST_LAYER = "last_layer"
 # Examples that are run where one does not reach all layers.
@@ -63,7 +65,7 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
 @torch.inference_mode(False)
 def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     """Paths of the layers that the outputs come from; parameters used outside of a layer."""
-    network = shadow(model)
+    network = shared_copy(model)
     for module in list(network.modules()):
         if type(module) is nn.MultiheadAttention:
             expose_projections(module)
@@ -75,7 +77,7 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     parameters = {
         name: parameter.requires_grad_()
         for name, parameter in network.named_parameters()
-        if parameter.is_floating_point() and parameter.numel() > 1
+        if is_plain(parameter) and parameter.is_floating_point() and parameter.numel() > 1
         if id(parameter) not in passed_over
     }
     with torch.enable_grad():
@@ -227,6 +229,7 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
     kinds = set()
     for name in names:
         parameter = model.get_parameter(name)
+        check_can_be_bayesian(name, parameter)
         if parameter.is_complex():
             raise ValueError(
                 f"{name} is complex ({parameter.dtype}), and curvature is that of real parameters: "

@@ -19,7 +19,7 @@ from torch.utils.data import (
 from torch.utils.data.sampler import RandomSampler
 
 from laplace_debias.curvature.network.batches import Place, Stream
-from laplace_debias.curvature.network.shadow import sum_of_bits
+from laplace_debias.curvature.network.fingerprints import sum_of_bits
 from laplace_debias.system.ranks import Ranks, check_joined
 from laplace_debias.system.threads import Randomness
 

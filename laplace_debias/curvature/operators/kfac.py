@@ -16,11 +16,12 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses import Loss, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Batches, BatchHook, Stream
+from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.network.shadow import checksum, unwrapped
+from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.operators.network_operator import loss_scale
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.system.checks import whole

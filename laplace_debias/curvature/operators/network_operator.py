@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import OutputLoss, OutputMap
 from laplace_debias.curvature.network.batches import Batches, BatchHook
+from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.repeatable_data import Batch, Data
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.network.shadow import checksum
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.operators import LinearOperator, ParameterLayout, Transpose
 from laplace_debias.system.checks import whole

@@ -1,0 +1,109 @@
+"""Fingerprints of a model's tensors, a number for each: has it changed?"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.quantised import plain_parts
+
+# Integers of as many bytes as an entry; two of eight for a complex one in float64.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+def fingerprint(model: nn.Module, without: Collection[str]) -> dict[str, int]:
+    """A number for every tensor of the model's state, the same wherever the model lies.
+
+    It is the sum of the entries' bits, taken for integers: exact, so that no device rounds it
+    otherwise, and read once. Training, another checkpoint or new statistics of a normalisation
+    change it; exchanging entries does not. Buffers that checkpoints do not hold, such as caches
+    that a forward pass fills, do not count.
+    """
+    sums = {}
+    for name, tensor in _state(model):
+        if name not in without:
+            sums[name] = sum_of_bits(tensor)
+    return sums
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and persistent buffers under every name that they have.
+
+    These are the tensors of `state_dict`, which quantised layers change when it is called.
+    """
+    yield from model.named_parameters(remove_duplicate=False)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if key not in module._non_persistent_buffers_set:
+                yield f"{path}.{key}".lstrip("."), buffer
+
+
+def checksum(model: nn.Module) -> str:
+    """A text that tells a model's state from another's."""
+    return hashlib.sha256(json.dumps(fingerprint(model, ())).encode()).hexdigest()[:16]
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """Sum a tensor's entries, their bits taken for integers."""
+    total = 0
+    for values in plain_parts(tensor):
+        integer = _INTEGERS.get(values.element_size(), torch.int64)
+        total += int(values.flatten().contiguous().view(integer).sum(dtype=torch.int64))
+    return total
+
+
+# How many entries of a tensor are compared; up to twice as many.
+_SAMPLE_SIZE = 1024
+# Where a tensor lies and how often torch has changed it; and a sample of its entries.
+_Trace = tuple[tuple[Any, ...], Tensor]
+
+
+@dataclass
+class ChangeDetector:
+    """Detects changes of what a model holds besides its Bayesian parameters.
+
+    The first call reads everything. A copy, or what comes out of a pickle, starts afresh.
+    """
+
+    traces: dict[str, list[_Trace]] = field(default_factory=dict, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ChangeDetector, ()
+
+    def changed(
+        self, model: nn.Module, without: Collection[str], sums: Mapping[str, int]
+    ) -> list[str]:
+        """Return names of tensors that differ from the fingerprint, the first one or those gone."""
+        missing = dict(sums)
+        for name, tensor in _state(model):
+            if name in without:
+                continue
+            if missing.pop(name, None) is None:
+                return [name]
+            traces = [_trace(values) for values in plain_parts(tensor)]
+            if _are_equal(traces, self.traces.get(name)):
+                continue
+            if sum_of_bits(tensor) != sums[name]:
+                return [name]
+            self.traces[name] = [(place, sample.clone()) for place, sample in traces]
+        return list(missing)
+
+
+def _trace(values: Tensor) -> _Trace:
+    version = None if values.is_inference() else values._version
+    place = values.data_ptr(), version, values.dtype, tuple(values.shape), values.stride()
+    sample = values.flatten()[:: max(1, values.numel() // _SAMPLE_SIZE)].contiguous()
+    return place, sample.view(_INTEGERS.get(values.element_size(), torch.int64))
+
+
+def _are_equal(traces: list[_Trace], before: list[_Trace] | None) -> bool:
+    if before is None or len(before) != len(traces):
+        return False
+    return all(
+        place == place_before and sample.equal(sample_before)
+        for (place, sample), (place_before, sample_before) in zip(traces, before, strict=True)
+    )

@@ -1,0 +1,117 @@
+"""Parameters that are more than plain tensors: quantised and offloaded ones.
+
+A copy of the network holds them as the objects that they are, with their class and attributes. They
+can be run, but not be Bayesian.
+"""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer is a plain torch tensor with values.
+
+    Libraries of quantisation subclass `nn.Parameter`, or hold a subclass of `Tensor` in one.
+    """
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
+
+
+def shared_parameter(parameter: nn.Parameter) -> Tensor:
+    """Make a parameter anew around the same values, with its class and attributes, frozen.
+
+    A subclass of `Tensor` that wraps others is returned as it is.
+    """
+    if parameter.is_meta or not isinstance(parameter, nn.Parameter):
+        return parameter
+    if type(parameter) is nn.Parameter:
+        if type(parameter.data) is not Tensor:
+            return parameter
+        shared = nn.Parameter(parameter.detach(), requires_grad=False)
+    else:
+        shared = Tensor._make_subclass(type(parameter), parameter.data, False)
+    # Forward passes change such attributes, and those of the user's parameter must stay.
+    for name, value in vars(parameter).items():
+        vars(shared)[name] = value if isinstance(value, Tensor) else copy.copy(value)
+    return shared
+
+
+def keep_differentiable(network: nn.Module) -> None:
+    """Undo, in a working copy, what makes a quantised layer's forward pass not differentiable.
+
+    On some processors bitsandbytes packs 4-bit weights at the first inference, into a form that has
+    no derivative in the inputs. Its `state_dict` unpacks them.
+    """
+    for module in network.modules():
+        if not getattr(module, "support_avx512bf16_for_cpu", False):
+            continue
+        module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        quant_state = getattr(module.weight, "quant_state", None)
+        if getattr(quant_state, "packing_format_for_cpu", False):
+            module.state_dict()
+
+
+def quantised_state(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that a quantised layer keeps in attributes which are no tensors."""
+    if all(is_plain(tensor) for _, tensor in _own_tensors(module)):
+        return
+    for value in vars(module).values():
+        if isinstance(value, (Tensor, nn.Module)) or not hasattr(value, "__dict__"):
+            continue
+        for inner in vars(value).values():
+            if isinstance(inner, Tensor):
+                yield inner
+
+
+def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a Bayesian parameter that is quantised or offloaded.
+
+    Raises:
+        NotImplementedError: With the parameter's name and what to do instead.
+    """
+    if parameter.is_meta:
+        raise NotImplementedError(
+            f"{name} is offloaded, and cannot be Bayesian. Keep it on a device (device_map=), or "
+            "freeze it with requires_grad_(False)."
+        )
+    if not is_plain(parameter):
+        kind = type(parameter.data if type(parameter) is nn.Parameter else parameter)
+        raise NotImplementedError(
+            f"{name} is quantised ({kind.__name__}), and cannot be Bayesian. Freeze it with "
+            "requires_grad_(False), name other parameters (params=[...]), or use the model as it "
+            "was before quantisation."
+        )
+
+
+def offloaded_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters and buffers that accelerate's hooks load when they are needed."""
+    names = set[str]()
+    for path, module in model.named_modules():
+        if not hasattr(module, "_hf_hook"):
+            continue
+        for key, tensor in _own_tensors(module):
+            if tensor.is_meta:
+                names.add(f"{path}.{key}".lstrip("."))
+    return names
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor consists of: itself, or those of a subclass."""
+    detached = tensor.detach()
+    if detached.is_meta:
+        return
+    if type(detached) is not nn.Parameter and hasattr(detached, "__tensor_flatten__"):
+        names, _ = detached.__tensor_flatten__()
+        for name in names:
+            yield from plain_parts(getattr(detached, name))
+    elif detached.layout is torch.strided:
+        yield detached
+    else:
+        yield detached.to_dense()

@@ -1,0 +1,50 @@
+"""The user's model without wrappers, and its parameters' names there."""
+
+import copy
+from collections.abc import Sequence
+
+from torch import nn
+
+_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def unwrapped(model: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
+    """The model without what was wrapped around it or around a part of it.
+
+    Its parameters are the user's own tensors, under the names that they have in the plain model. A
+    wrapper computes what the model in it computes, but neither hooks nor derivatives of any order
+    can be relied on through it. Where parts are wrapped this is a copy of the modules around them,
+    which does not see the modes that are set later: ask for it where it is needed, and do not keep
+    it. Parts that were `seen` before, by their `id`, are plain already.
+    """
+    seen = {} if seen is None else seen
+    inside: nn.Module | None = model
+    while inside is not None:
+        model = inside
+        # A compiled module by its attribute: to import torch's compiler takes a second.
+        inside = model._modules.get("module" if isinstance(model, _PARALLEL) else "_orig_mod")
+        if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
+            raise ValueError(
+                f"The {type(model).__name__} around {type(inside).__name__} has forward hooks, "
+                "which would be lost with it: register them on the module inside."
+            )
+    if id(model) in seen:
+        return seen[id(model)]
+    plain = model
+    for name, child in model._modules.items():
+        part = None if child is None else unwrapped(child, seen)
+        if part is not child:
+            if plain is model:
+                plain = copy.copy(model)
+                plain.__dict__["_modules"] = model._modules.copy()
+            plain._modules[name] = part
+    seen[id(model)] = plain
+    return plain
+
+
+def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Names as the plain model has them, `0.weight` for `module.0.weight`; unknown ones stay."""
+    plain = dict(unwrapped(model).named_parameters())
+    own_names = {id(parameter): name for name, parameter in plain.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False)) | plain
+    return [own_names.get(id(parameters.get(name)), name) for name in names]

@@ -1,0 +1,94 @@
+"""Checks of a user's model: is curvature defined for it?"""
+
+import torch
+from torch import nn
+
+from laplace_debias.curvature.network.quantised import is_plain, offloaded_parameters
+from laplace_debias.curvature.network.unwrapping import unwrapped
+
+
+def validate_model(model: nn.Module) -> nn.Module:
+    """The model without wrappers, found to be one that curvature is defined for.
+
+    Its parameters hold numbers, and its outputs are neither random nor those of a whole batch. A
+    buffer may hold Inf, as a mask of attention does: if it matters, the outputs are not finite.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{path or 'The model'} is TorchScript (torch.jit.script, torch.jit.trace), whose "
+                "layers cannot be looked into: pass the Python module that it was made from, with "
+                "the same state_dict."
+            )
+        # By attributes: to import the classes takes a second.
+        if hasattr(module, "unshard") or hasattr(module, "summon_full_params"):
+            raise _split(path or "The model")
+    offloaded = offloaded_parameters(model)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if hasattr(tensor, "full_tensor"):
+            raise _split(name)
+        if tensor.is_nested:
+            raise NotImplementedError(
+                f"{name} is a nested tensor, of which curvature is not computed: hold its parts "
+                "as parameters or buffers of their own, in an nn.ParameterList say."
+            )
+        if tensor.is_meta and name not in offloaded:
+            raise ValueError(
+                f"{name} lies on the device 'meta', where it has no values: load the checkpoint "
+                "first, for example model.to_empty(device='cpu') and then "
+                "model.load_state_dict(...)."
+            )
+        # Detached: threads that use one parameter under autograd at once can block each other.
+        is_checked = isinstance(tensor, nn.Parameter) and is_plain(tensor)
+        if is_checked and not tensor.detach().isfinite().all():
+            raise ValueError(
+                f"{name} holds NaN or Inf: the model has diverged or its checkpoint is damaged."
+            )
+    plain = unwrapped(model)
+    for path, module in plain.named_modules():
+        name = f"{path or 'model'} ({type(module).__name__})"
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        # By its module: to import the classes takes long, and torchao is to replace them.
+        if ".quantized.dynamic." in type(module).__module__:
+            raise ValueError(
+                f"{name} is dynamically quantised: it rounds by the largest input of the batch, so "
+                "an example's output depends on the others. Use the model as it was before "
+                "quantize_dynamic."
+            )
+        if is_norm and module.running_mean is None:
+            raise ValueError(
+                f"{name} keeps no running statistics, so an example's output depends on the rest "
+                "of its batch, and curvature per example is not defined: train it with "
+                "track_running_stats=True."
+            )
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        if module.training and (is_norm or is_dropout):
+            what = "is active: dropout makes the outputs random"
+            if is_norm:
+                what = "is in training mode and would mix the examples of a batch"
+            raise ValueError(
+                f"{name} {what}. Curvature is computed in eval mode: call `model.eval()` first."
+            )
+    return plain
+
+
+def _split(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} is split over processes (fully_shard, tensor parallelism), while curvature needs "
+        "the whole model on each: build the plain model and load the full state into it, "
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True)). If its posterior is too large, take "
+        'params="last_layer" or adapters. Processes may share the data.'
+    )
+
+
+def check_no_autocast(device: torch.device) -> None:
+    """Refuse to work under autocast, which would round factors and rotations to half precision."""
+    if torch.is_autocast_enabled(device.type):
+        raise RuntimeError(
+            f"torch.autocast({device.type!r}) is on: curvature and predictives are computed in the "
+            "model's dtype. Leave the context, or turn it off here with "
+            f"torch.autocast({device.type!r}, enabled=False)."
+        )

@@ -1,0 +1,220 @@
+"""Adapters on a frozen base that is quantised or offloaded, against the plain base."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from laplace_debias import Laplace
+
+IDS = torch.randint(1, 64, (8, 6), generator=torch.Generator().manual_seed(1))
+LABELS = torch.randint(3, (8,), generator=torch.Generator().manual_seed(2))
+BATCHES = [({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, LABELS)]
+INPUTS = {"input_ids": IDS[:3], "attention_mask": torch.ones_like(IDS[:3])}
+
+
+def base():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_labels=3,
+        pad_token_id=0,
+    )
+    return LlamaForSequenceClassification(config).eval()
+
+
+def with_adapters(model):
+    config = LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="SEQ_CLS"
+    )
+    adapted = get_peft_model(model, config).eval()
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data.copy_(0.1 * noise if "lora" in name else noise)
+    return adapted
+
+
+def base_layers(model):
+    """Paths of the base's linear layers, without the head."""
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and "score" not in path:
+            yield path, module
+
+
+def replaced(model, make):
+    for path, layer in base_layers(model):
+        parent, _, key = path.rpartition(".")
+        setattr(model.get_submodule(parent), key, make(layer))
+    return model
+
+
+def int8_by_torchao(model):
+    quantization = pytest.importorskip("torchao.quantization")
+    paths = {path for path, _ in base_layers(model)}
+    quantization.quantize_(
+        model, quantization.Int8WeightOnlyConfig(), filter_fn=lambda _, path: path in paths
+    )
+    return model
+
+
+def nf4_by_bitsandbytes(model):
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def make(layer):
+        quantised = bnb.nn.Linear4bit(
+            layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32
+        )
+        weight = layer.weight.data
+        quantised.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+        return quantised.to("cpu")
+
+    return replaced(model, make)
+
+
+def int8_by_bitsandbytes(model):
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def make(layer):
+        quantised = bnb.nn.Linear8bitLt(
+            layer.in_features, layer.out_features, bias=False, has_fp16_weights=False
+        )
+        weight = layer.weight.data
+        quantised.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        return quantised.to("cpu")
+
+    return replaced(model, make)
+
+
+def dequantised_weight(layer):
+    """The weight that a quantised layer multiplies by, out of its own forward pass."""
+    with torch.no_grad():
+        return layer(torch.eye(layer.in_features)).T.contiguous()
+
+
+QUANTISED = {
+    "torchao int8": int8_by_torchao,
+    "bitsandbytes nf4": nf4_by_bitsandbytes,
+    "bitsandbytes int8": int8_by_bitsandbytes,
+}
+# bitsandbytes' int8 layers round their inputs, too, so that no plain layer computes the same.
+EXACT = ["torchao int8", "bitsandbytes nf4"]
+
+
+@pytest.fixture(scope="module", params=EXACT)
+def pair(request):
+    """A quantised model with adapters, and the same with a dequantised base; both fitted."""
+    quantised = with_adapters(QUANTISED[request.param](base()))
+    plain = base()
+    originals = dict(QUANTISED[request.param](base()).named_modules())
+    for path, layer in base_layers(plain):
+        layer.weight.data.copy_(dequantised_weight(originals[path]))
+    plain = with_adapters(plain)
+    options = {"prior_precision": 2.0}
+    return tuple(
+        Laplace(model, **options).fit(BATCHES, num_data=50) for model in (quantised, plain)
+    )
+
+
+def assert_close(actual, expected, tolerance=2e-6):
+    difference = float((actual - expected).detach().abs().max())
+    assert difference <= tolerance * max(float(expected.detach().abs().max()), 1)
+
+
+def test_curvature_and_covariances_are_those_of_the_dequantised_base(pair):
+    quantised, plain = pair
+    # torchao multiplies by the integers first and by their scale afterwards, which rounds in
+    # another way, in single precision.
+    tolerance = 2e-5
+    assert torch.equal(quantised.mean, plain.mean)
+    for name, block in plain.posterior.curvature.blocks.items():
+        other = quantised.posterior.curvature.blocks[name]
+        expected = block.to_dense()
+        difference = (other.to_dense() - expected).abs().max() / expected.abs().max()
+        assert difference < tolerance, name
+    for actual, expected in zip(
+        quantised.functional(INPUTS), plain.functional(INPUTS), strict=True
+    ):
+        assert_close(actual, expected, tolerance)
+    assert_close(quantised.log_marginal_likelihood(), plain.log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("was_run", [False, True])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_base_goes_through_every_verb_and_is_left_alone(name, was_run, tmp_path):
+    model = with_adapters(QUANTISED[name](base()))
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    reference = with_adapters(QUANTISED[name](base()))
+    with torch.no_grad():
+        outputs = (model if was_run else reference)(**INPUTS).logits
+    types = [type(parameter) for parameter in model.parameters()]
+    la = Laplace(model).fit(BATCHES, num_data=50)
+    la.tune(BATCHES)
+    probs = la.predict(INPUTS).probs
+    assert probs.isfinite().all()
+    assert la.predict(INPUTS, method="nn", samples=3).probs.isfinite().all()
+    assert 0 < la.thin(INPUTS).share <= 1
+    la.save(tmp_path / "adapters.safetensors")
+    again = Laplace.load(tmp_path / "adapters.safetensors", model)
+    assert_close(again.predict(INPUTS).probs, la.predict(INPUTS).probs)
+    assert [type(parameter) for parameter in model.parameters()] == types
+    for key, value in model.named_parameters():
+        # bitsandbytes packs weights when it first runs them.
+        if type(value) is nn.Parameter and not was_run:
+            assert torch.equal(value, before[key]), key
+    with torch.no_grad():
+        assert torch.equal(model(**INPUTS).logits, outputs)
+
+
+def test_a_bayesian_parameter_that_is_quantised_is_refused_by_name():
+    model = int8_by_torchao(base())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    model.get_parameter(name).requires_grad_(True)
+    with pytest.raises(NotImplementedError, match=rf"{name} is quantised \(Int8Tensor\)"):
+        Laplace(model, params=[name])
+
+
+def test_a_changed_quantised_base_is_noticed():
+    model = with_adapters(nf4_by_bitsandbytes(base()))
+    la = Laplace(model).fit(BATCHES, num_data=50)
+    la.predict(INPUTS)
+    name, weight = next((n, p) for n, p in model.named_parameters() if p.dtype == torch.uint8)
+    weight.data[0] ^= 1
+    with pytest.raises(RuntimeError, match=f"{name} has changed since the fit"):
+        la.predict(INPUTS)
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_an_offloaded_base_is_run_as_it_is(to_disk, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    plain = with_adapters(base())
+    expected = Laplace(plain).fit(BATCHES, num_data=50)
+    model = base()
+    if to_disk:
+        accelerate.disk_offload(model.model, tmp_path)
+    else:
+        accelerate.cpu_offload(model.model)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    for parameter in model.model.parameters():
+        parameter.requires_grad_(False)
+    head = Laplace(model, params=["score.weight"]).fit(BATCHES, num_data=50)
+    other = Laplace(base(), params=["score.weight"]).fit(BATCHES, num_data=50)
+    assert torch.equal(head.posterior.precision.to_dense(), other.posterior.precision.to_dense())
+    assert torch.equal(head.predict(INPUTS).probs, other.predict(INPUTS).probs)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert expected.num_data == 50
+
+
+def test_a_bayesian_parameter_that_is_offloaded_is_refused_by_name():
+    accelerate = pytest.importorskip("accelerate")
+    model = base()
+    accelerate.cpu_offload(model)
+    with pytest.raises(NotImplementedError, match=r"embed_tokens.weight is offloaded"):
+        Laplace(model)
