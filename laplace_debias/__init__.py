@@ -1,18 +1,23 @@
 """Laplace approximations of trained networks, debiased for mini-batches."""
 
-from laplace_debias.curvature.losses.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    MultiLabel,
-)
-from laplace_debias.curvature.network.inputs import OneArgument
-from laplace_debias.curvature.network.shards import ShardedBatches
-from laplace_debias.laplace import Auto, CrossFit, Full, Laplace, Link, Mixture, Plan, Split
-from laplace_debias.quadratic import Quadratic
-from laplace_debias.system.ranks import alone
+from typing import TYPE_CHECKING
+
+from laplace_debias.system.lazy import attributes_from
+
+if TYPE_CHECKING:
+    from laplace_debias.curvature.losses.likelihoods import (
+        Bernoulli,
+        Categorical,
+        Gaussian,
+        HeteroscedasticGaussian,
+        Likelihood,
+        MultiLabel,
+    )
+    from laplace_debias.curvature.network.inputs import OneArgument
+    from laplace_debias.curvature.network.shards import ShardedBatches
+    from laplace_debias.laplace import Auto, CrossFit, Full, Laplace, Link, Mixture, Plan, Split
+    from laplace_debias.quadratic import Quadratic
+    from laplace_debias.system.ranks import alone
 
 __all__ = [
     "Auto",
@@ -34,3 +39,36 @@ __all__ = [
     "Split",
     "alone",
 ]
+
+__getattr__ = attributes_from(
+    __name__,
+    {
+        "laplace_debias.curvature.losses.likelihoods": (
+            "Bernoulli",
+            "Categorical",
+            "Gaussian",
+            "HeteroscedasticGaussian",
+            "Likelihood",
+            "MultiLabel",
+        ),
+        "laplace_debias.curvature.network.inputs": ("OneArgument",),
+        "laplace_debias.curvature.network.shards": ("ShardedBatches",),
+        "laplace_debias.laplace": (
+            "Auto",
+            "CrossFit",
+            "Full",
+            "Laplace",
+            "Link",
+            "Mixture",
+            "Plan",
+            "Split",
+        ),
+        "laplace_debias.quadratic": ("Quadratic",),
+        "laplace_debias.system.ranks": ("alone",),
+    },
+    subpackages=("curvature", "laplace", "linalg", "metrics", "operators", "quadratic"),
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -28,7 +28,6 @@ if FAULT:
 # anew, because jaxtyping keeps the byte code of everything below it apart.
 IMPORTED_BEFORE = (
     "backpack",
-    "jsonargparse",
     "matplotlib.figure",
     "rich.console",
     "scipy.sparse.linalg",

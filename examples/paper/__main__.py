@@ -5,9 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser
-
 from examples.paper import common
+from laplace_debias.commands.options import CommandLine
 
 EXPERIMENTS = {
     "contours": "Figure 1: quadratics in the plane of their largest curvature",
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     """Run the experiment of the first argument; the others are its options."""
     name, *options = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
     if name not in EXPERIMENTS:
-        listed = "\n".join(f"  {known:22}{what}" for known, what in EXPERIMENTS.items())
+        listed = "\n".join(f"  {known:22}{summary}" for known, summary in EXPERIMENTS.items())
         print(f"usage: python -m examples.paper NAME [--help] [options]\n{listed}")
         sys.exit(2 if name else 0)
     if name == "train":
@@ -39,14 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     else:
         module = importlib.import_module(f"examples.paper.{name}")
         settings, run = module.Settings, module.run
-    parser = ArgumentParser(prog=f"python -m examples.paper {name}", description=EXPERIMENTS[name])
-    parser.add_argument("--config", action="config", help="YAML file of these options.")
-    parser.add_class_arguments(settings)
-    # jsonargparse 4.49 renamed the method.
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    chosen = vars(instantiate(parser.parse_args(options)))
-    del chosen["config"]
-    return run(settings(**chosen))
+    line = CommandLine(settings, f"python -m examples.paper {name}", EXPERIMENTS[name])
+    read = line.settings(options)
+    if read is None:
+        return None
+    chosen, _ = read
+    return run(chosen)
 
 
 if __name__ == "__main__":

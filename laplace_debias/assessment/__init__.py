@@ -1,8 +1,13 @@
 """Is a network's uncertainty any good: methods compared, and what a run leaves behind."""
 
-from laplace_debias.assessment.assessing import assess
+from typing import TYPE_CHECKING
+
 from laplace_debias.assessment.methods import Method, PosteriorChoice, default_methods
-from laplace_debias.assessment.temperature import fit_temperature
+from laplace_debias.system.lazy import attributes_from
+
+if TYPE_CHECKING:
+    from laplace_debias.assessment.assessing import assess
+    from laplace_debias.assessment.temperature import fit_temperature
 
 __all__ = [
     "Method",
@@ -11,3 +16,15 @@ __all__ = [
     "default_methods",
     "fit_temperature",
 ]
+
+__getattr__ = attributes_from(
+    __name__,
+    {
+        "laplace_debias.assessment.assessing": ("assess",),
+        "laplace_debias.assessment.temperature": ("fit_temperature",),
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

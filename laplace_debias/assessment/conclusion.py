@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from laplace_debias.report.names import SCORES, brief
-from laplace_debias.sources.loaded import REGRESSIONS
+from laplace_debias.sources.task import REGRESSIONS
 
 Row = Mapping[str, Any]
 

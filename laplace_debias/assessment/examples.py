@@ -11,7 +11,8 @@ from laplace_debias.assessment.predictions import Chosen
 from laplace_debias.assessment.run_folder import write_json, write_picture
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.metrics.definitions import per_example
-from laplace_debias.sources.loaded import REGRESSIONS, Loaded
+from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.task import REGRESSIONS
 
 NUM_EXAMPLES = 12
 NUM_CLASSES = 5

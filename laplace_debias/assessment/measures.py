@@ -17,7 +17,7 @@ from laplace_debias.assessment.run import Run
 from laplace_debias.assessment.run_folder import read_predictions, write_json
 from laplace_debias.metrics.definitions import per_example
 from laplace_debias.report.run_folder import read_json
-from laplace_debias.sources.loaded import REGRESSIONS
+from laplace_debias.sources.task import REGRESSIONS
 
 Table = Mapping[str, Tensor]
 TEST = "test"

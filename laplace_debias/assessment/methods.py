@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from laplace_debias.sources.loaded import REGRESSIONS
-from laplace_debias.system.checks import check_at_least
+from laplace_debias.sources.task import REGRESSIONS
+from laplace_debias.system.settings import check_at_least
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*")
 

@@ -16,8 +16,9 @@ from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics.intervals import normal_quantile
-from laplace_debias.sources.loaded import REGRESSIONS, Loaded
+from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
+from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.ranks import alone
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")

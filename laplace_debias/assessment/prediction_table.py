@@ -16,8 +16,9 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics import gaussian_interval
 from laplace_debias.metrics.ood import label_entropy
-from laplace_debias.sources.loaded import REGRESSIONS, Loaded
+from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import dealt
+from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.ranks import alone, current
 
 _SCORES = ("mutual_information", "variance", "instability")

@@ -23,8 +23,9 @@ from laplace_debias.laplace.mixture import mean_logits
 from laplace_debias.laplace.predictive import of_draws, scores_of_moments
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.operators.eigh import eigh
-from laplace_debias.sources.loaded import REGRESSIONS, Loaded
+from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import dealt
+from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.ranks import current
 
 Table = dict[str, Tensor]

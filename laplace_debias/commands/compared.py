@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from laplace_debias.report.names import brief
 from laplace_debias.report.run_folder import read_json, read_meta
 from laplace_debias.report.tables import print_table
 from laplace_debias.sources import SourceSettings
-from laplace_debias.sources.loaded import REGRESSIONS
+from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.shown import plain
 
 _PLACES = {
@@ -41,8 +42,11 @@ def found_in(folder: Path) -> dict[str, Any]:
     return {name: run[name] for name in told} | read_json(folder / "metrics.json")
 
 
-def tell(folder: Path) -> None:
-    """Print the table of a run and what it shows."""
+def tell(folder: Path, has_page: bool = True) -> None:
+    """Print the table of a run and its conclusion.
+
+    Intervals are left out where a terminal is too narrow for them; files and pipes have them.
+    """
     run, found = read_meta(folder), read_json(folder / "metrics.json")
     test = next(part for part in run["sets"] if part["role"] == "test")
     rows = _rows(run, found)
@@ -51,10 +55,10 @@ def tell(folder: Path) -> None:
     for row in rows:
         for name, text in row.items():
             texts.setdefault(name, name.split("\n")).append(text)
-    # Columns of a terminal that a table of one line a row takes.
-    if 2 + sum(2 + max(map(len, of)) for of in texts.values()) > shutil.get_terminal_size().columns:
+    width = 2 + sum(2 + max(map(len, column)) for column in texts.values())
+    if sys.stdout.isatty() and width > shutil.get_terminal_size().columns:
         rows = _rows(run, found, with_intervals=False)
-        title += " on the page or in a wider terminal"
+        title += " on the page or in a wider terminal" if has_page else " in a wider terminal"
     print_table(rows, title)
     for sentence in [*run["conclusion"], *run["notes"]]:
         print(sentence)

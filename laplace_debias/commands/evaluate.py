@@ -1,18 +1,14 @@
 """`laplace-debias evaluate`: saved posteriors, the network and its temperature in a table."""
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from laplace_debias.assessment import assess
-from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
-from laplace_debias.commands.compared import found_in, identity_of, tell
-from laplace_debias.laplace import file
-from laplace_debias.sources import SourceSettings, load
-from laplace_debias.sources.loaded import REGRESSIONS
-from laplace_debias.system.checks import check_at_least
-from laplace_debias.system.ranks import current
+from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.sources.task import REGRESSIONS
+from laplace_debias.system.settings import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +16,20 @@ class Settings(SourceSettings):
     """Options of `laplace-debias evaluate`.
 
     Attributes:
-        posterior: A file or folder that `laplace-debias fit` or `tune` wrote, as often as wanted.
-            Each is used as it is and gives its name to a method.
+        posterior: A file that `laplace-debias fit` or `tune` wrote; the option may be repeated.
+            Each posterior is used as it is and gives its name to a method.
         examples: Number of examples of each set, chosen at random, that the posteriors predict; by
             default as many as take about ten minutes.
-        spelled: An option that is given again adds to what was given.
     """
 
-    spelled: ClassVar = {"--posterior": "--posterior+"}
+    input_paths: ClassVar = (*SourceSettings.input_paths, "posterior")
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "What to compare": ("posterior", "examples", "ood", "ood_examples", "corruptions"),
+    }
+    usage: ClassVar = (
+        "laplace-debias evaluate --model my_pkg.models:build --checkpoint net.pt --data images "
+        "--posterior posterior.safetensors",
+    )
 
     posterior: list[Path] = field(default_factory=list)
     examples: int | None = None
@@ -42,12 +44,19 @@ class Settings(SourceSettings):
             )
 
     def without_effect(self) -> dict[str, str]:
-        """As `SourceSettings.without_effect`."""
+        """Return options that have no effect with these settings, and why."""
         return {} if self.posterior else {"examples": "there is no --posterior"}
 
 
 def run(settings: Settings) -> dict[str, Any]:
     """Compare, and print the table and what it shows; nothing is written."""
+    from laplace_debias.assessment import assess
+    from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
+    from laplace_debias.commands.compared import found_in, identity_of, tell
+    from laplace_debias.laplace import file
+    from laplace_debias.sources import load
+    from laplace_debias.system.ranks import current
+
     for path in settings.posterior:
         file.read(path)  # Before the data, which can take minutes.
     loaded = load(settings)
@@ -75,7 +84,7 @@ def run(settings: Settings) -> dict[str, Any]:
             told=print,
         )
         if current().rank == 0:
-            tell(found)
+            tell(found, has_page=False)
         result = found_in(found)
         # The folder goes with the first process.
         current().exchange(None)

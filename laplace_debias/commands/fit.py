@@ -1,17 +1,15 @@
 """`laplace-debias fit`: the posterior of a trained network, in a file."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from laplace_debias.commands.network import check_output, not_for, print_notes, save
-from laplace_debias.curvature.fits.checkpoint import check_folder
-from laplace_debias.laplace import Laplace, Plan
-from laplace_debias.sources import SourceSettings, load
-from laplace_debias.sources.shares import share
-from laplace_debias.system.shown import plain
+from laplace_debias.sources.settings import SourceSettings
+
+if TYPE_CHECKING:
+    from laplace_debias.laplace import Laplace, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +19,9 @@ class Settings(SourceSettings):
     Attributes:
         output: The posterior, a `.safetensors` file.
         mode: Training data of the fit, as in `Laplace.fit`: `full`, all examples; `mini`, one
-            batch, for comparisons alone; `debiased`, two batches; `crossfit`, one batch in folds;
-            `auto`, as many examples as an error of 5 % in standard deviations of the outputs takes.
-        curvature: Structure of the posterior's curvature, as `Laplace` takes it; so are the next
-            five.
+            batch, only for comparisons; `debiased`, two batches; `crossfit`, one batch in folds;
+            `auto`, as many examples as an error of 5 % in standard deviations of the outputs needs.
+        curvature: Structure of the posterior's curvature, as in `Laplace`.
         params: Bayesian parameters; `all` takes longer, see docs/choosing.md.
         fisher: Labels that the curvature is taken at: the exact expectation, drawn ones (`mc`) or
             the true ones (`empirical`).
@@ -39,6 +36,30 @@ class Settings(SourceSettings):
             there. It is emptied when the fit ends.
         plan: Print the memory and time that the fit would take, and fit nothing.
     """
+
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Posterior": (
+            "mode",
+            "curvature",
+            "params",
+            "fisher",
+            "joint",
+            "sharing",
+            "prior_precision",
+            "sigma",
+            "folds",
+            "plan",
+        ),
+        "Output": ("output", "overwrite"),
+        "Running": ("resume",),
+    }
+    unused: ClassVar = not_for("fit", "validation_examples", "test_examples")
+    usage: ClassVar = (
+        "laplace-debias fit --model my_pkg.models:build --checkpoint net.pt --data images "
+        "--output posterior.safetensors",
+        "laplace-debias fit --timm resnet18 --checkpoint net.safetensors --data images "
+        "--params all --mode auto --output posterior.safetensors",
+    )
 
     output: Path
     mode: Literal["full", "mini", "debiased", "crossfit", "auto"] = "full"
@@ -58,19 +79,23 @@ class Settings(SourceSettings):
         super().__post_init__()
         if self.folds is not None and self.mode != "crossfit":
             raise ValueError(
-                f"folds is {self.folds} with mode={self.mode}; give it with mode=crossfit alone"
+                f"folds is {self.folds} with mode={self.mode}; it belongs to mode=crossfit"
             )
 
     def without_effect(self) -> dict[str, str]:
-        """As `SourceSettings.without_effect`."""
-        unused = not_for("fit", "validation_examples", "test_examples")
-        if self.plan:
-            unused |= dict.fromkeys(("resume", "overwrite"), "`plan` fits nothing")
-        return unused
+        """Return options that have no effect with these settings, and why."""
+        return dict.fromkeys(("resume", "overwrite"), "`plan` fits nothing") if self.plan else {}
 
 
-def run(settings: Settings) -> Laplace | Plan:
-    """Fit a posterior to the training examples and save it; with `plan` make the plan alone."""
+def run(settings: Settings) -> "Laplace | Plan":
+    """Fit a posterior to the training examples and save it; with `plan` only make the plan."""
+    import torch
+
+    from laplace_debias.curvature.fits.checkpoint import check_folder
+    from laplace_debias.laplace import Laplace
+    from laplace_debias.sources import load
+    from laplace_debias.sources.shares import share
+
     output = settings.output
     if not settings.plan:
         check_output(output, settings.overwrite)
@@ -98,8 +123,11 @@ def run(settings: Settings) -> Laplace | Plan:
         plan.check()
         return plan
     la.fit(
-        *(train, settings.mode, loaded.num_train),
-        *(torch.Generator().manual_seed(settings.seed), settings.progress),
+        train,
+        settings.mode,
+        num_data=loaded.num_train,
+        generator=torch.Generator().manual_seed(settings.seed),
+        progress=settings.progress,
         folds=settings.folds,
         resume=settings.resume,
     )
@@ -115,8 +143,11 @@ def run(settings: Settings) -> Laplace | Plan:
     return la
 
 
-def as_json(settings: Settings, la: Laplace | Plan) -> dict[str, Any]:
+def as_json(settings: Settings, la: "Laplace | Plan") -> dict[str, Any]:
     """The object that `--json` prints."""
+    from laplace_debias.laplace import Plan
+    from laplace_debias.system.shown import plain
+
     if isinstance(la, Plan):
         return la.summary()
     return {

@@ -1,22 +1,13 @@
 """`laplace-debias predict`: predictions of a fitted posterior, as a table."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from laplace_debias.assessment.prediction_table import prediction_columns
-from laplace_debias.commands.network import (
-    check_output,
-    not_for,
-    print_notes,
-)
-from laplace_debias.laplace import Laplace, file
-from laplace_debias.report.tables import not_a_formula
-from laplace_debias.sources import SourceSettings, load
-from laplace_debias.sources.parts import batches_of
-from laplace_debias.system.checks import check_at_least
-from laplace_debias.system.files import written_atomically
-from laplace_debias.system.ranks import current
+from laplace_debias.commands.network import check_output, not_for, print_notes
+from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.system.settings import check_at_least
 
 _SUFFIXES = (".parquet", ".csv")
 
@@ -32,10 +23,22 @@ class Settings(SourceSettings):
         output: File of the predictions, `.parquet` or `.csv`, with a row for each input, in the
             order of `inputs`.
         overwrite: Replace an existing file.
-        method: Predictive, as in `Laplace.predict`; `map` is the trained network alone.
+        method: Predictive, as in `Laplace.predict`; `map` is the trained network itself.
         samples: Number of draws; by default the closed form of `glm`, and 100 for `glm-mc` and
             `nn`.
     """
+
+    input_paths: ClassVar = (*SourceSettings.input_paths, "posterior", "inputs")
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Predictions": ("posterior", "inputs", "method", "samples"),
+        "Output": ("output", "overwrite"),
+    }
+    metavars: ClassVar = {**SourceSettings.metavars, "inputs": "PATH"}
+    unused: ClassVar = not_for("predict", "train_examples", "validation_examples")
+    usage: ClassVar = (
+        "laplace-debias predict --model my_pkg.models:build --checkpoint net.pt --data images "
+        "--posterior posterior.safetensors --inputs new_images --output new.parquet",
+    )
 
     posterior: Path
     output: Path
@@ -53,9 +56,8 @@ class Settings(SourceSettings):
             raise ValueError("samples is given with method=map, which draws none: leave it out")
 
     def without_effect(self) -> dict[str, str]:
-        """As `SourceSettings.without_effect`."""
-        of_test = () if self.inputs is None else ("test_examples",)
-        return not_for("predict", "train_examples", "validation_examples", *of_test)
+        """Return options that have no effect with these settings, and why."""
+        return {} if self.inputs is None else {"test_examples": "--inputs are predicted instead"}
 
 
 def run(settings: Settings) -> Any:
@@ -73,6 +75,14 @@ def run(settings: Settings) -> Any:
       without the noise, with `_NUMBER` behind them where there are several targets.
     """
     import pandas
+
+    from laplace_debias.assessment.prediction_table import prediction_columns
+    from laplace_debias.laplace import Laplace, file
+    from laplace_debias.report.tables import not_a_formula
+    from laplace_debias.sources import load
+    from laplace_debias.sources.parts import batches_of
+    from laplace_debias.system.files import written_atomically
+    from laplace_debias.system.ranks import current
 
     check_output(settings.output, settings.overwrite)
     # Before the data, which can take minutes.

@@ -1,23 +1,14 @@
 """`laplace-debias report`: is a network's uncertainty any good, in one page."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-
-from laplace_debias.assessment import PosteriorChoice, assess
-from laplace_debias.assessment.methods import ENSEMBLE, LAPLACE, MIXTURE, chosen_methods
-from laplace_debias.commands.compared import found_in, identity_of, tell
-from laplace_debias.report.page import write_page
-from laplace_debias.report.run_folder import read_run
-from laplace_debias.sources import SourceSettings, load
-from laplace_debias.sources.weights import with_weights
-from laplace_debias.system.checks import check_at_least
-from laplace_debias.system.files import check_target
-from laplace_debias.system.ranks import current
-from laplace_debias.system.shown import plain
+from laplace_debias.assessment.methods import PosteriorChoice
+from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.system.settings import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,27 +16,39 @@ class Settings(SourceSettings):
     """Options of `laplace-debias report`.
 
     Attributes:
-        output: Run folder: predictions, metrics, posteriors, pictures and `report.html`.
-        from_run: Run folder whose page is drawn again, without computing: `--from RUN`.
+        checkpoint: The trained weights: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin`, read
+            with `weights_only=True`. The option may be repeated: further networks of the same
+            architecture, of other seeds or epochs, give the rows `ensemble`, the mean of the
+            networks' predictions, and `mixture`, that of a last-layer posterior of each.
+        output: Run folder: predictions, metrics, posteriors, figures and `report.html`.
+        from_run: Run folder whose page is drawn again, without computing.
         title: Title of the page; the network's name by default.
-        more_checkpoints: Weights of more networks of the same architecture, of other seeds or
-            epochs: `--checkpoint` given again adds one. They give the rows `ensemble`, the mean of
-            the networks' predictions, and `mixture`, that of a last-layer posterior of each.
+        more_checkpoints: Weights of the further networks.
         methods: Methods to compare: `network`, `temperature`, `last-layer`, `laplace` (all
             parameters, minutes to hours); by default all but the last that the data allows.
-        posteriors: More posteriors by name: `--posteriors.NAME '{"params": "all", "mode":
-            "debiased", "fit_examples": 256}'`, or in a YAML file.
+        posteriors: More posteriors by name, each as JSON such as '{"params": "all", "mode":
+            "debiased", "fit_examples": 256}', or in a YAML file.
         examples: Number of examples of each set, chosen at random, that posteriors over more than
             the last layer predict; by default as many as take about ten minutes.
         overwrite: Replace an earlier run in the folder.
-        spelled: Other names of options, where Python reserves the word.
-        again: Names of options that are given again.
-        goes_on: The same command goes on with a run that was broken off.
     """
 
-    spelled: ClassVar = {"--from": "--from_run"}
-    again: ClassVar = {"--checkpoint": "--more_checkpoints+"}
-    goes_on: ClassVar = True
+    option_names: ClassVar = {"from_run": "from"}
+    repeated: ClassVar = {"checkpoint": "more_checkpoints"}
+    resumes: ClassVar = True
+    """The same command resumes a run that was interrupted."""
+    input_paths: ClassVar = (*SourceSettings.input_paths, "more_checkpoints", "from_run")
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "What to compare": ("methods", "posteriors", "examples"),
+        "Output": ("output", "from_run", "title", "overwrite"),
+    }
+    metavars: ClassVar = {**SourceSettings.metavars, "posteriors": ".NAME JSON", "from_run": "RUN"}
+    usage: ClassVar = (
+        "laplace-debias report --model my_pkg.models:build --checkpoint net.safetensors "
+        "--data images --ood digits=builtin:digits --output runs/mine",
+        "laplace-debias report --timm resnet18 --checkpoint a.pt --checkpoint b.pt --data images "
+        "--methods network,temperature,last-layer,laplace --output runs/two",
+    )
 
     output: Path = Path("results/report")
     from_run: Path | None = None
@@ -62,19 +65,32 @@ class Settings(SourceSettings):
         check_at_least(self, 2, "examples")
 
     def without_effect(self) -> dict[str, str]:
-        """As `SourceSettings.without_effect`."""
+        """Return options that have no effect with these settings, and why."""
         if self.from_run is not None:
-            names = (field.name for field in fields(self))
-            why = "`--from` draws the page of a run as it is"
-            return {name: why for name in names if name not in ("from_run", "json")}
+            names = [field.name for field in fields(self)]
+            reason = "`--from` draws the page of a run as it is"
+            return {name: reason for name in names if name not in ("from_run", "json")}
         selections = {choice.params for choice in self.posteriors.values()}
-        if selections - {"last_layer"} or LAPLACE.key in (self.methods or ()):
+        if selections - {"last_layer"} or "laplace" in (self.methods or ()):
             return {}
         return {"examples": "no posterior over more than the last layer is compared"}
 
 
 def run(settings: Settings) -> Path:
     """Compare methods, write the run folder and its page, print table and conclusion."""
+    import yaml
+
+    from laplace_debias.assessment import assess
+    from laplace_debias.assessment.methods import ENSEMBLE, MIXTURE, chosen_methods
+    from laplace_debias.commands.compared import identity_of, tell
+    from laplace_debias.report.page import write_page
+    from laplace_debias.report.run_folder import read_run
+    from laplace_debias.sources import load
+    from laplace_debias.sources.weights import with_weights
+    from laplace_debias.system.files import check_target
+    from laplace_debias.system.ranks import current
+    from laplace_debias.system.shown import plain
+
     if settings.from_run is not None:
         folder = read_run(settings.from_run).folder
         check_target(folder / "report.html")
@@ -119,4 +135,6 @@ def run(settings: Settings) -> Path:
 
 def as_json(settings: Settings, page: Path) -> dict[str, Any]:
     """The object that `--json` prints."""
+    from laplace_debias.commands.compared import found_in
+
     return {"page": str(page), **found_in(page.parent)}

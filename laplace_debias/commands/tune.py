@@ -1,21 +1,15 @@
 """`laplace-debias tune`: the prior precision of a saved posterior."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from laplace_debias.commands.network import (
-    check_output,
-    not_for,
-    print_notes,
-    save,
-)
-from laplace_debias.laplace import Laplace, file
-from laplace_debias.laplace.tuning import Tuning
-from laplace_debias.report.tables import print_table
-from laplace_debias.sources import SourceSettings, load
-from laplace_debias.sources.shares import share
-from laplace_debias.system.shown import plain
+from laplace_debias.commands.network import check_output, not_for, print_notes, save
+from laplace_debias.sources.settings import SourceSettings
+
+if TYPE_CHECKING:
+    from laplace_debias.laplace.tuning import Tuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +23,22 @@ class Settings(SourceSettings):
         method: Criterion: `grid`, the best on validation examples; `marglik`, the largest marginal
             likelihood.
         metric: Metric that is best on the grid: `nll` or `brier`.
-        prior_precisions: The grid; 31 values from 1e-4 to 1e8 by default, and finer ones around the
-            best.
-        sigma: Tune the noise of a regression too; by default if it was never given.
+        prior_precisions: The grid; by default 49 values, four per decade from 1e-4 to 1e8.
+        sigma: Tune the noise of a regression too; by default if no noise was passed to the fit.
         per: With `method=marglik`, one prior precision for each `kind` of layer or each `block`;
             one for all by default.
     """
+
+    input_paths: ClassVar = (*SourceSettings.input_paths, "posterior")
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Tuning": ("posterior", "method", "metric", "prior_precisions", "sigma", "per"),
+        "Output": ("output", "overwrite"),
+    }
+    unused: ClassVar = not_for("tune", "train_examples", "test_examples")
+    usage: ClassVar = (
+        "laplace-debias tune --model my_pkg.models:build --checkpoint net.pt --data images "
+        "--posterior posterior.safetensors",
+    )
 
     posterior: Path
     output: Path | None = None
@@ -54,20 +58,16 @@ class Settings(SourceSettings):
                 "and validation_examples"
             )
         if self.method == "grid" and self.per is not None:
-            raise ValueError(
-                f"per is {self.per} with method=grid; give it with method=marglik alone"
-            )
-
-    def without_effect(self) -> dict[str, str]:
-        """As `SourceSettings.without_effect`."""
-        unused = not_for("tune", "train_examples")
-        if self.method == "marglik":
-            unused["test_examples"] = "method=marglik reads no data"
-        return unused
+            raise ValueError(f"per is {self.per} with method=grid; it belongs to method=marglik")
 
 
-def run(settings: Settings) -> Tuning:
+def run(settings: Settings) -> "Tuning":
     """Tune a saved posterior's prior precision and save it again."""
+    from laplace_debias.laplace import Laplace, file
+    from laplace_debias.report.tables import print_table
+    from laplace_debias.sources import load
+    from laplace_debias.sources.shares import share
+
     output = settings.output or settings.posterior
     # Without an output the posterior is meant to go back into its own file.
     check_output(output, settings.overwrite or settings.output is None)
@@ -77,36 +77,40 @@ def run(settings: Settings) -> Tuning:
     print_notes(loaded)
     la = Laplace.load(settings.posterior, loaded.model)
     if settings.method == "marglik":
-        found = la.tune_evidence(sigma=settings.sigma, per=settings.per)
+        tuning = la.tune_evidence(sigma=settings.sigma, per=settings.per)
     else:
         if loaded.validation is None:
             raise ValueError(
                 "there is no validation data to tune on: add val/, x_val or validation to the "
                 "data, or tune by the marginal likelihood, which needs none: --method=marglik"
             )
-        found = la.tune(
-            *(share(loaded.validation, loaded.model), settings.metric, settings.prior_precisions),
+        tuning = la.tune(
+            share(loaded.validation, loaded.model),
+            settings.metric,
+            settings.prior_precisions,
             progress=settings.progress,
             sigma=settings.sigma,
         )
-        print_table(found.table, "Validation data")
+        print_table(tuning.table, "Validation data")
     save(la, output)
-    print(found.message)
+    print(tuning.message)
     print(f"Posterior: {output}")
-    return found
+    return tuning
 
 
-def as_json(settings: Settings, found: Tuning) -> dict[str, Any]:
+def as_json(settings: Settings, tuning: "Tuning") -> dict[str, Any]:
     """The object that `--json` prints."""
+    from laplace_debias.system.shown import plain
+
     return {
         "posterior": str(settings.output or settings.posterior),
-        "metric": found.metric,
-        "prior_precision": plain(found.prior_precision),
-        "value": plain(found.value),
-        "table": plain(found.table),
-        "flat": plain(found.flat),
-        "sigma": plain(found.sigma),
-        "link": None if found.link is None else asdict(found.link),
-        "compared": plain(found.compared),
-        "message": found.message,
+        "metric": tuning.metric,
+        "prior_precision": plain(tuning.prior_precision),
+        "value": plain(tuning.value),
+        "table": plain(tuning.table),
+        "flat": plain(tuning.flat),
+        "sigma": plain(tuning.sigma),
+        "link": None if tuning.link is None else asdict(tuning.link),
+        "compared": plain(tuning.compared),
+        "message": tuning.message,
     }

@@ -158,13 +158,22 @@ def load(
             f"{_EARLIER}"
         )
     saved, differing = tensors["mean"], sorted(header.others.items() ^ others.items())
+    if saved.numel() != mean.numel():
+        raise ValueError(
+            f"The file's posterior is over {saved.numel():,} parameters, but the model has "
+            f"{mean.numel():,} of these names. Build the model with the layer sizes of the fit."
+        )
+    if saved.dtype != mean.dtype:
+        raise ValueError(
+            f"The file's posterior is of a model in {saved.dtype}, but the model is in "
+            f"{mean.dtype}. Convert it: model.to({saved.dtype})."
+        )
     wrong = f"{differing[0][0]} is not that" if differing else None
-    if saved.dtype != mean.dtype or not torch.equal(saved.to(mean.device), mean):
+    if not torch.equal(saved.to(mean.device), mean):
         wrong = "parameters are not those"
     if wrong is not None:
         raise ValueError(
-            f"The model's {wrong} of the fit: load the checkpoint that the posterior was "
-            f"fitted on, in {saved.dtype} (the model is in {mean.dtype})."
+            f"The model's {wrong} of the fit: load the checkpoint that the posterior was fitted on."
         )
     # In another layout than a fit leaves, products add in another order.
     placed = {

@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from laplace_debias.linalg.results import SpectralDensity
+from laplace_debias.linalg.results import EigenPairs, Estimate, SpectralDensity
 from laplace_debias.report.style import FONT_SIZE, INK, OKABE_ITO, style_axes
 
 _COLOUR = OKABE_ITO["blue"]
@@ -52,3 +53,52 @@ def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:
             f"λ < 0: {density.negative_fraction:.1%}"
         )
         ax.set_title(left_out, fontsize=FONT_SIZE - 1, color=INK, loc="left")
+
+
+def spectrum_figure(
+    eigenpairs: EigenPairs, trace: Estimate, density: SpectralDensity, matrix: str
+) -> Figure:
+    """Draw leading eigenvalues one by one, and the density of the others.
+
+    Args:
+        eigenpairs: The leading eigenpairs of a matrix.
+        trace: Its whole trace.
+        density: The density of its other eigenvalues, with a logarithmic axis.
+        matrix: Its name.
+    """
+    figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor="white")
+    by_index, by_value = figure.subplots(1, 2)
+    values = eigenpairs.values.cpu()
+    by_index.plot(range(1, len(values) + 1), values, "o", markersize=3.5, color=_COLOUR)
+    if bool((values > 0).all()):
+        by_index.set_yscale("log")
+        by_index.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        by_index.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        by_index.yaxis.set_minor_formatter(NullFormatter())
+    by_index.xaxis.set_major_locator(MaxNLocator(integer=True))
+    by_index.set_xlabel("Rank")
+    by_index.set_ylabel("Eigenvalue")
+    total = float(trace.value)
+    error = float(trace.standard_error)
+    trace_text = f"{total:.4g} ± {error:.2g}" if error else f"{total:.4g}"
+    by_index.set_title(
+        f"trace of the {matrix}: {trace_text}, of which the leading {len(values)} "
+        f"are {float(values.sum()) / total:.0%}",
+        fontsize=9,
+        loc="left",
+    )
+    style_axes(by_index)
+    plot_spectral_density(density, by_value)
+    # The eigenvalues that were taken out before the density was estimated.
+    marks = values[values > 0]
+    by_value.plot(
+        marks,
+        torch.full_like(marks, by_value.get_ylim()[0] * 1.5),
+        "|",
+        color=OKABE_ITO["vermillion"],
+        markersize=9,
+        label=f"leading {len(values)}, one by one",
+    )
+    by_value.plot([], [], color=_COLOUR, label="density of the others")
+    by_value.legend(frameon=False, fontsize=8)
+    return figure

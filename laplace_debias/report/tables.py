@@ -8,6 +8,7 @@ import csv
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from laplace_debias.system.files import written_atomically
 
 Row = Mapping[str, object]
+_MOST_COLUMNS = 1000
 
 
 def print_table(rows: Sequence[Row], title: str) -> None:
@@ -41,7 +43,9 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         table.add_column(Text(column), justify="right" if is_numeric else "left")
     for line in lines:
         table.add_row(*(Text(_formatted(cell)) for cell in line))
-    Console().print(table)
+    # In a file or a pipe a row is one line, however wide.
+    width = None if sys.stdout.isatty() else _MOST_COLUMNS
+    Console(width=width).print(table)
 
 
 def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:

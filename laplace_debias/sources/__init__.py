@@ -1,9 +1,15 @@
 """Anybody's network and data, from names and paths."""
 
-from laplace_debias.sources.loaded import Loaded, Task
-from laplace_debias.sources.loading import load
-from laplace_debias.sources.parts import split_by_seed
+from typing import TYPE_CHECKING
+
 from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.sources.task import Task
+from laplace_debias.system.lazy import attributes_from
+
+if TYPE_CHECKING:
+    from laplace_debias.sources.loaded import Loaded
+    from laplace_debias.sources.loading import load
+    from laplace_debias.sources.parts import split_by_seed
 
 __all__ = [
     "Loaded",
@@ -12,3 +18,16 @@ __all__ = [
     "load",
     "split_by_seed",
 ]
+
+__getattr__ = attributes_from(
+    __name__,
+    {
+        "laplace_debias.sources.loaded": ("Loaded",),
+        "laplace_debias.sources.loading": ("load",),
+        "laplace_debias.sources.parts": ("split_by_seed",),
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

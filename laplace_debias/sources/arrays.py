@@ -1,6 +1,5 @@
 """Data in NumPy archives."""
 
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_debias.sources.loaded import Task
 from laplace_debias.sources.parts import Examples, Parts, parted
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.targets import as_targets, check_numbers, task_of
+from laplace_debias.sources.task import Task
 
 _NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
 
@@ -24,7 +23,8 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
             if not isinstance(archive, Mapping):
                 raise ValueError("it holds one array without a name")
             return dict(archive)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    # Damaged bytes raise errors of any type in the readers of zip files and of headers.
+    except Exception as error:
         if "allow_pickle" in str(error):
             raise ValueError(
                 f"{path} holds Python objects, which are not read; save arrays of numbers by "
@@ -65,7 +65,7 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
         }
     task = settings.task or task_of(parts["train"][1])
     pixels = image_pixels(parts["train"][0], settings)
-    if pixels is None and settings.pixels is not None:
+    if pixels is None and Pixels.from_settings(settings) is not None:
         raise ValueError(
             f"mean and std are of images; {path} has inputs of shape "
             f"{list(parts['train'][0].shape[1:])}: leave them out"
@@ -128,11 +128,11 @@ def as_inputs(x: np.ndarray, where: str) -> Tensor:
 def image_pixels(x: np.ndarray, settings: SourceSettings) -> Pixels | None:
     """How inputs are made of pixels; None if they are no images of one or three channels."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
-        return settings.pixels or Pixels()
+        return Pixels.from_settings(settings) or Pixels()
     if x.ndim != 4 or x.shape[1] not in (1, 3) or x.dtype.kind != "f":
         return None
-    if settings.pixels is not None:
-        return settings.pixels
+    if Pixels.from_settings(settings) is not None:
+        return Pixels.from_settings(settings)
     # What black and white are is not known: the least and the greatest value stand for them.
     some = x[:1000]
     low, high = float(some.min()), float(some.max())

@@ -10,6 +10,7 @@ from laplace_debias.sources.arrays import archive_parts
 from laplace_debias.sources.image_files import ImageFiles, images_below, view_of
 from laplace_debias.sources.imports import called, imported, is_import_path
 from laplace_debias.sources.parts import Parts, parted
+from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.sources.tables import table_files, table_parts
 
@@ -90,7 +91,7 @@ def own_parts(path: str, settings: SourceSettings) -> Parts:
         num_outputs=None if classes is None else len(classes),
         classes=None if classes is None else tuple(map(str, classes)),
         # Inputs are as they were normalised; by what, only the user knows.
-        pixels=settings.pixels,
+        pixels=Pixels.from_settings(settings),
     )
 
 

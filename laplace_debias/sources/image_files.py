@@ -123,9 +123,9 @@ def view_of(
         return _timm_view(model, own), ()
     if settings.torchvision is not None and settings.pretrained and not own:
         return _torchvision_view(settings.torchvision), ()
-    pixels = settings.pixels or Pixels()
+    pixels = Pixels.from_settings(settings) or Pixels()
     notes: tuple[str, ...] = ()
-    if settings.pixels is None:
+    if Pixels.from_settings(settings) is None:
         notes = (
             "No --mean and --std: the network gets pixels divided by 255. If it was trained with "
             "normalised images, give both.",

@@ -19,6 +19,41 @@ def is_import_path(text: str) -> bool:
     return _PATH.fullmatch(text) is not None and not Path(text).exists()
 
 
+def check_input(value: str | Path, option: str) -> None:
+    """Require a file, a folder or an import path's module, without importing anything.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    text = str(value)
+    if option == "model" or is_import_path(text):
+        if _PATH.fullmatch(text) is not None:
+            _check_module(text.partition(":")[0].partition(".")[0], text, option)
+    elif not Path(text).exists():
+        raise ValueError(f"nothing is at {text}, which --{option} names: check the path")
+
+
+def _check_module(name: str, path: str, option: str) -> None:
+    """Require a top-level module, which the working directory may hold."""
+    _make_working_directory_importable()
+    if name not in sys.modules and importlib.util.find_spec(name) is None:
+        raise ValueError(_no_module(path, option, name))
+
+
+def _make_working_directory_importable() -> None:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+
+
+def _no_module(path: str, option: str, module: str) -> str:
+    return (
+        f"{option} {path}: there is no module {module}; run the command in the folder "
+        f"that holds {module.replace('.', '/')}.py (this is {os.getcwd()}), or install it"
+    )
+
+
 def imported(path: str, option: str) -> Any:
     """The object at `module:attribute`. The working directory is importable, as by `python -m`."""
     if _PATH.fullmatch(path) is None:
@@ -27,19 +62,13 @@ def imported(path: str, option: str) -> Any:
             "my_pkg.models:build"
         )
     module_name, _, attributes = path.partition(":")
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-    importlib.invalidate_caches()
+    _make_working_directory_importable()
     try:
         value: Any = importlib.import_module(module_name)
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            raise ValueError(
-                f"{option} {path}: there is no module {missing}; run the command in the folder "
-                f"that holds {missing.replace('.', '/')}.py (this is {here}), or install it"
-            ) from error
+            raise ValueError(_no_module(path, option, missing)) from error
         raise ValueError(
             f"{option} {path}: importing {module_name} raised {described(error)}; --traceback "
             "shows where"

@@ -3,18 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jaxtyping import UInt8
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.batches import Batches
-
-Task = Literal["classification", "regression", "heteroscedastic", "binary", "multilabel"]
-"""The meaning of a network's outputs, as `Laplace` takes it for `likelihood`."""
-
-REGRESSIONS: tuple[Task, ...] = ("regression", "heteroscedastic")
-"""Tasks whose targets are numbers; the network of the second one also predicts the noise."""
+from laplace_debias.sources.task import Task
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,11 +13,12 @@ from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, sh
 from laplace_debias.sources.data import find_data
 from laplace_debias.sources.further import Further, read_further
 from laplace_debias.sources.imports import described
-from laplace_debias.sources.loaded import Loaded, Task
+from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.networks import build
 from laplace_debias.sources.parts import Parts, batches_of
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.sources.task import Task
 
 _MEANINGS: dict[Task, str] = {
     "classification": "classes",

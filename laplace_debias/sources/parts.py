@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.sources.image_files import View
-from laplace_debias.sources.loaded import Task
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
+from laplace_debias.sources.task import Task
 
 Part = Dataset[Any] | Iterable[Any]
 """Examples one by one, or batches of them."""

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from laplace_debias.sources.settings import SourceSettings
+
 
 @dataclass(frozen=True)
 class Pixels:
@@ -35,6 +37,13 @@ class Pixels:
         """One input as a person sees it; of other numbers of channels than 3 the first, in grey."""
         pixels = self.pixels(image)
         return (pixels if len(pixels) == 3 else pixels[:1].expand(3, -1, -1)).permute(1, 2, 0)
+
+    @classmethod
+    def from_settings(cls, settings: SourceSettings) -> "Pixels | None":
+        """The mean and std of the settings; None if neither is given."""
+        if settings.mean is None and settings.std is None:
+            return None
+        return cls(settings.mean or (0.0,), settings.std or (1.0,))
 
     def _columns(self) -> tuple[Float[Tensor, "channels 1 1"], Float[Tensor, "channels 1 1"]]:
         mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))

@@ -1,23 +1,25 @@
-"""Which network and which data: the options that all commands have in common."""
+"""Which network and which data: the options that all commands have in common.
+
+Nothing here imports torch, so that the command line answers at once.
+"""
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from laplace_debias.sources.loaded import Task
-from laplace_debias.sources.pixels import Pixels
-from laplace_debias.system.checks import check_at_least
+from laplace_debias.sources.task import Task
+from laplace_debias.system.settings import check_at_least
 
 Given = TypeVar("Given", bound="SourceSettings")
 
 BUILT_IN_OOD = ("digits", "patches")
 """Out-of-distribution sets that need no file: `--ood.NAME=builtin:digits`."""
 
-OF_COMPARISONS = ("ood", "ood_examples", "corruptions")
-"""Options of sets that only `report` and `evaluate` judge on."""
+NOT_COMPARED = dict.fromkeys(("ood", "ood_examples", "corruptions"), "for `report` and `evaluate`")
+"""Options of sets that only `report` and `evaluate` read, which others have no use for."""
 
 _LIMITS = ("train_examples", "validation_examples", "test_examples", "ood_examples")
 
@@ -28,17 +30,17 @@ class SourceSettings:
 
     Attributes:
         model: The network as an import path, `my_pkg.models:build`: a callable that makes it or an
-            `nn.Module`. The working directory is on the import path. Give one of model, timm and
-            torchvision.
+            `nn.Module`. The working directory is on the import path. Exactly one of --model, --timm
+            and --torchvision is required.
         model_args: Arguments of that callable, of `timm.create_model` or of
-            `torchvision.models.get_model`: `--model_args.KEY=VALUE`.
+            `torchvision.models.get_model`.
         timm: A timm architecture, with the number of classes of the data.
         torchvision: A torchvision architecture, with the number of classes of the data.
         pretrained: Download the published weights of timm or torchvision.
         checkpoint: The trained weights: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin`, read
             with `weights_only=True`.
-        data: A folder of images (`train/CLASS/NAME.jpg`, `val/…`, `test/…`; or class folders
-            alone), a NumPy archive `.npz` (`x_train`, `y_train`, `x_val`, `y_val`, `x_test`,
+        data: A folder of images (`train/CLASS/NAME.jpg`, `val/…`, `test/…`; or only class
+            folders), a NumPy archive `.npz` (`x_train`, `y_train`, `x_val`, `y_val`, `x_test`,
             `y_test`; or `x` and `y`), a table (`.csv` or `.parquet`, or a folder with `train.csv`,
             `val.csv` and `test.csv`), or an import path `my_pkg.data:make` of a callable that
             returns loaders.
@@ -48,10 +50,10 @@ class SourceSettings:
         standardise: Standardise a table's features by the mean and standard deviation of its
             training rows.
         task: Task; inferred from the data by default.
-        held_out: Share of the examples, 0 … 0.5, held out for validation, and the same again for
-            the test, where the data has no parts. The seed chooses them.
-        ood: Out-of-distribution data by name: `--ood NAME=PATH` as often as wanted, a path as
-            `data` takes it, or `builtin:digits` or `builtin:patches`.
+        held_out: Share of the examples, 0 … 0.5, held out for validation, and the same share again
+            for the test, if the data has no parts. The seed chooses them.
+        ood: Out-of-distribution data by name, once or several times: a path as for `data`, or
+            `builtin:digits` or `builtin:patches`.
         corruptions: Severities, 1 … 5, of corrupted test images that are evaluated too.
         image_size: Height and width to which images are resized and cropped, in pixels; not resized
             by default. A timm network has its own.
@@ -63,13 +65,13 @@ class SourceSettings:
             rescaled to the full size. All by default.
         validation_examples: Number of validation examples, chosen by the seed; all by default.
         test_examples: Number of test examples, chosen by the seed; all by default.
-        ood_examples: Largest number of examples of each out-of-distribution set; all by default.
+        ood_examples: Maximum number of examples per out-of-distribution set; all by default.
         batch_size: Examples per batch; 64 by default. Loaders of your own keep theirs.
-        workers: Number of processes that read the data, besides the main one.
+        workers: Number of data-loading worker processes.
         seed: Seed of all random choices.
         device: Device, for example `cpu` or `cuda`; `auto` takes a GPU if there is one.
         progress: Show progress bars.
-        json: Print one JSON object on the standard output, and nothing else there.
+        json: Print only a JSON object to standard output.
 
     Raises:
         ValueError: If there is no network, or more than one; if a setting is out of range or does
@@ -77,6 +79,36 @@ class SourceSettings:
     """
 
     needed_by_most: ClassVar = ("data", "checkpoint")
+    input_paths: ClassVar[tuple[str, ...]] = ("model", "checkpoint", "data")
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "Network": ("model", "model_args", "timm", "torchvision", "pretrained", "checkpoint"),
+        "Data": (
+            "data",
+            "target",
+            "features",
+            "standardise",
+            "task",
+            "held_out",
+            "image_size",
+            "mean",
+            "std",
+            "train_examples",
+            "validation_examples",
+            "test_examples",
+            "batch_size",
+            "workers",
+        ),
+        "What to compare": ("ood", "ood_examples", "corruptions"),
+        "Output": ("json",),
+        "Running": ("seed", "device", "progress"),
+    }
+    metavars: ClassVar[Mapping[str, str]] = {
+        "model": "MODULE:NAME",
+        "ood": "NAME=PATH",
+        "data": "PATH",
+        "features": "COLUMN,…",
+        "target": "COLUMN",
+    }
 
     model: str | None = None
     model_args: dict[str, Any] = field(default_factory=dict)
@@ -105,13 +137,6 @@ class SourceSettings:
     device: str = "auto"
     progress: bool = True
     json: bool = False
-
-    @property
-    def pixels(self) -> Pixels | None:
-        """How images are made of pixels by mean and std; None if neither is given."""
-        if self.mean is None and self.std is None:
-            return None
-        return Pixels(self.mean or (0.0,), self.std or (1.0,))
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, *_LIMITS, "batch_size", "image_size")
@@ -155,14 +180,14 @@ class SourceSettings:
                 raise ValueError("pretrained and checkpoint are both given; leave out one of them")
 
     def without_comparison(self: Given) -> Given:
-        """The same without what only `report` and `evaluate` judge on, which need not be there."""
+        """Return the settings without the sets that only `report` and `evaluate` read."""
         return replace(self, ood={}, corruptions=())
 
     def without_effect(self) -> dict[str, str]:
-        """Options that have no effect on the command with these settings, by name, and why.
+        """Return options that have no effect with these settings, by name, and why.
 
-        A file of settings may serve several commands, so they may be there; on the command line
-        they are refused.
+        A file of settings may serve several commands, so it may have them; on the command line
+        they raise an error. Options that never have an effect on a command are its `unused`.
         """
         return {}
 

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from laplace_debias.sources.loaded import REGRESSIONS, Task
 from laplace_debias.sources.parts import (
     Columns,
     Examples,
@@ -17,6 +16,7 @@ from laplace_debias.sources.parts import (
 )
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.targets import as_targets
+from laplace_debias.sources.task import REGRESSIONS, Task
 
 SUFFIXES = (".csv", ".parquet")
 MOST_CLASSES = 20

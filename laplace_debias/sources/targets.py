@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_debias.sources.loaded import Task
+from laplace_debias.sources.task import Task
 
 
 def check_numbers(values: np.ndarray, where: str) -> None:

@@ -78,14 +78,6 @@ def check_generator(generator: object) -> None:
         )
 
 
-def check_at_least(settings: object, least: int, *names: str) -> None:
-    """Refuse settings below a bound; None passes."""
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} is {value}; expected at least {least}")
-
-
 def check_extra(extra: str, *packages: str) -> None:
     """Require the packages that an extra of this one installs."""
     for package in packages:

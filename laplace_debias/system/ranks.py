@@ -19,14 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laplace_debias.system.errors import RankError
+
 Key = TypeVar("Key", bound=Hashable)
 # Of each key some tensors; None stands for one that there is not.
 Parts = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
-
-
-class RankError(RuntimeError):
-    """Another rank has failed, with an error that has no counterpart here, or is gone."""
 
 
 # Errors of a rank that are raised as such on the others.

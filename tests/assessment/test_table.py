@@ -1,6 +1,8 @@
 """The table on the terminal: intervals where they fit, values alone where they do not."""
 
 import json
+import re
+import sys
 
 import pytest
 
@@ -33,11 +35,32 @@ def folder(tmp_path):
 @pytest.mark.parametrize(("columns", "has_intervals"), [(80, False), (160, True)])
 def test_every_word_and_value_is_whole(folder, columns, has_intervals, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     tell(folder)
-    told = capsys.readouterr().out
+    # Without the codes for bold text.
+    told = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert "…" not in told
     assert all(len(line) <= columns for line in told.splitlines())
     assert told.count("0.500") == 10
     assert ("0.400–0.600" in told) == has_intervals
     assert ("on the page" in told) != has_intervals
     assert "It helps." in told
+
+
+def test_a_pipe_has_the_intervals_whatever_its_width(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    tell(folder)
+    printed = capsys.readouterr().out
+    assert printed.count("0.500 (0.400–0.600)") == 10
+    assert "on the page" not in printed
+    # A row of the table is a line.
+    assert all("0.500" in line for line in printed.splitlines() if "Laplace" in line)
+
+
+def test_without_a_page_none_is_promised(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    tell(folder, has_page=False)
+    printed = capsys.readouterr().out
+    assert "on the page" not in printed
+    assert "95 % intervals in a wider terminal" in printed

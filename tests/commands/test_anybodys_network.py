@@ -322,7 +322,7 @@ def test_without_validation_data_tune_says_what_is_possible(here, capsys):
         (["predict", "--posterior=p.safetensors", "--output=o.csv"], "give --overwrite"),
         (
             ["predict", "--posterior=p.safetensors", "--output=n.csv", "--inputs=none"],
-            "inputs: nothing is at none",
+            "nothing is at none, which --inputs names",
         ),
         (
             ["predict", "--posterior=p.safetensors", "--output=n.csv", "--inputs=."],

@@ -105,10 +105,8 @@ def test_a_read_only_folder_is_told_before_the_work(here, disk, monkeypatch, cap
     assert main(["report", *run, f"--output={place}/run"]) == 0
     disk("ro")
     capsys.readouterr()
-    for command in ("fit", "tune", "spectrum", "report"):
-        monkeypatch.setattr(f"laplace_debias.commands.{command}.load", no_work)
-    monkeypatch.setattr("laplace_debias.commands.predict.load", no_work)
-    monkeypatch.setattr("laplace_debias.commands.report.write_page", no_work)
+    monkeypatch.setattr("laplace_debias.sources.loading.load", no_work)
+    monkeypatch.setattr("laplace_debias.report.page.write_page", no_work)
     saved = "--posterior=p.safetensors"
     for command in (
         ["fit", *data, f"--output={place}/new/p.safetensors"],

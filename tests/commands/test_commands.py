@@ -1,6 +1,5 @@
 """The command line that runs the commands: help, mistakes, files of settings."""
 
-import importlib
 import sys
 from importlib.metadata import version
 
@@ -42,7 +41,13 @@ def test_bad_arguments_end_with_one_line_that_names_them(
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("batch_szie: 3", "batch_szie"), ("batch_size: many", "batch_size"), ("{", "config")],
+    [
+        ("batch_szie: 3", "bad.yaml: laplace-debias fit has no option batch_szie; did you mean"),
+        ("batch_size: many", "bad.yaml: batch_size many: expected a whole number"),
+        ("{", "bad.yaml is no YAML file ("),
+        ("a: [1,\nb: 2", "bad.yaml is no YAML file ("),
+        ("just words", "bad.yaml has no options, but 'just words'"),
+    ],
 )
 def test_bad_config_ends_with_one_line_that_names_it(text, named, capsys, tmp_path):
     (tmp_path / "bad.yaml").write_text(text)
@@ -53,9 +58,7 @@ def test_bad_config_ends_with_one_line_that_names_it(text, named, capsys, tmp_pa
 
 
 def printed_config(arguments, capsys) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main([*arguments, "--print_config"])
-    assert stop.value.code == 0
+    assert main([*arguments, "--print_config"]) == 0
     return capsys.readouterr().out
 
 
@@ -81,10 +84,10 @@ def test_a_value_of_another_kind_is_told_in_a_sentence(option, told, capsys):
 
 
 def test_a_missing_extra_is_named_with_its_remedy(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    assert main(["fit"]) == 2
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert main([*FIT, "--print_config"]) == 2
     error = capsys.readouterr().err
-    assert "jsonargparse" in error
+    assert "this command needs yaml" in error
     assert "pip install 'laplace-debias[cli]'" in error
 
 
@@ -98,8 +101,7 @@ def test_a_missing_extra_is_named_with_its_remedy(capsys, monkeypatch):
     ],
 )
 def test_several_values_need_no_brackets(given, expected, capsys):
-    with pytest.raises(SystemExit):
-        main(["report", "--model=a:b", *given, "--mean", "-0.5", "--print_config"])
+    assert main(["report", "--model=a:b", *given, "--mean", "-0.5", "--print_config"]) == 0
     found = yaml.safe_load(capsys.readouterr().out)
     assert tuple(found["corruptions"]) == expected
     assert found["mean"] == [-0.5]
@@ -114,13 +116,3 @@ def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"  {command} " in printed for command in COMMANDS)
-
-
-def test_help_imports_no_command(monkeypatch):
-    """The commands take seconds to import; what help prints is known without them."""
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "laplace_debias":
-            monkeypatch.delitem(sys.modules, name)
-    for name in ("jsonargparse", *(f"laplace_debias.commands.{command}" for command in COMMANDS)):
-        monkeypatch.setitem(sys.modules, name, None)  # whatever imports it fails
-    assert importlib.import_module("laplace_debias.cli").main(["--help"]) == 0

@@ -124,7 +124,7 @@ def test_what_cannot_be_is_told_in_one_line(place, options, told, capsys):
 
 def test_a_page_of_no_run_cannot_be_drawn(place, capsys):
     assert main(["report", "--from=nowhere"]) == 2
-    assert "nowhere does not exist" in capsys.readouterr().err
+    assert "nothing is at nowhere, which --from names" in capsys.readouterr().err
 
 
 def test_saved_posteriors_are_evaluated_and_nothing_is_written(place, capsys):

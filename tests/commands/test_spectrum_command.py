@@ -78,8 +78,7 @@ def test_the_spectrum_is_that_of_training_images(checkpoint, tmp_path, kind, cap
 
 @pytest.mark.parametrize("name", ["spectrum_allcnnc"])
 def test_configs_are_valid(name, capsys):
-    with pytest.raises(SystemExit):
-        main(["spectrum", f"--config={CONFIGS / name}.yaml", "--print_config"])
+    assert main(["spectrum", f"--config={CONFIGS / name}.yaml", "--print_config"]) == 0
     assert f"output: results/{name}\n" in capsys.readouterr().out
 
 

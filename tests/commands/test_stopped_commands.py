@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import bring
 import pytest
 
 from laplace_debias.cli import main
@@ -34,12 +35,21 @@ REQUIRED = {
 }
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with the files that the commands name."""
+    (tmp_path / "m.py").touch()
+    (tmp_path / "x.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    bring.forget(monkeypatch, "m")
+
+
 def stop(*_):
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, monkeypatch, capsys):
+def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, here, monkeypatch, capsys):
     module = importlib.import_module(f"laplace_debias.commands.{command}")
     monkeypatch.setattr(module, "run", stop)
     assert main([command, *REQUIRED.get(command, [])]) == 130

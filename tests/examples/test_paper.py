@@ -106,9 +106,7 @@ CALLED_OTHERWISE = {
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_are_those_of_their_experiment(path, capsys):
     name = "laplace" if path.stem.startswith("laplace") else path.stem
-    with pytest.raises(SystemExit) as end:
-        main([CALLED_OTHERWISE.get(name, name), f"--config={path}", "--print_config"])
-    assert not end.value.code
+    main([CALLED_OTHERWISE.get(name, name), f"--config={path}", "--print_config"])
     assert "output: results/" in capsys.readouterr().out
 
 

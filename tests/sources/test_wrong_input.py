@@ -25,6 +25,8 @@ def here(tmp_path, monkeypatch):
     torch.save(other, tmp_path / "whole.pt")
     torch.save({"epoch": 3}, tmp_path / "empty.pt")
     (tmp_path / "text.pt").write_text("no weights")
+    (tmp_path / "words.pt").write_text("epoch 3\nloss 0.2\n")
+    (tmp_path / "table.pt").write_text("0,1,2\n")
     (tmp_path / "net.onnx").write_text("no weights")
     return tmp_path
 
@@ -53,22 +55,31 @@ WRONG = {
     "arguments": ([*ROWS, "--model_args.outptus=3"], "unexpected keyword argument 'outptus'"),
     "classes": ([*ROWS, "--model_args.outputs=5"], "gives 5 outputs, the data has 3 classes"),
     "inputs": ([*ROWS, "--model_args.inputs=5"], "cannot take inputs of shape [2, 4]"),
-    "timm": (["--timm=resnet18x", "--data=images", "--checkpoint=x.pt"], "did you mean resnet18"),
+    "timm": (
+        ["--timm=resnet18x", "--data=images", "--checkpoint=text.pt"],
+        "did you mean resnet18",
+    ),
     "torchvision": (
-        ["--torchvision=squeezenet1_11", "--data=images", "--checkpoint=x.pt"],
+        ["--torchvision=squeezenet1_11", "--data=images", "--checkpoint=text.pt"],
         "did you mean squeezenet1_1",
     ),
     "no weights": (
         ["--timm=test_resnet", "--data=images"],
         "no trained weights; give --checkpoint",
     ),
-    "no checkpoint": ([*ROWS, "--checkpoint=none.pt"], "no checkpoint at none.pt"),
+    "no checkpoint": (
+        [*ROWS, "--checkpoint=none.pt"],
+        "nothing is at none.pt, which --checkpoint names: check the path",
+    ),
     "other widths": ([*ROWS, "--checkpoint=narrow.pt"], "size mismatch for 0.weight"),
     "other depth": ([*ROWS, "--checkpoint=deep.pt"], 'Unexpected key(s) in state_dict: "3.weight"'),
     "other names": ([*ROWS, "--checkpoint=foreign.pt"], "none of its 4 names (body.0.weight"),
     "pickled": ([*ROWS, "--checkpoint=whole.pt"], "torch.save(model.state_dict(), PATH)"),
     "no state": ([*ROWS, "--checkpoint=empty.pt"], "holds no state dict, but epoch"),
     "damaged": ([*ROWS, "--checkpoint=text.pt"], "text.pt is damaged or no file of torch.save"),
+    # Words that torch's reader takes for instructions: it ends in KeyError, IndexError and others.
+    "text": ([*ROWS, "--checkpoint=words.pt"], "words.pt is damaged or no file of torch.save"),
+    "numbers": ([*ROWS, "--checkpoint=table.pt"], "table.pt is damaged or no file of torch.save"),
     "other file": ([*ROWS, "--checkpoint=net.onnx"], "ends with .onnx; expected .safetensors"),
     "ood": ([*IMAGES, "--ood", "digits"], "expected --ood NAME=PATH"),
     "ood of a fit": ([*IMAGES, "--ood", "x=nowhere"], "--ood has no effect here"),

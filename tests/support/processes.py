@@ -43,7 +43,7 @@ class Processes:
         # A server that has imported all this already forks them: each alone takes seconds.
         context = multiprocessing.get_context("forkserver")
         commands = [f"laplace_debias.commands.{name}" for name in ("report", "spectrum", "predict")]
-        context.set_forkserver_preload(["torch._dynamo", "jsonargparse", "rich.console", *commands])
+        context.set_forkserver_preload(["torch._dynamo", "yaml", "rich.console", *commands])
         while len(self._workers) < num_ranks:
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs,), daemon=True)

@@ -1,0 +1,156 @@
+"""The spectrum of a trained network's curvature: leading eigenpairs, trace and density."""
+
+import time
+import warnings
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature import GGN, Hessian
+from laplace_debias.curvature.losses.likelihoods import HeteroscedasticGaussian
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.linalg import (
+    EigenPairs,
+    Estimate,
+    SpectralDensity,
+    eigsh,
+    spectral_density,
+    trace,
+)
+from laplace_debias.operators import LinearOperator, LowRankPlusDiagonal
+from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.shares import share
+from laplace_debias.sources.task import Task
+
+LOSSES: dict[Task, tuple[str, nn.Module | HeteroscedasticGaussian]] = {
+    "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),
+    "binary": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
+    "multilabel": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
+    "regression": ("mean squared error", nn.MSELoss()),
+    "heteroscedastic": ("mean negative log-likelihood", HeteroscedasticGaussian()),
+}
+"""The loss of each task, and its name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """A measured spectrum.
+
+    Attributes:
+        eigenpairs: The leading eigenpairs.
+        trace: The whole trace.
+        density: The density of the other eigenvalues.
+        seconds: The time that it took.
+    """
+
+    eigenpairs: EigenPairs
+    trace: Estimate
+    density: SpectralDensity
+    seconds: float
+
+
+def curvature_of(
+    loaded: Loaded, matrix: Literal["ggn", "hessian"], examples: int, memory_bound: int
+) -> LinearOperator:
+    """The curvature of a loaded network's loss on its first training examples.
+
+    Raises:
+        ValueError: If there are fewer.
+    """
+    operator = GGN if matrix == "ggn" else Hessian
+    _, loss = LOSSES[loaded.task]
+    batches = list(share(_first_batches(loaded, examples), loaded.model))
+    return operator(loaded.model, loss, batches, memory_bound=memory_bound)
+
+
+def _first_batches(loaded: Loaded, examples: int) -> Batches:
+    """The first training examples, on the network's device, as the loss takes them."""
+    device = next(loaded.model.parameters()).device
+    batches: list[tuple[Tensor, Tensor]] = []
+    num_missing = examples
+    for x, y in loaded.train:
+        if loaded.task in ("binary", "multilabel"):
+            y = y.reshape(len(y), -1).float()
+        batches.append((x[:num_missing].to(device), y[:num_missing].to(device)))
+        num_missing -= len(batches[-1][1])
+        if not num_missing:
+            return batches
+    raise ValueError(
+        f"examples is {examples}; expected at most {examples - num_missing}, the training examples"
+    )
+
+
+def measure_spectrum(
+    A: LinearOperator,
+    *,
+    eigenpairs: int,
+    tolerance: float,
+    max_matvecs: int,
+    trace_matvecs: int,
+    density_probes: int,
+    density_steps: int,
+    density_width: float,
+    density_floor: float,
+    seed: int = 0,
+    progress: bool = False,
+) -> Spectrum:
+    r"""Measure leading eigenpairs of a symmetric operator, its trace and the other density.
+
+    With the eigenpairs $V\Lambda V^\top$ taken out, $A - V\Lambda V^\top$ has a trace and a density
+    without outliers, which few products estimate well. This is the deflation of Hutch++, with the
+    eigenvectors in place of a sketch.
+
+    Args:
+        A: The operator.
+        eigenpairs: Number of leading eigenpairs.
+        tolerance: Largest residual norm of a pair, relative to the largest eigenvalue.
+        max_matvecs: Largest number of products for the eigenpairs.
+        trace_matvecs: Number of products for the remaining trace.
+        density_probes: Number of probes of the density.
+        density_steps: Number of Lanczos steps per probe.
+        density_width: Width of the density's smoothing, in decades.
+        density_floor: Eigenvalues up to this multiple of the largest one count as zero.
+        seed: Seed of all random vectors.
+        progress: Show progress bars.
+
+    Reference:
+        Gambhir, Stathopoulos, Orginos. Deflation as a method of variance reduction for estimating
+        the trace of a matrix inverse. SISC, 2017.
+    """
+    start = time.perf_counter()
+    generator = torch.Generator(A.device).manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the status is printed
+        pairs = eigsh(
+            A,
+            k=eigenpairs,
+            tol=tolerance,
+            max_matvecs=max_matvecs,
+            generator=generator,
+            progress=progress,
+        )
+    deflated = A - LowRankPlusDiagonal(pairs.vectors, pairs.values, 0.0)
+    remaining_trace = trace(
+        deflated,
+        num_matvecs=trace_matvecs,
+        generator=generator,
+        progress=progress,
+    )
+    density = spectral_density(
+        deflated,
+        scale="log",
+        num_probes=density_probes,
+        num_steps=density_steps,
+        width=density_width,
+        floor=density_floor * float(pairs.values.abs().max()),
+        generator=generator,
+        progress=progress,
+    )
+    whole_trace = replace(
+        remaining_trace,
+        value=pairs.values.sum() + remaining_trace.value,
+        num_matvecs=pairs.num_matvecs + remaining_trace.num_matvecs,
+    )
+    return Spectrum(pairs, whole_trace, density, time.perf_counter() - start)

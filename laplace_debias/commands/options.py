@@ -1,0 +1,559 @@
+"""From the options of a command, and files of them, to its settings, a dataclass.
+
+The help, the types and the defaults are those of the dataclass; each field's text is that of its
+docstring's `Attributes`. Further facts are class attributes, all of which may be missing:
+
+- `option_names`: names on the command line by field, where they differ;
+- `repeated`: by field, the field of type list that takes an option which is given again;
+- `groups`: headings of the help, each with fields; `metavars`: what stands for values there;
+- `unused`: fields that the command has no use for, with the reason; the help leaves them out;
+- `usage`: examples that end the help; `needed_by_most`: fields that most calls need.
+
+Nothing here imports torch: help and mistakes are answered at once.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Settings = TypeVar("Settings")
+
+_COLUMN = 26
+_MOST_COLUMNS = 100
+_WORDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+}
+_METAVARS: Mapping[Any, str] = {
+    int: "N",
+    float: "NUMBER",
+    str: "NAME",
+    Path: "PATH",
+    bool: "true|false",
+    Any: "VALUE",
+}
+_COMMON = {
+    "--config FILE": "YAML file of these options. Those of the command line replace its values.",
+    "--print_config": "Print the settings as such a file, and do nothing else.",
+}
+_COMMON = {
+    "--config FILE": "YAML file of these options. Those of the command line replace its values.",
+    "--print_config": "Print the settings as such a file, and do nothing else.",
+}
+_BOOLEANS = {"true": True, "false": False}
+
+
+class UnexpectedValueError(ValueError):
+    """A value of the wrong type; its text says what was expected."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field of the settings as an option.
+
+    Attributes:
+        field: Name of the field.
+        name: Name on the command line, without dashes.
+        kind: Type of its value.
+        default: Value where it is not given; `dataclasses.MISSING` if it is required.
+        text: What it does.
+        metavar: What stands for its value in the help.
+    """
+
+    field: str
+    name: str
+    kind: Any
+    default: Any
+    text: str
+    metavar: str
+
+    @property
+    def container(self) -> Any:
+        """`dict`, `list` or `tuple`, without None; the type itself for other values."""
+        kinds = [kind for kind in _members(self.kind) if kind is not NoneType]
+        return get_origin(kinds[0]) or kinds[0]
+
+
+@dataclass
+class Given:
+    """Values of fields so far, and the fields that the command line itself has."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    on_line: set[str] = field(default_factory=set)
+
+
+class CommandLine(Generic[Settings]):
+    """The options of a command.
+
+    Args:
+        settings: The class of its settings.
+        program: How the command is called.
+        summary: What it does, a sentence.
+    """
+
+    def __init__(self, settings: type[Settings], program: str, summary: str) -> None:
+        self._settings = settings
+        self._program = program
+        self._summary = summary
+        self._options = list(_options(settings))
+        self._by_name = {option.name: option for option in self._options}
+        self._by_name |= {option.field: option for option in self._options}
+
+    def settings(self, arguments: Sequence[str]) -> tuple[Settings, list[str]] | None:
+        """Read options; print help or settings instead and return None if they are requested.
+
+        Returns:
+            The settings, and a line on each option of a file that has no effect.
+
+        Raises:
+            ValueError: For an unknown or missing option, or a value of another type.
+            OSError: For a file that cannot be read.
+        """
+        if "--help" in arguments or "-h" in arguments:
+            print(self.help(), end="")
+            return None
+        words = [word for word in arguments if word != "--print_config"]
+        given = self._read(words)
+        if len(words) < len(arguments):
+            print(self._as_yaml(given.values), end="")
+            return None
+        self._check_required(given.values)
+        settings = self._settings(**given.values)
+        return settings, self._unused_lines(settings, given.on_line)
+
+    # ------------------------------------------------------------------------- reading
+
+    def _read(self, words: Sequence[str]) -> Given:
+        """Files first, in their order, then the options of the line."""
+        pairs = list(self._pairs(words))
+        given = Given()
+        for name, text in pairs:
+            if name == "config":
+                self._read_file(Path(text), given)
+        for name, text in pairs:
+            if name != "config":
+                self._read_option(name, text, given)
+        return given
+
+    def _pairs(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Names of options and their texts, as `--name=text`, `--name text` or `--name` alone."""
+        remaining = list(words)
+        while remaining:
+            word = remaining.pop(0)
+            if not word.startswith("--"):
+                raise ValueError(f"{word!r} is not an option. Options begin with --.")
+            name, equals, text = word[2:].partition("=")
+            if not equals and remaining and not remaining[0].startswith("--"):
+                text = remaining.pop(0)
+            elif not equals and self._is_flag(name):
+                text = "true"
+            elif not text:
+                raise ValueError(f"--{name}: expected {self._form(name)}")
+            yield name, text
+
+    def _is_flag(self, name: str) -> bool:
+        option = self._by_name.get(name)
+        return option is not None and option.container is bool
+
+    def _form(self, name: str) -> str:
+        """How an option is written, for messages."""
+        option = self._by_name.get(name)
+        metavar = "VALUE" if option is None else option.metavar
+        separator = "" if metavar.startswith(".") else " "
+        example = f", for example --{name} digits=PATH" if name == "ood" else ""
+        return f"--{name}{separator}{metavar}{example}"
+
+    def _read_option(self, name: str, text: str, given: Given) -> None:
+        option = self._by_name.get(name)
+        key = ""
+        if option is None:
+            name, _, key = name.partition(".")
+            option = self._by_name.get(name)
+            if option is None or not key or option.container is not dict:
+                raise ValueError(self._unknown(f"--{name}{key and '.'}{key}", "--"))
+        repeated: Mapping[str, str] = getattr(self._settings, "repeated", {})
+        if option.field in given.on_line and option.field in repeated:
+            option = self._by_name[repeated[option.field]]
+        given.on_line.add(option.field)
+        try:
+            if option.container is dict:
+                entries = {key: text} if key else self._entries(option, text)
+                earlier = given.values.get(option.field, {})
+                value = {**earlier, **converted(entries, option.kind)}
+            elif option.container is list:
+                value = [*given.values.get(option.field, []), *converted(text, option.kind)]
+            else:
+                value = converted(text, option.kind)
+        except UnexpectedValueError as error:
+            raise ValueError(f"--{name}{key and '.'}{key} {text}: expected {error}") from error
+        given.values[option.field] = value
+
+    def _entries(self, option: Option, text: str) -> Any:
+        """The entries of a mapping, from `KEY=VALUE` or from JSON or YAML."""
+        if text.lstrip().startswith("{"):
+            return text
+        key, equals, value = text.partition("=")
+        if not equals or not key or not value:
+            raise ValueError(f"--{option.name}: expected {self._form(option.name)}")
+        return {key: value}
+
+    def _read_file(self, path: Path, given: Given) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(f"--config: no file is at {path}. Check the path.")
+        content = _yaml(path.read_text(encoding="utf-8"), str(path))
+        if not isinstance(content, Mapping):
+            raise ValueError(
+                f"{path} has no options, but {str(content)[:60]!r}. Write `OPTION: VALUE`, a line "
+                "for each."
+            )
+        for name, value in content.items():
+            option = self._by_name.get(str(name))
+            if option is None:
+                raise ValueError(f"{path}: {self._unknown(str(name), '')}")
+            try:
+                given.values[option.field] = converted(value, option.kind)
+            except UnexpectedValueError as error:
+                raise ValueError(f"{path}: {name} {value}: expected {error}") from error
+
+    def _unknown(self, name: str, dashes: str) -> str:
+        names = [dashes + option.name for option in self._options]
+        nearest = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ". --help lists the options."
+        return f"{self._program} has no option {name}{hint}"
+
+    def _check_required(self, values: Mapping[str, Any]) -> None:
+        missing = [
+            f"--{option.name}"
+            for option in self._options
+            if option.default is dataclasses.MISSING and option.field not in values
+        ]
+        if not missing:
+            return
+        message = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} required"
+        most: Sequence[str] = getattr(self._settings, "needed_by_most", ())
+        also = [f"--{name}" for name in most if name not in values]
+        raise ValueError(f"{message}; most need {' and '.join(also)} too" if also else message)
+
+    def _unused_lines(self, settings: Settings, on_line: set[str]) -> list[str]:
+        """A line for each reason why options of a file have no effect; those of the line raise."""
+        reasons: dict[str, str] = dict(getattr(self._settings, "unused", {}))
+        reasons |= getattr(settings, "without_effect", dict)()
+        names_of: dict[str, list[str]] = {}
+        for option in self._options:
+            reason = reasons.get(option.field)
+            if reason is None:
+                continue
+            if option.field in on_line:
+                raise ValueError(f"--{option.name} has no effect here ({reason}): leave it out")
+            if getattr(settings, option.field) != option.default:
+                names_of.setdefault(reason, []).append(option.name)
+        return [f"Not used: {', '.join(names)} ({reason})." for reason, names in names_of.items()]
+
+    # ------------------------------------------------------------------------- printing
+
+    def _as_yaml(self, values: Mapping[str, Any]) -> str:
+        """The settings as a file that `--config` reads."""
+        import yaml
+
+        content = {
+            option.field: _plain(values.get(option.field, option.default))
+            for option in self._options
+            if option.field in values or option.default is not dataclasses.MISSING
+        }
+        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+    def help(self) -> str:
+        """The help: options under their headings, then examples."""
+        width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+        required = [option for option in self._options if option.default is dataclasses.MISSING]
+        usage = [f"--{option.name} {option.metavar}" for option in required]
+        lines = [f"usage: {' '.join([self._program, *usage])} [options]", "", self._summary]
+        for heading, options in self._by_heading().items():
+            lines += ["", f"{heading}:"]
+            for option in options:
+                lines += _entry(option, width)
+        lines += ["", "Besides these:"]
+        for form, text in _COMMON.items():
+            lines += _lines(form, text, width)
+        examples: Sequence[str] = getattr(self._settings, "usage", ())
+        if examples:
+            lines += ["", "Examples:"]
+            for example in examples:
+                parts = textwrap.wrap(example, width - 8, break_on_hyphens=False)
+                lines.append("  " + " \\\n      ".join(parts))
+        return "\n".join(lines) + "\n"
+
+    def _by_heading(self) -> dict[str, list[Option]]:
+        """The options that the help has, by headings; those without one come first."""
+        groups = _groups(self._settings)
+        listed = {name for names in groups.values() for name in names}
+        hidden = {
+            *getattr(self._settings, "unused", {}),
+            *getattr(self._settings, "repeated", {}).values(),
+        }
+        groups = {
+            "Options": [option.field for option in self._options if option.field not in listed],
+            **groups,
+        }
+        by_heading = {}
+        for heading, names in groups.items():
+            options = [self._by_name[name] for name in names if name not in hidden]
+            if options:
+                by_heading[heading] = options
+        return by_heading
+
+
+def _options(settings: type) -> Iterator[Option]:
+    """The fields of settings as options."""
+    kinds = get_type_hints(settings)
+    texts = _texts(settings)
+    names: Mapping[str, str] = getattr(settings, "option_names", {})
+    metavars: Mapping[str, str] = getattr(settings, "metavars", {})
+    for part in dataclasses.fields(settings):
+        default = part.default
+        if part.default_factory is not dataclasses.MISSING:
+            default = part.default_factory()
+        yield Option(
+            field=part.name,
+            name=names.get(part.name, part.name),
+            kind=kinds[part.name],
+            default=default,
+            text=texts.get(part.name, ""),
+            metavar=metavars.get(part.name) or _metavar(kinds[part.name], default),
+        )
+
+
+def _texts(settings: type) -> dict[str, str]:
+    """Texts of attributes in docstrings, those of a class before those of its bases."""
+    texts: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        _, _, section = inspect.cleandoc(cls.__dict__.get("__doc__") or "").partition(
+            "Attributes:\n"
+        )
+        section = re.split(r"\n(?=\S)", section)[0]
+        for entry in re.split(r"\n(?=    \S)", section):
+            name, _, text = entry.strip().partition(":")
+            if text:
+                texts[name] = " ".join(text.split())
+    return texts
+
+
+def _groups(settings: type) -> dict[str, list[str]]:
+    """Fields by heading: under each those of a class before those of its bases.
+
+    Headings of a class that its bases do not have stand before the last three of these.
+    """
+    groups: dict[str, list[str]] = {}
+    for cls in reversed(settings.__mro__):
+        added: Mapping[str, Sequence[str]] = cls.__dict__.get("groups", {})
+        moved = {name for names in added.values() for name in names}
+        kept = {
+            heading: [name for name in names if name not in moved]
+            for heading, names in groups.items()
+        }
+        headings = list(kept)
+        headings[-3:-3] = [heading for heading in added if heading not in kept]
+        groups = {
+            heading: [*added.get(heading, ()), *kept.get(heading, ())] for heading in headings
+        }
+    return groups
+
+
+def _entry(option: Option, width: int) -> list[str]:
+    """An option's lines in the help."""
+    separator = "" if option.metavar.startswith(".") or not option.metavar else " "
+    text = option.text
+    if option.default is dataclasses.MISSING:
+        text += " Required."
+    elif isinstance(option.default, bool):
+        text += " Default: true." if option.default else ""
+    elif isinstance(option.default, str | int | float | Path) and option.default != "":
+        text += f" Default: {option.default}."
+    return _lines(f"--{option.name}{separator}{option.metavar}", text, width)
+
+
+def _lines(form: str, text: str, width: int) -> list[str]:
+    indent = " " * _COLUMN
+    lines = textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    if len(form) + 4 <= _COLUMN and lines:
+        lines[0] = f"  {form}".ljust(_COLUMN) + lines[0][_COLUMN:]
+        return lines
+    return [f"  {form}", *lines]
+
+
+def _metavar(kind: Any, default: Any = None) -> str:
+    """The placeholder of a value in the help; empty for a flag that is off by default."""
+    if kind is bool and default is False:
+        return ""
+    (first, *_) = [member for member in _members(kind) if member is not NoneType]
+    origin = get_origin(first) or first
+    if origin is Literal:
+        return "|".join(map(str, get_args(first)))
+    if origin is dict:
+        return ".KEY=VALUE"
+    if origin in (tuple, list):
+        metavar = _metavar(get_args(first)[0])
+        return f"{metavar},…" if origin is tuple else metavar
+    return _METAVARS[first]
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The types of a union; the type itself for others."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def converted(value: Any, kind: Any) -> Any:
+    """Return a text of the command line, or a value of a file, as a value of a type.
+
+    Raises:
+        UnexpectedValueError: If it is none; the text says what was expected.
+    """
+    members = _members(kind)
+    if len(members) > 1:
+        return _as_member(value, members)
+    origin = get_origin(kind)
+    if origin is Literal:
+        if value not in get_args(kind):
+            raise UnexpectedValueError(f"one of {', '.join(map(repr, get_args(kind)))}")
+        return value
+    if origin in (tuple, list):
+        return origin(_as_sequence(value, kind))
+    if origin is dict:
+        _, kind_of_values = get_args(kind)
+        return {
+            str(key): converted(entry, kind_of_values) for key, entry in _as_mapping(value).items()
+        }
+    if dataclasses.is_dataclass(kind):
+        return _as_dataclass(value, kind)
+    return _as_scalar(value, kind)
+
+
+def _as_member(value: Any, members: Sequence[Any]) -> Any:
+    if NoneType in members and value in (None, "null"):
+        return None
+    expected = []
+    for member in members:
+        if member is NoneType:
+            continue
+        try:
+            return converted(value, member)
+        except UnexpectedValueError as error:
+            expected.append(str(error))
+    raise UnexpectedValueError(" or ".join(dict.fromkeys(expected)))
+
+
+def _as_sequence(value: Any, kind: Any) -> list[Any]:
+    """Entries from `1,2`, from `[1, 2]`, or from a list of a file."""
+    entries = value
+    if isinstance(value, str):
+        entries = _yaml(value) if value.lstrip().startswith("[") else value.split(",")
+    elif not isinstance(value, Sequence):
+        entries = [value]
+    kinds = get_args(kind)
+    if Ellipsis in kinds or len(kinds) == 1:
+        return [converted(entry, kinds[0]) for entry in entries]
+    if len(entries) != len(kinds):
+        raise UnexpectedValueError(f"{len(kinds)} values")
+    return [converted(entry, each) for entry, each in zip(entries, kinds, strict=True)]
+
+
+def _as_mapping(value: Any) -> Mapping[Any, Any]:
+    content = _yaml(value) if isinstance(value, str) else value
+    if not isinstance(content, Mapping):
+        raise UnexpectedValueError("a mapping, such as {key: value}")
+    return content
+
+
+def _as_dataclass(value: Any, kind: Any) -> Any:
+    content = _as_mapping(value)
+    kinds = get_type_hints(kind)
+    unknown = [str(name) for name in content if name not in kinds]
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0], kinds, n=1)
+        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+        raise UnexpectedValueError(f"no {unknown[0]}{hint}, but some of {', '.join(kinds)}")
+    values = {}
+    for name, entry in content.items():
+        try:
+            values[name] = converted(entry, kinds[name])
+        except UnexpectedValueError as error:
+            raise UnexpectedValueError(f"{error} for {name}") from error
+    return kind(**values)
+
+
+def _as_scalar(value: Any, kind: Any) -> Any:
+    """A text, number, path or truth value."""
+    if kind is Any:
+        return _number_or_value(_yaml(value) if isinstance(value, str) else value)
+    if kind is bool:
+        value = _BOOLEANS.get(str(value).lower())
+        if value is None:
+            raise UnexpectedValueError(_WORDS[bool])
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_text = isinstance(value, str | Path) or (is_number and kind in (str, int, float))
+    if not is_text or (kind is int and isinstance(value, float)):
+        raise UnexpectedValueError(_WORDS[kind])
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise UnexpectedValueError(_WORDS[kind]) from error
+
+
+def _number_or_value(value: Any) -> Any:
+    """Numbers such as 1e-3, which YAML takes for texts, as numbers."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if isinstance(value, list):
+        return [_number_or_value(entry) for entry in value]
+    return value
+
+
+def _yaml(text: str, where: str | None = None) -> Any:
+    """The content of YAML, which includes JSON."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        if where is None:
+            raise UnexpectedValueError(f"YAML or JSON ({reason})") from error
+        raise ValueError(f"{where} is no YAML file ({reason}). Correct it.") from error
+
+
+def _plain(value: Any) -> Any:
+    """A value of settings as YAML has it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,165 @@
+"""What is answered before torch is imported: help, mistyped options, files that do not exist.
+
+The processes here find a module in the place of torch, whose import fails or takes forever.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laplace_debias.cli import main
+from laplace_debias.commands import COMMANDS
+from laplace_debias.commands.options import CommandLine
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "numpy", "pandas", "matplotlib", "PIL", "pyarrow", "jaxtyping", "safetensors")
+
+
+def environment(folder, source):
+    """Variables under which the modules that take long to import are a source of our own."""
+    for name in HEAVY:
+        (folder / f"{name}.py").write_text(source)
+    return os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+ANSWERED = [
+    (["--help"], 0, "usage: laplace-debias"),
+    (["--version"], 0, "."),
+    *(([command, "--help"], 0, f"usage: laplace-debias {command}") for command in COMMANDS),
+    (["reprot"], 2, "did you mean report?"),
+    ([], 2, "there is no command"),
+    (["fit", "--model=m:b"], 2, "--output is required"),
+    (["fit", "--batch_szie=3"], 2, "did you mean --batch_size?"),
+    (["fit", "--output=p", "--batch_size=x"], 2, "--batch_size x: expected a whole number"),
+    (["fit", "--output=p"], 2, "there is no network"),
+    (["fit", "--output=p", "--model=m:b"], 2, "there is no module m"),
+    (["fit", "--output=p", "--model=mine:b", "--data=d.npz"], 2, "d.npz, which --data names"),
+    (["fit", "--output=p", "--model=mine:b", "--checkpoint=c"], 2, "c, which --checkpoint names"),
+    (["tune", "--model=mine:b", "--posterior=p"], 2, "nothing is at p, which --posterior names"),
+    (["evaluate", "--model=mine:b", "--posterior=p"], 2, "p, which --posterior names"),
+    (["report", "--from=run"], 2, "nothing is at run, which --from names"),
+    (["report", "--model=mine:b", "--config=c.yaml"], 2, "--config: no file is at c.yaml"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if number > 3 else ())
+        for number, case in enumerate(ANSWERED)
+    ],
+)
+def test_these_need_no_torch(arguments, status, text, tmp_path):
+    (tmp_path / "mine.py").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "laplace_debias", *arguments],
+        cwd=tmp_path,
+        env=environment(tmp_path, "raise RuntimeError('imported too early')\n"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert text in (done.stderr if status else done.stdout)
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_torch_is_imported_ends_in_one_line(tmp_path):
+    (tmp_path / "mine.py").touch()
+    waiting = "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "laplace_debias", "fit", "--output=p", "--model=mine:b"],
+        cwd=tmp_path,
+        env=environment(tmp_path, waiting),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert error.strip().startswith("laplace-debias: stopped: ")
+    assert "Traceback" not in error
+
+
+def help_of(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    assert main([command, "--help"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_no_types_of_the_implementation(command, capsys, monkeypatch):
+    text = help_of(command, capsys, monkeypatch)
+    assert not re.search(r"Union|Optional|Literal|<class|null|type:|None", text)
+    assert "from_run" not in text
+    assert "more_checkpoints" not in text
+    for heading in ("Network:", "Data:", "Output:", "Running:", "Examples:"):
+        assert f"\n{heading}\n" in text
+    assert all(len(line) <= 90 for line in text.splitlines())
+
+
+UNUSED = {
+    "fit": ["ood", "ood_examples", "corruptions", "validation_examples", "test_examples"],
+    "tune": ["ood", "ood_examples", "corruptions", "train_examples", "test_examples"],
+    "predict": ["ood", "ood_examples", "corruptions", "train_examples", "validation_examples"],
+    "spectrum": ["ood", "ood_examples", "corruptions", "validation_examples", "test_examples"],
+}
+
+
+@pytest.mark.parametrize("command", UNUSED)
+def test_help_leaves_out_options_without_effect(command, capsys, monkeypatch):
+    text = help_of(command, capsys, monkeypatch)
+    assert "--train_examples" in text or "--validation_examples" in text or command == "predict"
+    for option in UNUSED[command]:
+        assert f"--{option} " not in text
+        assert main([command, f"--{option}=3", "--model=m:b", *REQUIRED[command]]) == 2
+        assert capsys.readouterr().err.strip()
+
+
+REQUIRED = {
+    "fit": ["--output=p"],
+    "tune": ["--posterior=p"],
+    "predict": ["--posterior=p", "--output=p.csv"],
+    "spectrum": [],
+}
+
+
+def test_help_of_a_report(capsys, monkeypatch):
+    text = help_of("report", capsys, monkeypatch)
+    assert "\nWhat to compare:\n" in text
+    assert "--from RUN" in text
+    assert "--ood NAME=PATH" in text
+    examples = text.partition("\nExamples:\n")[2]
+    assert examples.count("laplace-debias report ") == 2
+    # They are read as the command reads them.
+    for example in examples.replace("\\\n", " ").strip().splitlines():
+        _, command, *options = example.split()
+        assert main([command, *options, "--print_config"]) == 0
+    capsys.readouterr()
+
+
+def test_help_of_tune_tells_the_grid_that_it_has(capsys, monkeypatch):
+    from laplace_debias.laplace import tune
+
+    text = " ".join(help_of("tune", capsys, monkeypatch).split())
+    grid = tune.DEFAULT_GRID
+    assert f"by default {len(grid)} values, four per decade from 1e-4 to 1e8" in text
+    assert (float(grid[0]), float(grid[-1])) == pytest.approx((1e-4, 1e8))
+    assert float(grid[4] / grid[0]) == pytest.approx(10)
+
+
+def test_a_checkpoint_that_is_given_again_is_a_further_one():
+    from laplace_debias.commands.report import Settings
+
+    line = CommandLine(Settings, "report", "")
+    words = ["--model=m:b", "--checkpoint=a.pt", "--checkpoint", "b.pt", "--checkpoint=c.pt"]
+    settings, _ = line.settings(words)
+    assert settings.checkpoint == Path("a.pt")
+    assert settings.more_checkpoints == [Path("b.pt"), Path("c.pt")]
