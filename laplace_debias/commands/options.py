@@ -187,6 +187,7 @@ class CommandLine(Generic[Settings]):
         if option.field in given.on_line and option.field in repeated:
             option = self._by_name[repeated[option.field]]
         given.on_line.add(option.field)
+        value: Any
         try:
             if option.container is dict:
                 entries = {key: text} if key else self._entries(option, text)
