@@ -14,7 +14,7 @@ What = tuple[str, ...]
 REFERENCE = "temperature"
 METHODS = ("last layer", "all", "ensemble, tempered", "mixture")
 IDENTITY = "all, identity"
-AGAINST = "identity less K-FAC"
+AGAINST = "identity minus K-FAC"
 
 
 def read(file: Path) -> list[Row]:
@@ -52,7 +52,7 @@ def cell(rows: Sequence[Row], one: What, other: What | None) -> tuple[str, int]:
 def table(
     title: str, rows: Sequence[Row], columns: dict[str, tuple[What, What | None]], better: int = -1
 ) -> str:
-    """A line for each problem; the last one says on how many a column is ahead, and behind."""
+    """A line for each problem; the last one counts those on which a column is better, and worse."""
     if not rows:
         return ""
     lines = [f"### {title}", "", f"| problem | {' | '.join(columns)} |"]
@@ -68,7 +68,7 @@ def table(
             "" if other is None else f"{of.count(1)}, {of.count(-1)}"
             for of, (_, other) in zip(zip(*signs, strict=True), columns.values(), strict=True)
         ]
-        lines.append(f"| ahead, behind | {' | '.join(counts)} |")
+        lines.append(f"| better, worse | {' | '.join(counts)} |")
     return "\n".join([*lines, ""])
 
 
@@ -78,7 +78,7 @@ def tables(rows: Sequence[Row]) -> str:
     numbers = [row for row in rows if "accuracy" not in row["methods"]["network"]]
     parts = []
     for title, measure in (
-        ("NLL, less that of temperature scaling", "nll"),
+        ("NLL, minus that of temperature scaling", "nll"),
         ("NLL of shifted inputs, likewise", "nll shifted"),
         ("Brier score (numbers: CRPS), likewise", "brier"),
         ("Smooth ECE (numbers: error of quantiles), likewise", "calibration"),
@@ -97,7 +97,7 @@ def tables(rows: Sequence[Row]) -> str:
         (IDENTITY, "auroc", "mutual_information"),
         ("all", "auroc", "mutual_information"),
     )
-    title = "AUROC of foreign inputs by a score, less that of temperature scaling's entropy"
+    title = "AUROC of foreign inputs by a score, minus that of temperature scaling's entropy"
     parts.append(table(title, classes, columns, 1))
     known = dict.fromkeys(s for row in classes for s in row["methods"]["all"]["auroc"])
     for name in ("last layer", "all", IDENTITY, "mixture"):
@@ -110,13 +110,13 @@ def tables(rows: Sequence[Row]) -> str:
     parts.append(table("AUROC of foreign inputs by the variance", numbers, variance))
     nll = (REFERENCE, "nll")
     without = {name: ((name, "nll"), nll) for name in ("network", "vector", "ensemble")}
-    parts.append(table("NLL without a posterior, less that of temperature scaling", rows, without))
+    parts.append(table("NLL without a posterior, minus that of temperature scaling", rows, without))
     instead = {
         f"{name}, {part}": ((f"{name}, {part}", "nll"), (name, "nll"))
         for part in ("identity", "T = 1", "evidence")
         for name in ("last layer", "all")
     }
-    parts.append(table("NLL with one part replaced, less that of the posterior", rows, instead))
+    parts.append(table("NLL with one part replaced, minus that of the posterior", rows, instead))
     seconds = {n: ((n, "seconds"), None) for n in (REFERENCE, "last layer", "all", "mixture")}
     parts.append(table("Seconds after the training", rows, seconds))
     return "\n".join(part for part in parts if part)

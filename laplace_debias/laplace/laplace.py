@@ -81,7 +81,7 @@ class Laplace(Approximation):
             of their curvature. With a number no matrix is made of a factor eight times as wide.
             None keeps all. Not of `mode="auto"`: see `thin`.
         memory_bound: Bytes of working memory for output gradients. Results do not depend on it.
-            None for 128 MiB, 2 GiB on a GPU, and more where one example needs it.
+            None for 128 MiB (2 GiB on a GPU), and up to 4 GiB where one example needs more.
         class_dim: Which dimension of the outputs has the classes: None or -1 for `[B, ..., C]`, 1
             for `[B, C, ...]`, which are then moved to the end.
         batch: A function from what loaders yield to `(inputs, targets)`. None reads pairs, and

@@ -74,7 +74,7 @@ class KFAC(Permuted):
         backend: `"backpack"`, `"hooks"`, or `"auto"`. All give the same factors.
         factor_dtype: In what factors are summed and decomposed.
         memory_bound: Bytes of working memory for output gradients; results do not depend on it.
-            None for 128 MiB, and more where one example needs it.
+            None for 128 MiB (2 GiB on a GPU), and up to 4 GiB where one example needs more.
         batch: As for `GGN`, of `magnitudes` too.
 
     Attributes:
