@@ -1,14 +1,12 @@
 """Predictives of a fit, by each method: from moments or samples of the outputs to distributions."""
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent
-from torch.func import jvp, vmap
 
 from laplace_debias import metrics
 from laplace_debias.curvature.losses.likelihoods import Categorical as CategoricalLikelihood
@@ -18,10 +16,10 @@ from laplace_debias.curvature.losses.likelihoods import (
     Likelihood,
 )
 from laplace_debias.curvature.network.chosen_positions import Positions
-from laplace_debias.curvature.network.inputs import Inputs, Record, call, quiet, take
-from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.inputs import Inputs, Record, take
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
+from laplace_debias.laplace.functional.sampled_outputs import linearised_outputs, network_outputs
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.posterior import standard_normal
 from laplace_debias.laplace.state import FittedPosterior
@@ -29,13 +27,9 @@ from laplace_debias.metrics import Uncertainty
 from laplace_debias.metrics import uncertainty as of_probabilities
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.checks import check_generator, whole
-from laplace_debias.system.memory import is_out_of_memory
-from laplace_debias.system.threads import FORWARD_MODE
 
 # Numbers in the covariances of several temperatures together, at most.
 _AT_ONCE = 2**22
-# Weight samples that are pushed through the network at once.
-SAMPLES_AT_ONCE = 8
 
 METHODS = ("glm", "glm-mc", "nn", "map")
 DEFAULT_SAMPLES = 100
@@ -96,9 +90,9 @@ class Prediction:
             return self.draws_of(*self.moments(fitted, x, diagonal=False))
         with linearised.asked_of(fitted, x, self.positions, lambda _: True) as asked:
             parameters = fitted.posterior.sample(self.samples or DEFAULT_SAMPLES, self.generator)
-            network, names = asked.network, fitted.parameters.names
-            found = outputs_of_samples(network, names, asked.x, parameters, self.method == "glm-mc")
-            return asked.shaped(found, None)
+            names = fitted.parameters.names
+            outputs = linearised_outputs if self.method == "glm-mc" else network_outputs
+            return asked.shaped(outputs(asked.network, names, asked.x, parameters), None)
 
 
 def predict(
@@ -274,51 +268,3 @@ def of_draws(likelihood: Likelihood, draws: Float[Tensor, "samples *batch output
         more["max_probability"] = metrics.max_probability(probs.mean(0)).view(shape)
     scores = {"entropy": total, **more, "mutual_information": epistemic}
     return Uncertainty(total, aleatoric, epistemic, scores)
-
-
-def outputs_of_samples(
-    network: nn.Module,
-    names: Sequence[str],
-    x: Inputs,
-    parameters: Float[Tensor, "samples parameters"],
-    linear: bool,
-) -> Float[Tensor, "samples batch *outputs"]:
-    r"""Outputs at sampled parameters, `[S, B, C]`: of the network itself, or linearised.
-
-    $f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18), by Jacobian-vector
-    products, vectorised over the samples in chunks.
-    """
-    at = {name: network.get_parameter(name).detach() for name in names}
-
-    def outputs_of(values: dict[str, Tensor]) -> Tensor:
-        return call(network, x, values)
-
-    def linear_outputs(sample: dict[str, Tensor]) -> Tensor:
-        tangents = {name: sample[name] - at[name] for name in names}
-        outputs, product = jvp(outputs_of, (at,), (tangents,))  # type: ignore[misc]
-        return outputs + product
-
-    sizes, results = [value.numel() for value in at.values()], []
-    # One thread at a time. Reverse mode twice would need no lock, but for a convolutional network
-    # it takes twice as long on a CPU, and it holds the activations of a batch twice over.
-    lock: AbstractContextManager = FORWARD_MODE if linear else nullcontext()
-    one = linear_outputs if linear else outputs_of
-    for rows in parameters.split(SAMPLES_AT_ONCE):
-        columns = rows.split(sizes, dim=1)
-        samples = {
-            name: part.reshape(-1, *value.shape)
-            for (name, value), part in zip(at.items(), columns, strict=True)
-        }
-        # For some of the samples only, so that other threads take turns.
-        with torch.no_grad(), lock, quiet():
-            try:
-                results.append(vmap(one)(samples))
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                # Recurrent layers cannot be vectorised.
-                each = ({n: x[i] for n, x in samples.items()} for i in range(len(rows)))
-                results += [one(sample).unsqueeze(0) for sample in each]
-    outputs = torch.cat(results)
-    check_outputs(outputs.flatten(0, 1))
-    return outputs

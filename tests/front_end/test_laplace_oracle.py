@@ -13,6 +13,7 @@ from torch.func import functional_call
 from laplace_debias import Laplace
 from laplace_debias.curvature.layers.backends import why_not_backpack
 from laplace_debias.laplace.functional.linearised import moments
+from laplace_debias.laplace.functional.sampled_outputs import linearised_outputs, network_outputs
 
 NUM_DATA = 40
 DELTA = 0.7
@@ -294,13 +295,11 @@ def _needed_bytes(compute):
 def test_linearised_samples_follow_the_dense_jacobian(name):
     case = Case(name)
     la = case.fit("full")
-    from laplace_debias.laplace.predictive import outputs_of_samples
-
     draws = la.sample(11, torch.Generator().manual_seed(0))
     J = oracle.flat_jacobian(case.model, case.x, la.param_names)
     expected = case.model(case.x).detach() + torch.einsum("bcd,sd->sbc", J, draws - la.mean)
-    close(outputs_of_samples(case.model, la.param_names, case.x, draws, True), expected)
-    sampled = outputs_of_samples(case.model, la.param_names, case.x, draws, False)
+    close(linearised_outputs(case.model, la.param_names, case.x, draws), expected)
+    sampled = network_outputs(case.model, la.param_names, case.x, draws)
     shapes = [case.model.get_parameter(n).shape for n in la.param_names]
     for row, outputs in zip(draws, sampled, strict=True):
         parts = row.split([shape.numel() for shape in shapes])

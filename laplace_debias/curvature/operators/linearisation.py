@@ -70,15 +70,10 @@ class Lineariser:
         program = self._program(inputs, (), function, points, vectors)
         if program is not None:
             return _evaluate(program, points, network.state)
-        with torch.enable_grad(), network.differentiable():
-            leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
-            outputs = network.outputs(leaves, inputs)
-            # The adjoint is linear in its cotangent u, so that its own adjoint is the Jacobian.
-            u = torch.zeros_like(outputs, requires_grad=True)
-            adjoint = _gradients((outputs,), leaves, (u,), create_graph=True)
-        maps = partial(_gradients, adjoint, (u,)), partial(_gradients, (outputs,), leaves)
-        num_bytes = _graph_bytes([outputs, *adjoint], network.state)
-        return Linearisation(outputs.detach(), tuple(map(_side_by_side, maps)), num_bytes)
+        with network.differentiable():
+            return linearised_by_reverse(
+                lambda *leaves: network.outputs(leaves, inputs), network.parameters, network.state
+            )
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
         """The Hessian, in the parameters, of the loss's sum over a batch."""
@@ -102,8 +97,8 @@ class Lineariser:
             leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
             outputs = network.outputs(leaves, inputs)
             value = loss.value(outputs, labels)
-            gradient = _gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
-        hessian = _side_by_side(partial(_gradients, gradient, leaves))
+            gradient = gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
+        hessian = _side_by_side(partial(gradients, gradient, leaves))
         return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
 
     def _points(self, inputs: Inputs) -> list[Tensor]:
@@ -172,15 +167,50 @@ def _kind_of(inputs: Inputs) -> object:
     return tuple(of(x) for x in inputs)
 
 
+def linearised_by_reverse(
+    function: Callable[..., Tensor], parameters: Tensors, not_counted: Tensors = ()
+) -> Linearisation:
+    """Linearise a function of parameters by two reverse passes, as graphs that are kept.
+
+    Its maps are the Jacobian and the adjoint Jacobian. The adjoint is linear in its cotangent u, so
+    that its own adjoint is the Jacobian. Bytes of the tensors `not_counted` do not count.
+    """
+    with torch.enable_grad():
+        leaves = tuple(p.detach().requires_grad_() for p in parameters)
+        outputs = function(*leaves)
+        u = torch.zeros_like(outputs, requires_grad=True)
+        adjoint = gradients((outputs,), leaves, (u,), create_graph=True)
+    push = _side_by_side(partial(gradients, adjoint, (u,)))
+    pull = _side_by_side(partial(gradients, (outputs,), leaves))
+    num_bytes = _graph_bytes([outputs, *adjoint], not_counted)
+    return Linearisation(outputs.detach(), (push, pull), num_bytes)
+
+
 def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
     """Require that the last map is the first one's adjoint, as not all of torch's rules agree."""
-    drawn = torch.Generator(parameters[0].device).manual_seed(0)
-    v = [torch.randn(p.shape, generator=drawn, dtype=p.dtype, device=p.device) for p in parameters]
-    u = linearisation.maps[0](v, False)
-    square = _product(u, u)
-    allowed = torch.finfo(v[0].dtype).eps ** 0.5 * square
-    if not abs(_product(linearisation.maps[-1](u, False), v) - square) <= allowed:
+    if not are_adjoint(linearisation.maps[0], linearisation.maps[-1], parameters):
         raise UntraceableError("derivatives forward and back differ")
+
+
+def are_adjoint(push: Map, pull: Map, parameters: Tensors) -> bool:
+    """Whether two linear maps are each other's adjoints, along two random vectors."""
+    generator = torch.Generator(parameters[0].device).manual_seed(0)
+
+    def drawn_like(tensors: Tensors) -> Tensors:
+        return [
+            torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+            for x in tensors
+        ]
+
+    v = drawn_like(parameters)
+    pushed = push(v, False)
+    # Not the pushed vector itself, which is zero where a derivative is missing.
+    u = drawn_like(pushed)
+    pulled = pull(u, False)
+    # The standard deviation of either product is the norm of what was not drawn.
+    scale = max(_product(pushed, pushed), _product(pulled, pulled)) ** 0.5
+    allowed = torch.finfo(v[0].dtype).eps ** 0.5 * scale
+    return abs(_product(pushed, u) - _product(pulled, v)) <= allowed
 
 
 def _product(x: Tensors, y: Tensors) -> float:
@@ -229,7 +259,7 @@ def _num_bytes(held: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _gradients(
+def gradients(
     outputs: Tensors,
     inputs: Tensors,
     cotangents: Tensors,
@@ -255,9 +285,10 @@ def _gradients(
             if "not implemented" not in str(error):
                 raise
             raise NotImplementedError(
-                "The model cannot be differentiated twice, as operators do: torch lacks a "
-                f"derivative ({error}). Replace what it belongs to (nn.EmbeddingBag by "
-                "nn.Embedding and a sum, say), or use Laplace or KFAC, which differentiate once."
+                'The model cannot be differentiated twice, as operators and method="glm-mc" do: '
+                "torch lacks a "
+                f"derivative ({error}). Replace the operation that it belongs to, or use Laplace "
+                "or KFAC, which differentiate once."
             ) from error
     return [
         x.new_zeros(*lead, *x.shape) if g is None else g

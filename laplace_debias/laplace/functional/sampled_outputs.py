@@ -1,0 +1,143 @@
+"""Outputs at sampled parameters: of the network itself, or linearised about the trained ones."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import jvp, vmap
+
+from laplace_debias.curvature.network.inputs import Inputs, call, differentiable, quiet, take
+from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.operators.linearisation import (
+    are_adjoint,
+    gradients,
+    linearised_by_reverse,
+)
+from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.threads import FORWARD_MODE
+
+# Weight samples that are pushed through the network together.
+SAMPLES_AT_ONCE = 8
+SampledOutputs = Float[Tensor, "samples batch *outputs"]
+
+
+def network_outputs(
+    network: nn.Module,
+    names: Sequence[str],
+    x: Inputs,
+    parameters: Float[Tensor, "samples parameters"],
+) -> SampledOutputs:
+    """Compute the network's outputs at sampled parameters, `[S, B, ..., C]`."""
+    shapes = [network.get_parameter(name).shape for name in names]
+    parts = []
+    for samples in _chunks(parameters, shapes):
+        with torch.no_grad(), quiet():
+            parts.append(_for_each_sample(_outputs_as_function(network, names, x), samples))
+    return _finite(parts)
+
+
+def linearised_outputs(
+    network: nn.Module,
+    names: Sequence[str],
+    x: Inputs,
+    parameters: Float[Tensor, "samples parameters"],
+) -> SampledOutputs:
+    r"""Compute the linearised network's outputs at sampled parameters, `[S, B, ..., C]`.
+
+    $f_{lin}(x, \theta_s) = f(x, \theta^*) + J(x)(\theta_s - \theta^*)$ (Eq. 18), by Jacobian-vector
+    products: in forward mode, or by two reverse passes where torch's forward derivative is missing
+    or wrong.
+
+    Raises:
+        ValueError: If outputs are not finite.
+        NotImplementedError: If torch has no second derivative of an operation either.
+    """
+    trained = tuple(network.get_parameter(name).detach() for name in names)
+    shapes = [value.shape for value in trained]
+    function = _outputs_as_function(network, names, x)
+    parts: list[Tensor] = []
+    if _has_forward_derivative(network, names, take(x, slice(0, 1))):
+
+        def linear(*sample: Tensor) -> Tensor:
+            tangents = tuple(value - at for value, at in zip(sample, trained, strict=True))
+            outputs, product = jvp(function, trained, tangents)  # type: ignore[misc]
+            return outputs + product
+
+        for samples in _chunks(parameters, shapes):
+            # For some of the samples only, so that other threads take turns.
+            with torch.no_grad(), FORWARD_MODE, quiet():
+                parts.append(_for_each_sample(linear, samples))
+    else:
+        with differentiable(network):
+            linearisation = linearised_by_reverse(function, trained)
+        for samples in _chunks(parameters, shapes):
+            tangents = [value - at for value, at in zip(samples, trained, strict=True)]
+            (products,) = linearisation.maps[0](tangents, True)
+            parts.append(linearisation.outputs + products)
+    return _finite(parts)
+
+
+def _outputs_as_function(
+    network: nn.Module, names: Sequence[str], x: Inputs
+) -> Callable[..., Tensor]:
+    """The outputs as a function of the parameters."""
+
+    def outputs(*values: Tensor) -> Tensor:
+        return call(network, x, dict(zip(names, values, strict=True)))
+
+    return outputs
+
+
+def _has_forward_derivative(network: nn.Module, names: Sequence[str], example: Inputs) -> bool:
+    """Whether torch's forward derivative of the network exists and agrees with the reverse one.
+
+    Forward mode is preferred: for a convolutional network on a CPU two reverse passes take twice
+    as long, and they hold the activations of a batch twice.
+    """
+    trained = tuple(network.get_parameter(name).detach() for name in names)
+    function = _outputs_as_function(network, names, example)
+
+    def push(tangents: Sequence[Tensor], batched: bool) -> Sequence[Tensor]:
+        with torch.no_grad(), FORWARD_MODE, quiet():
+            return jvp(function, trained, tuple(tangents))[1:]
+
+    def pull(cotangents: Sequence[Tensor], batched: bool) -> Sequence[Tensor]:
+        with torch.enable_grad():
+            leaves = [value.requires_grad_() for value in trained]
+            return gradients([function(*leaves)], leaves, cotangents)
+
+    try:
+        return are_adjoint(push, pull, trained)
+    # Operations without a forward derivative raise several kinds of errors.
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+
+
+def _chunks(
+    parameters: Float[Tensor, "samples parameters"], shapes: Sequence[torch.Size]
+) -> Iterator[tuple[Tensor, ...]]:
+    """Some samples at a time, as one tensor `[samples, *shape]` for each parameter."""
+    sizes = [shape.numel() for shape in shapes]
+    for rows in parameters.split(SAMPLES_AT_ONCE):
+        columns = rows.split(sizes, dim=1)
+        yield tuple(part.reshape(-1, *shape) for part, shape in zip(columns, shapes, strict=True))
+
+
+def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor]) -> Tensor:
+    """A function of each sample, vectorised where torch can do so."""
+    try:
+        return vmap(function)(*samples)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+    # Recurrent layers cannot be vectorised.
+    return torch.stack([function(*sample) for sample in zip(*samples, strict=True)])
+
+
+def _finite(parts: Sequence[SampledOutputs]) -> SampledOutputs:
+    outputs = torch.cat(list(parts))
+    check_outputs(outputs.flatten(0, 1))
+    return outputs
