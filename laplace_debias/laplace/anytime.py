@@ -12,10 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.utils.data import SequentialSampler, Subset
 
-from laplace_debias.curvature.fits.context import CurvatureFit
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.kinds import CurvatureKind
+from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
 from laplace_debias.curvature.network.inputs import Inputs, take
@@ -23,6 +24,7 @@ from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.laplace.fit import build_posterior
 from laplace_debias.laplace.fit_report import FitReport
 from laplace_debias.laplace.functional.linearised import asked_of, map_outputs, moments
+from laplace_debias.laplace.noise import estimate_noise
 from laplace_debias.laplace.prepared import PreparedFit
 from laplace_debias.laplace.reading import Reading
 from laplace_debias.laplace.schemes import OpenStream, Scheme, fit_curvature
@@ -147,6 +149,15 @@ class Auto(Scheme):
                 "the data set: use DataLoader(..., shuffle=True), of several processes "
                 "ShardedBatches(..., shuffle=True)."
             )
+
+    def estimate_noise(self, context: FitContext) -> Gaussian:
+        """Estimate the noise from the first batch, or take that of the fit that this continues."""
+        if self.after is not None:
+            likelihood = self.after.left[1].fitted.likelihood
+            if type(likelihood) is Gaussian and likelihood.is_assumed:
+                return likelihood
+        assert isinstance(self.data, Stream)
+        return estimate_noise(context, [self.data.first])
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit in rounds until the error is within the tolerance, or a budget is spent.

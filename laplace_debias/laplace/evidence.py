@@ -80,7 +80,11 @@ def noting_assumed(found: Tuning, fitted: FittedPosterior, sigma: bool | None) -
     likelihood = fitted.likelihood
     if sigma is not None or type(likelihood) is not Gaussian or not likelihood.is_assumed:
         return found
-    note = "sigma was never given and is not tuned here: 1.0 is assumed (sigma=True tunes it)."
+    if likelihood.sigma.ndim:
+        value = "it is estimated by the residuals of each output"
+    else:
+        value = "1.0 is assumed"
+    note = f"sigma was never given and is not tuned here: {value} (sigma=True tunes it)."
     return replace(found, notes=(*found.notes, note))
 
 

@@ -241,8 +241,12 @@ def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, A
         told: dict[str, Any] = {"name": NAMES[type(likelihood)]}
         if isinstance(likelihood, Gaussian):
             # That it was never given steers `tune`.
-            sigma = None if likelihood.is_assumed else likelihood.sigma.tolist()
-            return {**told, "sigma": sigma}
+            if likelihood.is_assumed and likelihood.sigma.ndim == 0:
+                return {**told, "sigma": None}
+            told["sigma"] = likelihood.sigma.tolist()
+            if likelihood.is_assumed:
+                told["is_estimated"] = True
+            return told
         for name, value in vars(likelihood).items():
             if isinstance(value, Tensor):
                 told[name] = value.item() if name == "positive_weight" else value.tolist()
@@ -266,6 +270,8 @@ def likelihood_from_json(data: Mapping[str, Any], own: Likelihood | None = None)
     name = options.pop("name")
     if name != _OWN:
         if own is None:
+            if options.pop("is_estimated", False):
+                return Gaussian.estimated(**options)
             return LIKELIHOODS[name](**options)
         raise ValueError(
             f"The file has a likelihood of its own, {name!r}: leave out "

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.context import CurvatureFit
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
@@ -112,6 +113,12 @@ def prepare_fit(
     scheme = scheme.opened(open_stream)
     streams = [source for source in scheme.sources if isinstance(source, Stream)]
     parameters, context = examine(before, selected, streams[0], fisher)
+    likelihood = before.spec.likelihood
+    if type(likelihood) is Gaussian and likelihood.is_assumed:
+        likelihood = scheme.estimate_noise(context)
+        before = replace(before, spec=replace(before.spec, likelihood=likelihood))
+        loss = NegativeLogLikelihood(likelihood)
+        context = replace(context, cotangents=replace(context.cotangents, loss=loss))
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
         if fisher.kind == "mc":

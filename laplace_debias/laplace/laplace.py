@@ -70,8 +70,9 @@ class Laplace(Approximation):
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
             `"empirical"` (the true labels).
         factor_dtype: In what curvature is summed and decomposed.
-        sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None
-            a fit assumes 1.0 and warns of it; `tune` finds it.
+        sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None,
+            a fit assumes 1.0 for a single output, estimates the noise of each of several outputs
+            by their residuals, and warns of it; `tune` tunes it.
         mc_samples: Labels an example for `fisher="mc"`.
         joint: Whether a layer's weight and bias make one block. Not of `"lowrank"` and `"full"`.
         sharing: How positions share a weight, `"expand"` or `"reduce"`: one for all, or a mapping

@@ -14,7 +14,6 @@ from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import (
     Bernoulli,
     Categorical,
-    Gaussian,
     Likelihood,
     MultiLabel,
 )
@@ -144,12 +143,6 @@ def check_first_batch(
             f"Outputs of shape {tuple(shape)} with targets of shape {tuple(y.shape)} may "
             "have the classes in the last dimension or in dimension 1. Say which: "
             "Laplace(..., class_dim=-1) for [B, ..., C], class_dim=1 for [B, C, ...]."
-        )
-    if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
-        warn(
-            "The noise of the regression is not known, sigma=1.0 is assumed. Pass sigma= (--sigma) "
-            "in the targets' units, or tune it after the fit, as la.tune(validation_loader) does, "
-            "or la.tune_evidence(sigma=True)."
         )
     if isinstance(likelihood, Categorical):
         warn_of_probabilities(outputs)

@@ -13,9 +13,11 @@ from laplace_debias.curvature.fits.crossfit import fit_crossfit
 from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fit_low_rank
 from laplace_debias.curvature.fits.kfac import FITS
 from laplace_debias.curvature.kinds import CurvatureKind
+from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, FitData, Fold, Pairs, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize, check_sampler
 from laplace_debias.curvature.network.shards import check_shared
+from laplace_debias.laplace.noise import estimate_noise
 from laplace_debias.laplace.prepared import PreparedFit
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import current
@@ -76,6 +78,16 @@ class Scheme(ABC):
     @abstractmethod
     def sources(self) -> Sequence[Batches]:
         """The data that a fit reads, in the order in which it is read."""
+
+    def estimate_noise(self, context: FitContext) -> Gaussian:
+        """Estimate a regression's noise that was not given, from the data of an opened scheme."""
+        parts: list[Pairs] = []
+        for stream in self.sources:
+            assert isinstance(stream, Stream)
+            # The first pair of an iterator is not lost, the others would be.
+            is_read_once = isinstance(stream.source, Iterator)
+            parts.append(stream.first if is_read_once else stream)
+        return estimate_noise(context, parts)
 
     @abstractmethod
     def opened(self, open_stream: OpenStream) -> "Scheme":

@@ -327,7 +327,7 @@ def test_crossfit_kfac_equals_a_slow_loop(likelihood):
     if likelihood == "regression":
         y = torch.randn(50, 4).double()
     sigma = 1.0 if likelihood == "regression" else None
-    la = Laplace(model.eval(), likelihood).fit_batches(
+    la = Laplace(model.eval(), likelihood, sigma=sigma).fit_batches(
         [(x[:20], y[:20]), (x[20:], y[20:])], folds=3
     )
     sizes = [17, 17, 16]

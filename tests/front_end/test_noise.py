@@ -10,7 +10,7 @@ from cases import one_axis_at_a_time
 from scipy.optimize import minimize
 from torch import nn
 
-from laplace_debias import Gaussian, Laplace
+from laplace_debias import Auto, Gaussian, Laplace
 
 CURVATURES = ["full", "kfac", "ekfac", "diag", "lowrank"]
 
@@ -239,3 +239,137 @@ def test_a_temperature_and_a_mean_of_the_prior_are_part_of_the_evidence():
     for factor in (0.97, 1.03):
         assert evidence(factor * sigma, delta) < best
         assert evidence(sigma, factor * delta) < best
+
+
+# ------------------------------------------------------- a noise for each output, if none was given
+
+SCALES = torch.tensor([0.05, 0.5, 5.0], dtype=torch.float64)
+
+
+def scaled_problem(num_data=400):
+    """A network whose three outputs have noises of three scales, and held-out data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    x = torch.randn(2 * num_data, 2).double()
+    y = model(x).detach() + SCALES * torch.randn(2 * num_data, 3).double()
+    return model, (x[:num_data], y[:num_data]), (x[num_data:], y[num_data:])
+
+
+def fit_without_sigma(model, loader, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la = Laplace(model, "regression", options.pop("curvature", "kfac"))
+        return la.fit(loader, **options)
+
+
+@pytest.mark.parametrize("by_evidence", [False, True])
+@pytest.mark.parametrize("curvature", ["full", "kfac", "diag"])
+def test_a_noise_that_nobody_gave_is_found_for_each_output(curvature, by_evidence, tmp_path):
+    """Against the fit with that noise, and its dense evidence, written out."""
+    model, (x, y), held_out = scaled_problem()
+    with pytest.warns(UserWarning, match=r"residuals of each output: sigma=\[0.0") as caught:
+        la = Laplace(model, "regression", curvature).fit([(x[:150], y[:150]), (x[150:], y[150:])])
+    assert len(caught) == 1
+    estimate = (y - model(x).detach()).square().mean(0).sqrt()
+    torch.testing.assert_close(la.likelihood.sigma, estimate, rtol=1e-12, atol=0)
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
+    found = la.tune_evidence() if by_evidence else la.tune([held_out])
+    sigma = torch.tensor(found.sigma, dtype=torch.float64)
+    assert sigma.tolist() == pytest.approx(SCALES.tolist(), rel=0.15)
+    torch.testing.assert_close(sigma / sigma[0], estimate / estimate[0], rtol=1e-9, atol=0)
+    again = Laplace(
+        model, "regression", curvature, sigma=sigma, prior_precision=found.prior_precision
+    ).fit([(x, y)])  # fmt: skip
+    one, two = la.posterior.precision.to_dense(), again.posterior.precision.to_dense()
+    torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-8 * float(two.abs().max()))
+    evidence = again.log_marginal_likelihood().item()
+    assert la.log_marginal_likelihood().item() == pytest.approx(evidence, rel=1e-9)
+    if by_evidence:
+        assert found.value == pytest.approx(evidence, rel=1e-9)
+        tuned_later = loaded.tune_evidence()
+    else:
+        nll = -again.predict(held_out[0]).log_prob(held_out[1]).mean().item()
+        assert found.value == pytest.approx(nll, rel=1e-9)
+        tuned_later = loaded.tune([held_out])
+    assert tuned_later.sigma == found.sigma
+    if curvature == "full":
+        dense = dense_evidence(model, x, y, sigma, found.prior_precision)
+        assert evidence == pytest.approx(dense, rel=1e-9)
+
+
+def test_every_way_to_fit_estimates_the_noise_of_each_output():
+    model, (x, y), _ = scaled_problem()
+    residuals = y - model(x).detach()
+
+    def deviations(rows):
+        return residuals[rows].square().mean(0).sqrt().tolist()
+
+    batches = [(x[:100], y[:100]), (x[100:200], y[100:200]), (x[200:], y[200:])]
+    read = {
+        "full": slice(None),
+        "mini": slice(100),
+        "crossfit": slice(100),
+        "debiased": slice(200),
+    }
+    for mode, rows in read.items():
+        la = fit_without_sigma(model, batches, mode=mode, num_data=400)
+        assert la.likelihood.sigma.tolist() == pytest.approx(deviations(rows))
+    # An iterator is read once: its first batch is all that can be looked at before the fit.
+    la = fit_without_sigma(model, iter(batches))
+    assert la.likelihood.sigma.tolist() == pytest.approx(deviations(slice(100)))
+    assert la.num_data == 400
+    weighted = [(x[:100], y[:100], torch.arange(100).double())]
+    la = fit_without_sigma(model, weighted, num_data=400)
+    weights = torch.arange(100).double()
+    expected = (weights @ residuals[:100].square() / weights.sum()).sqrt()
+    assert la.likelihood.sigma.tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.filterwarnings("ignore:The noise of the regression")
+@pytest.mark.filterwarnings("ignore:The tolerance")
+def test_a_fit_in_rounds_estimates_it_by_its_first_batch_and_continues_with_that():
+    model, (x, y), _ = scaled_problem(8000)
+    batches = [(x[i : i + 400], y[i : i + 400]) for i in range(0, 8000, 400)]
+    expected = (y - model(x).detach())[:400].square().mean(0).sqrt().tolist()
+    first = Laplace(model, "regression").fit(
+        Auto(batches, tolerance=1e-6, examples=16), num_data=8000
+    )
+    assert first.likelihood.sigma.tolist() == pytest.approx(expected)
+    batches[0] = (batches[0][0], batches[0][1] + 1)
+    then = Laplace(model, "regression").fit(
+        Auto(batches, tolerance=1e-6, examples=300, after=first.fit_report), num_data=8000
+    )
+    assert then.likelihood.sigma.tolist() == first.likelihood.sigma.tolist()
+
+
+def test_one_noise_for_all_outputs_can_be_asked_for():
+    model, train, held_out = scaled_problem()
+    la = Laplace(model, "regression", sigma=1.0).fit([train])
+    found = la.tune([held_out], sigma=True)
+    assert isinstance(found.sigma, float)
+    assert found.sigma == pytest.approx(float(SCALES.square().mean().sqrt()), rel=0.15)
+
+
+def test_outputs_without_residuals_and_positions():
+    model, (x, y), _ = scaled_problem()
+    exact = torch.cat([model(x).detach()[:, :1], y[:, 1:]], 1)
+    with pytest.warns(UserWarning, match=r"sigma=1\.0 is assumed"):
+        la = Laplace(model, "regression").fit([(x, exact)])
+    assert la.likelihood.sigma.tolist() == 1.0
+    # Two positions an example are terms as two examples are.
+    flat = fit_without_sigma(model, [(x, y)]).likelihood.sigma
+    by_position = [(x.unflatten(0, (200, 2)), y.unflatten(0, (200, 2)))]
+    torch.testing.assert_close(fit_without_sigma(model, by_position).likelihood.sigma, flat)
+    moved = nn.Sequential(model, Moved())
+    la = Laplace(moved, "regression", class_dim=1)
+    with pytest.warns(UserWarning, match="estimated"):
+        la.fit([(by_position[0][0], by_position[0][1].mT)])
+    torch.testing.assert_close(la.likelihood.sigma, flat)
+
+
+class Moved(nn.Module):
+    """Outputs with the classes in dimension 1."""
+
+    def forward(self, h):
+        return h.mT

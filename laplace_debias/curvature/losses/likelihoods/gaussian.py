@@ -61,7 +61,8 @@ class Gaussian(Likelihood):
 
     Args:
         sigma: Standard deviation of the noise in the targets' units, one number or one per output.
-            If None 1.0 is assumed, which a fit warns of; `Laplace.tune(sigma=True)` finds it.
+            If None 1.0 is assumed. A fit warns of it, and estimates the noise of several outputs
+            by their residuals; `Laplace.tune` tunes it.
 
     Attributes:
         is_assumed: Whether no `sigma` was given.
@@ -76,6 +77,13 @@ class Gaussian(Likelihood):
         self.sigma = real(1.0 if sigma is None else sigma, "sigma").detach().cpu().clone()
         if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
             raise ValueError(f"sigma must be one positive number, or one per output, got {sigma}.")
+
+    @classmethod
+    def estimated(cls, sigma: Float[Tensor, " outputs"]) -> "Gaussian":
+        """Make the likelihood of a noise that was estimated, not given."""
+        likelihood = cls(sigma)
+        likelihood.is_assumed = True
+        return likelihood
 
     def _sigma(self, outputs: Tensor) -> Tensor:
         if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[-1]:

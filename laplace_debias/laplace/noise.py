@@ -1,0 +1,116 @@
+"""The noise of a regression that was not given, estimated before the curvature is."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.losses.base import flat_terms
+from laplace_debias.curvature.losses.likelihoods import Gaussian
+from laplace_debias.curvature.network.batches import Pairs, Stream
+from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
+from laplace_debias.curvature.network.outputs import (
+    Faults,
+    check_outputs,
+    targets_classes_last,
+)
+from laplace_debias.system.shown import warn
+
+# Examples that are pushed through the network at once.
+_CHUNK = 64
+# Residuals of at most so many units of rounding are zero.
+_ROUNDINGS = 8
+# Outputs that a warning lists.
+_LISTED = 8
+_HOW_TO_CHOOSE = (
+    "Pass sigma= (--sigma) in the targets' units, or tune it after the fit, as "
+    "la.tune(validation_loader) does, or la.tune_evidence(sigma=True)."
+)
+
+
+def estimate_noise(context: FitContext, parts: Sequence[Pairs]) -> Gaussian:
+    r"""Estimate the noise of each output by its residuals, and warn that it was not given.
+
+    $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$, the most likely noise of output c at
+    the trained parameters, over the examples' weights w and all positions. Tuning multiplies the
+    noise by a factor, and the curvature by its inverse square; a ratio between the noises of two
+    outputs changes the curvature in no such simple way, so it must be right before the fit. A
+    single output keeps $\sigma = 1$, as do several if one of them has residuals of zero.
+
+    Args:
+        context: The network and its loss.
+        parts: Pairs `(x, y)` or `(x, y, w)`, such as those of directions and of magnitudes.
+    """
+    sigma = None
+    if _num_outputs(context, parts[0]) > 1:
+        sigma = _residual_deviations(context, itertools.chain.from_iterable(parts))
+    if sigma is None:
+        warn(f"The noise of the regression is not known, sigma=1.0 is assumed. {_HOW_TO_CHOOSE}")
+        return Gaussian()
+    numbers = ", ".join(f"{number:.3g}" for number in sigma[:_LISTED].tolist())
+    more = ", …" if len(sigma) > _LISTED else ""
+    warn(
+        "The noise of the regression was not given. It is estimated by the residuals of each "
+        f"output: sigma=[{numbers}{more}]. {_HOW_TO_CHOOSE}"
+    )
+    return Gaussian.estimated(sigma)
+
+
+def _num_outputs(context: FitContext, pairs: Pairs) -> int:
+    """Count the outputs in the last dimension, by the first example of any process."""
+    first = pairs.first if isinstance(pairs, Stream) else pairs
+    size = 0
+    for x, *_ in first:
+        with torch.no_grad():
+            example = move(take(x, slice(0, 1)), context.device, None)
+            size = call(context.network, example).shape[-1]
+        break
+    return max(context.ranks.exchange(size))
+
+
+def _residual_deviations(context: FitContext, pairs: Pairs) -> Float[Tensor, " outputs"] | None:
+    """Root-mean-square residuals per output over all processes; None where 1 is assumed."""
+    faults = Faults()
+    sums: Tensor | None = None
+    for number, (x, y, *weights) in enumerate(pairs, start=1):
+        with faults.of_batch(number):
+            for start in range(0, num_examples(x), _CHUNK):
+                chunk = slice(start, start + _CHUNK)
+                chunk_weights = weights[0][chunk] if weights else None
+                chunk_sums = _chunk_sums(context, take(x, chunk), y[chunk], chunk_weights)
+                sums = chunk_sums if sums is None else sums + chunk_sums
+    faults.read()
+    parts = context.ranks.exchange(None if sums is None else sums.tolist())
+    squares, output_squares, counts = torch.tensor(
+        [part for part in parts if part is not None], dtype=torch.float64
+    ).sum(0)
+    # A residual of this size is the rounding of outputs and targets.
+    rounding = _ROUNDINGS * torch.finfo(context.dtype).eps
+    is_zero = squares <= rounding**2 * output_squares
+    if not counts.all() or is_zero.any():
+        return None
+    return (squares / counts).sqrt()
+
+
+def _chunk_sums(
+    context: FitContext, x: Inputs, targets: Tensor, weights: Tensor | None
+) -> Float[Tensor, "3 outputs"]:
+    """Sums of squared residuals, of squared outputs and of weights, per output."""
+    with torch.no_grad():
+        outputs = call(context.network, move(x, context.device, None))
+    check_outputs(outputs, num_examples(x))
+    targets = targets_classes_last(targets, outputs.ndim, context.cotangents.class_dim)
+    context.cotangents.loss.check(outputs, targets)
+    targets = targets.to(outputs.device, non_blocking=True)
+    terms, labels = flat_terms(outputs, targets)
+    terms = terms.double()
+    residuals = labels.double() - terms
+    if weights is None:
+        weights = torch.ones(len(outputs), dtype=torch.float64)
+    weights = weights.to(outputs.device, non_blocking=True).double()
+    weights = weights.repeat_interleave(len(terms) // len(outputs))
+    counts = weights.sum().expand(terms.shape[1])
+    return torch.stack([weights @ residuals.square(), weights @ terms.square(), counts])
