@@ -101,7 +101,7 @@ def _chunk_sums(
     """Sums of squared residuals, of squared outputs and of weights, per output."""
     with torch.no_grad():
         outputs = call(context.network, move(x, context.device, None))
-    check_outputs(outputs, num_examples(x))
+    check_outputs(outputs)
     targets = targets_classes_last(targets, outputs.ndim, context.cotangents.class_dim)
     context.cotangents.loss.check(outputs, targets)
     targets = targets.to(outputs.device, non_blocking=True)
