@@ -78,6 +78,52 @@ def test_more_products_keep_the_coverage(name):
     check_coverage(estimate, truth_of(name, A))
 
 
+def test_the_frobenius_norm_covers_where_one_eigenvalue_is_large():
+    """Few squared norms often miss it: intervals of their own spread cover in 90 %."""
+    values = torch.cat([torch.tensor([7.0]).double(), uniform(SIZE - 1)])
+    A = symmetric(values, is_symmetric=True)
+    estimate = partial(frobenius_norm, A, num_matvecs=12, generator=generator(6))
+    check_coverage(estimate, A.matrix.norm(), 25 * RUNS)
+
+
+def low_rank(source, dtype):
+    """Of rank 3, so that a sketch of six columns spans its range."""
+    root = torch.randn(200, 3, dtype=torch.float64, generator=source)
+    return Matrix((root @ root.T).to(dtype), is_symmetric=True)
+
+
+def diagonal_matrix(source, dtype):
+    values = torch.rand(200, dtype=torch.float64, generator=source)
+    return Matrix(values.diag().to(dtype), is_symmetric=True)
+
+
+def orthogonal(source, dtype):
+    noise = torch.randn(200, 200, dtype=torch.float64, generator=source)
+    return Matrix(torch.linalg.qr(noise).Q.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "matrix"),
+    [
+        ("hutch++", low_rank),
+        ("hutchinson", diagonal_matrix),
+        ("diagonal", diagonal_matrix),
+        ("frobenius", orthogonal),
+    ],
+)
+def test_estimates_that_are_exact_have_intervals_of_rounding(name, matrix, dtype):
+    source = generator(8)
+    for _ in range(20):
+        A = matrix(source, dtype)
+        estimate = ESTIMATORS[name](A, num_matvecs=18, generator=source)
+        truth = truth_of(name, Matrix(A.matrix.double()))
+        lower, upper = (end.double() for end in estimate.interval())
+        assert ((lower <= truth) & (truth <= upper)).all()
+        scale = estimate.value.double().abs()
+        assert (upper - lower <= 200 * torch.finfo(dtype).eps * scale).all()
+
+
 @pytest.mark.parametrize("name", ["hutchinson", "hutch++"])
 def test_operators_that_are_not_symmetric_have_intervals_of_the_samples(name):
     noise = torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator(7))

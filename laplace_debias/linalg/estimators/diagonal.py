@@ -3,7 +3,7 @@
 import torch
 
 from laplace_debias.linalg.checks import check_square
-from laplace_debias.linalg.estimators.quadratic_forms import RunningMoments
+from laplace_debias.linalg.estimators.quadratic_forms import RunningMoments, at_least_rounding
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
@@ -60,4 +60,5 @@ def diagonal(
     standard_error = torch.full_like(moments.mean, torch.inf)
     if total > 1:
         standard_error = (moments.deviations / (total - 1) / total).sqrt()
+        standard_error = at_least_rounding(standard_error, moments.mean.abs())
     return Estimate(moments.mean, standard_error, total, degrees_of_freedom=total - 1.0)

@@ -19,6 +19,18 @@ def mean_of(
     return mean, (samples.var(dim=-1) / count).sqrt(), degrees
 
 
+def at_least_rounding(
+    standard_error: Float[Tensor, "*shape"], magnitude: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """The standard error, or eight roundings of a sum's magnitude `Σ|terms|` where it is smaller.
+
+    Where every probe gives the same (the diagonal of a diagonal matrix, the trace of one whose
+    range a sketch contains) an estimate is exact but for rounding, which its spread does not show.
+    """
+    rounding = 8 * torch.finfo(magnitude.dtype).eps * magnitude
+    return torch.maximum(standard_error, rounding)
+
+
 class RunningMoments:
     """The mean and the squared deviations of columns that come part by part (Welford, 1962).
 
@@ -49,6 +61,9 @@ _KEPT_ELEMENTS = 2**26
 
 _LEAST_KEPT = 4
 
+_MAX_IMAGES = 32
+"""Probes whose images are kept for the variance of squared norms: 496 pairs."""
+
 
 class QuadraticForms:
     r"""$\omega^\top B\, \omega$ over probes of ±1: mean, standard error, degrees of freedom.
@@ -73,6 +88,7 @@ class QuadraticForms:
         self._is_symmetric = is_symmetric
         self._samples: list[Tensor] = []
         self._entries = RunningMoments()
+        self._magnitudes: list[Tensor] = []
         self._kept: list[tuple[Tensor, Tensor]] = []
         self._num_kept = 0
 
@@ -80,6 +96,7 @@ class QuadraticForms:
         """Takes further probes, as columns, and B times them."""
         entries = probes * images
         self._samples.append(entries.sum(dim=0))
+        self._magnitudes.append(torch.linalg.vector_norm(entries, ord=1, dim=0))
         if not self._is_symmetric:
             return
         self._entries.add(entries)
@@ -95,12 +112,13 @@ class QuadraticForms:
         """
         samples = torch.cat(self._samples)
         count = len(samples)
-        if not self._is_symmetric or count == 1:
-            return mean_of(samples)
-        # The first and the last factor: of a form, of the mean of them.
-        variance = 2 * self._entries.deviations.sum() / (count - 1) / count
-        mean = samples.mean()
-        return mean, variance.sqrt(), (count - 1) * self._effective_number(mean)
+        mean, standard_error, degrees = mean_of(samples)
+        if self._is_symmetric and count > 1:
+            variance_of_form = 2 * self._entries.deviations.sum() / (count - 1)
+            standard_error = (variance_of_form / count).sqrt()
+            degrees = (count - 1) * self._effective_number(mean)
+        magnitude = torch.cat(self._magnitudes).mean()
+        return mean, at_least_rounding(standard_error, magnitude), degrees
 
     def _effective_number(self, mean: Tensor) -> Tensor:
         """tr(C)²/tr(C²), between 1 and n; 1, which is safe, where too little could be kept."""
@@ -115,3 +133,55 @@ class QuadraticForms:
         mixed = ((gram**2).sum() - (own**2).sum()) / pairs
         number = own.mean() ** 2 / mixed
         return torch.where(number.isfinite(), number, one).clamp(min=1, max=len(probes))
+
+
+class SquaredNorms:
+    r"""$\|A\omega\|^2$ over spherical probes: mean, standard error, degrees of freedom.
+
+    With $M = A^\top A$ `[n, n]` the variance of a squared norm is
+    $\tfrac{2n}{n+2}\,(\mathrm{tr}(M^2) - \mathrm{tr}(M)^2/n)$. The products
+    $(\omega_i^\top M \omega_j)^2$ of different probes have the mean $\mathrm{tr}(M^2)$. There are
+    many pairs, so that they show a large eigenvalue that the few squared norms may not show. The
+    larger one of this variance and the sample variance is taken. Where the eigenvalues are similar,
+    $\mathrm{tr}(M^2) < 2\,\mathrm{tr}(M)^2/n$, the pairs' variance is a small difference of noisy
+    numbers and is left out.
+    """
+
+    def __init__(self, num_columns: int) -> None:
+        self._num_columns = num_columns
+        self._samples: list[Tensor] = []
+        self._images: list[Tensor] = []
+        self._num_images = 0
+
+    def add(self, images: Float[Tensor, "rows k"]) -> None:
+        """Take the images A ω of further probes, as columns."""
+        self._samples.append((images**2).sum(dim=0))
+        capacity = min(_MAX_IMAGES, _KEPT_ELEMENTS // len(images)) - self._num_images
+        if capacity > 0:
+            self._images.append(images[:, :capacity].clone())
+            self._num_images += self._images[-1].shape[1]
+
+    def mean(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean, its standard error and the degrees of freedom of that.
+
+        One probe: an infinite error, 0 degrees.
+        """
+        samples = torch.cat(self._samples)
+        count = len(samples)
+        mean, standard_error, degrees = mean_of(samples)
+        if self._num_images >= _LEAST_KEPT:
+            variance = self._variance_by_pairs(samples.double())
+            standard_error = torch.maximum(standard_error, (variance / count).sqrt().to(mean.dtype))
+        return mean, at_least_rounding(standard_error, mean), degrees
+
+    def _variance_by_pairs(self, samples: Float[Tensor, " count"]) -> Float[Tensor, ""]:
+        """The variance of a squared norm; 0 where the eigenvalues of M are similar."""
+        images = torch.cat(self._images, dim=1)
+        gram = (images.T @ images).double().fill_diagonal_(0)
+        trace_of_square = gram.square().sum() / (len(gram) * (len(gram) - 1))
+        # Unbiased, because only products of different probes enter.
+        count = len(samples)
+        squared_trace = (samples.sum() ** 2 - (samples**2).sum()) / (count * (count - 1))
+        n = self._num_columns
+        variance = 2 * n / (n + 2) * (trace_of_square - squared_trace / n)
+        return torch.where(trace_of_square > 2 * squared_trace / n, variance, 0)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_choice, check_square
-from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms
+from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms, at_least_rounding
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
@@ -89,13 +89,13 @@ def _hutch_plus_plus(products: Products, total: int, generator: torch.Generator 
     A = products.operator
     probes = draw(A, total // 3, "rademacher", generator)
     Q = torch.linalg.qr(products(probes)).Q
-    inside = (Q * products(Q)).sum()
+    terms = Q * products(Q)
     probes = draw(A, total - products.count, "rademacher", generator)
-    rest = products(probes - Q @ (Q.T @ probes))
+    images = products(probes - Q @ (Q.T @ probes))
     forms = QuadraticForms(A.is_symmetric)
-    forms.add(probes, rest - Q @ (Q.T @ rest))
+    forms.add(probes, images - Q @ (Q.T @ images))
     mean, standard_error, degrees = forms.mean()
-    return inside + mean, standard_error, degrees
+    return terms.sum() + mean, at_least_rounding(standard_error, terms.abs().sum()), degrees
 
 
 # With the fewest products: Hutch++ needs one for the sketch, its basis and a probe.
