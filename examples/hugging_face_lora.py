@@ -87,22 +87,29 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     # The head was trained, too, but the posterior is to be over the adapters alone. Without
     # `params` it is over all that is not frozen.
     la = Laplace(model, params=lambda name, _: "lora_" in name).fit(train)
+    found = {}
+
+    def measure(name: str, method: str) -> None:
+        nll = float(la.evaluate(test, method=method)["nll"])
+        entropies = {}
+        for kind, reviews in (("clear", test), ("mixed", mixed)):
+            batch_entropies = [la.predict(batch, method).entropy() for batch in reviews]
+            entropies[kind] = float(torch.cat(batch_entropies).mean())
+            found[f"{name} {kind}"] = entropies[kind]
+        found[f"{name} nll"] = nll
+        print(
+            f"{name}: NLL {nll:.3f} on new reviews; mean entropy {entropies['clear']:.3f} nats of "
+            f"these, {entropies['mixed']:.3f} of reviews with praise and blame"
+        )
+
+    # Before tune, which may set a temperature of the network's logits, too.
+    measure("network", "map")
     tuned = la.tune(val)
     print(
         f"posterior over {len(la.mean):,} entries of the adapters, of {model.num_parameters():,} "
         f"parameters; prior precision {tuned.prior_precision:.3g}"
     )
-    found = {}
-    for name, method in (("network", "map"), ("Laplace", "glm")):
-        found[f"{name} nll"] = float(la.evaluate(test, method=method)["nll"])
-        for kind, reviews in (("clear", test), ("mixed", mixed)):
-            entropies = [la.predict(batch, method).entropy() for batch in reviews]
-            found[f"{name} {kind}"] = float(torch.cat(entropies).mean())
-        nll, clear, unclear = list(found.values())[-3:]
-        print(
-            f"{name}: NLL {nll:.3f} on new reviews; mean entropy {clear:.3f} nats of these, "
-            f"{unclear:.3f} of reviews with praise and blame"
-        )
+    measure("Laplace", "glm")
     return found
 
 

@@ -54,16 +54,20 @@ def main() -> None:
     # Directions of the curvature from one batch of 64 images, magnitudes from another.
     loader = DataLoader(training, batch_size=64, shuffle=True)
     la = Laplace(model, params="weights").fit(loader, mode="debiased")
-    tuned = la.tune(DataLoader(validation, batch_size=100))
-    print(f"prior precision {tuned.prior_precision:.3g}, validation NLL {tuned.value:.4f}")
-
     # A clean image and the same one under severe noise.
     x_test, y_test = test[:]
     noisy = x_test + torch.randn(x_test.shape)
-    for name, x in (("clean", x_test), ("noisy", noisy)):
-        certain = la.predict(x, method="map").entropy().mean()
+    inputs = {"clean": x_test, "noisy": noisy}
+    # Before tune, which may set a temperature of the network's logits, too.
+    as_trained = {name: la.predict(x, method="map").entropy().mean() for name, x in inputs.items()}
+
+    tuned = la.tune(DataLoader(validation, batch_size=100))
+    print(f"prior precision {tuned.prior_precision:.3g}, validation NLL {tuned.value:.4f}")
+    for name, x in inputs.items():
         bayesian = la.predict(x).entropy().mean()
-        print(f"{name}: mean entropy {certain:.3f} nats as trained, {bayesian:.3f} Bayesian")
+        print(
+            f"{name}: mean entropy {as_trained[name]:.3f} nats as trained, {bayesian:.3f} Bayesian"
+        )
 
     ood = {"noisy": DataLoader(TensorDataset(noisy, y_test), batch_size=100)}
     report = la.evaluate(DataLoader(test, batch_size=100), ood=ood)

@@ -55,15 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
 
     # The last layer is found by following the outputs back, whatever the architecture calls it.
     la = Laplace(model, params="last_layer").fit(DataLoader(train, batch_size=100))
+    held_out = DataLoader(test, batch_size=200)
+    # Before tune, which may set a temperature of the network's logits, too.
+    reports = {"before": la.evaluate(held_out, method="map")}
     tuned = la.tune(DataLoader(val, batch_size=100))
+    reports["after"] = la.evaluate(held_out)
     print(
         f"{options.architecture}: {', '.join(la.param_names)}, {len(la.mean):,} of "
         f"{sum(p.numel() for p in model.parameters()):,} parameters; "
         f"prior precision {tuned.prior_precision:.3g}"
     )
     found = {}
-    for name, method in (("before", "map"), ("after", "glm")):
-        metrics = la.evaluate(DataLoader(test, batch_size=200), method=method)
+    for name, metrics in reports.items():
         found[name] = {key: float(metrics[key]) for key in ("accuracy", "nll", "ece")}
         shown = ", ".join(f"{key} {value:.4f}" for key, value in found[name].items())
         print(f"{name}: {shown} on {len(test)} held-out images")

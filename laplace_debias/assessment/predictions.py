@@ -19,8 +19,8 @@ from laplace_debias import metrics
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
 from laplace_debias.laplace import Laplace, links
-from laplace_debias.laplace.mixture import mean_logits
-from laplace_debias.laplace.predictive import of_draws, scores_of_moments
+from laplace_debias.laplace.decomposition import scores_of_moments, uncertainty_of_draws
+from laplace_debias.laplace.predictive import mean_logits
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.sources.loaded import Loaded
@@ -127,21 +127,26 @@ def of_laplace(la: Laplace, x: Inputs, task: str) -> Table:
         }
     is_small = network_outputs(la.model, take(x, slice(1))).shape[1] <= MOST_OUTPUTS
     mean, covariance = la.functional(x, diagonal=not is_small)
-    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_small else covariance
-    table = _unknown(len(mean)) | {"variance": variances.double().mean(1).cpu()}
-    if is_small:
-        # At the Sobol points that links take, the same for every example.
-        values, vectors = eigh(covariance.double().cpu(), "the functional covariance")
-        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-        points = links.normal_points(mean.shape[1])
-        draws = mean.double().cpu() + torch.einsum("bij,sj->sbi", root, points)
-        _, table["aleatoric"], table["mutual_information"] = of_draws(la.likelihood, draws)
-        scores = scores_of_moments(la.likelihood, mean.double(), covariance.double())
-        table |= {name: score.cpu() for name, score in scores.items()}
     link = la.link or links.default_link(la.likelihood, mean.shape)
     predictive: Any = links.predictive(la.likelihood, link, mean, covariance)
     of_labels = getattr(predictive, "base_dist", predictive)
-    return {"log_probs": of_labels.logits.reshape(mean.shape).double().cpu(), **table}
+    log_probs = of_labels.logits.reshape(mean.shape).double().cpu()
+    # As in the link, all that is computed of the logits is computed of the divided ones.
+    mean, covariance = links.tempered_moments(link, mean.double(), covariance.double())
+    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_small else covariance
+    table = _unknown(len(mean)) | {"variance": variances.mean(1).cpu()}
+    if is_small:
+        # At the Sobol points that links take, the same for every example.
+        values, vectors = eigh(covariance.cpu(), "the functional covariance")
+        root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        points = links.normal_points(mean.shape[1])
+        draws = mean.cpu() + torch.einsum("bij,sj->sbi", root, points)
+        parts = uncertainty_of_draws([la.likelihood], [draws])
+        table["aleatoric"] = parts.aleatoric
+        table["mutual_information"] = parts.epistemic
+        scores = scores_of_moments(la.likelihood, mean.unsqueeze(0), covariance.unsqueeze(0))
+        table |= {name: score.cpu() for name, score in scores.items()}
+    return {"log_probs": log_probs, **table}
 
 
 def predict_set(

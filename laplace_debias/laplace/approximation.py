@@ -23,7 +23,7 @@ from laplace_debias.laplace.functional.linearised import OutputChoice, moments
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.laplace.predictive import Prediction
+from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.predictor import Predictor
 from laplace_debias.laplace.prior import (
     Prior,
@@ -39,7 +39,6 @@ from laplace_debias.laplace.state import (
     checked_temperature,
 )
 from laplace_debias.laplace.thinning import Thinning, thinned
-from laplace_debias.metrics import Uncertainty
 from laplace_debias.system.ranks import current, together
 from laplace_debias.system.shown import html_table
 
@@ -406,8 +405,8 @@ class Approximation(Predictor):
             TypeError: If the likelihood is none of a regression. Else this raises what `predict`
                 raises.
         """
-        how = Prediction(method, samples, generator, positions)
-        return predictive.marginals(self._unchanged_fit, x, how)
+        prediction = PredictionMethod(method, samples, generator, positions)
+        return LinkedFit(self._unchanged_fit, None).marginals(x, prediction)
 
     def thin(
         self, x: Inputs | Record, error: float = 1e-3, *, positions: Positions | None = None
@@ -502,15 +501,15 @@ class Approximation(Predictor):
         """
         export(self._unchanged_fit, Path(path), example, link)
 
-    def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
+    def _linked_fits(
+        self, x: Inputs | Record, method: PredictionMethod, link: Link | None
+    ) -> list[LinkedFit]:
         fitted = self._unchanged_fit
         link = link or fitted.link
-        if how.is_closed and link is None:
-            link = self._default_link = self._default_link or predictive.default_link(fitted, x)
-        return predictive.predict(fitted, x, how, link)
-
-    def _uncertainty(self, x: Inputs | Record, how: Prediction) -> Uncertainty:
-        return predictive.uncertainty(self._unchanged_fit, x, how)
+        if method.is_closed and link is None:
+            link = self._default_link or predictive.default_link(fitted, x)
+            self._default_link = link
+        return [LinkedFit(fitted, link)]
 
 
 def _described_likelihood(likelihood: Likelihood) -> str:

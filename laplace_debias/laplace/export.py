@@ -30,7 +30,7 @@ from laplace_debias.curvature.network.inputs import (
     join,
 )
 from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.predictive import Prediction, default_link, predict
+from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import frame
@@ -68,7 +68,8 @@ def export(
                 'link="exact" decomposes covariances, which is not exported: use "pairwise".'
             )
         program = _traced(_Predictive(fitted, inputs, chosen), inputs)
-        _check(program, inputs, predict(fitted, inputs, Prediction(), chosen))
+        expected = LinkedFit(fitted, chosen).predictive(inputs, PredictionMethod())
+        _check(program, inputs, expected)
         buffer = io.BytesIO()
         with FORWARD_MODE:
             torch.export.save(program, buffer)

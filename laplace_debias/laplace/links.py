@@ -1,7 +1,8 @@
 """Links, as values: from Gaussian logits to probabilities.
 
 A link is a formula and a temperature T: the formula takes the logits divided by T, N(μ/T, Σ/T²).
-T = 1 is plain Laplace, and with δ → ∞ the family ends in temperature scaling.
+T = 1 is plain Laplace, and with δ → ∞ the family ends in temperature scaling. The formula is only
+for the closed form; the temperature divides the logits wherever they become probabilities.
 """
 
 import math
@@ -116,8 +117,7 @@ class Link:
         self, likelihood: Likelihood, mean: Logits, covariance: Float[Tensor, "..."]
     ) -> Logits:
         """Logits of the probabilities."""
-        if self.temperature != 1:
-            mean, covariance = mean / self.temperature, covariance / self.temperature**2
+        mean, covariance = tempered_moments(self, mean, covariance)
         if type(likelihood) is Categorical:
             return FORMULAS[self.name](mean, covariance)
         if self.name != "exact":
@@ -129,6 +129,22 @@ class Link:
         of_both = torch.stack([torch.zeros_like(mean), variances], -1)
         found = exact(both, torch.diag_embed(of_both))
         return found[..., 1] - found[..., 0]
+
+
+def tempered(link: Link | None, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Divide logits by a link's temperature; without a link they stay as they are."""
+    if link is None or link.temperature == 1:
+        return logits
+    return logits / link.temperature
+
+
+def tempered_moments(
+    link: Link | None, mean: Float[Tensor, "..."], covariance: Float[Tensor, "..."]
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """Mean and covariance (or variances) of Gaussian logits, divided by a link's temperature."""
+    if link is None or link.temperature == 1:
+        return mean, covariance
+    return mean / link.temperature, covariance / link.temperature**2
 
 
 def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:

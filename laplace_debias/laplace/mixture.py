@@ -1,44 +1,35 @@
 """A mixture of posteriors: several trained networks, each with its own Laplace approximation."""
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
-from torch.distributions import (
-    Bernoulli,
-    Categorical,
-    Distribution,
-    Independent,
-    MultivariateNormal,
-)
-
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.laplace import predictive
+from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.predictive import Prediction
+from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.predictor import Predictor
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
-from laplace_debias.metrics import Uncertainty
 
 
 class Mixture(Predictor):
     r"""Several posteriors in one predictive, $p(y\mid x) = \frac1M \sum_m p_m(y\mid x)$.
 
-    Each member is fitted, tuned and saved on its own: checkpoints of other seeds or epochs, or
-    other architectures for the same task. What several networks disagree on none of them knows of.
-    Of a regression the predictive is the normal with the mixture's mean and covariance.
+    Each member is fitted, tuned and saved separately: checkpoints of different seeds or epochs, or
+    different architectures for the same task. The members' disagreement is a part of the
+    uncertainty that no single member has. For a regression the predictive is the normal with the
+    mixture's mean and covariance. Each member predicts by its own link and temperature.
 
     Args:
-        members: Fitted `Laplace` objects of one likelihood.
+        members: Fitted `Laplace` objects of one likelihood with the same options (`ignore_index`,
+            weights, smoothing; for your own class its `options`). A regression's sigma is each
+            member's own.
 
     Raises:
-        ValueError: If there is none, or their likelihoods differ.
-        TypeError: If a member is no `Laplace`.
-        RuntimeError: If one is not fitted.
+        ValueError: If there is no member, or their likelihoods or the likelihoods' options differ.
+        TypeError: If a member is not a `Laplace`.
+        RuntimeError: If a member is not fitted.
 
     Reference:
         Eschenhagen, Daxberger, Hennig, Kristiadi (2021), "Mixtures of Laplace approximations for
@@ -64,12 +55,7 @@ class Mixture(Predictor):
                 raise TypeError(f"Member {number} is {type(member).__name__}, not Laplace.")
             if not isinstance(member._state, FittedPosterior):
                 raise RuntimeError(f"Member {number} is not fitted: call its fit first.")
-            own, first = (type(one.likelihood) for one in (member, self.members[0]))
-            if own is not first:
-                raise ValueError(
-                    f"Member {number} has the likelihood {own.__name__}, the first one "
-                    f"{first.__name__}: all must have the same."
-                )
+            _check_same_likelihood(number, member.likelihood, self.members[0].likelihood)
 
     def __repr__(self) -> str:
         return "\n".join([f"Mixture of {len(self.members)}:", *map(repr, self.members)])
@@ -78,49 +64,41 @@ class Mixture(Predictor):
     def _states(self) -> Sequence[Unfitted | FittedPosterior]:
         return [member._state for member in self.members]
 
-    def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
-        found = [member._predict(x, how, link) for member in self.members]
-        shapes = [(*one.batch_shape, *_logits_or_mean(one).shape) for one in found]
-        if len(set(shapes)) > 1:
+    def _linked_fits(
+        self, x: Inputs | Record, method: PredictionMethod, link: Link | None
+    ) -> list[LinkedFit]:
+        fits = []
+        for member in self.members:
+            fits += member._linked_fits(x, method, link)
+        return fits
+
+
+def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihood) -> None:
+    """Require a member's likelihood to be of the first one's class, with the same options."""
+    name, first_name = type(likelihood).__name__, type(first).__name__
+    if type(likelihood) is not type(first):
+        raise ValueError(
+            f"Member {number} has the likelihood {name}, the first member {first_name}. Use "
+            "members of the same likelihood."
+        )
+    options = _options(likelihood)
+    first_options = _options(first)
+    for key in first_options | options:
+        # A default that a file leaves out is an attribute.
+        value = options.get(key, getattr(likelihood, key, None))
+        first_value = first_options.get(key, getattr(first, key, None))
+        if value != first_value:
             raise ValueError(
-                f"The members' predictives have the shapes {shapes}: all need the same outputs."
+                f"The likelihood {name} of member {number} has {key}={value!r}, that of the first "
+                f"member {key}={first_value!r}. Use members whose likelihoods have the same "
+                "options."
             )
-        first, values = found[0], torch.stack([_logits_or_mean(one) for one in found])
-        if isinstance(first, MultivariateNormal):
-            covariances = [one.covariance_matrix for one in found]  # type: ignore[attr-defined]
-            apart = values - values.mean(0)
-            between = torch.einsum("s...i,s...j->...ij", apart, apart) / len(apart)
-            return MultivariateNormal(values.mean(0), torch.stack(covariances).mean(0) + between)
-        if isinstance(first, Categorical):
-            return Categorical(logits=mean_logits(values, exclusive=True))
-        mixed = Bernoulli(logits=mean_logits(values, exclusive=False))
-        return Independent(mixed, 1) if isinstance(first, Independent) else mixed
-
-    def _uncertainty(self, x: Inputs | Record, how: Prediction) -> Uncertainty:
-        alone = Prediction("map", positions=how.positions)
-        trained = [member._predict(x, alone, None) for member in self.members]
-        if not isinstance(trained[0], MultivariateNormal):
-            with torch.inference_mode(False):
-                draws = [how.draws(member._unchanged_fit, x) for member in self.members]
-                return predictive.of_draws(self.likelihood, torch.cat(draws))
-        of_members = zip(*(member._uncertainty(x, how) for member in self.members), strict=True)
-        total, aleatoric, epistemic = (torch.stack(part).mean(0) for part in of_members)
-        between = torch.stack([one.mean for one in trained]).var(0, unbiased=False)
-        return Uncertainty(total + between, aleatoric, epistemic + between)
 
 
-def mean_logits(
-    logits: Float[Tensor, "members *n outputs"], exclusive: bool
-) -> Float[Tensor, "*n outputs"]:
-    """Logits of the mean of members' probabilities; of exclusive classes its logarithms."""
-    # Of probabilities near one the logits alone have digits left.
-    if exclusive:
-        return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
-    return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
-
-
-def _logits_or_mean(predictive: Distribution) -> Tensor:
-    if isinstance(predictive, MultivariateNormal):
-        return predictive.mean
-    base = predictive.base_dist if isinstance(predictive, Independent) else predictive
-    return base.logits  # type: ignore[union-attr]
+def _options(likelihood: Likelihood) -> dict[str, Any]:
+    """The options that members must share: all but the noise of a regression."""
+    if type(likelihood) is Gaussian:
+        return {}
+    config = likelihood_to_json(likelihood, own=True)
+    own_options = config.pop("options", {})
+    return config | own_options

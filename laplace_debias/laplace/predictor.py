@@ -11,9 +11,10 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.laplace.decomposition import uncertainty
 from laplace_debias.laplace.evaluation import check_held_out, evaluate_predictions
 from laplace_debias.laplace.links import Link, link_from
-from laplace_debias.laplace.predictive import Prediction
+from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, equal_mixture
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
@@ -21,7 +22,7 @@ from laplace_debias.system.ranks import current, together
 
 
 class Predictor(ABC):
-    """Predicts, tells its uncertainty and is evaluated: `Laplace`, or a `Mixture` of several."""
+    """One or several posteriors that predict and are evaluated: a `Laplace` or a `Mixture`."""
 
     @property
     @abstractmethod
@@ -29,12 +30,10 @@ class Predictor(ABC):
         """The state of every posterior."""
 
     @abstractmethod
-    def _predict(self, x: Inputs | Record, how: Prediction, link: Link | None) -> Distribution:
-        """The predictive by a method and a link that were checked."""
-
-    @abstractmethod
-    def _uncertainty(self, x: Inputs | Record, how: Prediction) -> Uncertainty:
-        """The uncertainty by a method that has some."""
+    def _linked_fits(
+        self, x: Inputs | Record, method: PredictionMethod, link: Link | None
+    ) -> list[LinkedFit]:
+        """The fit of every posterior with its link: the one passed, else its own or the default."""
 
     @property
     def likelihood(self) -> Likelihood:
@@ -61,6 +60,8 @@ class Predictor(ABC):
                 form (`link`) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
                 samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
                 samples through the network itself. `"map"`: the trained network, no uncertainty.
+                In all of them the temperature of `la.link` divides logits before they become
+                probabilities (after `tune`, `"map"` is temperature scaling).
             samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
             generator: For the draws; torch's global one if None. The closed form and `"map"` draw
                 nothing.
@@ -86,14 +87,26 @@ class Predictor(ABC):
             RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
                 since, or under autocast.
         """
-        how = Prediction(method, samples, generator, positions)
-        chosen = None if link is None else link_from(link, self.likelihood)
-        if link is not None and not how.is_closed:
+        prediction = PredictionMethod(method, samples, generator, positions)
+        return self._predict(x, prediction, self._checked_link(link, prediction))
+
+    def _predict(
+        self, x: Inputs | Record, method: PredictionMethod, link: Link | None
+    ) -> Distribution:
+        """The predictive by a method and a link that were checked."""
+        fits = self._linked_fits(x, method, link)
+        return equal_mixture([fit.predictive(x, method) for fit in fits])
+
+    def _checked_link(self, link: str | Link | None, method: PredictionMethod) -> Link | None:
+        """A user's link, which only the closed form takes; None stays."""
+        checked = link_from(link, self.likelihood)
+        if checked is not None and not method.is_closed:
             raise ValueError(
                 f'link={link!r} belongs to the closed form of method="glm" without samples: leave '
-                "link out, or method and samples."
+                "link out, or method and samples. The temperature of la.link divides the logits of "
+                "every method."
             )
-        return self._predict(x, how, chosen)
+        return checked
 
     def uncertainty(
         self,
@@ -104,13 +117,15 @@ class Predictor(ABC):
         *,
         positions: Positions | None = None,
     ) -> Uncertainty:
-        """Total, aleatoric and epistemic uncertainty of each input.
+        """Decompose the uncertainty of each input into aleatoric and epistemic parts.
 
-        Of class probabilities they are the entropy of the predictive, the mean entropy over samples
-        of the parameters, and their mutual information (BALD), in nats, from draws; of several
-        labels summed over them. Of a regression they are variances of each target in its squared
-        units: with `method="glm"` and no `samples` in closed form, else from draws. The epistemic
-        part of a mixture is that of members and of their parameters together.
+        For class probabilities the total is the entropy of the predictive, the aleatoric part the
+        mean entropy over samples of the parameters, and the epistemic part their mutual information
+        (BALD), in nats, summed over several labels. All three come from the same draws, those of
+        `predict` with as many samples. For a regression they are variances of each target in its
+        squared units: with `method="glm"` and no `samples` in closed form, else from draws. For a
+        mixture the draws are those of all members, so the epistemic part includes how much they
+        disagree. Logits are divided by the temperature of `la.link`, as in `predict`.
 
         Args:
             x: Inputs, `[B, ...]`; like the other arguments those of `predict`.
@@ -120,11 +135,13 @@ class Predictor(ABC):
             positions: Which positions.
 
         Returns:
-            The three, of the predictive's batch shape `[B]`; of a regression `[B, C]`. Of class
-            probabilities `.scores` has further ones by name: `entropy`, `max_probability` (not of
-            several labels) and `mutual_information`; of one posterior with `method="glm"` also
-            `variance` (of the logits, without their common part) and `instability` (the
-            log-probability of another decision), of classes `energy` and `max_logit`.
+            The three, of the predictive's batch shape `[B]`; of a regression `[B, C]`. For class
+            probabilities `.scores` has further scores by name: `entropy`, `max_probability` (not
+            for several labels) and `mutual_information`; with `method="glm"` also `variance` (of
+            the logits, without their common part) and `instability` (the log-probability of a
+            different decision), for classes `energy` and `max_logit`, for a mixture the means over
+            its members. In closed form `entropy` and `max_probability` are those of `predict(x)`,
+            which a link gives without draws, so that `entropy` differs a little from the total.
 
         Raises:
             ValueError: For `method="map"`, which has no uncertainty about the parameters; else this
@@ -134,13 +151,19 @@ class Predictor(ABC):
             Houlsby, Huszár, Ghahramani, Lengyel. Bayesian active learning for classification and
             preference learning. 2011.
         """
-        how = Prediction(method, samples, generator, positions)
-        if method == "map":
+        prediction = PredictionMethod(method, samples, generator, positions)
+        return self._uncertainty(x, prediction, None)
+
+    def _uncertainty(
+        self, x: Inputs | Record, method: PredictionMethod, link: Link | None
+    ) -> Uncertainty:
+        """The uncertainty by a method and a link that were checked."""
+        if method.name == "map":
             raise ValueError(
                 'method="map" has one setting of the parameters and no uncertainty about them: use '
                 "'glm', 'glm-mc' or 'nn'."
             )
-        return self._uncertainty(x, how)
+        return uncertainty(self._linked_fits(x, method, link), x, method)
 
     @together("evaluate")
     def evaluate(
@@ -198,14 +221,17 @@ class Predictor(ABC):
             raise ValueError(f"score={score!r} is for out-of-distribution data: give `ood`, too.")
         check_held_out(loader, *(ood or {}).values())
 
-        def predict(x: Inputs) -> Distribution:
-            return self.predict(x, method, samples, generator, link=link)
+        prediction = PredictionMethod(method, samples, generator)
+        checked_link = self._checked_link(link, prediction)
 
-        def scored(x: Inputs) -> Tensor:
-            scores = self.uncertainty(x, method, samples, generator).scores
+        def predict(x: Inputs) -> Distribution:
+            return self._predict(x, prediction, checked_link)
+
+        def score_inputs(x: Inputs) -> Tensor:
+            scores = self._uncertainty(x, prediction, checked_link).scores
             if score is None or score not in scores:
-                there = ", ".join(scores) or "none"
-                raise ValueError(f"There is no score={score!r} of these predictions; use {there}.")
+                names = ", ".join(scores) or "none"
+                raise ValueError(f"There is no score={score!r} of these predictions; use {names}.")
             return scores[score]
 
         state = self._states[0]
@@ -222,5 +248,5 @@ class Predictor(ABC):
             state.spec.class_dim,
             intervals=intervals,
             level=level,
-            score_of=None if score is None else scored,
+            score_of=None if score is None else score_inputs,
         )

@@ -4,6 +4,7 @@ Every score is higher where the predictive is more uncertain: it can tell out-of
 examples, as `auroc` and the like take them.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -173,13 +174,31 @@ def instability(
     _check_covariance(covariance, (*mean.shape, *mean.shape[-1:]))
     if mean.shape[-1] < 2:
         raise ValueError(f"`mean` has shape {list(mean.shape)}; expected at least two classes.")
-    first, second = mean.topk(2).indices.unbind(-1)
-    one_hot = nn.functional.one_hot(torch.stack([first, second]), mean.shape[-1]).double()
-    apart = one_hot[0] - one_hot[1]
-    margin = (apart * mean.double()).sum(-1)
-    variance = torch.einsum("...i,...ij,...j->...", apart, covariance.double(), apart).clamp(min=0)
-    # A tie is one whatever its variance.
-    return special.log_ndtr(torch.where(margin > 0, -margin / variance.sqrt(), 0)).to(mean.dtype)
+    return mixture_instability(mean.unsqueeze(0), covariance.unsqueeze(0))
+
+
+def mixture_instability(
+    means: Float[Tensor, "members *n classes"],
+    covariances: Float[Tensor, "members *n classes classes"],
+) -> Float[Tensor, "*n"]:
+    """`instability` of an equal mixture of M Gaussians.
+
+    Predicted class and runner-up are those of the mean logits of the mixture, and the probability
+    is the mean over the members: `log (1/M) Σ_m Φ(-m_m / s_m)`.
+
+    Args:
+        means: Mean logits of each member, `[M, ..., C]`, of at least two classes.
+        covariances: Covariances of each member, `[M, ..., C, C]`.
+    """
+    first, second = means.mean(0).topk(2).indices.unbind(-1)
+    one_hot = nn.functional.one_hot(torch.stack([first, second]), means.shape[-1]).double()
+    difference = one_hot[0] - one_hot[1]
+    margins = (difference * means.double()).sum(-1)
+    variances = torch.einsum("...i,m...ij,...j->m...", difference, covariances.double(), difference)
+    # A tie is a tie whatever its variance.
+    ratios = torch.where(margins != 0, -margins / variances.clamp(min=0).sqrt(), 0)
+    of_members = special.log_ndtr(ratios)
+    return (of_members.logsumexp(0) - math.log(len(means))).to(means.dtype)
 
 
 def _check_covariance(covariance: Tensor, shape: tuple[int, ...]) -> None:

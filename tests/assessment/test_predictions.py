@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from laplace_debias import Laplace
+from laplace_debias import Laplace, Link
 from laplace_debias.assessment.predictions import (
     Chosen,
     of_laplace,
@@ -34,6 +34,27 @@ def test_probabilities_are_those_of_predict(fitted):
     for name in ("variance", "instability"):
         torch.testing.assert_close(found[name].float(), scores[name], rtol=1e-3, atol=1e-6)
     assert found["energy"].isnan().all()
+
+
+def test_the_temperature_divides_the_logits_of_every_column(fitted):
+    loaded, la = fitted
+    x, _ = loaded.test[0]
+    mean, covariance = (part.double() for part in la.functional(x))
+    la.link = Link("pairwise", 4.0)
+    found = of_laplace(la, x, "classification")
+    predicted, scores = la.predict(x).probs, la.uncertainty(x).scores
+    la.link = None
+    torch.testing.assert_close(probs_of(found["log_probs"], "classification").float(), predicted)
+    for name in ("variance", "instability"):
+        torch.testing.assert_close(found[name].float(), scores[name], rtol=1e-3, atol=1e-6)
+    generator = torch.Generator().manual_seed(7)
+    aleatoric = []
+    for row in range(len(x)):
+        root = torch.linalg.cholesky(covariance[row] + 1e-9 * torch.eye(5))
+        noise = torch.randn(40_000, 5, generator=generator, dtype=torch.float64)
+        p = ((mean[row] + noise @ root.T) / 4).softmax(1)
+        aleatoric.append(-(p * p.log()).sum(1).mean())
+    torch.testing.assert_close(found["aleatoric"], torch.stack(aleatoric), rtol=0.02, atol=0)
 
 
 def test_the_mutual_information_is_that_of_many_independent_draws(fitted):

@@ -1,10 +1,13 @@
 """Mixtures of posteriors against a loop over their members."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Poisson
 
-from laplace_debias import Laplace, Mixture
+from laplace_debias import Bernoulli, Categorical, Gaussian, Laplace, Mixture, MultiLabel
 
 LIKELIHOODS = ["classification", "binary", "multilabel", "regression"]
 
@@ -133,5 +136,64 @@ def test_members_that_do_not_go_together_are_refused(unchecked):
         Mixture([la, member("regression", 1)])
     two = Laplace(nn.Linear(4, 2).double().eval())
     two.fit([(data("classification")[0], torch.arange(40) % 2)])
-    with pytest.raises(ValueError, match=r"shapes \[\(40, 40, 3\), \(40, 40, 2\)\]"):
-        Mixture([la, two]).predict(data("classification")[0])
+    mixture = Mixture([la, two])
+    for call in (mixture.predict, mixture.uncertainty):
+        with pytest.raises(ValueError, match=r"shapes, \[\(40, 3\), \(40, 2\)\]. Use members"):
+            call(data("classification")[0])
+
+
+class OwnLikelihood(Categorical):
+    """A user's likelihood, whose option a file would hold."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def options(self):
+        return {"scale": self.scale}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "match"),
+    [
+        (Categorical(), Categorical(ignore_index=0), "ignore_index=0, .*ignore_index=-100"),
+        (Categorical(), Categorical(class_weights=[1, 2, 0]), "class_weights=.*class_weights=None"),
+        (Categorical(label_smoothing=0.1), Categorical(), "label_smoothing=0.0, .*smoothing=0.1"),
+        (MultiLabel(), MultiLabel(positive_weights=[1, 1, 2]), "positive_weights="),
+        (Bernoulli(2.0), Bernoulli(3.0), "positive_weight=3.0, .*positive_weight=2.0"),
+        (OwnLikelihood(1.0), OwnLikelihood(2.0), "scale=2.0, .*scale=1.0"),
+    ],
+)
+def test_members_with_other_options_of_their_likelihood_are_refused_by_name(first, second, match):
+    kind = {Bernoulli: "binary", MultiLabel: "multilabel"}.get(type(first), "classification")
+    some = []
+    for likelihood in (first, second, copy.deepcopy(first)):
+        torch.manual_seed(1)
+        model = nn.Linear(4, 1 if kind == "binary" else 3).double().eval()
+        some.append(Laplace(model, likelihood).fit([data(kind)]))
+    with pytest.raises(ValueError, match=f"member 2 has {match}.*the same options"):
+        Mixture(some[:2])
+    assert len(Mixture([some[0], some[2]]).members) == 2
+
+
+def test_noises_of_a_regression_are_each_members_own():
+    some = [member("regression", seed) for seed in (1, 2)]
+    assert some[0].sigma != some[1].sigma
+    assert len(Mixture(some).members) == 2
+
+
+class Rates(Gaussian):
+    """A user's likelihood whose predictive is of counts."""
+
+    def predictive(self, mean, covariance):
+        return Poisson(mean.exp())
+
+
+def test_a_predictive_that_cannot_be_mixed_is_refused_by_name():
+    some = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        la = Laplace(nn.Linear(4, 3).double().eval(), Rates(1.0))
+        some.append(la.fit([data("regression")]))
+    with pytest.raises(NotImplementedError, match="type Poisson is not supported"):
+        Mixture(some).predict(data("regression")[0])

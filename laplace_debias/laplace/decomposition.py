@@ -1,0 +1,177 @@
+"""Total, aleatoric and epistemic uncertainty of one posterior, or of an equal mixture of several.
+
+The parts come from one set of draws (or, in closed form, of moments), so that they add up: the law
+of total variance for regression, `H[E p] = E H[p] + I` for classes and labels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Distribution, Independent
+
+from laplace_debias import metrics
+from laplace_debias.curvature.losses.likelihoods import Categorical as CategoricalLikelihood
+from laplace_debias.curvature.losses.likelihoods import (
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+)
+from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.laplace import links
+from laplace_debias.laplace.predictive import (
+    LinkedFit,
+    PredictionMethod,
+    check_same_shape,
+    covariance_between,
+    equal_mixture,
+    stacked,
+    within_positions,
+)
+from laplace_debias.metrics import Uncertainty
+from laplace_debias.metrics.uncertainties import mixture_instability
+
+
+def uncertainty(
+    fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
+) -> Uncertainty:
+    """Decompose the uncertainty of an equal mixture of fits, one or more."""
+    likelihood = fits[0].likelihood
+    if method.is_closed and isinstance(likelihood, Gaussian | HeteroscedasticGaussian):
+        return _closed_variances(fits, x, method)
+    with torch.inference_mode(False):
+        if method.name == "glm" and type(likelihood) in links.WITH_LINKS:
+            return _uncertainty_of_gaussian_logits(fits, x, method)
+        draws = [fit.draws(x, method) for fit in fits]
+        return uncertainty_of_draws([fit.likelihood for fit in fits], draws)
+
+
+def _closed_variances(
+    fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
+) -> Uncertainty:
+    """Decompose the variance of a regression by the law of total variance over the fits."""
+    means, totals, epistemics = [], [], []
+    for fit in fits:
+        mean, variances = fit.moments(x, method, diagonal=True)
+        marginals = fit.likelihood.marginals(mean, variances)
+        total = marginals.variance
+        means.append(marginals.mean)
+        totals.append(total)
+        # The means of the targets are the first outputs; log-variances may follow.
+        epistemics.append(variances[..., : total.shape[-1]].to(total.dtype))
+    between = stacked(means).var(0, unbiased=False)
+    total, epistemic = torch.stack(totals), torch.stack(epistemics)
+    aleatoric = (total - epistemic).mean(0)
+    return Uncertainty(total.mean(0) + between, aleatoric, epistemic.mean(0) + between)
+
+
+def _uncertainty_of_gaussian_logits(
+    fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
+) -> Uncertainty:
+    """Decompose the entropy over draws of Gaussian logits, with scores of their moments.
+
+    Where the predictive has a closed form, the scores `entropy` and `max_probability` are its.
+    """
+    means, covariances, draws, predictives = [], [], [], []
+    for fit in fits:
+        mean, covariance = fit.moments(x, method, diagonal=False)
+        within = within_positions(covariance, mean.shape) if mean.ndim > 2 else covariance
+        if method.is_closed:
+            predictives.append(links.predictive(fit.likelihood, fit.link, mean, within))
+        draws.append(fit.draws_of_moments(mean, covariance, method))
+        mean, within = links.tempered_moments(fit.link, mean, within)
+        means.append(mean)
+        covariances.append(within)
+    parts = uncertainty_of_draws([fit.likelihood for fit in fits], draws)
+    scores = dict(parts.scores)
+    if predictives:
+        scores |= scores_of_predictive(equal_mixture(predictives))
+    likelihood = fits[0].likelihood
+    scores |= scores_of_moments(likelihood, stacked(means), stacked(covariances))
+    if type(likelihood) is CategoricalLikelihood:
+        # Logits of different networks have no common origin: each member has its own score.
+        scores["energy"] = metrics.energy(torch.stack(means)).mean(0)
+        scores["max_logit"] = metrics.max_logit(torch.stack(means)).mean(0)
+    return replace(parts, scores=scores)
+
+
+def uncertainty_of_draws(
+    likelihoods: Sequence[Likelihood], draws: Sequence[Float[Tensor, "samples *batch outputs"]]
+) -> Uncertainty:
+    """Decompose the entropy, or the variance, over all samples of the outputs of all members.
+
+    Args:
+        likelihoods: The likelihood of each member.
+        draws: Samples of each member's outputs, logits divided by its temperature; as many of each.
+    """
+    check_same_shape([tuple(outputs.shape[1:]) for outputs in draws])
+    predictives = [
+        likelihood.predictive(outputs, None)
+        for likelihood, outputs in zip(likelihoods, draws, strict=True)
+    ]
+    first = _without_event(predictives[0])
+    if not isinstance(first, Categorical | Bernoulli):
+        means = torch.cat([predictive.mean for predictive in predictives])
+        variances = torch.cat([predictive.variance for predictive in predictives])
+        aleatoric = variances.mean(0)
+        epistemic = torch.var(means, dim=0, unbiased=False)
+        return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
+    probs = torch.cat([_without_event(predictive).probs for predictive in predictives])
+    shape = first.batch_shape[1:]
+    # A row for each term: an example, a position, a label.
+    rows = probs.flatten(1, len(shape))
+    parts = metrics.uncertainty(rows)
+    total = parts.total.view(shape)
+    aleatoric = parts.aleatoric.view(shape)
+    epistemic = parts.epistemic.view(shape)
+    scores = {}
+    if isinstance(predictives[0], Independent):
+        total, aleatoric, epistemic = total.sum(-1), aleatoric.sum(-1), epistemic.sum(-1)
+    else:
+        scores["max_probability"] = metrics.max_probability(rows.mean(0)).view(shape)
+    scores = {"entropy": total, **scores, "mutual_information": epistemic}
+    return Uncertainty(total, aleatoric, epistemic, scores)
+
+
+def scores_of_predictive(predictive: Distribution) -> dict[str, Float[Tensor, "*n"]]:
+    """Scores of a predictive of classes or labels, by name: its entropy and largest probability."""
+    base = _without_event(predictive)
+    shape = base.batch_shape
+    rows = base.probs.flatten(0, len(shape) - 1)
+    entropy = metrics.entropy(rows).view(shape)
+    if isinstance(predictive, Independent):
+        return {"entropy": entropy.sum(-1)}
+    return {"entropy": entropy, "max_probability": metrics.max_probability(rows).view(shape)}
+
+
+def scores_of_moments(
+    likelihood: Likelihood,
+    means: Float[Tensor, "members *n outputs"],
+    covariances: Float[Tensor, "members *n outputs outputs"],
+) -> dict[str, Float[Tensor, "*n"]]:
+    """The scores `variance` and `instability` of an equal mixture of Gaussian logits, `[...]`.
+
+    For labels that apply or not, the variance is the mean over the labels, and the instability is
+    that of the least stable one.
+    """
+    if type(likelihood) is CategoricalLikelihood:
+        covariance = covariances.mean(0) + covariance_between(means)
+        return {
+            "variance": metrics.logit_variance(covariance),
+            "instability": mixture_instability(means, covariances),
+        }
+    variances = covariances.diagonal(dim1=-2, dim2=-1)
+    variance = variances.mean(0) + means.var(0, unbiased=False)
+    # A label that applies or not is a choice between its logit and zero.
+    both_means = torch.stack([torch.zeros_like(means), means], -1)
+    both_variances = torch.stack([torch.zeros_like(variances), variances], -1)
+    instability = mixture_instability(both_means, torch.diag_embed(both_variances))
+    return {"variance": variance.mean(-1), "instability": instability.amax(-1)}
+
+
+def _without_event(predictive: Distribution) -> Any:
+    """The distributions of single labels, where several labels make one event."""
+    return predictive.base_dist if isinstance(predictive, Independent) else predictive
