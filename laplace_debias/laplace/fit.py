@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
 from laplace_debias.curvature.network.inputs import mark_of
-from laplace_debias.curvature.network.shards import place_of, refuse_same
+from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
 from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.plan import available_memory, check_room, posterior_bytes
@@ -124,7 +124,7 @@ def prepare_fit(
         if fisher.kind == "mc":
             # Labels are keyed by an example's index among those of all processes.
             for stream in streams:
-                stream.place = place_of(ranks, stream)
+                stream.first_index_among_all = first_index_of_batch(ranks, stream)
         model = checksum(before.spec.plain_model)
         ranks.require_same(model=model, blocks=parameters.block_names)
         if not size.is_shared:
@@ -144,7 +144,7 @@ def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
 
 def _check_different_data(ranks: Ranks, first: list[tuple[Tensor, ...]]) -> None:
     marks = [mark_of(x, y) for x, y, *_ in first]
-    refuse_same(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
+    check_all_different(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
 
 
 def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> FittedPosterior:

@@ -102,9 +102,9 @@ class ModelSpec:
             data,
             self.read_batch,
             generator,
-            of_targets=None if checks_shapes_only else device,
+            target_device=None if checks_shapes_only else device,
             progress=progress,
             counts_any=self.likelihood.counts_any,
-            what=description,
+            description=description,
             weighs=True,
         )

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import ShardedBatches
-from laplace_debias.curvature.network.shards import first_places
+from laplace_debias.curvature.network.shards import first_indices_of_batches
 from laplace_debias.system.ranks import Ranks
 
 
@@ -32,10 +32,10 @@ def test_the_union_of_the_kth_batches_is_the_kth_batch_of_one_process(batch, num
             assert all(of_rank)
             assert len(share) == len(of_rank)
             assert share.num_examples == sum(map(len, of_rank))
-            places = [part.start for part in share.parts]
+            places = [part.start for part in share.shares]
             assert places == [part[0] for part in of_rank]
             # As other loaders are placed, by what their ranks tell.
-            assert places == first_places(Told(share.rank, told), told[share.rank])
+            assert places == first_indices_of_batches(Told(share.rank, told), told[share.rank])
 
 
 class Told(Ranks):

@@ -43,7 +43,7 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import FitData, Fold, weight_of
 from laplace_debias.curvature.network.inputs import join, take
-from laplace_debias.curvature.network.shards import first_places
+from laplace_debias.curvature.network.shards import first_indices_of_batches
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.ranks import Ranks
@@ -52,7 +52,7 @@ from laplace_debias.system.ranks import Ranks
 def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
     """Cut the examples into folds: example i of all processes belongs to fold i mod K."""
     batches = list(data)
-    first_indices = first_places(ranks, [len(batch[1]) for batch in batches])
+    first_indices = first_indices_of_batches(ranks, [len(batch[1]) for batch in batches])
     num_examples = sum(ranks.exchange(sum(len(batch[1]) for batch in batches)))
     if not num_examples:
         raise ValueError("The data holds no example: pass at least one batch.")

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, chain, count, islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -252,9 +252,9 @@ Batches = Iterable[Any]
 # The same, checked, and on the model's device or on their way there; in a fit a third entry may be
 # the weights of the examples, `[B]`.
 Pairs = Iterable[tuple[Any, ...]]
-# From the number of a batch of this process, and how many examples it has read before, to the place
-# of the batch's first example among those of all processes.
-Place = Callable[[int, int], int]
+# From a batch's number in this process, and how many examples the process has read before, to the
+# index of the batch's first example among those of all processes.
+FirstIndex = Callable[[int, int], int]
 
 
 _END = object()
@@ -315,9 +315,19 @@ class Stream:
     The first pair can be looked at without being lost: the next pass goes on with the iterator that
     gave it, so that a loader which shuffles is not begun twice. With a generator a pass's order and
     augmentation are a function of it; passes differ from each other, as those of a shuffling loader
-    do, and torch's global generator is as if nothing had been read. If `counts_any` is given, some
-    targets of each pass must count. Batches are weighed as `BatchReader` has it. Of several
-    processes `place` tells where the examples are among those of all.
+    do, and torch's global generator is left as it was.
+
+    Args:
+        source: The user's batches.
+        read: Reads a batch as inputs and targets.
+        generator: Determines the order and the augmentation of passes.
+        device: Where inputs are moved; None to leave them.
+        target_device: Where targets are moved; None to leave them.
+        progress: The title of a progress bar; None for no bar.
+        counts_any: Whether any of a batch's targets contributes to the loss. If it is passed, some
+            targets of each pass must.
+        description: The data's name in errors.
+        weighs: Whether a batch may have weights of its examples as a third entry.
     """
 
     def __init__(
@@ -326,27 +336,35 @@ class Stream:
         read: BatchReader,
         generator: torch.Generator | None = None,
         device: torch.device | None = None,
-        of_targets: torch.device | None = None,
+        target_device: torch.device | None = None,
         progress: str | None = None,
         counts_any: Callable[[Tensor], bool] | None = None,
-        what: str = "data",
+        description: str = "data",
         weighs: bool = False,
     ) -> None:
         check_generator(generator)
-        self.place: Place | None = None
-        self.source, self.read = source, read
+        # Set if several processes share the data, and it matters which example is which.
+        self.first_index_among_all: FirstIndex | None = None
+        self.source = source
+        self.read = read
         self.dtypes = {p.dtype for p in read.model.parameters()}
-        self.device, self.of_targets = device, of_targets
-        self.progress, self.counts_any, self.what = progress, counts_any, what
+        self.device = device
+        self.target_device = target_device
+        self.progress = progress
+        self.counts_any = counts_any
+        self.description = description
         self.weighs = weighs
         self._first: list[tuple[Any, ...]] = []
-        self._begun: Iterator[tuple[Any, ...]] | None = None
-        is_drawn = generator is not None and not isinstance(source, (list, tuple))
-        self.randomness = Randomness(generator) if generator and is_drawn else nullcontext()
+        self._started_pass: Iterator[tuple[Any, ...]] | None = None
+        self.randomness: AbstractContextManager[object] = nullcontext()
+        if generator is not None and not isinstance(source, (list, tuple)):
+            self.randomness = Randomness(generator)
 
     def first_index(self, batch: int, num_read: int) -> int:
         """The index of a batch's first example among those of all processes."""
-        return num_read if self.place is None else self.place(batch, num_read)
+        if self.first_index_among_all is None:
+            return num_read
+        return self.first_index_among_all(batch, num_read)
 
     def batch_number(self, batch: int) -> int:
         """The number of a batch, from 1."""
@@ -354,44 +372,49 @@ class Stream:
 
     @property
     def first(self) -> list[tuple[Any, ...]]:
-        """The first pair, in a list of it alone; an empty one if there is none."""
-        if self._begun is None and not self._first:
-            begun = self.in_step()
-            self._first, self._begun = list(islice(begun, 1)), begun
+        """A list of the first pair only; an empty one if there is none."""
+        if self._started_pass is None and not self._first:
+            self._started_pass = self.in_step()
+            self._first = list(islice(self._started_pass, 1))
         return self._first
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        """A pass, of which at least one target must count."""
-        number, counts = 0, False
+        """Read the data once; at least one target must contribute to the loss."""
+        num_batches = 0
+        any_counts = False
         for pair in self.in_step():
-            number += 1
-            counts = counts or (self.counts_any is not None and self.counts_any(pair[1]))
+            num_batches += 1
+            if self.counts_any is not None and not any_counts:
+                any_counts = self.counts_any(pair[1])
             yield pair
         if self.counts_any is None:
             return
-        numbers, counted = zip(*current().exchange([number, counts]), strict=True)
-        if any(numbers) and not any(counted):
+        by_rank = current().exchange((num_batches, any_counts))
+        if any(number for number, _ in by_rank) and not any(counts for _, counts in by_rank):
             raise ValueError(
-                f"Every target of the {self.what} is ignored. They have no curvature: pass batches "
-                "in which at least one target counts."
+                f"Every target of the {self.description} is ignored. They have no curvature: pass "
+                "batches in which at least one target counts."
             )
 
     def in_step(self) -> Iterator[tuple[Any, ...]]:
-        """A pass that checks nothing at its end: processes in step may end at other steps.
+        """Read the data without a check at its end: processes in step may end at other steps.
 
-        Several workers that read all of a stream each are an error.
+        It is an error if several workers each read all of a stream.
         """
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            yield from chain(self._first, begun)
+        started_pass = self._started_pass
+        self._started_pass = None
+        if started_pass is not None:
+            yield from chain(self._first, started_pass)
             return
-        source, marks, num_workers = self.source, set[str](), 0
+        source = self.source
+        num_workers = 0
         if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
             num_workers = source.num_workers
         if self.progress is not None:
             source = tqdm(source, desc=self.progress, unit="batch", leave=False)
         with self.randomness:
             steps = iter(source)
+        marks = set[str]()
         for number in count(1):
             with self.randomness:
                 batch = next(steps, _END)
@@ -404,12 +427,13 @@ class Stream:
                 if len(marks) < number:
                     raise ValueError(
                         f"The {num_workers} workers that read the stream begin with the same "
-                        "examples, so that every example would count several times: let each "
+                        "examples, so that every example would count several times. Let each "
                         "yield a part of them, by torch.utils.data.get_worker_info(), or set "
                         "num_workers=1."
                     )
             x = move(x, self.device, self.dtypes)
-            y = y if self.of_targets is None else y.to(self.of_targets, non_blocking=True)
+            if self.target_device is not None:
+                y = y.to(self.target_device, non_blocking=True)
             yield x, y, *weights
 
 

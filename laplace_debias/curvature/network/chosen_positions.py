@@ -1,4 +1,4 @@
-"""Outputs at chosen positions alone, such as those of a language model's last token."""
+"""Outputs at chosen positions only, such as those of a language model's last token."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,13 @@ _NAME = "_chosen_positions"
 
 @dataclass(frozen=True)
 class ChosenPositions:
-    """The positions that are asked for, and where they can be chosen.
+    """The requested positions, and where they can be chosen.
 
-    The `columns`, `[B, p]`, are their places among the outputs' positions. A single one has no
-    dimension in the results. The `head` is the path of the `nn.Linear` whose outputs, `[B, T, C]`,
-    are the network's as they came: it needs to see these positions alone.
+    Attributes:
+        columns: Indices of the positions among those of the outputs, `[B, p]`.
+        is_single: Whether a single position was requested, which has no dimension in the results.
+        head: The path of the `nn.Linear` whose outputs, `[B, T, C]`, are the network's: it needs
+            only the inputs at these positions. None if there is no such layer.
     """
 
     columns: Int[Tensor, "batch p"]
@@ -44,7 +46,7 @@ class ChosenPositions:
     head: str | None
 
     def inputs(self, x: Inputs) -> Inputs:
-        """The inputs with the positions among them, for what `network` gives."""
+        """Add the positions to the inputs, for the network that `network` returns."""
         if isinstance(x, Tensor):
             return (x, self.columns)
         if isinstance(x, Mapping):
@@ -52,61 +54,68 @@ class ChosenPositions:
         return (*x, self.columns)
 
     def network(self, model: nn.Module, before_head: bool) -> nn.Module:
-        """A `shared_copy` of a model, with outputs `[B, p, C]` of inputs that `inputs` made.
+        """Copy a model, with outputs `[B, p, C]` for the inputs that `inputs` returns.
 
-        With `before_head` the head sees the chosen positions alone: nothing of size T·C is made.
+        With `before_head` only the chosen positions go into the head, so that nothing of size T·C
+        is computed.
         """
-        twin, kept = shared_copy(model), list[Tensor]()
+        copied = shared_copy(model)
+        columns = torch.empty(0)
 
         def take_out(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            rest = dict(named)
-            if _NAME in rest:
-                kept[:] = [rest.pop(_NAME)]
-            elif len(args) == 1 and isinstance(args[0], Mapping):
-                args = (dict(args[0]),)
-                kept[:] = [args[0].pop(_NAME)]
-            else:
-                *args, columns = args  # type: ignore[assignment]
-                kept[:] = [columns]
-            return tuple(args), rest
+            nonlocal columns
+            if _NAME in named:
+                columns = named[_NAME]
+                return args, {key: value for key, value in named.items() if key != _NAME}
+            if len(args) == 1 and isinstance(args[0], Mapping):
+                inputs = dict(args[0])
+                columns = inputs.pop(_NAME)
+                return (inputs,), named
+            *inputs_before, columns = args
+            return tuple(inputs_before), named
 
-        def choose(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        def choose_inputs(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             if args:
-                return (_at(args[0], *kept), *args[1:]), named
-            return args, {**named, "input": _at(named["input"], *kept)}
+                return (values_at(args[0], columns), *args[1:]), named
+            return args, {**named, "input": values_at(named["input"], columns)}
 
-        twin.register_forward_pre_hook(take_out, prepend=True, with_kwargs=True)
+        def choose_outputs(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> Tensor:
+            return values_at(logits_of(outputs), columns)
+
+        copied.register_forward_pre_hook(take_out, prepend=True, with_kwargs=True)
         if before_head:
             assert self.head is not None
-            twin.get_submodule(self.head).register_forward_pre_hook(choose, with_kwargs=True)
+            head = copied.get_submodule(self.head)
+            head.register_forward_pre_hook(choose_inputs, with_kwargs=True)
         else:
-            twin.register_forward_hook(lambda _, __, outputs: _at(logits_of(outputs), *kept))
-        return twin
+            copied.register_forward_hook(choose_outputs)
+        return copied
 
 
 def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> ChosenPositions:
-    """Find the positions that are asked for, by running one example.
+    """Locate the requested positions, by running one example.
 
-    Negative ones count from the end: where the inputs hold an `attention_mask` `[B, T]`, from the
-    last position that is not padding.
+    Negative ones count from the end: if the inputs hold an `attention_mask` `[B, T]`, from the last
+    position that is not padding.
     """
-    asked = _as_tensor(positions)
+    requested = _as_tensor(positions)
     example = take(x, slice(0, 1))
-    twin = shared_copy(model)
-    calls = LinearCalls(twin)
+    copied = shared_copy(model)
+    calls = LinearCalls(copied)
     with torch.no_grad():
-        outputs = call(twin, example)
+        outputs = call(copied, example)
     if outputs.ndim != 3:
+        shape = ", ".join(["batch", *map(str, outputs.shape[1:])])
         raise ValueError(
-            f"positions={_shown(positions)} asks for positions of outputs [batch, positions, "
-            f"outputs], the model's are [{', '.join(['batch', *map(str, outputs.shape[1:])])}]: "
-            "leave positions out."
+            f"positions={_shown(positions)} only applies to models with outputs [batch, positions, "
+            f"classes]. This model returns [{shape}]: remove positions=."
         )
-    mask, size = _mask_of(model, x), num_examples(x)
-    columns = _columns(asked.to(outputs.device), mask, size, outputs.shape[1])
+    mask = _attention_mask(model, x)
+    requested = requested.to(outputs.device)
+    columns = _columns(requested, mask, num_examples(x), outputs.shape[1])
     # The linear layer that the outputs come from as they are, if there is one.
     is_head = calls.z is outputs and outputs._version == 0 and calls.counts[calls.path] == 1
-    chosen = ChosenPositions(columns, asked.ndim == 0, calls.path)
+    chosen = ChosenPositions(columns, requested.ndim == 0, calls.path)
     if is_head and calls.x.ndim == 3 and _takes_fewer(model, chosen, example, outputs):
         return chosen
     return ChosenPositions(columns, chosen.is_single, None)
@@ -114,74 +123,78 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
 
 def _as_tensor(positions: Positions) -> Int[Tensor, "*shape"]:
     try:
-        asked = torch.as_tensor(positions)
+        requested = torch.as_tensor(positions)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"positions must be integers, got {_shown(positions)}.") from error
-    if asked.ndim > 2 or asked.numel() == 0:
+    if requested.ndim > 2 or requested.numel() == 0:
         raise ValueError(
             "positions must be one integer, some for all examples [p] or some for each [batch, p], "
-            f"got shape {tuple(asked.shape)}."
+            f"got shape {tuple(requested.shape)}."
         )
-    if asked.is_floating_point() or asked.is_complex() or asked.dtype == torch.bool:
+    if requested.is_floating_point() or requested.is_complex() or requested.dtype == torch.bool:
         raise TypeError(
-            f"positions must be integers, got {asked.dtype}: where a mask is True is "
-            "mask.nonzero()."
+            f"positions must be integers, got {requested.dtype}. To pass the positions at which a "
+            "mask is True, use mask.nonzero()."
         )
-    return asked.long()
+    return requested.long()
 
 
 def _shown(positions: Positions) -> str:
     return f"a tensor {tuple(positions.shape)}" if isinstance(positions, Tensor) else f"{positions}"
 
 
-def _columns(asked: Tensor, mask: Tensor | None, batch: int, length: int) -> Int[Tensor, "batch p"]:
-    """Where positions lie, from the start."""
-    if asked.ndim == 2 and len(asked) != batch:
+def _columns(
+    requested: Tensor, mask: Tensor | None, batch: int, length: int
+) -> Int[Tensor, "batch p"]:
+    """Compute the positions' indices from the start, `[B, p]`."""
+    if requested.ndim == 2 and len(requested) != batch:
         raise ValueError(
-            f"positions of shape {tuple(asked.shape)} are of {len(asked)} examples, the inputs of "
-            f"{batch}: pass one row for each, or [p] for all."
+            f"positions of shape {tuple(requested.shape)} are for {len(requested)} examples, but "
+            f"the inputs have {batch}. Pass one row for each, or [p] for all."
         )
-    asked = asked.reshape(-1, asked.shape[-1] if asked.ndim else 1).expand(batch, -1)
+    num_positions = requested.shape[-1] if requested.ndim else 1
+    requested = requested.reshape(-1, num_positions).expand(batch, -1)
     if mask is not None and mask.shape != (batch, length):
-        if bool((asked < 0).any()):
+        if bool((requested < 0).any()):
             raise ValueError(
-                f"Negative positions count back from the last one that is not padding, and an "
-                f"attention_mask of shape {tuple(mask.shape)} does not tell which that is among "
-                f"the {length} positions of the outputs: pass positions from 0 to {length - 1}."
+                "Negative positions count back from the last one that is not padding, which an "
+                f"attention_mask of shape {tuple(mask.shape)} does not determine for the {length} "
+                f"positions of the outputs. Pass positions from 0 to {length - 1}."
             )
         mask = None
-    real = asked.new_ones(batch, length) if mask is None else (mask != 0).long()
-    counts = real.sum(1, keepdim=True)
-    wrong = (asked >= length) | (asked < -counts)
-    if bool(wrong.any()):
-        example, which = wrong.nonzero()[0].tolist()
+    is_real = requested.new_ones(batch, length) if mask is None else (mask != 0).long()
+    num_real = is_real.sum(1, keepdim=True)
+    is_missing = (requested >= length) | (requested < -num_real)
+    if bool(is_missing.any()):
+        example, index = is_missing.nonzero()[0].tolist()
         raise ValueError(
-            f"Example {example} has no position {int(asked[example, which])}: it has "
-            f"{int(counts[example])} that are not padding, of {length}."
+            f"Example {example} has no position {int(requested[example, index])}: it has "
+            f"{int(num_real[example])} that are not padding, of {length}."
         )
-    # Padding first, then what is not, each in its order.
-    in_order = real.argsort(dim=1, stable=True)
-    found = torch.where(asked < 0, in_order.gather(1, asked % length), asked)
-    padding = real.gather(1, found) == 0
-    if bool(padding.any()):
-        example, which = padding.nonzero()[0].tolist()
+    # Padding first, then the other positions, each in its order.
+    in_order = is_real.argsort(dim=1, stable=True)
+    columns = torch.where(requested < 0, in_order.gather(1, requested % length), requested)
+    is_padding = is_real.gather(1, columns) == 0
+    if bool(is_padding.any()):
+        example, index = is_padding.nonzero()[0].tolist()
         raise ValueError(
-            f"Position {int(found[example, which])} of example {example} is padding, as the "
-            "attention_mask says: ask for others, or count from the end (-1 is the last real one)."
+            f"Position {int(columns[example, index])} of example {example} is padding by the "
+            "attention_mask. Choose others, or count from the end (-1 is the last real one)."
         )
-    return found
+    return columns
 
 
-def _mask_of(model: nn.Module, x: Inputs) -> Tensor | None:
-    """The mask of the positions among the inputs; of a decoder's where it has inputs of its own."""
+def _attention_mask(model: nn.Module, x: Inputs) -> Tensor | None:
+    """Return the mask of the positions among the inputs; a decoder's if it has its own inputs."""
     if isinstance(x, Tensor):
         return None
     if isinstance(x, Mapping):
         named = dict(x)
     else:
         named = dict(zip(inspect.signature(unwrapped(model).forward).parameters, x, strict=False))
-    of_decoder = named.get("decoder_input_ids", named.get("decoder_inputs_embeds"))
-    mask = named.get("attention_mask" if of_decoder is None else "decoder_attention_mask")
+    decoder_inputs = named.get("decoder_input_ids", named.get("decoder_inputs_embeds"))
+    key = "attention_mask" if decoder_inputs is None else "decoder_attention_mask"
+    mask = named.get(key)
     return mask if isinstance(mask, Tensor) else None
 
 
@@ -192,7 +205,9 @@ class LinearCalls:
     """
 
     def __init__(self, network: nn.Module, head: str | None = None) -> None:
-        self.path, self.x, self.z = "", torch.empty(0), torch.empty(0)
+        self.path = ""
+        self.x = torch.empty(0)
+        self.z = torch.empty(0)
         self.counts: dict[str, int] = {}
         for path, layer in network.named_modules():
             is_plain = type(layer).forward is nn.Linear.forward and not is_parametrized(layer)
@@ -202,7 +217,8 @@ class LinearCalls:
     def _record(
         self, path: str, _: nn.Module, args: tuple[Any, ...], named: dict[str, Any], z: Any
     ) -> None:
-        self.path, self.z = path, z
+        self.path = path
+        self.z = z
         self.x = args[0] if args else named["input"]
         self.counts[path] = self.counts.get(path, 0) + 1
 
@@ -210,20 +226,21 @@ class LinearCalls:
 def _takes_fewer(
     model: nn.Module, chosen: ChosenPositions, example: Inputs, outputs: Tensor
 ) -> bool:
-    """Whether the forward pass lets the head see some positions alone."""
-    one = ChosenPositions(chosen.columns[:1], chosen.is_single, chosen.head)
+    """Whether the forward pass runs if only some positions go into the head."""
+    first = ChosenPositions(chosen.columns[:1], chosen.is_single, chosen.head)
     try:
         with torch.no_grad():
-            found = call(one.network(model, before_head=True), one.inputs(example))
-    # Whatever a forward pass raises.
+            at_positions = call(first.network(model, before_head=True), first.inputs(example))
+    # A forward pass may raise anything.
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return False
-    expected = _at(outputs, one.columns)
-    return found.shape == expected.shape and torch.allclose(found, expected, 1e-3, 1e-5)
+    expected = values_at(outputs, first.columns)
+    is_alike = at_positions.shape == expected.shape
+    return is_alike and torch.allclose(at_positions, expected, 1e-3, 1e-5)
 
 
-def _at(values: Tensor, columns: Int[Tensor, "batch p"]) -> Tensor:
+def values_at(values: Tensor, columns: Int[Tensor, "batch p"]) -> Tensor:
     """Values `[B, T, d]` at positions, `[B, p, d]`."""
     return values.gather(1, columns.unsqueeze(-1).expand(-1, -1, values.shape[-1]))

@@ -15,8 +15,8 @@ from laplace_debias.curvature.network.quantised import plain_parts
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-def fingerprint(model: nn.Module, without: Collection[str]) -> dict[str, int]:
-    """A number for every tensor of the model's state, the same wherever the model lies.
+def fingerprint(model: nn.Module, excluded: Collection[str]) -> dict[str, int]:
+    """Compute a number for each tensor of the model's state, the same on every device.
 
     It is the sum of the entries' bits, taken for integers: exact, so that no device rounds it
     otherwise, and read once. Training, another checkpoint or new statistics of a normalisation
@@ -25,7 +25,7 @@ def fingerprint(model: nn.Module, without: Collection[str]) -> dict[str, int]:
     """
     sums = {}
     for name, tensor in _state(model):
-        if name not in without:
+        if name not in excluded:
             sums[name] = sum_of_bits(tensor)
     return sums
 
@@ -43,7 +43,7 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksum(model: nn.Module) -> str:
-    """A text that tells a model's state from another's."""
+    """Hash a model's state."""
     return hashlib.sha256(json.dumps(fingerprint(model, ())).encode()).hexdigest()[:16]
 
 
@@ -58,7 +58,7 @@ def sum_of_bits(tensor: Tensor) -> int:
 
 # How many entries of a tensor are compared; up to twice as many.
 _SAMPLE_SIZE = 1024
-# Where a tensor lies and how often torch has changed it; and a sample of its entries.
+# A tensor's storage and how often torch has changed it; and a sample of its entries.
 _Trace = tuple[tuple[Any, ...], Tensor]
 
 
@@ -75,12 +75,12 @@ class ChangeDetector:
         return ChangeDetector, ()
 
     def changed(
-        self, model: nn.Module, without: Collection[str], sums: Mapping[str, int]
+        self, model: nn.Module, excluded: Collection[str], sums: Mapping[str, int]
     ) -> list[str]:
         """Return names of tensors that differ from the fingerprint, the first one or those gone."""
         missing = dict(sums)
         for name, tensor in _state(model):
-            if name in without:
+            if name in excluded:
                 continue
             if missing.pop(name, None) is None:
                 return [name]
@@ -100,10 +100,10 @@ def _trace(values: Tensor) -> _Trace:
     return place, sample.view(_INTEGERS.get(values.element_size(), torch.int64))
 
 
-def _are_equal(traces: list[_Trace], before: list[_Trace] | None) -> bool:
-    if before is None or len(before) != len(traces):
+def _are_equal(traces: list[_Trace], earlier: list[_Trace] | None) -> bool:
+    if earlier is None or len(earlier) != len(traces):
         return False
     return all(
         place == place_before and sample.equal(sample_before)
-        for (place, sample), (place_before, sample_before) in zip(traces, before, strict=True)
+        for (place, sample), (place_before, sample_before) in zip(traces, earlier, strict=True)
     )

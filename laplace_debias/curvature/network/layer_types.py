@@ -57,14 +57,15 @@ def expose_projections(attention: nn.MultiheadAttention) -> None:
     out = attention.out_proj
     exposed = _linear(out.weight, out.bias)
     # The same parameters: another layer may share them.
-    exposed.weight, exposed.bias = out.weight, out.bias
+    exposed.weight = out.weight
+    exposed.bias = out.bias
     attention.out_proj = exposed  # type: ignore[assignment]
     attention.__class__ = _ExposedAttention
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     layer = nn.Linear(1, 1, bias=False, device="meta")
-    layer.in_features, layer.out_features = weight.shape[1], weight.shape[0]
+    layer.out_features, layer.in_features = weight.shape
     layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
@@ -90,8 +91,16 @@ class _ExposedAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> Any:
         if not any(m._forward_hooks for m in (self.query, self.key, self.value, self.out_proj)):
-            rest = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            return super().forward(query, key, value, *rest)
+            return super().forward(
+                query,
+                key,
+                value,
+                key_padding_mask=key_padding_mask,
+                need_weights=need_weights,
+                attn_mask=attn_mask,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
         projected = [self.query(query), self.key(key), self.value(value)]
         if self.batch_first and query.ndim == 3:
             projected = [x.transpose(0, 1) for x in projected]

@@ -34,10 +34,10 @@ from laplace_debias.system.checks import check_is
 
 
 class Network:
-    """A model as a function of the selected parameters, in its order, the others held fixed.
+    """A model as a function of the selected parameters, in its order, with the others fixed.
 
     Tied weights are one parameter under their first name, and all of their uses count. The data are
-    for the last layer, which one example tells.
+    needed only to find the last layer, by running an example.
     """
 
     def __init__(
@@ -48,7 +48,8 @@ class Network:
         batch: BatchHook | None = None,
     ) -> None:
         check_is(batch, "batch", Callable, type(None))
-        self._given, self._read = model, BatchReader(model, batch)
+        self._user_model = model
+        self._read = BatchReader(model, batch)
         plain = validate_model(model)
         if isinstance(params, (list, tuple)):
             params = plain_names(model, params)
@@ -62,7 +63,8 @@ class Network:
         self._sizes = self.layout.sizes
         self.num_parameters = self.layout.size
         first = plain.get_parameter(self.names[0])
-        self.dtype, self.device = wide(first.dtype), first.device
+        self.dtype = wide(first.dtype)
+        self.device = first.device
         self.refresh()
 
     def stream(self, data: Batches, generator: torch.Generator | None = None) -> Stream:
@@ -72,20 +74,20 @@ class Network:
     @property
     def model(self) -> nn.Module:
         """A new working copy of the user's model, in single precision or wider."""
-        return widened(shared_copy(unwrapped(self._given)), self.names)
+        return widened(shared_copy(unwrapped(self._user_model)), self.names)
 
     def refresh(self) -> None:
         """Copy the model anew."""
-        twin = self.model
-        everything: list[tuple[str, Tensor]] = [*twin.named_parameters(), *twin.named_buffers()]
-        # Copies: what is kept of a linearisation refers to them, and must not change.
-        copies = {name: x.detach().clone() for name, x in everything}
-        self._seen = tuple(copies.values())
+        model = self.model
+        tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        # Linearisations that are kept refer to the copies, which must not change.
+        copies = {name: tensor.detach().clone() for name, tensor in tensors}
+        self._copied_state = tuple(copies.values())
         self.parameters = tuple(copies[name] for name in self.names)
         self._fixed_names = tuple(name for name in copies if name not in self.names)
         self.fixed = tuple(copies[name] for name in self._fixed_names)
-        self._call = _Call(twin)
-        self.differentiable = partial(differentiable, twin)
+        self._call = _Call(model)
+        self.differentiable = partial(differentiable, model)
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -97,10 +99,10 @@ class Network:
 
         Their contents are compared: a change through `.data` leaves no other trace.
         """
-        state = [*self._given.parameters(), *self._given.buffers()]
-        return len(state) == len(self._seen) and all(
-            now.detach().to(copy.dtype).equal(copy)
-            for now, copy in zip(state, self._seen, strict=True)
+        state = [*self._user_model.parameters(), *self._user_model.buffers()]
+        return len(state) == len(self._copied_state) and all(
+            tensor.detach().to(copy.dtype).equal(copy)
+            for tensor, copy in zip(state, self._copied_state, strict=True)
         )
 
     def outputs(
@@ -119,8 +121,9 @@ class Network:
         """The outputs for a batch, found to be the same twice, finite, and one row per example."""
         with torch.no_grad():
             outputs = self.outputs(self.parameters, inputs)
-            some = take(inputs, slice(0, 2))
-            one, two = (self.outputs(self.parameters, some) for _ in range(2))
+            first_inputs = take(inputs, slice(0, 2))
+            once = self.outputs(self.parameters, first_inputs)
+            twice = self.outputs(self.parameters, first_inputs)
         if outputs.shape[:1] != (size,) or outputs.dtype != self.dtype:
             raise ValueError(
                 f"The model returned {outputs.dtype} outputs of shape {tuple(outputs.shape)} for "
@@ -128,7 +131,7 @@ class Network:
             )
         check_outputs(outputs, least=0)
         # Not to the last bit: parallel sums on an accelerator may differ in their order.
-        if not torch.allclose(one, two, rtol=1e-4, atol=1e-6):
+        if not torch.allclose(once, twice, rtol=1e-4, atol=1e-6):
             raise ValueError(
                 "Two forward passes of the same examples differ: curvature needs a deterministic "
                 "model. Take out random layers, or make them repeatable in eval mode."
@@ -141,11 +144,11 @@ class Network:
             return returned_outputs(self.model, take(inputs, slice(0, 1))).ndim == 1
 
     def split(self, vectors: Tensor) -> list[Tensor]:
-        """Vectors `[..., D]` as one tensor `[..., *shape]` a parameter."""
-        parts = vectors.split(self._sizes, -1)
+        """Split vectors `[..., D]` into one tensor `[..., *shape]` per parameter."""
+        flat_tensors = vectors.split(self._sizes, -1)
         return [
-            part.unflatten(-1, shape) if len(shape) else part.squeeze(-1)
-            for part, shape in zip(parts, self.layout.shapes, strict=True)
+            flat.unflatten(-1, shape) if len(shape) else flat.squeeze(-1)
+            for flat, shape in zip(flat_tensors, self.layout.shapes, strict=True)
         ]
 
     def join(self, tensors: Any, batched: bool) -> Tensor:

@@ -9,7 +9,11 @@ from torch import Tensor
 
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.inputs import Inputs, mark_of, move, tensors_of
-from laplace_debias.curvature.network.shards import check_shared, first_places, refuse_same
+from laplace_debias.curvature.network.shards import (
+    check_all_different,
+    check_shared,
+    first_indices_of_batches,
+)
 from laplace_debias.system.ranks import ALONE, Ranks
 
 _EMPTY = "The data is empty: it must yield at least one batch."
@@ -36,8 +40,8 @@ class Batch:
 class Data:
     """Batches of inputs and targets, read once at construction and held to that afterwards.
 
-    Whatever is kept of a batch (its place, the labels drawn for it, a linearised network) belongs
-    to that batch for good; so a loader that shuffles or augments at random is an error, not noise.
+    A batch's index, the labels drawn for it and a linearised network belong to that batch for good,
+    so a loader that shuffles or augments at random is an error, not noise.
 
     NaN is refused; where Inf among the inputs matters, the outputs are not finite either. The
     `sizes` are of this process's batches; `firsts` and `num_examples` count those of all processes.
@@ -64,9 +68,9 @@ class Data:
         if not self.sizes:
             raise ValueError(_EMPTY if ranks.size == 1 else _NO_PART)
         if not is_shared:
-            refuse_same(ranks.exchange(self._marks[0]), "begins with the same batch")
+            check_all_different(ranks.exchange(self._marks[0]), "begins with the same batch")
         self.num_examples = sum(ranks.exchange(sum(self.sizes)))
-        self.firsts = first_places(ranks, self.sizes)
+        self.firsts = first_indices_of_batches(ranks, self.sizes)
         if num_data is not None and num_data != self.num_examples:
             raise ValueError(
                 f"num_data={num_data}, but the data holds {self.num_examples} examples: leave "

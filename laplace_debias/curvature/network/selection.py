@@ -20,8 +20,8 @@ from laplace_debias.curvature.network.quantised import check_can_be_bayesian, is
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
 LAST_LAYER = "last_layer"
-# Examples that are run where one does not reach all layers.
-_MORE = 16
+# Examples that are run if one does not reach all layers.
+_NUM_EXAMPLES = 16
 _REMEDY = (
     'Take params="all", or name the parameters, params=[...] (model.named_parameters() lists them).'
 )
@@ -70,7 +70,7 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
         if type(module) is nn.MultiheadAttention:
             expose_projections(module)
     cuts: list[tuple[str, Tensor]] = []
-    passed_over = {id(p) for m in network.modules() if _is_passed_over(m) for p in m.parameters()}
+    rescaling = {id(p) for m in network.modules() if _only_rescales(m) for p in m.parameters()}
     layers = dict(_layers(network))
     for path, layer in layers.items():
         layer.register_forward_hook(_cutter(cuts, path), prepend=True)
@@ -78,37 +78,41 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
         name: parameter.requires_grad_()
         for name, parameter in network.named_parameters()
         if is_plain(parameter) and parameter.is_floating_point() and parameter.numel() > 1
-        if id(parameter) not in passed_over
+        if id(parameter) not in rescaling
     }
     with torch.enable_grad():
         outputs = call(network, take(inputs, slice(0, 1)))
         if len(dict(cuts)) < len(layers):
             # Another example may take another way, as in a mixture of experts.
             cuts.clear()
-            outputs = call(network, take(inputs, slice(0, _MORE)))
+            outputs = call(network, take(inputs, slice(0, _NUM_EXAMPLES)))
     if not outputs.requires_grad:
         return [], []
     names, leaves = zip(*cuts, *parameters.items(), strict=True)
-    found = torch.autograd.grad(outputs, leaves, torch.ones_like(outputs), allow_unused=True)
-    reached = dict.fromkeys(n for n, g in zip(names, found, strict=True) if g is not None)
-    return [path for path in reached if path in layers], [n for n in reached if n in parameters]
+    ones = torch.ones_like(outputs)
+    gradients = torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
+    sources = dict.fromkeys(
+        name for name, gradient in zip(names, gradients, strict=True) if gradient is not None
+    )
+    source_layers = [path for path in sources if path in layers]
+    return source_layers, [name for name in sources if name in parameters]
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules with parameters of their own and none inside; reparametrised ones as a whole."""
-    whole: list[str] = []
+    reparametrised: list[str] = []
     for path, module in network.named_modules():
-        if any(path.startswith(prefix) for prefix in whole):
+        if any(path.startswith(prefix) for prefix in reparametrised):
             continue
         if is_parametrized(module):
-            whole.append(f"{path}." if path else "")
+            reparametrised.append(f"{path}." if path else "")
         elif len(list(module.parameters(recurse=False))) != len(list(module.parameters())):
             continue
-        if any(True for _ in module.parameters()) and not _is_passed_over(module):
+        if any(True for _ in module.parameters()) and not _only_rescales(module):
             yield path, module
 
 
-def _is_passed_over(module: nn.Module) -> bool:
+def _only_rescales(module: nn.Module) -> bool:
     """Whether a module only rescales: a normalisation, or one with single numbers alone."""
     if isinstance(module, _NORMS):
         return True
@@ -134,19 +138,19 @@ def _trainable(model: nn.Module, path: str) -> list[str]:
     """Names of the layer's trainable parameters, which are its own."""
     layer = _owner(model, path)
     title = f"{path or 'model'} ({type(layer).__name__})"
-    own = {id(parameter) for parameter in layer.parameters()}
+    parameter_ids = {id(parameter) for parameter in layer.parameters()}
     sharing = [
-        f"{where}.{key}".lstrip(".")
-        for where, module in model.named_modules()
+        f"{module_path}.{key}".lstrip(".")
+        for module_path, module in model.named_modules()
         for key, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in own and not any(module is inner for inner in layer.modules())
+        if id(parameter) in parameter_ids and not any(module is inner for inner in layer.modules())
     ]
     if sharing:
         raise ValueError(
             f'params="{LAST_LAYER}": the outputs come from {title}, whose parameters are tied to '
-            f"{sharing}, so that they are not those of the last layer alone. {_REMEDY}"
+            f"{sharing}, so that they belong to other layers, too. {_REMEDY}"
         )
-    names = [n for n, p in model.named_parameters() if id(p) in own and p.requires_grad]
+    names = [n for n, p in model.named_parameters() if id(p) in parameter_ids and p.requires_grad]
     if not names:
         raise ValueError(
             f'params="{LAST_LAYER}": the outputs come from {title}, which is frozen '
@@ -196,13 +200,14 @@ def select_parameters(
     elif callable(selection):
         names = [name for name, parameter in trainable.items() if selection(name, parameter)]
     elif isinstance(selection, Sequence) and all(isinstance(name, str) for name in selection):
-        given = set(selection)
-        if unknown := sorted(given - trainable.keys()):
+        selected = set(selection)
+        unknown = sorted(selected - trainable.keys())
+        if unknown:
             raise ValueError(
                 f"params names {unknown}, which the model does not have or which are frozen "
                 f"(requires_grad=False). It has {list(trainable)}."
             )
-        names = [name for name in trainable if name in given]
+        names = [name for name in trainable if name in selected]
     else:
         # Not the thing itself: it may hold, and would print, every weight.
         came = type(selection).__name__
@@ -239,8 +244,8 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
             )
         kinds.add((wide(parameter.dtype), parameter.device))
     if len(kinds) > 1:
-        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
-        raise ValueError(f"The Bayesian parameters must share one dtype and device, found {found}.")
+        listed = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
+        raise ValueError(f"The Bayesian parameters must share one dtype and device, got {listed}.")
     dtype, _ = kinds.pop()
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(

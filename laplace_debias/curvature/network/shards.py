@@ -18,14 +18,14 @@ from torch.utils.data import (
 )
 from torch.utils.data.sampler import RandomSampler
 
-from laplace_debias.curvature.network.batches import Place, Stream
+from laplace_debias.curvature.network.batches import FirstIndex, Stream
 from laplace_debias.curvature.network.fingerprints import sum_of_bits
 from laplace_debias.system.ranks import Ranks, check_joined
 from laplace_debias.system.threads import Randomness
 
-# Examples of a data set that are read to tell it from another.
-_FEW = 4
-# Where the data tells no sizes, the places of one process's examples are so far from another's.
+# Examples of a data set that are read to compare it with another.
+_NUM_COMPARED = 4
+# Without known sizes, the indices of two processes' examples are this far apart.
 FAR = 2**40
 
 
@@ -79,126 +79,136 @@ class ShardedBatches(Sampler[list[int]]):
                 f"rank={rank} of num_ranks={num_ranks}: give both, with rank from 0 to "
                 "num_ranks - 1, or neither."
             )
-        self.data, self.batch_size = data, batch_size
-        self.shuffle, self.seed = shuffle, seed
+        self.data = data
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
         is_of_group = rank is None and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if is_of_group else rank or 0
         self.num_ranks = dist.get_world_size() if is_of_group else num_ranks or 1
 
     @property
-    def parts(self) -> list[range]:
-        """The places of this process's part of every batch that it has one of."""
-        parts = []
+    def shares(self) -> list[range]:
+        """This process's share of each batch, as a range of positions; no empty ones."""
+        shares = []
         for start in range(0, len(self.data), self.batch_size):
-            each, left = divmod(min(self.batch_size, len(self.data) - start), self.num_ranks)
-            first = start + self.rank * each + min(self.rank, left)
-            parts.append(range(first, first + each + (self.rank < left)))
-        # The first ranks have the larger parts: one whose part is empty has none later on.
-        return list(filter(None, parts))
+            size = min(self.batch_size, len(self.data) - start)
+            share, remainder = divmod(size, self.num_ranks)
+            first = start + self.rank * share + min(self.rank, remainder)
+            # The first ranks have one example more.
+            shares.append(range(first, first + share + (self.rank < remainder)))
+        return list(filter(None, shares))
 
     @property
     def num_examples(self) -> int:
         """How many examples this process reads in a pass."""
-        return sum(map(len, self.parts))
+        return sum(map(len, self.shares))
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.shares)
 
     def __iter__(self) -> Iterator[list[int]]:
         order: Sequence[int] = range(len(self.data))
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed)
             order = torch.randperm(len(self.data), generator=generator).tolist()
-        for part in self.parts:
-            yield [order[place] for place in part]
+        for share in self.shares:
+            yield [order[position] for position in share]
 
 
-def place_of(ranks: Ranks, stream: Stream) -> Place:
-    """The places of examples in data that several processes share.
+def first_index_of_batch(ranks: Ranks, stream: Stream) -> FirstIndex:
+    """Number the examples of data that several processes share.
 
-    The order of all examples is that of the batches, and within the union of the processes' k-th
-    batches that of their ranks. Where data tells no sizes, it is that of the ranks.
+    Examples are in the order of the batches, and within the union of the processes' k-th batches in
+    the order of the ranks. If the sizes of batches are not known beforehand, all examples of a rank
+    come before those of the next one.
     """
     data = stream.source
     sampler = getattr(data, "batch_sampler", None)
     if isinstance(sampler, ShardedBatches):
-        parts = sampler.parts
-        return lambda batch, _: parts[batch].start
+        shares = sampler.shares
+        return lambda batch, _: shares[batch].start
     if isinstance(data, (list, tuple)):
         pairs = (stream.read(batch, weighs=stream.weighs) for batch in data)
-        firsts = first_places(ranks, [len(y) for _, y, *_ in pairs])
-        return lambda batch, _: firsts[batch]
-    return lambda _, seen: FAR * ranks.rank + seen
+        first_indices = first_indices_of_batches(ranks, [len(y) for _, y, *_ in pairs])
+        return lambda batch, _: first_indices[batch]
+    return lambda _, num_read: FAR * ranks.rank + num_read
 
 
-def first_places(ranks: Ranks, sizes: Sequence[int]) -> list[int]:
-    """The place of the first example of each batch of this process; see `place_of`."""
-    of_ranks = ranks.exchange(list(sizes))
-    of_batches = list(itertools.zip_longest(*of_ranks, fillvalue=0))
-    starts = itertools.accumulate((sum(of_batch) for of_batch in of_batches), initial=0)
+def first_indices_of_batches(ranks: Ranks, sizes: Sequence[int]) -> list[int]:
+    """Number the first example of each batch of this process; see `first_index_of_batch`."""
+    sizes_by_rank = ranks.exchange(list(sizes))
+    sizes_by_batch = list(itertools.zip_longest(*sizes_by_rank, fillvalue=0))
+    starts = itertools.accumulate((sum(sizes) for sizes in sizes_by_batch), initial=0)
     return [
-        start + sum(of_batch[: ranks.rank])
-        for start, of_batch, _ in zip(starts, of_batches, sizes, strict=False)
+        start + sum(batch_sizes[: ranks.rank])
+        for start, batch_sizes, _ in zip(starts, sizes_by_batch, sizes, strict=False)
     ]
 
 
 def check_shared(ranks: Ranks, data: Any) -> bool:
-    """Require that several processes share data, before it is read: none reads what another does.
+    """Check, before data is read, that no process reads what another one does.
 
-    Returns whether `ShardedBatches` say that it is shared.
+    Returns:
+        Whether the processes share the data by `ShardedBatches`.
     """
     check_joined()
-    batches, shared = getattr(data, "batch_sampler", None), ""
+    batches = getattr(data, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None) or getattr(data, "sampler", None)
     if isinstance(sampler, DistributedSampler):
-        repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
-        if repeated > 0:
+        num_repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+        if num_repeated > 0:
             raise ValueError(
-                f"The loader's DistributedSampler repeats {repeated} examples, so that all of "
-                f"{sampler.num_replicas} processes have as many, and they would count twice: use "
+                f"The loader's DistributedSampler repeats {num_repeated} examples, so that all of "
+                f"{sampler.num_replicas} processes have as many, and they would count twice. Use "
                 "DataLoader(data, batch_sampler=ShardedBatches(data, batch_size)), which repeats "
                 "none."
             )
     if ranks.size == 1:
         return False
+    sharding = ""
     if isinstance(batches, ShardedBatches) and batches.num_ranks > 1:
-        shared = f"{(len(batches.data), batches.batch_size, batches.shuffle, batches.seed)}"
-    said = ranks.exchange([shared, _whole_data_set(data)])
-    of_shared = [one for one, _ in said]
-    if not any(of_shared):
-        refuse_same([one for _, one in said], "reads the same data set from end to end")
-    elif len(set(of_shared)) > 1:
-        told = ", ".join(f"rank {rank} {one or 'none'}" for rank, one in enumerate(of_shared))
+        sharding = f"{(len(batches.data), batches.batch_size, batches.shuffle, batches.seed)}"
+    by_rank = ranks.exchange([sharding, _data_set_summary(data)])
+    shardings = [sharding for sharding, _ in by_rank]
+    if not any(shardings):
+        summaries = [summary for _, summary in by_rank]
+        check_all_different(summaries, "reads the same data set from end to end")
+    elif len(set(shardings)) > 1:
+        listed = ", ".join(f"rank {rank} {text or 'none'}" for rank, text in enumerate(shardings))
         raise ValueError(
             "ShardedBatches must be the same on all ranks (length of the data, batch_size, "
-            f"shuffle, seed): {told}."
+            f"shuffle, seed): {listed}."
         )
-    return any(of_shared)
+    return any(shardings)
 
 
-def refuse_same(marks: Sequence[str | None], how: str) -> None:
-    """Refuse data of which two ranks have the same mark; None stands for unknown."""
+def check_all_different(marks: Sequence[str | None], coincidence: str) -> None:
+    """Raise an error if two ranks read the same data, by its marks; None stands for unknown."""
     for rank, mark in enumerate(marks):
-        other = marks.index(mark)
-        if mark is not None and other < rank:
+        first_rank = marks.index(mark)
+        if mark is not None and first_rank < rank:
             raise ValueError(
-                f"Rank {rank} {how} as rank {other}, so that every example would count several "
-                "times: let the processes share the data, DataLoader(data, "
-                "batch_sampler=ShardedBatches(data, batch_size)), or work on one process alone, "
+                f"Rank {rank} {coincidence} as rank {first_rank}, so that every example would "
+                "count several times. Let the processes share the data, DataLoader(data, "
+                "batch_sampler=ShardedBatches(data, batch_size)), or work on one process only, "
                 "within `laplace_debias.alone()`."
             )
 
 
-def _whole_data_set(data: Any) -> str | None:
-    """A text that tells a data set from another, if a loader reads all of it."""
+def _data_set_summary(data: Any) -> str | None:
+    """Summarise a data set, to compare it with another's, if a loader reads all of it."""
     samplers = RandomSampler, SequentialSampler
     if not isinstance(data, DataLoader) or type(data.batch_sampler) is not BatchSampler:
         return None
     if type(data.sampler) not in samplers or len(data.sampler) != len(data.dataset):  # type: ignore[arg-type]
         return None
     size = len(data.sampler)  # type: ignore[arg-type]
+    if not size:
+        return None
     # Augmentation by torch draws the same numbers on all, and leaves the generator as it was.
     with Randomness(torch.Generator().manual_seed(0)):
-        some = [data.dataset[index] for index in range(0, size, max(1, size // _FEW))]
-    entries = [x for x in tree_leaves(some) if isinstance(x, (Tensor, np.ndarray, int))]
-    return f"{size} {[sum_of_bits(torch.as_tensor(x)) for x in entries]}" if size else None
+        indices = range(0, size, max(1, size // _NUM_COMPARED))
+        examples = [data.dataset[index] for index in indices]
+    entries = [x for x in tree_leaves(examples) if isinstance(x, (Tensor, np.ndarray, int))]
+    return f"{size} {[sum_of_bits(torch.as_tensor(x)) for x in entries]}"

@@ -19,22 +19,22 @@ from laplace_debias.system.memory import is_out_of_memory
 def shared_copy(model: nn.Module) -> nn.Module:
     """Copy a model's module tree while sharing the storage of its parameters.
 
-    Whatever is done to the copy (hooks, attributes, `requires_grad`, gradients, modes) never
-    reaches the original, also when an exception cuts the work short; and since the storage is
-    shared, the copy costs little memory and is never out of date.
+    Changes of the copy (hooks, attributes, `requires_grad`, gradients, modes) never reach the
+    original, even if an exception interrupts the work. Since the storage is shared, the copy needs
+    little memory and is never out of date.
 
     The copy is in eval mode, and its parameters require no gradient. Gradients of embeddings are
     dense, and not divided by how often a token is in the batch.
     """
     memo: dict[int, object] = {}
     for module in model.modules():
-        for kept in vars(module).values():
-            if type(kept) in (OrderedDict, dict, set) and not kept:
-                # A dozen for every module, of hooks that it does not have: they would take longest.
-                memo[id(kept)] = type(kept)()
-            for value in kept.values() if type(kept) is dict else (kept,):
+        for attribute in vars(module).values():
+            if type(attribute) in (OrderedDict, dict, set) and not attribute:
+                # Every module has a dozen, for hooks that it lacks: they would take longest.
+                memo[id(attribute)] = type(attribute)()
+            for value in attribute.values() if type(attribute) is dict else (attribute,):
                 if isinstance(value, Tensor) and not value.is_leaf:
-                    # Computed of others, as the weight of a weight norm.
+                    # It is computed from others, as the weight of a weight norm.
                     memo[id(value)] = value.detach()
     for parameter in model.parameters():
         memo[id(parameter)] = shared_parameter(parameter)
@@ -48,8 +48,8 @@ def shared_copy(model: nn.Module) -> nn.Module:
             # It holds the values of offloaded parameters, which would be copied.
             memo[id(module._hf_hook)] = module._hf_hook
     try:
-        twin = copy.deepcopy(model, memo)
-    # Whatever a module's attributes raise when they are copied.
+        copied_model = copy.deepcopy(model, memo)
+    # Attributes of a module may raise anything when they are copied.
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -58,34 +58,35 @@ def shared_copy(model: nn.Module) -> nn.Module:
             "so that your model stays untouched: keep non-leaf tensors, locks and open files out "
             "of the module's attributes, or implement `__deepcopy__`."
         ) from error
-    for module, copied in zip(model.modules(), twin.modules(), strict=False):
+    for module, copied in zip(model.modules(), copied_model.modules(), strict=False):
         if isinstance(copied, (nn.Embedding, nn.EmbeddingBag)):
-            copied.sparse = copied.scale_grad_by_freq = False
-        for name, kept in vars(module).items():
-            if type(kept) is dict and not name.startswith("_"):
-                for key, value in kept.items():
+            copied.sparse = False
+            copied.scale_grad_by_freq = False
+        for name, attribute in vars(module).items():
+            if type(attribute) is dict and not name.startswith("_"):
+                for key, value in attribute.items():
                     if isinstance(value, Tensor) and not value.is_leaf:
-                        # What a module keeps from one pass to the next is computed anew.
+                        # A module's cache from one pass to the next is computed anew.
                         vars(copied)[name].pop(key, None)
-    keep_differentiable(twin)
-    return twin.eval()
+    keep_differentiable(copied_model)
+    return copied_model.eval()
 
 
 @contextmanager
 def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo what a forward pass leaves in modules' attributes, such as what it caches.
+    """Undo what a forward pass leaves in modules' attributes, such as caches.
 
-    The next one would take it for its own, with the numbers of other examples.
+    The next pass would take them for its own, with the numbers of other examples.
     """
-    before = []
-    for inner in modules:
-        kept = vars(inner).copy()
-        for name, value in kept.items():
+    saved = []
+    for module in modules:
+        attributes = vars(module).copy()
+        for name, value in attributes.items():
             if type(value) in (dict, list):
-                kept[name] = value.copy()
-        before.append((inner, kept))
+                attributes[name] = value.copy()
+        saved.append((module, attributes))
     try:
         yield
     finally:
-        for inner, kept in before:
-            inner.__dict__ = kept
+        for module, attributes in saved:
+            module.__dict__ = attributes

@@ -8,16 +8,17 @@ from torch import nn
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
-def unwrapped(model: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
-    """The model without what was wrapped around it or around a part of it.
+def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = None) -> nn.Module:
+    """Remove the wrappers around a model and around its submodules.
 
     Its parameters are the user's own tensors, under the names that they have in the plain model. A
     wrapper computes what the model in it computes, but neither hooks nor derivatives of any order
-    can be relied on through it. Where parts are wrapped this is a copy of the modules around them,
-    which does not see the modes that are set later: ask for it where it is needed, and do not keep
-    it. Parts that were `seen` before, by their `id`, are plain already.
+    can be relied on through it. If submodules are wrapped, the result is a copy of the modules
+    around them, in which modes that are set later have no effect: call this function where the
+    plain model is needed, and do not keep the result. `plain_modules` holds the submodules that
+    were unwrapped before, by their `id`.
     """
-    seen = {} if seen is None else seen
+    plain_modules = {} if plain_modules is None else plain_modules
     inside: nn.Module | None = model
     while inside is not None:
         model = inside
@@ -28,22 +29,22 @@ def unwrapped(model: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.
                 f"The {type(model).__name__} around {type(inside).__name__} has forward hooks, "
                 "which would be lost with it: register them on the module inside."
             )
-    if id(model) in seen:
-        return seen[id(model)]
+    if id(model) in plain_modules:
+        return plain_modules[id(model)]
     plain = model
     for name, child in model._modules.items():
-        part = None if child is None else unwrapped(child, seen)
-        if part is not child:
+        plain_child = None if child is None else unwrapped(child, plain_modules)
+        if plain_child is not child:
             if plain is model:
                 plain = copy.copy(model)
                 plain.__dict__["_modules"] = model._modules.copy()
-            plain._modules[name] = part
-    seen[id(model)] = plain
+            plain._modules[name] = plain_child
+    plain_modules[id(model)] = plain
     return plain
 
 
 def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Names as the plain model has them, `0.weight` for `module.0.weight`; unknown ones stay."""
+    """Return names in the plain model, `0.weight` for `module.0.weight`; unknown ones stay."""
     plain = dict(unwrapped(model).named_parameters())
     own_names = {id(parameter): name for name, parameter in plain.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False)) | plain

@@ -8,7 +8,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 
 
 def validate_model(model: nn.Module) -> nn.Module:
-    """The model without wrappers, found to be one that curvature is defined for.
+    """Check that curvature is defined for a model, and return it without wrappers.
 
     Its parameters hold numbers, and its outputs are neither random nor those of a whole batch. A
     buffer may hold Inf, as a mask of attention does: if it matters, the outputs are not finite.
@@ -65,11 +65,11 @@ def validate_model(model: nn.Module) -> nn.Module:
             )
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         if module.training and (is_norm or is_dropout):
-            what = "is active: dropout makes the outputs random"
+            problem = "is active: dropout makes the outputs random"
             if is_norm:
-                what = "is in training mode and would mix the examples of a batch"
+                problem = "is in training mode and would mix the examples of a batch"
             raise ValueError(
-                f"{name} {what}. Curvature is computed in eval mode: call `model.eval()` first."
+                f"{name} {problem}. Curvature is computed in eval mode: call `model.eval()` first."
             )
     return plain
 
