@@ -374,8 +374,9 @@ class Stream:
     def first(self) -> list[tuple[Any, ...]]:
         """A list of the first pair only; an empty one if there is none."""
         if self._started_pass is None and not self._first:
-            self._started_pass = self.in_step()
-            self._first = list(islice(self._started_pass, 1))
+            started_pass = self.in_step()
+            self._first = list(islice(started_pass, 1))
+            self._started_pass = started_pass
         return self._first
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
