@@ -254,7 +254,7 @@ def small():
         (6, ValueError, "Example 0 has no position 6"),
         (-5, ValueError, "Example 1 has no position -5: it has 4 that are not padding, of 6"),
         (5, ValueError, "Position 5 of example 1 is padding"),
-        (torch.zeros(2, 1).long(), ValueError, "2 examples, the inputs of 3"),
+        (torch.zeros(2, 1).long(), ValueError, "2 examples, but the inputs have 3"),
         (torch.zeros(2, 1, 1).long(), ValueError, "shape"),
         ([], ValueError, "shape"),
         (torch.tensor(1.5), TypeError, "must be integers, got torch.float32"),
@@ -269,7 +269,7 @@ def test_positions_that_are_not_there(small, method, positions, error, says):
 
 def test_positions_of_outputs_without_any():
     la = Laplace(nn.Linear(2, 3)).fit([(torch.randn(4, 2), torch.randint(3, (4,)))])
-    with pytest.raises(ValueError, match="leave positions out"):
+    with pytest.raises(ValueError, match="remove positions="):
         la.predict(torch.randn(4, 2), positions=-1)
 
 
@@ -283,7 +283,7 @@ def test_outputs_at_positions_that_are_not_there(small):
 def test_a_mask_that_is_none_of_the_positions(small):
     x = inputs_of(batch_of("left"))
     causal = torch.ones(T, T).tril().bool().expand(B, 1, T, T)
-    with pytest.raises(ValueError, match="does not tell which"):
+    with pytest.raises(ValueError, match="does not determine"):
         small.predict({**x, "attention_mask": causal}, positions=-1)
     tokens = x["input_ids"]
     close(small.predict(tokens, positions=-1).probs, small.predict(tokens).probs[:, -1])
