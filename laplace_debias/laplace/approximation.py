@@ -40,7 +40,7 @@ from laplace_debias.laplace.state import (
 )
 from laplace_debias.laplace.thinning import Thinning, thinned
 from laplace_debias.system.ranks import current, together
-from laplace_debias.system.shown import html_table
+from laplace_debias.system.shown import html_table, warn
 
 # Held for the moment in which a state takes the place of another.
 _EXCHANGE = threading.RLock()
@@ -333,7 +333,16 @@ class Approximation(Predictor):
 
         Args:
             prior_precision: δ to evaluate at, differentiable; the current one if None.
+
+        Warns:
+            UserWarning: After `thin`, for then it is a lower bound of that of the full posterior.
         """
+        if self._fitted is not None and self._fitted.thinned_at is not None:
+            warn(
+                "The posterior is thinned, so this is a lower bound of its log marginal "
+                "likelihood, and may be far below it. Compute it before thin, or load the "
+                "posterior that was saved before it."
+            )
         return self._fitted.log_marginal_likelihood(prior_precision)
 
     def functional(
@@ -429,6 +438,8 @@ class Approximation(Predictor):
 
         Returns:
             The part that is kept, and the error with its interval; `.message` says it in words.
+            `tune` notes a smaller prior precision from then on, `tune_evidence` raises an error,
+            and `log_marginal_likelihood` warns.
 
         Raises:
             ValueError: For a curvature other than `"kfac"` and `"ekfac"`, fewer than two inputs, or

@@ -36,6 +36,12 @@ def by_evidence(
     fitted: FittedPosterior, sigma: bool | None, per: str | None
 ) -> tuple[Tuning, FittedPosterior | None]:
     """The largest marginal likelihood; the fit with it if its noise was tuned, too."""
+    if fitted.thinned_at is not None:
+        raise ValueError(
+            "The posterior is thinned, which changes its marginal likelihood by an amount that "
+            "depends on the prior precision. Call tune_evidence before thin, or load the posterior "
+            "that was saved before it."
+        )
     with_noise = tunes_noise(fitted, sigma)
     found, tuned = tune_noise(fitted) if with_noise else (None, fitted)
     if per is not None:
@@ -289,11 +295,16 @@ def rescaled(
     delta = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
     curvature = old.curvature.map(lambda _, block: block.apply(lambda L: share * L))
     squares = squared_residuals(fitted)
+    thinned_at = fitted.thinned_at
+    if thinned_at is not None:
+        # The same ratio of the curvature to the prior precision.
+        thinned_at = tuple(limit * share for limit in thinned_at)
     tuned = replace(
         fitted,
         spec=replace(fitted.spec, likelihood=likelihood),
         posterior=old.changed(curvature=curvature, prior=replace(old.prior, precision=delta)),
         nll=fitted.nll + 0.5 * squares * (share - 1) + fitted.num_targets * math.log(factor),
+        thinned_at=thinned_at,
     )
     return tuned, likelihood.sigma.tolist()
 

@@ -64,6 +64,7 @@ class Header:
     noise: dict[str, Any] | None = None
     temperature: float = 1.0
     link: dict[str, Any] | None = None
+    thinned_at: list[float] | None = None
 
     @classmethod
     def of(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
@@ -86,6 +87,7 @@ class Header:
             None if fitted.num_targets is None else {"num_targets": fitted.num_targets, "power": 2},
             fitted.posterior.temperature,
             None if fitted.link is None else asdict(fitted.link),
+            None if fitted.thinned_at is None else list(fitted.thinned_at),
         )
 
 
@@ -210,6 +212,7 @@ def load(
         mode=header.mode,
         num_targets=num_targets,
         link=None if header.link is None else Link(**header.link),
+        thinned_at=None if header.thinned_at is None else tuple(header.thinned_at),
     )
 
 

@@ -428,8 +428,8 @@ class Laplace(Approximation):
             The best value, the evidence there, and `.table` with every value tried.
 
         Raises:
-            ValueError: If there is no optimum; for `sigma` with another likelihood, or residuals of
-                zero; for `per` with a curvature that is one block.
+            ValueError: If there is no optimum; after `thin`; for `sigma` with another likelihood,
+                or residuals of zero; for `per` with a curvature that is one block.
             RuntimeError: Before a fit.
         """
         self._agree(sigma=sigma, per=per)

@@ -74,6 +74,8 @@ class FittedPosterior:
         link: How logits become probabilities; None for the default.
         change_detector: Detects changes of the tensors that are not Bayesian.
         report: How far a fit of `mode="auto"` is from that of all the data.
+        thinned_at: The prior precision of each block from which on the error that `thin` reported
+            holds; None for a posterior with all its directions.
     """
 
     spec: ModelSpec
@@ -87,6 +89,7 @@ class FittedPosterior:
     link: Link | None = None
     change_detector: ChangeDetector = field(default_factory=ChangeDetector, repr=False)
     report: FitReport | None = None
+    thinned_at: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):

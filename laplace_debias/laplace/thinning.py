@@ -124,7 +124,10 @@ def at_threshold(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
     curvature = BlockDiagonal(blocks)
     bounds = posterior.largest_curvatures  # No magnitude grows.
     thin = posterior.changed(curvature=curvature, curvature_bounds=bounds)
-    return replace(fitted, posterior=thin)
+    deltas = posterior.deltas().tolist()
+    if fitted.thinned_at is not None:
+        deltas = [max(pair) for pair in zip(deltas, fitted.thinned_at, strict=True)]
+    return replace(fitted, posterior=thin, thinned_at=tuple(deltas))
 
 
 def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:

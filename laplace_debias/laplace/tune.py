@@ -43,6 +43,8 @@ from laplace_debias.system.ranks import current
 DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
 """Where a search begins without a grid."""
 _FEW = 100
+# Two prior precisions are equal to the rounding of single precision.
+_SINGLE_PRECISION = 1e-6
 """Of fewer examples the simplest link is taken."""
 _ALIKE, _NOTHING = 0.25, 1e-3
 """What is worse than the best by at most the one part of the paired standard error, or the other of
@@ -101,9 +103,26 @@ def on_data(
     table = look(by_links, stream, likelihood, class_dim, metric, *at, with_noise)
     result, best = search(table, metric)
     if table.factors is None:
-        return evidence.noting_assumed(result, fitted, sigma) if is_regression else result, None
+        if is_regression:
+            result = evidence.noting_assumed(result, fitted, sigma)
+        return _noting_thinning(result, fitted), None
     tuned, sigmas = evidence.rescaled(fitted, float(table.factors[best]), float(result))
-    return replace(result, sigma=sigmas), tuned
+    return _noting_thinning(replace(result, sigma=sigmas), tuned), tuned
+
+
+def _noting_thinning(result: Tuning, fitted: FittedPosterior) -> Tuning:
+    """Add a note if a thinned posterior is used below the prior precision of the thinning."""
+    if fitted.thinned_at is None:
+        return result
+    limit = max(fitted.thinned_at)
+    if float(result) >= limit * (1 - _SINGLE_PRECISION):
+        return result
+    note = (
+        f"The posterior was thinned at the prior precision {limit:.3g}. At {float(result):.3g} the "
+        "error of its standard deviations is larger than thin reported. Tune before thin, or load "
+        "the posterior that was saved before it."
+    )
+    return replace(result, notes=(*result.notes, note))
 
 
 def _checked(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " grid"]:

@@ -521,3 +521,44 @@ def test_small_magnitudes_do_not_join_a_large_remainder():
     before = la.functional(x, True)[1]
     assert la.thin(x, 1e-3).error < 1e-3
     assert ((la.functional(x, True)[1] / before).sqrt() - 1).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_what_a_thin_posterior_cannot_do_is_said(is_saved, tmp_path):
+    """Its evidence, and prior precisions below that of the thinning."""
+    la, x = wide()
+    la.prior_precision = 1.0
+    data = [(x, torch.randint(3, (len(x),)))]
+    full_evidence = la.log_marginal_likelihood().item()
+    la.thin(x[:40], 0.1)
+    if is_saved:
+        la.save(tmp_path / "thin.safetensors")
+        la = Laplace.load(tmp_path / "thin.safetensors", la.model)
+    with pytest.warns(UserWarning, match="lower bound of its log marginal likelihood"):
+        evidence = la.log_marginal_likelihood().item()
+    assert evidence < full_evidence
+    for per in (None, "block"):
+        with pytest.raises(ValueError, match="Call tune_evidence before thin"):
+            la.tune_evidence(per=per)
+    smaller = la.tune(data, grid=[0.1])
+    assert "thinned at the prior precision 1. At 0.1 the error" in smaller.message
+    for delta in (1.0, 10.0):
+        assert "thinned" not in la.tune(data, grid=[delta]).message
+    # Another fit has all its directions again.
+    la.fit(data)
+    assert la.tune(data, grid=[0.1]).notes == ()
+    assert la.tune_evidence().value > evidence
+
+
+def test_the_limit_of_a_thin_regression_moves_with_its_noise():
+    """At k times the noise, curvature and limit are k⁻² of what they were."""
+    model = wide()[0].model
+    x = wide()[1]
+    y = model(x).detach() + 0.1 * torch.randn(len(x), 3)
+    la = Laplace(model, "regression", sigma=1.0).fit([(x, y)])
+    la.thin(x[:40], 0.01)
+    found = la.tune([(x, y)], sigma=True)
+    factor = float(found.sigma)
+    assert la._fitted.thinned_at == pytest.approx([factor**-2] * len(la.block_names))
+    is_below = found.prior_precision < factor**-2 * (1 - 1e-6)
+    assert ("was thinned" in found.message) == is_below
