@@ -163,8 +163,8 @@ class Auto(Scheme):
         """Fit in rounds until the error is within the tolerance, or a budget is spent.
 
         Raises:
-            ValueError: If the first batch has one example, or weights of examples mean nothing to a
-                block; if `after` is of another network; as `factor_sums`.
+            ValueError: If the data has one example, or weights of examples mean nothing to a block;
+                if `after` is of another network; as `factor_sums`.
             KeyboardInterrupt: Before the first round has ended, or of several processes; else it
                 ends the fit.
         """

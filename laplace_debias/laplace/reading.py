@@ -25,6 +25,7 @@ from laplace_debias.curvature.network.batches import Fold, Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
 from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
 from laplace_debias.curvature.network.shards import FAR
+from laplace_debias.system.ranks import Ranks
 
 AUTO_FOLDS = 4
 """Folds, by whose differences the error is told."""
@@ -112,20 +113,24 @@ class Reading:
             torch.zeros(0).double(),
         )
         self._generator, self._forward = torch.Generator().manual_seed(0), ForwardPasses(problem)
-        (x, y, *weights), ranks = next(pairs, (None, ())), problem.ranks
-        sizes = ranks.exchange(len(y))
-        if sum(sizes) < 2:
-            raise ValueError(
-                'mode="auto" compares fits at inputs of the first batch, which it sets aside: use '
-                "batches of two examples or more."
-            )
-        count = min(_PROBES, sum(sizes) // 2)
-        own = min(max(count - sum(sizes[: ranks.rank]), 0), len(y))
-        of_ranks = ranks.exchange(take(x, slice(0, own)) if own else None)
-        self.probes = join([some for some in of_ranks if some is not None])
-        # The probes may be all of this process's first batch, which the others still read.
-        rest = [(take(x, slice(own, None)), y[own:], *weights)] if len(y) else []
-        self.pairs: Iterator[tuple[int, Any]] = enumerate(chain(rest, pairs), start=1)
+        first, steps = _first_batches(pairs, problem.ranks)
+        num_left = min(_PROBES, sum(map(sum, steps)) // 2)
+        own_probes: list[Inputs] = []
+        remainders = []
+        for pair, sizes in zip(first, steps, strict=True):
+            num_before = sum(sizes[: problem.ranks.rank])
+            num_own = min(max(num_left - num_before, 0), sizes[problem.ranks.rank])
+            num_left -= min(num_left, sum(sizes))
+            if pair is None:
+                continue
+            x, y, *weights = pair
+            if num_own:
+                own_probes.append(take(x, slice(0, num_own)))
+            # The probes may be all of this process's batch, which the others still read.
+            remainders.append((take(x, slice(num_own, None)), y[num_own:], *weights))
+        of_ranks = problem.ranks.exchange(own_probes)
+        self.probes = join([probes for of_rank in of_ranks for probes in of_rank])
+        self.pairs: Iterator[tuple[int, Any]] = enumerate(chain(remainders, pairs), start=1)
         self._faults = Faults()
 
     def going_on(self, problem: FitContext, data: Stream, looks: int) -> "Reading":
@@ -214,6 +219,30 @@ class Reading:
                 of_own = chances[before + own].reciprocal()
                 drawn[k].append((take(pair[0], own), pair[1][own], of_own))
         return fold_of[is_drawn].bincount(minlength=len(self.folds))
+
+
+def _first_batches(
+    pairs: Iterator[tuple[Any, ...]], ranks: Ranks
+) -> tuple[list[tuple[Any, ...] | None], list[list[int]]]:
+    """Read the first batches, until all processes together have two examples.
+
+    Returns:
+        This process's batch of each step, None if its data has ended, and the number of examples
+        that each process has in each step.
+    """
+    batches: list[tuple[Any, ...] | None] = []
+    steps: list[list[int]] = []
+    while sum(map(sum, steps)) < 2:
+        pair = next(pairs, None)
+        sizes = ranks.exchange(0 if pair is None else len(pair[1]))
+        if not any(sizes):
+            raise ValueError(
+                'mode="auto" compares fits at inputs that it sets aside, for which it needs two '
+                'examples or more. Use mode="full".'
+            )
+        batches.append(pair)
+        steps.append(sizes)
+    return batches, steps
 
 
 def _joined(parts: Sequence[tuple[Inputs, Tensor, Tensor]]) -> Fold:

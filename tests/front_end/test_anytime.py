@@ -49,6 +49,24 @@ def test_a_tolerance_that_takes_all_the_data_gives_the_fit_of_all(batch_size: in
     assert la.posterior.num_data == SIZE
 
 
+def test_batches_of_one_example():
+    x, y = (part[:200] for part in data())
+    examples = TensorDataset(x, y)
+    drawn = torch.Generator().manual_seed
+    single = DataLoader(examples, 1, shuffle=True, generator=drawn(0))
+    la = Laplace(network()).fit(Auto(single, tolerance=1e-9))
+    assert la.fit_report.ended_by == "data"
+    full = Laplace(network()).fit([(x, y)])
+    torch.testing.assert_close(la.predict(x).probs, full.predict(x).probs, rtol=1e-10, atol=1e-12)
+    single = DataLoader(TensorDataset(*data()), 1, shuffle=True, generator=drawn(0))
+    in_part = Laplace(network()).fit(Auto(single, tolerance=0.2))
+    assert in_part.fit_report.ended_by == "tolerance"
+    assert in_part.fit_report.num_examples < SIZE
+    of_all = Laplace(network()).fit([data()])
+    ratio = in_part.functional(x, diagonal=True)[1] / of_all.functional(x, diagonal=True)[1]
+    assert 0.8 < ratio.sqrt().mean() < 1.2
+
+
 @pytest.mark.parametrize("form", [tuple, lambda halves: dict(zip("ab", halves, strict=True))])
 def test_several_inputs_are_fitted_as_one(form):
     class Joining(nn.Module):
@@ -312,8 +330,9 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         la.fit(in_order, mode="auto")
     with pytest.raises(ValueError, match="leave out resume"):
         la.fit(loader(), mode="auto", resume=tmp_path)
-    with pytest.raises(ValueError, match="batches of two examples"):
-        la.fit(loader(batch_size=1), mode="auto")
+    one = DataLoader(TensorDataset(x[:1], y[:1]), shuffle=True)
+    with pytest.raises(ValueError, match="needs two examples or more"):
+        la.fit(one, mode="auto")
     with pytest.raises(ValueError, match="Pass num_data="):
         la.fit([(x, y)], mode="auto")
     with pytest.raises(ValueError, match='plan mode="crossfit"'):
