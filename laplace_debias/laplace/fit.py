@@ -119,6 +119,7 @@ def prepare_fit(
         before = replace(before, spec=replace(before.spec, likelihood=likelihood))
         loss = NegativeLogLikelihood(likelihood)
         context = replace(context, cotangents=replace(context.cotangents, loss=loss))
+    size = _size_with_weights(size, mode, streams[0], ranks)
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
         if fisher.kind == "mc":
@@ -132,6 +133,22 @@ def prepare_fit(
     purpose = f"Nothing was fitted: the posterior of curvature={config.kind.name!r} takes"
     check_room(posterior_bytes(context, config.kind), available_memory(context.device), purpose)
     return PreparedFit(before, parameters, context, size, mode), scheme
+
+
+def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ranks) -> TrainingSize:
+    """Replace the number of rows that a sampler has where examples have weights."""
+    if not size.is_inferred:
+        return size
+    has_weights = [len(pair) > 2 for pair in stream.first]
+    if not any(ranks.exchange(any(has_weights))):
+        return size
+    if mode != "full":
+        raise ValueError(
+            f'mode="{mode}" uses only part of the data, and the examples have weights, whose sum '
+            "over the training set the loader does not show. Pass num_data=, the number of "
+            "training examples that the weights stand for."
+        )
+    return replace(size, num_data=None)
 
 
 def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:

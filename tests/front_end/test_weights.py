@@ -152,3 +152,33 @@ def test_what_takes_no_weights_says_so(of: str):
     else:
         with pytest.raises(ValueError, match="weights"):
             Laplace(perceptron()).fit(itertools.cycle(triples), mode="auto", num_data=18)
+
+
+MODES = ("full", "mini", "debiased", "crossfit")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_n_of_a_loader_is_that_of_repeated_examples(mode: str):
+    """Where a fit reads a part of the data, the sum of all weights is not known to it."""
+    (x, y), w = data(), COUNTS.double()
+    sizes = {"full": (12, 18), "mini": (12, 18), "crossfit": (12, 18), "debiased": (6, 6)}
+    weighted = DataLoader(TensorDataset(x, y, w), batch_size=sizes[mode][0])
+    plain = DataLoader(TensorDataset(*repeated(x, y)), batch_size=sizes[mode][1])
+    la = Laplace(perceptron())
+    if mode == "full":
+        la.fit(weighted, mode)
+    else:
+        with pytest.raises(ValueError, match=r"examples have weights.*Pass num_data="):
+            la.fit(weighted, mode)
+        la.fit(weighted, mode, num_data=18)
+    repeats = Laplace(perceptron()).fit(plain, mode)
+    assert la.num_data == repeats.num_data == 18
+    if mode != "debiased":  # Its batches of six rows are not the same examples.
+        assert_same(la, repeats)
+
+
+def test_a_fit_in_rounds_asks_for_the_number_that_weights_stand_for():
+    x, y = data(400)
+    loader = DataLoader(TensorDataset(x, y, torch.ones(400).double()), 40, shuffle=True)
+    with pytest.raises(ValueError, match=r'mode="auto".*examples have weights'):
+        Laplace(perceptron()).fit(loader, mode="auto")
