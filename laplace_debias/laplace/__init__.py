@@ -1,6 +1,6 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
-from laplace_debias.laplace.anytime import Auto
+from laplace_debias.laplace.auto import Auto
 from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.mixture import Mixture

@@ -7,23 +7,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FitReport:
-    """How far a fit of `mode="auto"` is from the one of all the data.
+    """How far a fit with `mode="auto"` is from the fit to all of the data.
 
-    An error is that of standard deviations of outputs, relative, as the root mean square over
-    inputs that had no part in the fit: what they differ by from fold to fold, and by magnitudes in
-    fold and out of fold (see the page on the method, also for how often the true one is smaller).
+    An error is the relative error of the outputs' standard deviations, as the root mean square over
+    inputs that had no part in the fit. It is estimated from the differences between folds, and
+    between magnitudes in fold and from held-out folds (see the page on the method, also for how
+    often the true error is smaller).
 
     Attributes:
-        num_examples: How many examples were drawn, and went backward.
-        num_read: How many were read, and went forward.
-        seconds: How long it took.
+        num_examples: Examples that were drawn and passed backward.
+        num_read: Examples that were read and passed forward.
+        seconds: The duration of the fit.
         ended_by: `"tolerance"`, `"seconds"`, `"examples"`, `"interrupt"`; `"the end of the data"`,
-            within a budget or of an iterator; or `"data"`: all of it was fitted.
-        rounds: Examples and error after each round.
-        curve: The errors if the fit's prior precision is multiplied by 1, 10, … 10⁴.
-        of_blocks: The part of the error that each block brings, at the fit's prior precision.
-        left: What `Auto(after=)` goes on with, of the size of four fits' factors; None where the
-            tolerance was reached or all data was fitted.
+            with a budget or for an iterator; or `"data"` if all of it was fitted.
+        rounds: The number of examples and the error after each round.
+        curve: The error if the fit's prior precision is multiplied by 1, 10, … 10⁴.
+        error_by_block: The contribution of each block to the error, at the fit's prior precision.
+        continuation: What `Auto(after=)` continues from, as large as four fits' factors; None if
+            the tolerance was reached or all data was fitted.
     """
 
     num_examples: int
@@ -32,28 +33,29 @@ class FitReport:
     ended_by: str
     rounds: tuple[tuple[int, float], ...]
     curve: dict[float, float]
-    of_blocks: dict[str, float]
-    left: Any = field(default=None, repr=False, compare=False)
+    error_by_block: dict[str, float]
+    continuation: Any = field(default=None, repr=False, compare=False)
 
     @property
     def error(self) -> float:
-        """The largest error of the curve: that of whatever prior precision is tuned."""
+        """The largest error of the curve, which holds for any tuned prior precision."""
         return max(self.curve.values())
 
     @property
-    def error_of_twice(self) -> float:
+    def error_with_twice_the_examples(self) -> float:
         """The error to expect of twice as many examples: it falls with the root of their number."""
         return self.error / math.sqrt(2)
 
     def __str__(self) -> str:
         if self.ended_by == "data":
             return f"All {self.num_examples:,} examples were fitted."
-        factors = ", ".join(f"{error:.1%} at {factor:g}" for factor, error in self.curve.items())
+        curve = ", ".join(f"{error:.1%} at {factor:g}" for factor, error in self.curve.items())
+        largest_block = max(self.error_by_block, key=self.error_by_block.__getitem__)
         return (
             f"{self.num_examples:,} examples, drawn from {self.num_read:,}, in "
             f"{self.seconds:.3g} s, ended by {self.ended_by}. "
-            f"Standard deviations of the outputs are within {self.error:.1%} of those of a fit of "
-            f"all the data; of twice the examples, within some {self.error_of_twice:.1%}. By "
-            f"multiples of the prior precision: {factors}. The largest part is that of "
-            f"{max(self.of_blocks, key=self.of_blocks.__getitem__)}."
+            f"The standard deviations of the outputs are within {self.error:.1%} of those of a fit "
+            "to all the data; with twice the examples, within about "
+            f"{self.error_with_twice_the_examples:.1%}. By multiples of the prior precision: "
+            f"{curve}. The block that contributes most is {largest_block}."
         )

@@ -9,7 +9,7 @@ import torch
 
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
-from laplace_debias.laplace.anytime import Auto
+from laplace_debias.laplace.auto import Auto
 from laplace_debias.laplace.resuming import check_resumable
 from laplace_debias.laplace.schemes import CrossFit, Full, Scheme, Split
 from laplace_debias.laplace.state import FittedPosterior, Unfitted

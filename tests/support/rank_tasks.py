@@ -107,7 +107,7 @@ def fit_auto(rank, options, size=2000, batch=48):
     la.fit(Auto(data, tolerance=1e-9, examples=130), num_data=size)
     la.fit(Auto(data, tolerance=1e-9, examples=200, after=la.fit_report), num_data=size)
     report = la.fit_report
-    of_blocks = torch.tensor(list(report.of_blocks.values()))
+    of_blocks = torch.tensor(list(report.error_by_block.values()))
     told = torch.tensor([number for one in report.rounds for number in one] + [report.num_read])
     return {**numbers(la), "error by block": of_blocks, "rounds": told}
 

@@ -1,0 +1,406 @@
+"""A fit in growing rounds, each of which estimates how far it is from the fit to all the data."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, SupportsIndex
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.data import SequentialSampler, Subset
+
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.kinds import CurvatureKind
+from laplace_debias.curvature.losses.likelihoods import Gaussian
+from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
+from laplace_debias.curvature.network.inputs import Inputs, take
+from laplace_debias.curvature.network.shards import ShardedBatches
+from laplace_debias.laplace.fit import build_posterior
+from laplace_debias.laplace.fit_report import FitReport
+from laplace_debias.laplace.functional.linearised import asked_of, map_outputs, moments
+from laplace_debias.laplace.importance_sampler import ImportanceSampler
+from laplace_debias.laplace.noise import estimate_noise
+from laplace_debias.laplace.prepared import PreparedFit
+from laplace_debias.laplace.schemes import OpenStream, Scheme, fit_curvature
+from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.operators import BlockDiagonal
+from laplace_debias.system.checks import real, whole
+from laplace_debias.system.ranks import Ranks
+from laplace_debias.system.shown import warn
+
+FIRST_ROUND = 64
+"""Examples that the first round draws."""
+FORWARD_RATIO = 8
+"""How many examples are passed forward per example that is passed backward."""
+_MIN_EXAMPLES = 16
+# The number of outputs of each input whose standard deviations are compared, the largest ones.
+_NUM_OUTPUTS = 4
+# Prior precisions at which the error is estimated, in units of the fit's own.
+_CURVE = (1.0, 10.0, 100.0, 1e3, 1e4)
+# A prior precision times this leaves a block no variance.
+_FROZEN = 1e12
+NUM_ERRORS = 1.9
+"""Standard errors that are reported as the error, which the true one rarely exceeds."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A fit to the examples drawn by now, and its error.
+
+    Attributes:
+        fitted: The posterior.
+        totals: The totals of the examples that were read.
+        replicates: The curvatures without each fold.
+        spread: The relative standard error of the mean curvature in the outputs.
+        curve: The error at each prior precision of the curve.
+    """
+
+    fitted: FittedPosterior
+    totals: DataTotals
+    replicates: list[BlockDiagonal]
+    spread: float
+    curve: list[float]
+
+    @property
+    def error(self) -> float:
+        return max(self.curve)
+
+
+@dataclass(frozen=True)
+class Auto(Scheme):
+    """Fit to as few examples as a tolerance allows.
+
+    Cross-fits increasingly large random samples. After each round it estimates how much the
+    outputs' standard deviations still differ from those of a fit to all data, and stops once the
+    estimate is below the tolerance or a budget is used up. The estimate covers prior precisions
+    from the current one to 10⁴ times it, so it remains valid after tuning.
+
+    Attributes:
+        data: Randomly ordered batches `(x, y)`. Only as many as needed are read.
+        tolerance: The relative error at which the fit stops.
+        seconds: Stop if another round would exceed this time.
+        examples: Stop after this many examples have been passed backward, in whole batches.
+        forward_ratio: Examples passed forward per example passed backward.
+        after: The `fit_report` of a fit that fell short of its tolerance or was interrupted. This
+            fit continues after its last round, and counts its examples and seconds. The data must
+            be the same; batches that were read are skipped, except those of an iterator.
+
+    Raises:
+        TypeError: For numbers of the wrong kind.
+        ValueError: For a tolerance or seconds that are not positive, fewer than 16 examples, a
+            forward ratio below 1, or the report of a fit that reached its tolerance.
+    """
+
+    mode = "auto"
+    is_resumable = False
+    data: Batches
+    tolerance: float = 0.05
+    seconds: float | None = None
+    examples: int | None = None
+    forward_ratio: int = FORWARD_RATIO
+    after: FitReport | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tolerance", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < float(real(value, name)) < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}.")
+        if self.examples is not None:
+            whole(self.examples, "examples", _MIN_EXAMPLES)
+        whole(self.forward_ratio, "forward_ratio")
+        if self.after is not None and self.after.continuation is None:
+            raise ValueError(
+                "after= is the report of a fit that reached its tolerance, so there is nothing to "
+                "continue. Remove after=."
+            )
+
+    @property
+    def sources(self) -> Sequence[Batches]:
+        """The data."""
+        return [self.data]
+
+    def opened(self, open_stream: OpenStream) -> "Auto":
+        """Return the scheme with a stream of checked pairs in place of its data."""
+        return replace(self, data=open_stream(self.data, "data"))
+
+    def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
+        """Determine N: as passed, or inferred from the loader; raises as `training_size`."""
+        return training_size(self.data, num_data, self.mode, reads_all=False)
+
+    def check(self, kind: CurvatureKind) -> None:
+        """Require K-FAC, and data in random order or a random subset such as `random_split`'s."""
+        if kind.name != "kfac":
+            raise ValueError(f'mode="auto" requires curvature="kfac" (got {kind.name!r}).')
+        if kind.rank is not None:
+            raise ValueError(
+                'rank= cannot be combined with mode="auto", whose error estimate does not include '
+                "the truncation. Remove rank=, and call la.thin(x) after tuning if you want a "
+                "smaller posterior."
+            )
+        if _is_in_order(self.data):
+            raise ValueError(
+                'mode="auto" reads the first examples, but this loader yields them in the order of '
+                "the data set. Use DataLoader(..., shuffle=True); with several processes, "
+                "ShardedBatches(..., shuffle=True)."
+            )
+
+    def estimate_noise(self, context: FitContext) -> Gaussian:
+        """Estimate the noise from the first batch, or take that of the fit that this continues."""
+        if self.after is not None:
+            _, last_round = self.after.continuation
+            likelihood = last_round.fitted.likelihood
+            if type(likelihood) is Gaussian and likelihood.is_assumed:
+                return likelihood
+        assert isinstance(self.data, Stream)
+        return estimate_noise(context, [self.data.first])
+
+    def fit(self, prepared: PreparedFit) -> CurvatureFit:
+        """Fit in rounds until the error is within the tolerance, or a budget is used up.
+
+        Raises:
+            ValueError: If the data has one example; if weights of examples mean nothing to a
+                block; if `after` is the report of another network.
+            KeyboardInterrupt: Before the first round has ended, or with several processes. After
+                that it ends the fit.
+        """
+        context = prepared.context
+        if any(block.is_joint or block.role == "table" for block in context.blocks):
+            raise ValueError(
+                'mode="auto" weights examples, which neither joint=True nor an embedding\'s table '
+                'supports. Remove joint=, name other parameters (params="last_layer"), or use '
+                'mode="full".'
+            )
+        assert isinstance(self.data, Stream)
+        last_round: _Round | None
+        if self.after is None:
+            sampler = ImportanceSampler(context, self.data.in_step(), self.forward_ratio)
+            last_round = None
+            rounds: list[tuple[int, float]] = []
+            seconds_before = 0.0
+        else:
+            sampler, last_round = self.after.continuation
+            rounds = list(self.after.rounds)
+            seconds_before = self.after.seconds
+            _check_same_fit(last_round.fitted, prepared)
+            sampler = sampler.continued(context, self.data, self.forward_ratio)
+        clock = partial(_seconds_since, perf_counter() - seconds_before, context.ranks)
+        ended_by = ""
+        try:
+            while not ended_by:
+                round_started = clock()
+                target = self._target(sampler.num_drawn, last_round)
+                advanced = sampler.until(target)
+                if advanced.num_drawn < target:
+                    ended_by = "data"
+                    break
+                sampler = advanced
+                last_round = _fit_round(sampler, prepared)
+                rounds.append((sampler.num_drawn, last_round.error))
+                ended_by = self._reason_to_stop(sampler, last_round, round_started, clock())
+            if ended_by == "data":
+                has_budget = self.seconds is not None or self.examples is not None
+                can_read_again = not isinstance(self.data.source, Iterator)
+                if last_round is None or (can_read_again and not has_budget):
+                    return _fit_all(prepared, self.data, rounds, clock)
+                ended_by = "the end of the data"
+        except KeyboardInterrupt:
+            if last_round is None or context.ranks.size > 1:
+                raise
+            ended_by = "interrupt"
+        assert last_round is not None
+        sampler.pairs = iter(())  # The workers of a loader end.
+        report = _report(last_round, sampler, rounds, ended_by, clock())
+        if ended_by != "tolerance":
+            _warn_of_error(report, self.tolerance)
+        return CurvatureFit(last_round.fitted.posterior.curvature, last_round.totals, report)
+
+    def _target(self, num_drawn: int, last_round: _Round | None) -> int:
+        """Return how many examples shall be drawn in all when the next round ends."""
+        target = FIRST_ROUND
+        if last_round is not None:
+            # The error falls with the root of the number: twice the tolerance needs four times.
+            target = num_drawn * (4 if last_round.error > 2 * self.tolerance else 2)
+        # A round ends with decompositions, which the budget's last doubling does without.
+        if self.examples is not None and self.examples <= 2 * target:
+            return self.examples
+        return target
+
+    def _reason_to_stop(
+        self, sampler: ImportanceSampler, last_round: _Round, started: float, ended: float
+    ) -> str:
+        """Return what ends the fit after a round; an empty string if nothing does."""
+        if last_round.error <= self.tolerance:
+            return "tolerance"
+        if self.examples is not None and sampler.num_drawn >= self.examples:
+            return "examples"
+        if self.seconds is not None and ended + 2 * (ended - started) > self.seconds:
+            return "seconds"
+        return ""
+
+
+def _is_in_order(data: Any) -> bool:
+    """Whether a loader yields its examples in the order of the data set."""
+    batches = getattr(data, "batch_sampler", None)
+    if isinstance(batches, ShardedBatches):
+        data_set: Any = batches.data
+        is_in_order = not batches.shuffle
+    else:
+        sampler = getattr(batches, "sampler", None)
+        data_set = getattr(sampler, "data_source", None)
+        is_in_order = isinstance(sampler, SequentialSampler)
+    if isinstance(data_set, Subset):
+        indices = list(data_set.indices)
+        return is_in_order and indices == sorted(indices)
+    return is_in_order
+
+
+def _seconds_since(start: float, ranks: Ranks) -> float:
+    """Return the seconds since the start, the same on all processes, which decide by them."""
+    return max(ranks.exchange(perf_counter() - start))
+
+
+def _report(
+    last_round: _Round,
+    sampler: ImportanceSampler,
+    rounds: Sequence[tuple[int, float]],
+    ended_by: str,
+    seconds: float,
+) -> FitReport:
+    """Report on the last round, with the contribution of each block to its error."""
+    fitted = last_round.fitted
+    deltas = fitted.posterior.deltas()
+    is_own_block = torch.eye(len(deltas), device=deltas.device).bool()
+    # One block at a time, with the others frozen.
+    deltas_by_block = torch.where(is_own_block, deltas, _FROZEN * deltas)
+    variances = _variances(fitted, fitted.posterior.curvature, sampler.probes, deltas[None])
+    _, chance = _variances_with_errors(last_round, sampler.probes, deltas_by_block)
+    errors = (chance / (2 * variances)).nan_to_num(0.0).square().mean((1, 2)).sqrt().tolist()
+    return FitReport(
+        num_examples=rounds[-1][0],
+        num_read=last_round.totals.num_examples,
+        seconds=seconds,
+        ended_by=ended_by,
+        rounds=tuple(rounds),
+        curve=dict(zip(_CURVE, last_round.curve, strict=True)),
+        error_by_block=dict(zip(fitted.parameters.block_names, errors, strict=True)),
+        continuation=None if ended_by == "tolerance" else (sampler, last_round),
+    )
+
+
+def _warn_of_error(report: FitReport, tolerance: float) -> None:
+    reasons = {
+        "seconds": "Stopped by the time budget",
+        "examples": "Stopped by the budget of examples",
+        "interrupt": "Interrupted",
+        "the end of the data": "The data ended",
+    }
+    warn(
+        f"{reasons[report.ended_by]} before reaching the tolerance of {tolerance:g}: after "
+        f"{report.num_examples:,} examples the estimated error of the standard deviations is "
+        f"{report.error:.3g}. Twice as many examples would reduce it to about "
+        f"{report.error_with_twice_the_examples:.3g}."
+    )
+
+
+def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
+    """Require that a fit continues with the network and the options of the earlier one."""
+    totals = DataTotals(1, 0.0, 1, 1.0)
+    later = build_posterior(prepared, CurvatureFit(earlier.posterior.curvature, totals))
+    has_same_mean = torch.equal(earlier.posterior.mean, later.posterior.mean)
+    if _fit_options(earlier) != _fit_options(later) or not has_same_mean:
+        raise ValueError(
+            "after= is the report of a fit of another network, likelihood or curvature. Remove "
+            "after=, or continue the fit that it belongs to."
+        )
+
+
+def _fit_options(fitted: FittedPosterior) -> tuple[Any, ...]:
+    options = fitted.config, repr(fitted.likelihood), fitted.parameters.names
+    return *options, fitted.frozen_fingerprint
+
+
+def _fit_round(sampler: ImportanceSampler, prepared: PreparedFit) -> _Round:
+    """Fit the posterior to what was read, and estimate its error."""
+    curvatures = sampler.curvatures
+    mean_curvature = float(curvatures.mean())
+    factors = [fold.factors(mean_curvature) for fold in sampler.folds]
+    sizes = [fold.num_read for fold in sampler.folds]
+    crossfit, in_fold, *replicates = crossfit_with_replicates(sampler.context, sizes, factors)
+    fitted = build_posterior(prepared, CurvatureFit(crossfit, sampler.totals))
+    deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(_CURVE)[:, None]
+    # The folds share one mean curvature, so its error is estimated from all that was read.
+    spread = float(curvatures.std() / curvatures.mean()) / len(curvatures) ** 0.5
+    last_round = _Round(fitted, sampler.totals, replicates, spread, [])
+    variances, chance = _variances_with_errors(last_round, sampler.probes, deltas)
+    in_fold_variances = _variances(fitted, in_fold, sampler.probes, deltas)
+    # Magnitudes from held-out folds have an error, too, though far less than those in fold.
+    bias = (in_fold_variances / variances).log() / 8
+    relative = torch.hypot(chance / (2 * variances), bias).nan_to_num(0.0)
+    errors = relative.square().mean((1, 2)).sqrt().tolist()
+    # All processes decide by the same numbers, to the last bit.
+    return replace(last_round, curve=sampler.context.ranks.from_rank(errors, 0))
+
+
+def _fit_all(
+    prepared: PreparedFit,
+    data: Stream,
+    rounds: Sequence[tuple[int, float]],
+    clock: Callable[[], float],
+) -> CurvatureFit:
+    """Fit to all the data."""
+    if isinstance(data.source, Iterator):
+        raise ValueError(
+            "The data ended before the first round did, and this iterator cannot be read again. "
+            'Pass a DataLoader or a list of batches, or use mode="full".'
+        )
+    curvature_fit = fit_curvature(CurvatureKind("kfac"), prepared.context, data)
+    num_data = build_posterior(prepared, curvature_fit).posterior.num_data
+    report = FitReport(
+        num_examples=num_data,
+        num_read=num_data,
+        seconds=clock(),
+        ended_by="data",
+        rounds=(*rounds, (num_data, 0.0)),
+        curve=dict.fromkeys(_CURVE, 0.0),
+        error_by_block=dict.fromkeys(prepared.parameters.block_names, 0.0),
+    )
+    return replace(curvature_fit, report=report)
+
+
+def _variances_with_errors(
+    last_round: _Round, x: Inputs, deltas: Float[Tensor, "grid blocks"]
+) -> tuple[Float[Tensor, "grid inputs outputs"], Float[Tensor, "grid inputs outputs"]]:
+    """Compute variances of the outputs, and `NUM_ERRORS` of their standard errors."""
+    fitted = last_round.fitted
+    scale = 1 + last_round.spread
+    curvature = fitted.posterior.curvature
+    variances = _variances(fitted, curvature, x, deltas)
+    from_mean_curvature = _variances(fitted, curvature, x, deltas / scale) / scale - variances
+    replicates = [_variances(fitted, other, x, deltas) for other in last_round.replicates]
+    from_folds = jackknife(torch.stack(replicates))
+    return variances, NUM_ERRORS * torch.hypot(from_mean_curvature, from_folds)
+
+
+def _variances(
+    fitted: FittedPosterior,
+    curvature: BlockDiagonal,
+    x: Inputs,
+    deltas: Float[Tensor, "grid blocks"],
+) -> Float[Tensor, "grid inputs outputs"]:
+    """Compute variances of the largest outputs with another curvature and other priors."""
+    fitted = replace(fitted, posterior=fitted.posterior.changed(curvature=curvature))
+    with asked_of(fitted, take(x, slice(0, 1))) as asked:
+        size = map_outputs(asked.network, asked.x).numel()
+    _, variances = moments(fitted, x, deltas, diagonal=True, outputs=min(_NUM_OUTPUTS, size))
+    return variances.double()
+
+
+def jackknife(replicates: Float[Tensor, "folds *values"]) -> Float[Tensor, "*values"]:
+    """Compute the standard error of values from their replicates without each fold."""
+    return (replicates.var(0, correction=0) * (len(replicates) - 1)).sqrt()

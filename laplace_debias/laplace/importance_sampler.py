@@ -1,0 +1,332 @@
+"""Importance sampling of examples: all are passed forward, those that are drawn also backward."""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.directions import Factor, GramFactor
+from laplace_debias.curvature.fits.factor_sums import (
+    FactorAccumulator,
+    FactorSums,
+    ForwardPasses,
+    factor_sums,
+)
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.network.batches import Fold, Stream
+from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of
+from laplace_debias.curvature.network.outputs import Faults, check_outputs, targets_classes_last
+from laplace_debias.curvature.network.shards import FAR
+from laplace_debias.system.ranks import Ranks
+
+NUM_FOLDS = 4
+"""Folds, whose differences give the error."""
+# Inputs at which the standard deviations of outputs are compared.
+_NUM_PROBES = 16
+Factors = dict[Block, Factor]
+# Inputs, targets and weights of drawn examples.
+Drawn = tuple[Inputs, Tensor, Tensor]
+
+
+def inclusion_probabilities(
+    curvatures: Float[Tensor, " batch"], mean: float, forward_ratio: int
+) -> Float[Tensor, " batch"]:
+    """Compute with what probability examples are drawn: more often where the loss curves more.
+
+    On average one of `forward_ratio` examples is drawn. Half of the probability is the same for
+    all, so that no weight exceeds twice the ratio; the other half is proportional to an example's
+    curvature.
+    """
+    relative = curvatures / mean if mean > 0 else torch.ones_like(curvatures)
+    return ((1 + relative) / (2 * forward_ratio)).clamp_max(1)
+
+
+def output_curvatures(
+    context: FitContext, outputs: Tensor, y: Tensor
+) -> tuple[Float[Tensor, " batch"], Tensor]:
+    """Compute the curvature of each example's loss in the outputs, and the loss.
+
+    For a softmax the curvature is 1 − Σ p², for `fisher="empirical"` it is ‖∇_f ℓ‖². A block's
+    trace is the mean of squared output gradients times activations, and an example's contribution
+    to it grows with this curvature, which needs no backward pass.
+    """
+    loss = context.cotangents.loss
+    assert isinstance(loss, NegativeLogLikelihood)
+    check_outputs(outputs)
+    targets = targets_classes_last(y, outputs.ndim, context.cotangents.class_dim)
+    loss.check(outputs, targets)
+    labels = loss.labels(targets.to(outputs.device, non_blocking=True), outputs.ndim)
+    if context.cotangents.fisher.kind == "empirical":
+        traces = loss.gradient(outputs, labels).double().square().flatten(1).sum(1)
+    else:
+        traces = loss.hessian_traces(outputs, labels)
+    return traces, loss.value(outputs, labels)
+
+
+@dataclass
+class _SampledFold:
+    """A fold of the examples.
+
+    Attributes:
+        gradients: G of the examples drawn, weighted by their inverse probabilities.
+        inputs: A of all examples read.
+        num_read: Examples read.
+        weighted_curvature: The sum of the curvatures of the examples drawn, weighted likewise.
+    """
+
+    gradients: Factors = field(default_factory=dict)
+    inputs: Factors = field(default_factory=dict)
+    num_read: int = 0
+    weighted_curvature: float = 0.0
+
+    def factors(self, mean_curvature: float) -> FactorSums:
+        """Return factors for all examples read, with G rescaled to the folds' mean curvature."""
+        if not self.weighted_curvature:
+            raise ValueError(
+                "The loss of the examples read so far has no curvature in the outputs, all of "
+                'which are certain. Use mode="full".'
+            )
+        scale = mean_curvature * self.num_read / self.weighted_curvature
+        factors: FactorSums = {}
+        for block, G in self.gradients.items():
+            like = G.rows if isinstance(G, GramFactor) else G
+            ones = like.new_full((*block.groups, 1, 1), self.num_read)
+            factors[block] = G * scale, self.inputs.get(block, ones)
+        return factors
+
+
+class ImportanceSampler:
+    """Reads examples, and draws some of them for the backward pass.
+
+    All that is read is passed forward, which gives the curvature in the outputs and A. The examples
+    drawn are passed backward, with weights that are the inverse of the probability of drawing them.
+
+    Args:
+        context: The network, its loss and its blocks.
+        pairs: The data.
+        forward_ratio: Examples passed forward per example passed backward.
+
+    Attributes:
+        folds: The factors, by folds.
+        totals: The totals of all examples read.
+        num_drawn: How many examples were drawn.
+        curvatures: The curvature in the outputs of every example read.
+        probes: Inputs at which fits are compared, which are no part of the fit.
+    """
+
+    def __init__(
+        self, context: FitContext, pairs: Iterator[tuple[Any, ...]], forward_ratio: int
+    ) -> None:
+        self.context = context
+        self._forward_ratio = forward_ratio
+        self._forward = ForwardPasses(context)
+        self._generator = torch.Generator().manual_seed(0)
+        self._faults = Faults()
+        self.num_batches = 0
+        self.folds = [_SampledFold() for _ in range(NUM_FOLDS)]
+        self.totals = DataTotals(0, 0.0, 0, 0)
+        self.num_drawn = 0
+        self.curvatures = torch.zeros(0, dtype=torch.float64)
+        first_batches, steps = _first_batches(pairs, context.ranks)
+        rank = context.ranks.rank
+        num_needed = min(_NUM_PROBES, sum(map(sum, steps)) // 2)
+        own_probes: list[Inputs] = []
+        remainders = []
+        for pair, sizes in zip(first_batches, steps, strict=True):
+            num_own = min(max(num_needed - sum(sizes[:rank]), 0), sizes[rank])
+            num_needed -= min(num_needed, sum(sizes))
+            if pair is None:
+                continue
+            x, y, *weights = pair
+            if num_own:
+                own_probes.append(take(x, slice(0, num_own)))
+            # The probes may be all of this process's batch, which the others still read.
+            remainders.append((take(x, slice(num_own, None)), y[num_own:], *weights))
+        probes_by_rank = context.ranks.exchange(own_probes)
+        self.probes = join(list(chain.from_iterable(probes_by_rank)))
+        self.pairs: Iterator[tuple[int, Any]] = enumerate(chain(remainders, pairs), start=1)
+
+    def continued(
+        self, context: FitContext, data: Stream, forward_ratio: int
+    ) -> "ImportanceSampler":
+        """Return a copy for a later fit, which reads on from where this one is."""
+        num_skipped = 0 if isinstance(data.source, Iterator) else self.num_batches
+        later = copy(self)
+        later.context = context
+        later._forward_ratio = forward_ratio
+        later._forward = ForwardPasses(context)
+        later.pairs = enumerate(islice(data.in_step(), num_skipped, None), start=num_skipped + 1)
+        # The same blocks are other objects in the later fit.
+        later_block = dict(zip(self.context.blocks, context.blocks, strict=True))
+        later.folds = [copy(fold) for fold in self.folds]
+        for fold in later.folds:
+            fold.gradients = {later_block[block]: G for block, G in fold.gradients.items()}
+            fold.inputs = {later_block[block]: A for block, A in fold.inputs.items()}
+        return later
+
+    def until(self, target: int) -> "ImportanceSampler":
+        """Return a copy that has read on until so many are drawn, or the data ended."""
+        advanced = copy(self)
+        advanced.folds = [copy(fold) for fold in self.folds]
+        advanced._generator = self._generator.clone_state()
+        advanced._read(target)
+        return advanced
+
+    def _read(self, target: int) -> None:
+        ranks = self.context.ranks
+        drawn: list[list[Drawn]] = [[] for _ in self.folds]
+        inputs = [FactorAccumulator(self.context) for _ in self.folds]
+        num_read_before = [fold.num_read for fold in self.folds]
+        num_drawn = torch.zeros(len(self.folds), dtype=torch.long)
+        while self.num_drawn + int(num_drawn.sum()) < target:
+            number, pair = next(self.pairs, (0, None))
+            sizes = ranks.exchange(None if pair is None else len(pair[1]))
+            if sizes.count(None) == len(sizes):
+                break
+            self.num_batches = number or self.num_batches
+            with self._faults.of_batch(number):
+                num_drawn += self._draw(pair, [size or 0 for size in sizes], inputs, drawn)
+        self._faults.read()
+        for index, fold in enumerate(self.folds):
+            accumulator = inputs.pop(0)
+            if fold.num_read > num_read_before[index]:
+                fold.inputs = _sum_of_both(fold.inputs, accumulator.reduce_side(1))
+            if num_drawn[index]:
+                # Labels of two processes are drawn by indices that are far apart.
+                first = FAR * ranks.rank + self.num_drawn
+                sums, totals = factor_sums(self.context, _joined(drawn[index]), first)
+                self.num_drawn += totals.num_examples
+                gradients = {block: G for block, (G, _) in sums.items()}
+                fold.gradients = _sum_of_both(fold.gradients, gradients)
+
+    def _draw(
+        self,
+        pair: tuple[Any, ...] | None,
+        sizes: Sequence[int],
+        inputs: Sequence[FactorAccumulator],
+        drawn: list[list[Drawn]],
+    ) -> Int[Tensor, " folds"]:
+        """Draw from all processes' batches, of which every fourth example belongs to a fold.
+
+        Args:
+            pair: This process's batch; None if its data has ended.
+            sizes: The number of examples of each process.
+            inputs: Accumulates A, by folds.
+            drawn: This process's drawn examples, by folds, to which those of the batch are added.
+
+        Returns:
+            How many examples of all processes were drawn, by folds.
+        """
+        ranks = self.context.ranks
+        total = sum(sizes)
+        fold_indices = (self.totals.num_examples + torch.arange(total)) % len(self.folds)
+        start = sum(sizes[: ranks.rank])
+        own_part = slice(start, start + sizes[ranks.rank])
+        own_traces, nll, num_outputs = self._pass_forward(pair, fold_indices[own_part], inputs)
+        by_rank = ranks.exchange((own_traces.tolist(), nll, num_outputs))
+        traces_by_rank, nlls, nums_outputs = zip(*by_rank, strict=True)
+        traces = torch.tensor(list(chain.from_iterable(traces_by_rank)), dtype=torch.float64)
+        self.curvatures = torch.cat([self.curvatures, traces])
+        self.totals = self.totals + DataTotals(total, sum(nlls), sum(nums_outputs), total)
+        mean_curvature = float(self.curvatures.mean())
+        probabilities = inclusion_probabilities(traces, mean_curvature, self._forward_ratio)
+        uniforms = torch.rand(total, generator=self._generator, dtype=torch.float64)
+        is_drawn = uniforms < probabilities
+        for index, fold in enumerate(self.folds):
+            in_fold = fold_indices == index
+            fold.num_read += int(in_fold.sum())
+            is_chosen = in_fold & is_drawn
+            fold.weighted_curvature += float((traces[is_chosen] / probabilities[is_chosen]).sum())
+            own_indices = is_chosen[own_part].nonzero()[:, 0]
+            if pair is not None and len(own_indices):
+                weights = probabilities[start + own_indices].reciprocal()
+                drawn[index].append((take(pair[0], own_indices), pair[1][own_indices], weights))
+        return fold_indices[is_drawn].bincount(minlength=len(self.folds))
+
+    def _pass_forward(
+        self,
+        pair: tuple[Any, ...] | None,
+        fold_indices: Int[Tensor, " batch"],
+        inputs: Sequence[FactorAccumulator],
+    ) -> tuple[Float[Tensor, " batch"], float, int]:
+        """Pass a batch forward, fold by fold: curvatures in the outputs, loss, size of outputs."""
+        traces = torch.zeros(len(fold_indices), dtype=torch.float64)
+        nll = 0.0
+        num_outputs = 0
+        if pair is None:
+            return traces, nll, num_outputs
+        x, y, *weights = pair
+        if weights:
+            raise ValueError(
+                'mode="auto" does not support weights of examples. Remove them from the batches.'
+            )
+        for index, accumulator in enumerate(inputs):
+            in_fold = (fold_indices == index).nonzero()[:, 0]
+            if len(in_fold):
+                outputs = self._forward(take(x, in_fold), y[in_fold], accumulator)
+                fold_traces, loss = output_curvatures(self.context, outputs, y[in_fold])
+                traces[in_fold] = fold_traces.cpu()
+                nll += float(loss)
+                num_outputs += outputs.numel()
+        return traces, nll, num_outputs
+
+
+def _first_batches(
+    pairs: Iterator[tuple[Any, ...]], ranks: Ranks
+) -> tuple[list[tuple[Any, ...] | None], list[list[int]]]:
+    """Read the first batches, until all processes together have two examples.
+
+    Returns:
+        This process's batch of each step, None if its data has ended, and the number of examples
+        that each process has in each step.
+    """
+    batches: list[tuple[Any, ...] | None] = []
+    steps: list[list[int]] = []
+    while sum(map(sum, steps)) < 2:
+        pair = next(pairs, None)
+        sizes = ranks.exchange(0 if pair is None else len(pair[1]))
+        if not any(sizes):
+            raise ValueError(
+                'mode="auto" compares fits at inputs that it sets aside, for which it needs two '
+                'examples or more. Use mode="full".'
+            )
+        batches.append(pair)
+        steps.append(sizes)
+    return batches, steps
+
+
+def _joined(drawn: Sequence[Drawn]) -> Fold:
+    """Join drawn examples to one batch, if all have the same shapes."""
+    if not drawn:
+        return Fold.consecutive([])
+    shapes = {tuple(t.shape[1:] for t in (*tensors_of(x), y)) for x, y, _ in drawn}
+    if len(shapes) > 1:
+        return Fold.consecutive(drawn)
+    xs, ys, weights = zip(*drawn, strict=True)
+    return Fold.consecutive([(join(list(xs)), torch.cat(ys), torch.cat(weights))])
+
+
+def _sum_of_both(first: Factors, second: Factors) -> Factors:
+    """Add up factors, for the blocks of the second."""
+    sums: Factors = {}
+    for block, factor in second.items():
+        sums[block] = _sum_factors(first[block], factor) if block in first else factor
+    return sums
+
+
+def _sum_factors(first: Factor, second: Factor) -> Factor:
+    if isinstance(first, GramFactor) and isinstance(second, GramFactor):
+        return first + second
+    return _matrix(first) + _matrix(second)
+
+
+def _matrix(factor: Factor) -> Tensor:
+    return factor.rows.mT @ factor.rows if isinstance(factor, GramFactor) else factor
