@@ -337,5 +337,5 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         la.fit([(x, y)], mode="auto")
     with pytest.raises(ValueError, match='plan mode="crossfit"'):
         la.plan(loader(), mode="auto")
-    with pytest.raises(ValueError, match="got .ekfac."):
+    with pytest.raises(ValueError, match=r"got .ekfac."):
         Laplace(network(), curvature="ekfac").fit(loader(), mode="auto")
