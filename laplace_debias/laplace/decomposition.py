@@ -53,7 +53,9 @@ def _closed_variances(
     fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
 ) -> Uncertainty:
     """Decompose the variance of a regression by the law of total variance over the fits."""
-    means, totals, epistemics = [], [], []
+    means = []
+    totals = []
+    epistemics = []
     for fit in fits:
         mean, variances = fit.moments(x, method, diagonal=True)
         marginals = fit.likelihood.marginals(mean, variances)
@@ -63,7 +65,8 @@ def _closed_variances(
         # The means of the targets are the first outputs; log-variances may follow.
         epistemics.append(variances[..., : total.shape[-1]].to(total.dtype))
     between = stacked(means).var(0, unbiased=False)
-    total, epistemic = torch.stack(totals), torch.stack(epistemics)
+    total = torch.stack(totals)
+    epistemic = torch.stack(epistemics)
     aleatoric = (total - epistemic).mean(0)
     return Uncertainty(total.mean(0) + between, aleatoric, epistemic.mean(0) + between)
 
@@ -75,18 +78,22 @@ def _uncertainty_of_gaussian_logits(
 
     Where the predictive has a closed form, the scores `entropy` and `max_probability` are its.
     """
-    means, covariances, draws, predictives = [], [], [], []
+    means = []
+    covariances = []
+    draws = []
+    predictives = []
     for fit in fits:
         mean, covariance = fit.moments(x, method, diagonal=False)
-        within = within_positions(covariance, mean.shape) if mean.ndim > 2 else covariance
-        if method.is_closed:
-            predictives.append(links.predictive(fit.likelihood, fit.link, mean, within))
         draws.append(fit.draws_of_moments(mean, covariance, method))
-        mean, within = links.tempered_moments(fit.link, mean, within)
+        if mean.ndim > 2:
+            covariance = within_positions(covariance, mean.shape)
+        if method.is_closed:
+            predictives.append(links.predictive(fit.likelihood, fit.link, mean, covariance))
+        mean, covariance = links.tempered_moments(fit.link, mean, covariance)
         means.append(mean)
-        covariances.append(within)
-    parts = uncertainty_of_draws([fit.likelihood for fit in fits], draws)
-    scores = dict(parts.scores)
+        covariances.append(covariance)
+    decomposed = uncertainty_of_draws([fit.likelihood for fit in fits], draws)
+    scores = dict(decomposed.scores)
     if predictives:
         scores |= scores_of_predictive(equal_mixture(predictives))
     likelihood = fits[0].likelihood
@@ -95,7 +102,7 @@ def _uncertainty_of_gaussian_logits(
         # Logits of different networks have no common origin: each member has its own score.
         scores["energy"] = metrics.energy(torch.stack(means)).mean(0)
         scores["max_logit"] = metrics.max_logit(torch.stack(means)).mean(0)
-    return replace(parts, scores=scores)
+    return replace(decomposed, scores=scores)
 
 
 def uncertainty_of_draws(
@@ -123,13 +130,15 @@ def uncertainty_of_draws(
     shape = first.batch_shape[1:]
     # A row for each term: an example, a position, a label.
     rows = probs.flatten(1, len(shape))
-    parts = metrics.uncertainty(rows)
-    total = parts.total.view(shape)
-    aleatoric = parts.aleatoric.view(shape)
-    epistemic = parts.epistemic.view(shape)
+    term_uncertainty = metrics.uncertainty(rows)
+    total = term_uncertainty.total.view(shape)
+    aleatoric = term_uncertainty.aleatoric.view(shape)
+    epistemic = term_uncertainty.epistemic.view(shape)
     scores = {}
     if isinstance(predictives[0], Independent):
-        total, aleatoric, epistemic = total.sum(-1), aleatoric.sum(-1), epistemic.sum(-1)
+        total = total.sum(-1)
+        aleatoric = aleatoric.sum(-1)
+        epistemic = epistemic.sum(-1)
     else:
         scores["max_probability"] = metrics.max_probability(rows.mean(0)).view(shape)
     scores = {"entropy": total, **scores, "mutual_information": epistemic}

@@ -32,17 +32,23 @@ def check_held_out(*data: Batches) -> None:
             check_sampler(loader)
 
 
-def joined(parts: Sequence[Sequence[Tensor]], what: str) -> list[Tensor]:
-    """The columns of several batches in one, of all processes that share them."""
-    of_all = current().on_all(list(map(torch.cat, zip(*parts, strict=True))) or None)
-    if of_all is None:
-        raise ValueError(f"The loader holds no batch: nothing to {what}.")
-    if not len(of_all[0]):
+def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[Tensor]:
+    """Concatenate the columns of several batches, over all processes that share the data.
+
+    Args:
+        batches: For each batch its columns, of one row per target that counts.
+        verb: What the columns are for, as errors name it.
+    """
+    columns = [torch.cat(column) for column in zip(*batches, strict=True)]
+    columns_of_all = current().on_all(columns or None)
+    if columns_of_all is None:
+        raise ValueError(f"The loader holds no batch: nothing to {verb}.")
+    if not len(columns_of_all[0]):
         raise ValueError(
-            f"Every target of the loader is ignored: nothing to {what}. Pass batches in which at "
+            f"Every target of the loader is ignored: nothing to {verb}. Pass batches in which at "
             "least one target counts."
         )
-    return of_all
+    return columns_of_all
 
 
 def evaluate_predictions(
@@ -54,30 +60,42 @@ def evaluate_predictions(
     *,
     intervals: bool = True,
     level: float = 0.95,
-    score_of: Callable[[Inputs], Tensor] | None = None,
+    score_inputs: Callable[[Inputs], Tensor] | None = None,
 ) -> metrics.Report:
-    """Metrics of a predictive on labelled data, and of its uncertainty on OOD data.
+    """Evaluate a predictive on labelled data, and its uncertainty on OOD data.
 
-    The scores of `score_of` are larger for OOD data; by default the entropy, or the variance.
+    Args:
+        predict: From inputs to a predictive.
+        likelihood: The likelihood, which checks targets.
+        batches: Labelled batches.
+        ood: Out-of-distribution batches by name.
+        class_dim: The dimension of the outputs that has the classes.
+        intervals: Whether to compute confidence intervals.
+        level: Their coverage.
+        score_inputs: From inputs to scores, larger for OOD data; None for the entropy, or the
+            variance.
     """
     # Before the predictions, which may take long.
     check_level(level)
-    if score_of is not None:
-        of_sets = {name: _over(data, name, score_of).flatten() for name, data in ood.items()}
-        separated = separation(_over(batches, "test", score_of).flatten(), of_sets)
-        plain = evaluate_predictions(predict, likelihood, batches, {}, class_dim, level=level)
-        statistics = plain._statistics | separated
-        return report_of(statistics, plain._targets, level, intervals)
-    parts, kinds = [], [False, False]
+    if score_inputs is not None:
+        scores = {name: _for_all(data, name, score_inputs).flatten() for name, data in ood.items()}
+        separated = separation(_for_all(batches, "test", score_inputs).flatten(), scores)
+        without_ood = evaluate_predictions(predict, likelihood, batches, {}, class_dim, level=level)
+        statistics = without_ood._statistics | separated
+        return report_of(statistics, without_ood._targets, level, intervals)
+    scored_batches = []
+    is_multilabel = False
+    has_probabilities = False
     for x, y in batches:
         predictive = predict(x)
         is_multilabel = isinstance(getattr(predictive, "base_dist", None), Bernoulli)
-        kinds = [is_multilabel, is_multilabel or hasattr(predictive, "probs")]
-        parts.append(score(likelihood, predictive, y, class_dim))
-    values, log_probs, targets, *deviations = joined(parts, "evaluate")
-    # A process without examples has not seen what is predicted.
-    kinds = [any(of) for of in zip(*current().exchange(kinds), strict=True)]
-    is_multilabel, has_probabilities = kinds
+        has_probabilities = is_multilabel or hasattr(predictive, "probs")
+        scored_batches.append(score(likelihood, predictive, y, class_dim))
+    values, log_probs, targets, *deviations = concatenate_batches(scored_batches, "evaluate")
+    # A process without examples has predicted nothing that would show it.
+    flags = current().exchange((is_multilabel, has_probabilities))
+    is_multilabel = any(multilabel for multilabel, _ in flags)
+    has_probabilities = any(probabilities for _, probabilities in flags)
     if not has_probabilities:
         targets = targets.reshape(values.shape).to(values.dtype)
     if not has_probabilities and not deviations:
@@ -89,36 +107,40 @@ def evaluate_predictions(
         statistics = {"nll": of_log_probs(log_probs), "rmse": of_rmse(values, targets)}
         return report_of(statistics, targets, level, intervals)
 
-    def of_inputs(x: Inputs) -> Tensor:
+    def predicted_values(x: Inputs) -> Tensor:
         predictive = predict(x)
         if has_probabilities:
-            return values_of(predictive)
+            return probabilities_or_means(predictive)
         return predictive.variance.flatten(0, len(predictive.batch_shape) - 1).sqrt()
 
-    of_ood = {name: _over(data, name, of_inputs) for name, data in ood.items()}
+    predicted_ood = {name: _for_all(data, name, predicted_values) for name, data in ood.items()}
     options: dict[str, Any] = {"intervals": intervals, "level": level}
     if not has_probabilities:
-        of_targets = values, deviations[0], targets
-        return metrics.evaluate_regression(*of_targets, of_ood, log_probs=log_probs, **options)
+        return metrics.evaluate_regression(
+            values, deviations[0], targets, predicted_ood, log_probs=log_probs, **options
+        )
     if is_multilabel:
-        of_labels = values, targets.long().reshape(values.shape), of_ood
-        return metrics.evaluate_multilabel(*of_labels, log_probs=log_probs, **options)
-    # A probability near 1 has no digits left for 1 − p; the predictive's logits have.
-    of_single = log_probs if values.ndim == 1 else None
-    of_classes = classified(values, targets)
-    return metrics.evaluate(*of_classes, of_ood, log_probs=of_single, **options)
+        labels = targets.long().reshape(values.shape)
+        return metrics.evaluate_multilabel(
+            values, labels, predicted_ood, log_probs=log_probs, **options
+        )
+    probs, labels = classified(values, targets)
+    # A probability near 1 has no digits left for 1 − p; the logits of one label have.
+    if values.ndim == 1:
+        options["log_probs"] = log_probs
+    return metrics.evaluate(probs, labels, predicted_ood, **options)
 
 
-def _over(data: Batches, name: str, of_inputs: Callable[[Inputs], Tensor]) -> Tensor:
-    """The predictions on an OOD set, of all processes."""
-    found = [of_inputs(x) for x, _ in data]
-    of_all = current().on_all([torch.cat(found)] if found else None)
-    if of_all is None:
+def _for_all(data: Batches, name: str, predict: Callable[[Inputs], Tensor]) -> Tensor:
+    """Predict a set of batches, over all processes that share it."""
+    predictions = [predict(x) for x, _ in data]
+    columns = current().on_all([torch.cat(predictions)] if predictions else None)
+    if columns is None:
         raise ValueError(f"The OOD loader {name!r} holds no batch.")
-    return of_all[0]
+    return columns[0]
 
 
-def targets_of(
+def check_targets(
     likelihood: Likelihood,
     predictive: Distribution,
     targets: Tensor,
@@ -127,14 +149,15 @@ def targets_of(
 ) -> tuple[Tensor, Bool[Tensor, " terms"], Tensor]:
     """Check a batch's targets beside a predictive of them.
 
-    It may have `leading` dimensions in front of the batch's, of whose entries the first is seen.
+    The predictive may have `leading` dimensions in front of the batch's; only the first of their
+    entries is compared.
 
     Returns:
         The targets with a row for each term; which of these count; and the targets that
         `predictive.log_prob` takes, zeros where they do not count.
     """
     shape = predictive.batch_shape[leading:]
-    values = values_of(predictive)[: shape.numel()]
+    values = probabilities_or_means(predictive)[: shape.numel()]
     outputs = values.unsqueeze(-1) if values.ndim == 1 else values
     outputs_in_shape = outputs.unflatten(0, shape)
     targets = targets_classes_last(targets, outputs_in_shape.ndim, class_dim)
@@ -143,11 +166,12 @@ def targets_of(
     counted = likelihood.counted(labels)
     if counted is None:
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
-    # What does not count still needs a target that has a density.
-    safe = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
-    safe = safe.reshape(shape + predictive.event_shape)
-    is_discrete = isinstance(predictive, torch.distributions.Categorical)
-    return labels, counted, safe if is_discrete else safe.to(values.dtype)
+    # A target that does not count still needs to have a density.
+    with_density = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
+    with_density = with_density.reshape(shape + predictive.event_shape)
+    if not isinstance(predictive, torch.distributions.Categorical):
+        with_density = with_density.to(values.dtype)
+    return labels, counted, with_density
 
 
 def score(
@@ -157,17 +181,18 @@ def score(
 
     Returns:
         Probabilities, `[n, C]` or for a single logit `[n]`, else means, `[n, C]`; log-probabilities
-        `[n]`; labels. Of a normal also its standard deviations.
+        `[n]`; labels. For a normal also its standard deviations.
     """
-    labels, counted, log_prob_of = targets_of(likelihood, predictive, targets, class_dim)
-    values, log_probs = values_of(predictive), predictive.log_prob(log_prob_of).flatten()
-    scores = [values[counted], log_probs[counted], labels[counted]]
+    labels, counted, with_density = check_targets(likelihood, predictive, targets, class_dim)
+    values = probabilities_or_means(predictive)
+    log_probs = predictive.log_prob(with_density).flatten()
+    columns = [values[counted], log_probs[counted], labels[counted]]
     if isinstance(predictive, Normal | MultivariateNormal):
-        scores.append(predictive.variance.reshape(values.shape)[counted].sqrt())
-    return scores
+        columns.append(predictive.variance.reshape(values.shape)[counted].sqrt())
+    return columns
 
 
-def values_of(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
+def probabilities_or_means(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
     """Probabilities or means with a row for each term."""
     values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
     return values.flatten(0, len(predictive.batch_shape) - 1)

@@ -28,7 +28,7 @@ from laplace_debias.curvature.losses.likelihoods.base import probit
 from laplace_debias.operators.eigh import eigh
 
 MOST_CLASSES = 100
-"""Of more classes the default is the probit: their covariances cost too much."""
+"""For more classes the default is the probit: their covariances cost too much."""
 NUM_DRAWS = 128
 """Sobol points of the `"exact"` link."""
 WITH_LINKS = (Categorical, Bernoulli, MultiLabel)
@@ -50,11 +50,12 @@ def pairwise(mean: Logits, covariance: Covariance) -> Logits:
     application to uncertainty estimation".
     """
     # In double precision: a large common variance leaves the differences their digits.
-    mu, sigma = mean.double(), covariance.double()
+    mu = mean.double()
+    sigma = covariance.double()
     variances = sigma.diagonal(dim1=-2, dim2=-1)
-    of_differences = variances.unsqueeze(-1) + variances.unsqueeze(-2) - sigma - sigma.mT
-    of_differences = of_differences.clamp_min(0)
-    scale = (1 + math.pi / 8 * of_differences).rsqrt()
+    difference_variances = variances.unsqueeze(-1) + variances.unsqueeze(-2) - sigma - sigma.mT
+    difference_variances = difference_variances.clamp_min(0)
+    scale = (1 + math.pi / 8 * difference_variances).rsqrt()
     return -torch.logsumexp((mu.unsqueeze(-2) - mu.unsqueeze(-1)) * scale, -1).to(mean.dtype)
 
 
@@ -65,7 +66,8 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
     standard deviations of 3.
     """
     # What all logits have in common cancels: without it a large one takes no point for itself.
-    mu, sigma = mean.double(), covariance.double()
+    mu = mean.double()
+    sigma = covariance.double()
     sigma = sigma - sigma.mean(-1, keepdim=True)
     sigma = sigma - sigma.mean(-2, keepdim=True)
     values, vectors = eigh((sigma + sigma.mT) / 2, "the functional covariance")
@@ -110,8 +112,9 @@ class Link:
 
     def __str__(self) -> str:
         """The name, and the temperature unless it is 1."""
-        at = "" if self.temperature == 1 else f" at temperature {self.temperature:.3g}"
-        return f"{self.name}{at}"
+        if self.temperature == 1:
+            return self.name
+        return f"{self.name} at temperature {self.temperature:.3g}"
 
     def logits(
         self, likelihood: Likelihood, mean: Logits, covariance: Float[Tensor, "..."]
@@ -125,10 +128,10 @@ class Link:
         # A label that applies or not is a choice between its logit and zero.
         is_matrix = covariance.ndim > mean.ndim
         variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
-        both = torch.stack([torch.zeros_like(mean), mean], -1)
-        of_both = torch.stack([torch.zeros_like(mean), variances], -1)
-        found = exact(both, torch.diag_embed(of_both))
-        return found[..., 1] - found[..., 0]
+        both_means = torch.stack([torch.zeros_like(mean), mean], -1)
+        both_variances = torch.stack([torch.zeros_like(mean), variances], -1)
+        log_probs = exact(both_means, torch.diag_embed(both_variances))
+        return log_probs[..., 1] - log_probs[..., 0]
 
 
 def tempered(link: Link | None, logits: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -148,16 +151,16 @@ def tempered_moments(
 
 
 def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
-    """A link by its name, or as it is; None stays."""
+    """Read a link by its name, or as it is; None stays."""
     if link is None:
         return None
-    found = link if isinstance(link, Link) else Link(link)
+    checked = link if isinstance(link, Link) else Link(link)
     if type(likelihood) not in WITH_LINKS:
         raise ValueError(
             f"link={link!r} gives probabilities of classes or labels, not of a "
             f"{type(likelihood).__name__}: leave link out."
         )
-    return found
+    return checked
 
 
 def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
@@ -168,8 +171,9 @@ def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
     """
     if type(likelihood) not in WITH_LINKS:
         return None
-    of_all = type(likelihood) is Categorical and len(shape) == 2 and shape[1] <= MOST_CLASSES
-    return Link("pairwise" if of_all else "probit")
+    if type(likelihood) is Categorical and len(shape) == 2 and shape[1] <= MOST_CLASSES:
+        return Link("pairwise")
+    return Link("probit")
 
 
 def predictive(

@@ -75,11 +75,11 @@ class Mixture(Predictor):
 
 def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihood) -> None:
     """Require a member's likelihood to be of the first one's class, with the same options."""
-    name, first_name = type(likelihood).__name__, type(first).__name__
+    name = type(likelihood).__name__
     if type(likelihood) is not type(first):
         raise ValueError(
-            f"Member {number} has the likelihood {name}, the first member {first_name}. Use "
-            "members of the same likelihood."
+            f"Member {number} has the likelihood {name}, the first member {type(first).__name__}. "
+            "Use members of the same likelihood."
         )
     options = _options(likelihood)
     first_options = _options(first)

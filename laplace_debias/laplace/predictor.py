@@ -248,5 +248,5 @@ class Predictor(ABC):
             state.spec.class_dim,
             intervals=intervals,
             level=level,
-            score_of=None if score is None else score_inputs,
+            score_inputs=None if score is None else score_inputs,
         )

@@ -27,10 +27,10 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import evidence, predictive
 from laplace_debias.laplace.evaluation import (
     check_held_out,
+    check_targets,
     classified,
-    joined,
-    targets_of,
-    values_of,
+    concatenate_batches,
+    probabilities_or_means,
 )
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -233,7 +233,7 @@ def look(
                 continue
             if examples is None:
                 # The same by every link and at every point.
-                targets = targets_of(likelihood, predicted, y, class_dim, leading=1)
+                targets = check_targets(likelihood, predicted, y, class_dim, leading=1)
                 labels, counted, log_prob_of = targets
             if with_noise:
                 terms = _noise_terms(predicted, labels)
@@ -263,7 +263,7 @@ def look(
                 row = torch.cat(rows[number], 1)
             part.append(row[counts > 0])
         parts.append(part)
-    counts, *columns = joined(parts, "tune on")
+    counts, *columns = concatenate_batches(parts, "tune on")
     sums, factors = torch.stack(columns).mT.contiguous(), None
     if with_noise:
         sums, factors = _with_best_noise(sums)
@@ -275,7 +275,7 @@ def _noise_terms(predicted: Distribution, labels: Tensor) -> Float[Tensor, "term
     """Of each term the squared whitened residuals, log det S, and how many numbers they are."""
     assert isinstance(predicted, MultivariateNormal)
     root = predicted.scale_tril.flatten(0, -3).double()
-    residuals = (labels.double() - values_of(predicted).double()).unsqueeze(-1)
+    residuals = (labels.double() - probabilities_or_means(predicted).double()).unsqueeze(-1)
     rounding = 8 * torch.finfo(predicted.mean.dtype).eps * labels.double().abs()
     residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
     # Not from the log-density: beside its constant small residuals are lost in float32.
@@ -316,7 +316,7 @@ def _brier_terms(
     num_links, labels = predicted.batch_shape[0], labels[counted]
     if not len(labels):  # A batch may hold ignored targets alone.
         return torch.zeros(0, num_links, dtype=torch.float64, device=labels.device)
-    values = values_of(predicted)[counted.repeat(num_links)]
+    values = probabilities_or_means(predicted)[counted.repeat(num_links)]
     labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
     probs, labels = check_classification(*classified(values, labels))
     return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1).view(num_links, -1).T
