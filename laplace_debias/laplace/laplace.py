@@ -18,6 +18,12 @@ from laplace_debias.laplace import evidence, file, tune
 from laplace_debias.laplace.approximation import Approximation
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.fit import fit
+from laplace_debias.laplace.laplace_torch_names import (
+    CURVATURES,
+    EQUIVALENTS,
+    explain_laplace_torch_name,
+    explains_laplace_torch_arguments,
+)
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.modes import check_mode, scheme_of_mode
@@ -27,14 +33,6 @@ from laplace_debias.laplace.schemes import CrossFit, Full, Scheme, Split
 from laplace_debias.laplace.state import initial_state
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.system.ranks import together
-
-OURS = {
-    "H": "la.posterior.precision, less the prior's",
-    "sigma_noise": "la.sigma",
-    "predictive_samples": "la.sample(n), or la.predict(x, method='nn')",
-    "optimize_prior_precision": "la.tune(validation_loader) or la.tune_evidence()",
-}
-"""Names of laplace-torch, and what takes their place."""
 
 
 class Laplace(Approximation):
@@ -120,6 +118,7 @@ class Laplace(Approximation):
         )
     """
 
+    @explains_laplace_torch_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -142,6 +141,11 @@ class Laplace(Approximation):
         temperature: float = 1.0,
         prior_mean: PriorMean = 0.0,
     ) -> None:
+        if curvature in CURVATURES:
+            raise ValueError(
+                f"curvature={curvature!r} is a name of laplace-torch. "
+                f'Use curvature="{CURVATURES[curvature]}".'
+            )
         config = CurvatureConfig(
             kind=CurvatureKind(curvature, rank),
             fisher=FisherType(fisher, mc_samples),
@@ -175,10 +179,15 @@ class Laplace(Approximation):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name in OURS:
-                raise AttributeError(f"{name} is laplace-torch's name: use {OURS[name]}.")
+            if name in EQUIVALENTS:
+                raise AttributeError(explain_laplace_torch_name(name))
             return object.__getattribute__(self, name)
 
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            """Raise a `TypeError` that names `predict`."""
+            raise TypeError("la(x) is a call of laplace-torch. Use la.predict(x).")
+
+    @explains_laplace_torch_arguments
     @together("fit")
     def fit(
         self,

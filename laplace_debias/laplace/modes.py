@@ -7,7 +7,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, check_batches
 from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
 from laplace_debias.laplace.auto import Auto
 from laplace_debias.laplace.resuming import check_resumable
@@ -47,6 +47,7 @@ def scheme_of_mode(
     folds: int | None,
 ) -> tuple[Scheme, TrainingSize]:
     """Return the scheme that a mode stands for, with the data that it reads, and N."""
+    check_batches(loader)
     check_mode(mode, folds)
     size = training_size(loader, num_data, mode, reads_all=mode == "full")
     if mode == "full":

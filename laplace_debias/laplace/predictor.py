@@ -13,6 +13,7 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.decomposition import uncertainty
 from laplace_debias.laplace.evaluation import check_held_out, evaluate_predictions
+from laplace_debias.laplace.laplace_torch_names import explains_laplace_torch_arguments
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, equal_mixture
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
@@ -40,6 +41,7 @@ class Predictor(ABC):
         """The likelihood, a regression's with the noise that `tune` has found."""
         return self._states[0].spec.likelihood
 
+    @explains_laplace_torch_arguments
     def predict(
         self,
         x: Inputs | Record,

@@ -1,5 +1,6 @@
 """Arguments of a wrong type or out of range: one door names the argument and what it takes."""
 
+import inspect
 import re
 import sys
 import warnings
@@ -8,9 +9,12 @@ from importlib import import_module
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from laplace_debias import Laplace
-from laplace_debias.curvature import Fisher
+from laplace_debias.curvature import KFAC, Fisher
+from laplace_debias.laplace.laplace_torch_names import EQUIVALENTS
+from laplace_debias.laplace.schemes import Split
 from laplace_debias.linalg import cg, inverse, trace
 from laplace_debias.operators import Dense, Diagonal
 
@@ -98,14 +102,83 @@ def test_the_inverse_of_nothing_is_nothing():
 
 
 def test_names_that_nobody_has_are_pythons_errors(la):
-    with pytest.raises(AttributeError, match=r"laplace-torch's name: use la.tune\("):
-        la.optimize_prior_precision(method="marglik")
-    with pytest.raises(AttributeError, match=r"use la.posterior.precision"):
-        _ = la.H
     with pytest.raises(AttributeError, match="object has no attribute 'no_such'"):
         _ = la.no_such
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
         Laplace(MODEL, no_such=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "ours"),
+    [
+        (lambda la: Laplace(MODEL, subset_of_weights="all"), TypeError, "params=.*last_layer"),
+        (lambda la: Laplace(MODEL, hessian_structure="kron"), TypeError, 'curvature="kfac"'),
+        (lambda la: Laplace(MODEL, curvature="kron"), ValueError, 'Use curvature="kfac"'),
+        (lambda la: Laplace(MODEL, "regression", sigma_noise=1.0), TypeError, "sigma="),
+        (lambda la: la.predict(X, pred_type="nn"), TypeError, 'method="glm" or "nn"'),
+        (lambda la: la.predict(X, link_approx="probit"), TypeError, 'link="probit"'),
+        (lambda la: la.predict(X, n_samples=10), TypeError, "Use samples="),
+        (lambda la: la.fit(DATA, progress_bar=True), TypeError, "Use progress="),
+        (lambda la: la(X), TypeError, r"Use la\.predict\(x\)"),
+        (lambda la: la(X, pred_type="glm"), TypeError, r"Use la\.predict\(x\)"),
+        (lambda la: la.optimize_prior_precision(), AttributeError, r"Use la\.tune\("),
+        (lambda la: la.H, AttributeError, r"Use la\.posterior\.precision"),
+        (lambda la: la.posterior_precision, AttributeError, r"Use la\.posterior\.precision"),
+        (lambda la: la.state_dict(), AttributeError, r"Use la\.save\(path\)"),
+        (lambda la: la.functional_variance(X), AttributeError, r"Use la\.functional\(x\)"),
+        (lambda la: la.sigma_noise, AttributeError, r"la\.sigma"),
+    ],
+)
+def test_names_of_laplace_torch_get_ours(la, call, error, ours):
+    with pytest.raises(error, match=f"of laplace-torch.*{ours}"):
+        call(la)
+
+
+def test_the_equivalents_of_laplace_torch_exist(la):
+    """The attributes and arguments that messages advise are there."""
+    parameters = {
+        name
+        for function in (Laplace, la.fit, la.predict, la.functional)
+        for name in inspect.signature(function).parameters
+    }
+    for advice in EQUIVALENTS.values():
+        for name in re.findall(r"(\w+)=", advice):
+            assert name in parameters
+        for name in re.findall(r"\bla\.(\w+)", advice):
+            assert name == "sigma" or hasattr(la, name)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda source: Laplace(MODEL).fit(source),
+        lambda source: Laplace(MODEL).fit_batches(source),
+        lambda source: Laplace(MODEL).plan(source),
+        lambda source: Laplace(MODEL).fit(DATA).tune(source),
+        lambda source: Laplace(MODEL).fit(DATA).evaluate(source),
+        lambda source: Laplace(MODEL).fit(DATA).evaluate(DATA, {"other": source}),
+        lambda source: Laplace(MODEL).fit(Split(DATA, source)),
+        lambda source: Fisher(MODEL, nn.CrossEntropyLoss(), source),
+        lambda source: KFAC(MODEL, nn.CrossEntropyLoss(), source),
+    ],
+)
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        (X, r"a Tensor of shape .*DataLoader\(TensorDataset\(x, y\)"),
+        (X.numpy(), r"a ndarray of shape .*\[\(x, y\)\]"),
+        (TensorDataset(X, Y), r"yields single examples\. Pass .*DataLoader\(dataset, batch_size="),
+    ],
+    ids=["tensor", "array", "dataset"],
+)
+def test_examples_instead_of_batches(use, source, advice):
+    with pytest.raises(TypeError, match=f"Data must be batches.*{advice}"):
+        use(source)
+
+
+def test_examples_and_targets_instead_of_batches():
+    with pytest.raises(TypeError, match=r"Data must be batches .*\[\(x, y\)\]"):
+        Laplace(MODEL).fit(X, Y)
 
 
 @pytest.mark.parametrize(

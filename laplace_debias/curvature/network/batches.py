@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm import tqdm
 
 from laplace_debias.curvature.network.inputs import (
@@ -309,6 +309,25 @@ class Fold:
         """No number: a pair is no batch of the user's."""
 
 
+def check_batches(source: Any) -> None:
+    """Require batches: not the examples themselves, nor a data set of single ones.
+
+    Raises:
+        TypeError: For a tensor, an array, a table, or a map-style `Dataset`.
+    """
+    if hasattr(source, "shape"):
+        raise TypeError(
+            f"Data must be batches (inputs, targets), got a {type(source).__name__} of shape "
+            f"{tuple(source.shape)}. Pass a DataLoader, DataLoader(TensorDataset(x, y), "
+            "batch_size=128), or a list of batches, [(x, y)]."
+        )
+    if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
+        raise TypeError(
+            f"Data must be batches (inputs, targets), got a {type(source).__name__}, which yields "
+            "single examples. Pass a DataLoader, DataLoader(dataset, batch_size=128)."
+        )
+
+
 class Stream:
     """A user's batches, read as checked pairs `(x, y)`: re-iterable if their source is.
 
@@ -342,6 +361,7 @@ class Stream:
         description: str = "data",
         weighs: bool = False,
     ) -> None:
+        check_batches(source)
         check_generator(generator)
         # Set if several processes share the data, and it matters which example is which.
         self.first_index_among_all: FirstIndex | None = None

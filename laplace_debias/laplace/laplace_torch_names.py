@@ -1,0 +1,66 @@
+"""Names of laplace-torch, and the names here that take their place, for errors."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+EQUIVALENTS = {
+    "H": "la.posterior.precision, minus the prior's",
+    "backend_kwargs": 'fisher="exact", "mc" or "empirical", and backend=',
+    "dict_key_x": "batch=, a function from a batch to (inputs, targets)",
+    "dict_key_y": "batch=, a function from a batch to (inputs, targets)",
+    "diagonal_output": "la.functional(x, diagonal=True)",
+    "functional_covariance": "la.functional(x, joint=True)",
+    "functional_variance": "la.functional(x), which returns the mean and the covariance",
+    "hessian_structure": 'curvature="kfac" for "kron", "full", "diag" or "lowrank"',
+    "last_layer_name": "params=[names of its parameters]",
+    "link_approx": 'link="probit", "pairwise" or "exact", or samples= for "mc"',
+    "load_state_dict": "Laplace.load(path, model)",
+    "log_likelihood": "la.log_marginal_likelihood()",
+    "n_data": "la.num_data",
+    "n_params": "len(la.mean)",
+    "n_samples": "samples=",
+    "optimize_prior_precision": "la.tune(validation_loader) or la.tune_evidence()",
+    "override": "a new Laplace for each fit",
+    "posterior_covariance": "la.posterior.covariance",
+    "posterior_precision": "la.posterior.precision",
+    "posterior_scale": "la.posterior.covariance",
+    "pred_type": 'method="glm" or "nn"',
+    "predictive_samples": 'la.sample(n), or la.predict(x, method="nn")',
+    "progress_bar": "progress=",
+    "sigma_noise": "sigma= of Laplace, or la.sigma",
+    "state_dict": "la.save(path)",
+    "subnetwork_indices": "params=, names or a predicate (name, parameter) -> bool",
+    "subset_of_weights": 'params="all" (the default), "last_layer", names or a predicate',
+}
+"""Arguments, methods and attributes."""
+CURVATURES = {"kron": "kfac"}
+"""Values of `hessian_structure=` that have another name as `curvature=`."""
+
+
+def explain_laplace_torch_name(name: str) -> str:
+    """The message for a name of laplace-torch that is not one of ours."""
+    return f"{name} is a name of laplace-torch. Use {EQUIVALENTS[name]}."
+
+
+def explains_laplace_torch_arguments(
+    function: Callable[Parameters, Result],
+) -> Callable[Parameters, Result]:
+    """Add to Python's error for an unknown argument what takes its place here."""
+    own_names = inspect.signature(function).parameters
+
+    @wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        for name in kwargs:
+            if name in EQUIVALENTS and name not in own_names:
+                raise TypeError(
+                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}: "
+                    f"{explain_laplace_torch_name(name)}"
+                )
+        return function(*args, **kwargs)
+
+    return call
