@@ -128,8 +128,8 @@ def _page(folder: Path) -> str | None:
         "Written by `python -m benchmarks --publish`. Every comparison runs in a process of its "
         "own (rounds added by `--append` in further ones), its contenders in turn, round after "
         "round in alternating order. Times are medians over rounds, ratios medians of the ratios "
-        "within a round. Added memory is the peak above what was held before the call, its "
-        "result included.",
+        "within a round. Added memory is the peak above the memory in use before the call, its "
+        "result included. The goals are those that the project set itself.",
         *machines,
         *([goals] if goals else []),
     ]

@@ -8,7 +8,7 @@ from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
 
 TITLE = "Whole fit, exact Fisher, float64 factors: two batches of b against one of 2b"
-UNIT = "s a fit"
+UNIT = "s per fit"
 MINI, DEBIASED = "ours, mini-batch, 2b", "ours, debiased, b + b"
 REFERENCES = (MINI,)
 GOALS = (Goal(DEBIASED, MINI, at_most=1.1),)

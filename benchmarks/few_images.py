@@ -14,7 +14,7 @@ from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
 
 TITLE = "One batch of 8 images, 64 × 64 pixels, 10 classes, Monte-Carlo Fisher, one thread"
-UNIT = "s a batch"
+UNIT = "s per batch"
 REFERENCES = ()
 _TIMM = {"resnet10t": 15.0, "resnet18": 25.0, "mobilenetv3_small_050": 15.0, "convnext_atto": 15.0}
 _TEN = "mobilenet_v3_small, 10 batches"

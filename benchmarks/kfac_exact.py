@@ -6,7 +6,7 @@ from benchmarks.settings import Settings
 from benchmarks.timing import Row
 
 TITLE = "K-FAC factors, exact Fisher (ten classes)"
-UNIT = "s a batch"
+UNIT = "s per batch"
 REFERENCES = ("gradient",)
 GOALS = (
     Goal("ours, hooks", "gradient", at_most=4.5),

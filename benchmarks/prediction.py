@@ -9,7 +9,7 @@ from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 
 TITLE = "Predictive with exact functional variance, K-FAC of all parameters"
-UNIT = "s an image"
+UNIT = "s per image"
 REFERENCES = ("gradient",)
 GOALS = (
     Goal(FASTEST_PEER, "ours, predict", at_least=10.0),

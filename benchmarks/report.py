@@ -116,7 +116,7 @@ def goals_table(results: Sequence[tuple[str, Sequence[Goal], Sequence[Row]]]) ->
             spread = f"{_number(min(rounds))} – {_number(max(rounds))}" if len(rounds) > 1 else None
             table.append(
                 {
-                    "comparison": title if goal is goals[0] else "",
+                    "comparison": title,
                     "ratio": goal.describe(rows),
                     "measured": None if value is None else _number(value),
                     "rounds": spread,

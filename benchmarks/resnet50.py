@@ -11,7 +11,7 @@ from examples.paper.networks import resnet50
 from laplace_debias import Laplace
 
 TITLE = "ResNet-50, 1,000 classes, 224 × 224 pixels: memory of a fit and of a prediction"
-UNIT = "s a call"
+UNIT = "s per call"
 REFERENCES = ("gradient of 8 images",)
 _FIT = "Monte-Carlo K-FAC fit, 8 images, eigendecompositions included"
 _PREDICT = "variances of the 5 largest logits, 4 images"

@@ -9,7 +9,7 @@ from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 
 TITLE = "Samples from the posterior, K-FAC of all parameters"
-UNIT = "s a sample"
+UNIT = "s per sample"
 REFERENCES = ("ours",)
 GOALS = (Goal(FASTEST_PEER, "ours", at_least=1.0),)
 _SAMPLES = 10

@@ -17,7 +17,7 @@ from examples.paper.data import cifar10_parts
 from laplace_debias import Laplace
 
 TITLE = "A thin posterior, `la.thin(error=1e-3)` at δ = 3,000, K-FAC of all parameters"
-UNIT = "s an image"
+UNIT = "s per image"
 REFERENCES = ("gradient",)
 _THIN = "ours, thin"
 GOALS = (

@@ -11,7 +11,7 @@ from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 
 TITLE = "Tuning over 21 prior precisions (laplace-torch: one image, one round)"
-UNIT = "s an image"
+UNIT = "s per image"
 REFERENCES = ("ours, one predict",)
 GOALS = (
     Goal("ours, tune", "ours, one predict", at_most=1.3),

@@ -130,6 +130,66 @@ def headings_of(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+# What readers had to read twice, by the rule that it breaks (CONTRIBUTING.md, Words).
+HARD_TO_READ = {
+    'a sentence begins with "Of"': r"(?:^|[.:;] |\| |\*\*:? )Of (?=[a-z\d])",
+    '"alone" for "only"': r"\balone\b",
+    "software tells": r"\b(?:tells?|told)\b",
+    "a docstring or sentence refers to another name": r"(?:^|\. )As `",
+    '"a" for "per"': r"\b(?:\d|one|two|three|s|ms|MB|bytes|labels?|pass|passes|seconds?|once)"
+    r" an? (?:batch|draw|example|factor|fit|image|key|pass|probe|query|sample|sequence|step)\b",
+    '"less" for "minus"': r"\bless (?:that|those|the)\b",
+    '"ahead" or "behind" for a difference': r"\b(?:ahead|behind)\b",
+    '"beside" for "compared with"': r"\bbesides?\b",
+    "interrupted, resumed, fixed": r"broken off|begins? anew|gone? on\b|\bmend",
+    "supported": r"is not there for|belongs? into",
+}
+# Where such words are meant: names in code, and quotations of them.
+EXCEPTIONS = {
+    "CONTRIBUTING": ["alone", "tells", "less"],
+}
+
+
+def prose_of(page):
+    """A page without code, targets of links and comments."""
+    text = page.read_text(encoding="utf-8")
+    for pattern in (r"```.*?```", r"`[^`\n]+`", r"\]\([^)]*\)", r"<!--.*?-->"):
+        text = re.sub(pattern, "`", text, flags=re.DOTALL)
+    return text
+
+
+def hard_to_read(text):
+    """The places of a text that break a rule."""
+    found = []
+    for rule, pattern in HARD_TO_READ.items():
+        for match in re.finditer(pattern, text, re.MULTILINE):
+            place = text[max(0, match.start() - 30) : match.end() + 20]
+            found.append((rule, match[0].strip(), " ".join(place.split())))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_are_easy_to_read(page):
+    exceptions = EXCEPTIONS.get(page.stem, [])
+    assert [place for place in hard_to_read(prose_of(page)) if place[1] not in exceptions] == []
+
+
+def test_what_is_hard_to_read_is_reported():
+    for sentence in (
+        "Of several processes the first one writes.",
+        "It enters the marginal likelihood alone.",
+        "The error is told on the other half.",
+        "As `Scheme.check`.",
+        "One label an example: 3 passes a batch, two labels an example.",
+        "NLL less that of temperature scaling.",
+        "The last layer is ahead.",
+        "Time beside other libraries.",
+        "A fit that is gone on with.",
+    ):
+        assert hard_to_read(sentence), sentence
+    assert hard_to_read("Only the first of several processes writes, once a minute.") == []
+
+
 MODULES_WITH_EXAMPLES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "laplace_debias").rglob("*.py"))
