@@ -35,7 +35,7 @@ from laplace_debias.laplace.evaluation import (
 from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.state import FittedPosterior
-from laplace_debias.laplace.tuning import Row, Tuning
+from laplace_debias.laplace.tuning import Comparison, Row, Tuning
 from laplace_debias.metrics.checks import check_classification
 from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import current
@@ -351,6 +351,10 @@ def search(table: Table, metric: str) -> tuple[Tuning, int]:
             f"The best is the smallest value at which the metric is finite, {table.at[best]:.3g}. "
             "To try smaller ones, convert the model to a wider dtype.",
         )
+    compared = Comparison()
+    if len(by) > 1:
+        compared = _compared(table, by, (best, number), points, metric)
+        notes += _why_not_the_lowest(compared, len(table.counts), number == 0, errors[best])
     result = Tuning(
         table.at[best],
         metric,
@@ -360,7 +364,7 @@ def search(table: Table, metric: str) -> tuple[Tuning, int]:
         (min(within), max(within)) if can_tell else None,
         notes,
         by[number] if by else None,
-        _compared(table, by, (best, number), points, metric) if len(by) > 1 else [],
+        compared,
     )
     return result, best
 
@@ -417,7 +421,7 @@ def _lowest(table: Table, link: int, points: range) -> tuple[int, Bool[Tensor, "
 
 def _compared(
     table: Table, by: Sequence[Link], best: tuple[int, int], points: range, metric: str
-) -> list[Row]:
+) -> Comparison:
     """The rows of `Tuning.compared`."""
     without, of_names = range(len(points), len(points) + 1), dict[str, list[int]]()
     for number, link in enumerate(by):
@@ -429,7 +433,7 @@ def _compared(
     for name, numbers in of_names.items():
         others[name] = table.least(points, [by.index(Link(name))])
         others[f"{name}, tempered"] = table.least(points, numbers)
-    rows: list[Row] = []
+    rows = Comparison()
     for name, place in others.items():
         difference = float(table.values[place] - table.values[best])
         error = float(table.errors(table.sums[place] - table.sums[best]))
@@ -438,6 +442,34 @@ def _compared(
         row |= {"temperature": by[place[1]].temperature, metric: float(table.values[place])}
         rows.append({**row, "difference": difference, "half_width": 1.96 * error})
     return rows
+
+
+def _why_not_the_lowest(
+    compared: Comparison, num_examples: int, is_first: bool, standard_error: float
+) -> tuple[str, ...]:
+    """Explain why an alternative that scores lower is not taken; empty if none does.
+
+    Args:
+        compared: The alternatives.
+        num_examples: How many examples have a target that counts.
+        is_first: Whether the default link at temperature 1 is taken.
+        standard_error: That of the metric of the choice.
+    """
+    lowest = min(compared, key=itemgetter("difference"))
+    if not -lowest["difference"] > _NOTHING * standard_error:
+        return ()
+    beginning = f"{lowest['name']} scores lower by {-lowest['difference']:.2g} but is not taken: "
+    if num_examples < _FEW and is_first:
+        reason = (
+            f"with fewer than {_FEW} examples (here {num_examples}) the default link at "
+            "temperature 1 is kept."
+        )
+    else:
+        reason = (
+            "settings whose difference is small beside its standard error count as equally good, "
+            "and the simpler one is taken."
+        )
+    return (beginning + reason,)
 
 
 def _at_the_end(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from laplace_debias.laplace.links import Link
-from laplace_debias.system.shown import html_table
+from laplace_debias.system.shown import aligned, html_table
 
 Row = dict[str, Any]
 
@@ -14,8 +14,32 @@ OF_EVIDENCE = "log_marginal_likelihood"
 """The metric that is maximised without data."""
 
 
+_COLUMNS = ("name", "prior_precision", "temperature", "difference", "half_width")
 _WIDE = 1e6
 """A range that holds the best value of every trained network, largest over smallest."""
+
+
+class Comparison(list[Row]):
+    """The rows of `Tuning.compared`, which print as a table."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "[]"
+        metric = next(name for name in self[0] if name not in _COLUMNS)
+        lines = [["", "prior precision", "temperature", metric, "difference", "± (95 %)"]]
+        for row in self:
+            delta = row["prior_precision"]
+            lines.append(
+                [
+                    row["name"],
+                    "none" if delta is None else f"{delta:.3g}",
+                    f"{row['temperature']:.3g}",
+                    f"{row[metric]:.4g}",
+                    f"{row['difference']:+.2g}",
+                    f"{row['half_width']:.2g}",
+                ]
+            )
+        return aligned(lines)
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,7 +67,7 @@ class Tuning:
         compared: A row for each of the network, temperature scaling, and every link at T = 1 and at
             its best T, at its best prior precision of the grid: its `name`, `prior_precision` (None
             without a posterior), `temperature`, the metric, the `difference` to what was chosen
-            and, of 95 %, its paired `half_width`.
+            and, of 95 %, its paired `half_width`. It prints as a table.
     """
 
     prior_precision: float | list[float]
@@ -54,7 +78,7 @@ class Tuning:
     flat: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
     link: Link | None = None
-    compared: list[Row] = field(default_factory=list)
+    compared: Comparison = field(default_factory=Comparison)
 
     def __float__(self) -> float:
         """The prior precision; a `TypeError` if there are several."""
@@ -85,34 +109,51 @@ class Tuning:
         )
 
     @property
+    def _flatness(self) -> str:
+        """How sharp the optimum is, in words; empty where that is unknown."""
+        if self.flat is None:
+            return ""
+        within = "half a nat" if self.metric == OF_EVIDENCE else "one standard error"
+        low, high = self.flat
+        if self.all_alike:
+            return (
+                f"All values from {low:.3g} to {high:.3g} score the same, within {within}: the "
+                "examples are too few to distinguish them, or the network is untrained or broken. "
+                "Check its accuracy first."
+            )
+        if low == high:
+            return f"Every other value tried is worse by more than {within}."
+        sentence = f"Values from {low:.3g} to {high:.3g} score the same, within {within}."
+        if high == max(row["prior_precision"] for row in self.table):
+            sentence += (
+                " That is up to the largest value tried: the data show hardly any difference "
+                "between the best and the network without parameter uncertainty."
+            )
+        return sentence
+
+    @property
     def message(self) -> str:
         """The findings in words."""
-        said = [self._summary]
-        if self.flat is not None:
-            within = "half a nat" if self.metric == OF_EVIDENCE else "one standard error"
-            low, high = self.flat
-            says = f"Values from {low:.3g} to {high:.3g} score the same, within {within}."
-            if self.all_alike:
-                says = (
-                    f"All values from {low:.3g} to {high:.3g} score the same, within {within}: the "
-                    "examples are too few to tell, or the network is untrained or broken. Check "
-                    "its accuracy first."
-                )
-            elif low == high:
-                says = f"Every other value tried is worse by more than {within}."
-            elif high == max(row["prior_precision"] for row in self.table):
-                says += (
-                    " That is up to the largest value tried: the data show hardly any difference "
-                    "between the best and the network without parameter uncertainty."
-                )
-            said.append(says)
+        sentences = [self._summary]
+        if self._flatness:
+            sentences.append(self._flatness)
         if self.compared:
             rows = [
                 f"{row['name']} {row['difference']:+.2g} ± {row['half_width']:.2g}"
                 for row in self.compared
             ]
-            said.append(f"Differences from it on these data: {', '.join(rows)}.")
-        return " ".join([*said, *self.notes])
+            sentences.append(f"Differences from it on these data: {', '.join(rows)}.")
+        return " ".join([*sentences, *self.notes])
+
+    def __str__(self) -> str:
+        """The findings, with a line for each, and `compared` as a table."""
+        lines = [self._summary]
+        if self._flatness:
+            lines.append(self._flatness)
+        if self.compared:
+            lines.append("Alternatives, and how much higher (worse) they score:")
+            lines.append(str(self.compared))
+        return "\n".join([*lines, *self.notes])
 
     def __repr__(self) -> str:
         return f"<Tuning: {self._summary}>"

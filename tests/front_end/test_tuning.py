@@ -366,6 +366,60 @@ def test_it_reads_well():
     assert float(found) == found.prior_precision
 
 
+def test_print_explains_the_choice():
+    model, x, y = problem(3.0, 1000, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    found = la.tune([(x, y)], link="probit")
+    lines = str(found).splitlines()
+    low, high = found.flat
+    assert lines[0] == f"{repr(found)[len('<Tuning: ') : -1]}"
+    assert lines[1].startswith(f"Values from {low:.3g} to {high:.3g} score the same")
+    assert str(found.compared) in str(found)
+    assert found.compared == list(found.compared)
+    table = str(found.compared).splitlines()
+    assert table[0].split() == [
+        "prior",
+        "precision",
+        "temperature",
+        "nll",
+        "difference",
+        "±",
+        "(95",
+        "%)",
+    ]
+    assert len({len(line) for line in table}) == 1
+    for line, row in zip(table[1:], found.compared, strict=True):
+        assert line.startswith(row["name"])
+        assert line.split()[-2:] == [f"{row['difference']:+.2g}", f"{row['half_width']:.2g}"]
+    assert table[1].split()[:3] == ["network", "none", "1"]
+
+
+def test_it_says_why_the_alternative_that_looks_best_is_not_taken():
+    """The same 80 examples of a network that is too sure, and then 20 times as many."""
+    model, x, y = problem(3.0, 80, temperature=0.3)
+    la = Laplace(model).fit([(x, y)])
+    few = la.tune([(x, y)], grid=[1e6])
+    lowest = min(few.compared, key=lambda row: row["difference"])
+    assert lowest["difference"] < 0
+    assert few.link == Link("pairwise")
+    (note,) = few.notes
+    assert note.startswith(f"{lowest['name']} scores lower by {-lowest['difference']:.2g}")
+    assert "fewer than 100 examples (here 80)" in note
+    assert note in str(few)
+    many = la.tune([(x.repeat(20, 1), y.repeat(20))], grid=[1e6])
+    assert many.link.temperature > 1
+    assert "not taken" not in many.message
+    # As many labels of each class as the network says, but for two: T = 1 is kept as equally good.
+    counts = (100 * model(x).softmax(1)).round().long()
+    labels = torch.arange(3).repeat(80).repeat_interleave(counts.flatten())
+    data = [(x.repeat_interleave(counts.sum(1), 0), labels)]
+    alike = la.tune(data, grid=[1e6])
+    assert alike.link == Link("pairwise")
+    lowest = min(row["difference"] for row in alike.compared)
+    error = alike.table[0]["standard_error"]
+    assert ("count as equally good" in alike.message) == (-lowest > 1e-3 * error)
+
+
 # ------------------------------------------------------------- the link and its temperature
 
 
