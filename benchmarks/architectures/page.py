@@ -17,17 +17,20 @@ Face with random weights, reduced in width and depth. Batches of {EXAMPLES} exam
 (thirteen tokens for language models). Every trainable parameter has a block, and all probabilities
 are finite, unless a line below the table says otherwise.
 
-- **blocks**: of layers + of calls, from gradients of each example (class tokens, position tables,
-  tied weights, layers of a library's own).
-- **fit**: one batch with `fisher="mc"`, over the same batch's gradient, with what is done once: the
-  check of every block and the eigendecompositions. **Each further batch** is a quarter of the extra
-  time of a fit of five. [Benchmarks](benchmarks.md) measure larger networks.
-- **predict**: the batch, with exact functional variances, over the same gradient. Medians of
-  three rounds, one thread.
+- **blocks**: blocks of layers + blocks that are computed from the gradients of each example
+  (class tokens, position tables, tied weights, layers of a library's own).
+- **fit**: the time of a fit to one batch with `fisher="mc"`, divided by that of the batch's
+  gradient. It includes what is done once per fit: the check of every block and the
+  eigendecompositions.
+- **each further batch**: a quarter of the extra time of a fit to five batches, divided by the
+  same. [Benchmarks](benchmarks.md) measure larger networks.
+- **predict**: the time to predict the batch, with exact functional variances, divided by the same.
 
-An error is the largest relative difference of the functional variances with `curvature="diag"` from
-Σ_d J_cd² / (N·C_dd + δ) by automatic differentiation, in double precision, two examples. Llama and
-its relatives normalise in single precision, hence 1e-8."""
+Times are medians of three rounds with one thread.
+
+The error is the largest relative difference between the functional variances with
+`curvature="diag"` and Σ_d J_cd² / (N·C_dd + δ) by automatic differentiation, in double precision,
+for two examples. Llama and its relatives normalise in single precision, which explains 1e-8."""
 
 
 def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> None:

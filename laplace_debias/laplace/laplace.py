@@ -58,11 +58,11 @@ class Laplace(Approximation):
         curvature: `"kfac"`, `"ekfac"` (its directions, exact curvature along each), `"diag"`,
             `"lowrank"` (leading eigenvectors of the whole matrix) or `"full"`.
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
-            (those of known layers), `"last_layer"` (what the outputs come from, found by the first
-            `fit` unless the structure tells it; faster, and oftener ahead of a temperature in
-            docs/choosing.md), names, or a predicate `(name, parameter) -> bool`. Frozen ones never
-            are. A parameter of no known layer has an exact block: dense up to
-            1,024 entries, diagonal above.
+            (those of known layers), `"last_layer"` (the layer that returns the outputs, determined
+            by the first `fit` unless the structure determines it; fast, and where
+            docs/choosing.md advises to start), names, or a predicate `(name, parameter) -> bool`.
+            Frozen parameters are never Bayesian. A parameter of no known layer has an exact block:
+            dense up to 1,024 entries, diagonal above.
         prior_precision: δ, one number or one per block (see `block_names`).
         backend: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can. Both give the same.
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
@@ -424,7 +424,8 @@ class Laplace(Approximation):
     def tune_evidence(self, *, sigma: bool | None = None, per: str | None = None) -> Tuning:
         """Find the prior precision with the largest marginal likelihood, set it and return it.
 
-        No data is read. The link stays.
+        No data is read, and the link is kept. Prefer `tune` if data can be held out: in the study
+        of docs/choosing.md the NLL was worse with `tune_evidence` on every problem.
 
         Args:
             sigma: Tune the noise of a regression, too, and set it. If None, a sigma that was never
