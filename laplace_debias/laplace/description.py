@@ -1,0 +1,61 @@
+"""The text of a `Laplace`: a few facts about its model, prior and fit."""
+
+import torch
+
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
+from laplace_debias.laplace.file import NAMES
+from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.state import FittedPosterior, Unfitted
+
+_MOST_SHOWN_BLOCKS = 4
+
+
+def describe(state: Unfitted | FittedPosterior) -> dict[str, str]:
+    """Collect a few facts by name, none of which holds a weight or grows with the model."""
+    model = state.spec.plain_model
+    total = sum(parameter.numel() for parameter in model.parameters())
+    lines = {
+        "model": type(model).__name__,
+        "likelihood": _described_likelihood(state.spec.likelihood),
+        "curvature": state.config.kind.name,
+    }
+    if state.parameters is None:
+        lines["parameters"] = f"those of the last layer, found at the fit, of {total:,}"
+        lines["blocks"] = "found at the fit"
+    else:
+        names = state.parameters.block_names
+        shown = names
+        if len(names) > _MOST_SHOWN_BLOCKS:
+            shown = [*names[: _MOST_SHOWN_BLOCKS - 2], "…", names[-1]]
+        lines["parameters"] = f"{state.parameters.size:,} of {total:,}"
+        lines["blocks"] = f"{len(names)}: {', '.join(shown)}"
+    lines |= _described_prior(state.prior)
+    if state.temperature != 1:
+        lines["temperature"] = f"{state.temperature:g}"
+    if state.link is not None:
+        lines["link"] = str(state.link)
+    lines["fit"] = "none yet"
+    if isinstance(state, FittedPosterior):
+        mode = f", {state.mode}" if state.mode else ""
+        lines["fit"] = f"N = {state.posterior.num_data:,}{mode}"
+    return lines
+
+
+def _described_likelihood(likelihood: Likelihood) -> str:
+    name = NAMES.get(type(likelihood), type(likelihood).__name__)
+    if not isinstance(likelihood, Gaussian):
+        return name
+    sigma = likelihood.sigma
+    if sigma.ndim:
+        return f"{name}, sigma = one for each of {sigma.numel()} outputs"
+    return f"{name}, sigma = {sigma.item():g}"
+
+
+def _described_prior(prior: Prior) -> dict[str, str]:
+    lowest, highest = (f"{delta:g}" for delta in torch.aminmax(prior.precision))
+    is_per_block = prior.precision.ndim > 0
+    lines = {"prior precision": f"{lowest} to {highest}, one per block" if is_per_block else lowest}
+    if prior.mean is not None and prior.mean.any():
+        is_vector = prior.mean.ndim > 0
+        lines["prior mean"] = "one for each parameter" if is_vector else f"{float(prior.mean):g}"
+    return lines
