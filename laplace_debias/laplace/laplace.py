@@ -890,31 +890,9 @@ class Laplace(Predictor):
 
     @property
     def _unchanged_fit(self) -> FittedPosterior:
-        """The fitted state, of a model that is what it was at the fit.
-
-        The Bayesian parameters are compared entry by entry. Changes of the others, of which a model
-        with a posterior of its last layer has far more, are detected as `ChangeDetector` describes.
-        """
+        """The fitted state, of a model that is what it was at the fit."""
         fitted = self._fitted
-        mean, names = fitted.posterior.mean, fitted.parameters.names
-        check_no_autocast(mean.device)
-        plain = fitted.spec.plain_model
-        now = fitted.parameters.flattened(plain)
-        if now.device != mean.device or now.dtype != mean.dtype:
-            raise RuntimeError(
-                f"The model has moved to {now.device}, {now.dtype} since the fit on "
-                f"{mean.device}, {mean.dtype}: move it back or fit again."
-            )
-        if not torch.equal(now, mean):
-            raise RuntimeError(
-                "The model's parameters have changed since the fit, so the posterior does "
-                "not describe them: fit again."
-            )
-        if changed_names := fitted.change_detector.changed(plain, names, fitted.frozen_fingerprint):
-            raise RuntimeError(
-                f"{changed_names[0]} has changed since the fit, so the posterior is not that of "
-                "this model: fit again."
-            )
+        fitted.check_unchanged()
         return fitted
 
     def _replace(self, fitted: FittedPosterior) -> None:

@@ -14,6 +14,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprints import ChangeDetector
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.unwrapping import plain_names
+from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.fit_report import FitReport
 from laplace_debias.laplace.links import Link, link_from
@@ -118,6 +119,36 @@ class FittedPosterior:
     def device(self) -> torch.device:
         """The device of the Bayesian parameters."""
         return self.spec.first_parameter(self.parameters.names).device
+
+    def check_unchanged(self) -> None:
+        """Require that the model is what it was at the fit.
+
+        The Bayesian parameters are compared entry by entry. Changes of the others, of which a model
+        with a posterior of its last layer has far more, are detected as `ChangeDetector` describes.
+
+        Raises:
+            RuntimeError: If the model has moved or changed, or under autocast.
+        """
+        mean, names = self.posterior.mean, self.parameters.names
+        check_no_autocast(mean.device)
+        plain = self.spec.plain_model
+        present = self.parameters.flattened(plain)
+        if present.device != mean.device or present.dtype != mean.dtype:
+            raise RuntimeError(
+                f"The model has moved to {present.device}, {present.dtype} since the fit on "
+                f"{mean.device}, {mean.dtype}: move it back or fit again."
+            )
+        if not torch.equal(present, mean):
+            raise RuntimeError(
+                "The model's parameters have changed since the fit, so the posterior does "
+                "not describe them: fit again."
+            )
+        changed_names = self.change_detector.changed(plain, names, self.frozen_fingerprint)
+        if changed_names:
+            raise RuntimeError(
+                f"{changed_names[0]} has changed since the fit, so the posterior is not that of "
+                "this model: fit again."
+            )
 
     def network(self) -> nn.Module:
         """Copy the model's modules around its own parameters; see `ModelSpec.network`."""
