@@ -16,7 +16,7 @@ def test_a_convolution_with_36_positions_has_the_trace_of_the_exact_ggn():
     x = torch.randn(5, 2, 6, 6).double()
     y = torch.randn(5, 108).double()
     exact = oracle.ggn_block(model, x, "regression", "0.weight", 1.0)
-    la = Laplace(model, "regression", backend="backpack").fit_batches([(x, y)])
+    la = Laplace(model, "regression", backend="backpack", sigma=1.0).fit_batches([(x, y)])
     ours = la.posterior.curvature.blocks["0.weight"].to_dense()
     torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
 

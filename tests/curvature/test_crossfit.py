@@ -155,7 +155,9 @@ def gradient_rows(model, x, layer):
 
 def test_kfac_of_few_examples_equals_the_slow_loop():
     model, x, y = wide_network()
-    la = Laplace(model, "regression").fit_batches([(x[:7], y[:7]), (x[7:], y[7:])], folds=4)
+    la = Laplace(model, "regression", sigma=1.0).fit_batches(
+        [(x[:7], y[:7]), (x[7:], y[7:])], folds=4
+    )
     block = la.posterior.curvature.blocks["0.weight"]
     expected = torch.outer(slow_magnitudes(gradient_rows(model, x, "0"), 4), slow_magnitudes(x, 4))
     close(block.magnitudes, expected)
@@ -165,7 +167,7 @@ def test_kfac_of_few_examples_equals_the_slow_loop():
 def test_ekfac_of_few_examples_equals_the_slow_loop():
     """Also along null directions: there the mean over them, for either factor."""
     model, x, y = wide_network()
-    la = Laplace(model, "regression", "ekfac").fit_batches([(x, y)], folds=4)
+    la = Laplace(model, "regression", "ekfac", sigma=1.0).fit_batches([(x, y)], folds=4)
     g = gradient_rows(model, x, "0")
     expected = torch.zeros(20, 40).double()
     for k in range(4):

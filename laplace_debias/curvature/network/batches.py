@@ -23,7 +23,7 @@ from laplace_debias.curvature.network.inputs import (
     take,
     tensors_of,
 )
-from laplace_debias.curvature.network.quantised import is_plain
+from laplace_debias.curvature.network.quantised import can_require_grad
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.system.checks import check_generator
@@ -223,9 +223,7 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
         return False
     twin, last = shared_copy(asked), labels.shape[1] - 1
     weights = [
-        parameter.requires_grad_()
-        for parameter in twin.parameters()
-        if is_plain(parameter) and parameter.is_floating_point()
+        parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
     ]
     known = inspect.signature(asked.forward).parameters
     some = {name: value for name, value in named.items() if name in known}

@@ -11,27 +11,30 @@ import torch
 from torch import Tensor, nn
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a parameter or buffer is a plain torch tensor with values.
+def is_quantised(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer holds other tensors, or integers with scales of their own."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return True
+    is_subclass = isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter
+    return is_subclass and not tensor.is_floating_point()
 
-    Libraries of quantisation subclass `nn.Parameter`, or hold a subclass of `Tensor` in one.
-    """
-    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
+
+def can_require_grad(parameter: Tensor) -> bool:
+    """Whether a parameter of a working copy may require a gradient without others noticing."""
+    is_own = not (parameter.is_meta or is_quantised(parameter))
+    return is_own and parameter.is_floating_point()
 
 
 def shared_parameter(parameter: nn.Parameter) -> Tensor:
-    """Make a parameter anew around the same values, with its class and attributes, frozen.
+    """Make a parameter anew around the same values, frozen; a quantised one with its attributes.
 
-    A subclass of `Tensor` that wraps others is returned as it is.
+    A parameter that wraps other tensors, or has no values here, is returned as it is.
     """
-    if parameter.is_meta or not isinstance(parameter, nn.Parameter):
+    if parameter.is_meta or hasattr(parameter, "__tensor_flatten__"):
         return parameter
-    if type(parameter) is nn.Parameter:
-        if type(parameter.data) is not Tensor:
-            return parameter
-        shared = nn.Parameter(parameter.detach(), requires_grad=False)
-    else:
-        shared = Tensor._make_subclass(type(parameter), parameter.data, False)
+    if not is_quantised(parameter):
+        return nn.Parameter(parameter.detach(), requires_grad=False)
+    shared = Tensor._make_subclass(type(parameter), parameter.data, False)
     # Forward passes change such attributes, and those of the user's parameter must stay.
     for name, value in vars(parameter).items():
         vars(shared)[name] = value if isinstance(value, Tensor) else copy.copy(value)
@@ -55,7 +58,7 @@ def keep_differentiable(network: nn.Module) -> None:
 
 def quantised_state(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that a quantised layer keeps in attributes which are no tensors."""
-    if all(is_plain(tensor) for _, tensor in _own_tensors(module)):
+    if not any(is_quantised(tensor) for _, tensor in _own_tensors(module)):
         return
     for value in vars(module).values():
         if isinstance(value, (Tensor, nn.Module)) or not hasattr(value, "__dict__"):
@@ -76,10 +79,9 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
             f"{name} is offloaded, and cannot be Bayesian. Keep it on a device (device_map=), or "
             "freeze it with requires_grad_(False)."
         )
-    if not is_plain(parameter):
-        kind = type(parameter.data if type(parameter) is nn.Parameter else parameter)
+    if is_quantised(parameter):
         raise NotImplementedError(
-            f"{name} is quantised ({kind.__name__}), and cannot be Bayesian. Freeze it with "
+            f"{name} is quantised ({type(parameter).__name__}), and cannot be Bayesian. Freeze it with "
             "requires_grad_(False), name other parameters (params=[...]), or use the model as it "
             "was before quantisation."
         )

@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.layer_types import (
     expose_projections,
 )
 from laplace_debias.curvature.network.precision import wide
-from laplace_debias.curvature.network.quantised import check_can_be_bayesian, is_plain
+from laplace_debias.curvature.network.quantised import can_require_grad, check_can_be_bayesian
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
 LAST_LAYER = "last_layer"
@@ -77,7 +77,7 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     parameters = {
         name: parameter.requires_grad_()
         for name, parameter in network.named_parameters()
-        if is_plain(parameter) and parameter.is_floating_point() and parameter.numel() > 1
+        if can_require_grad(parameter) and parameter.numel() > 1
         if id(parameter) not in rescaling
     }
     with torch.enable_grad():

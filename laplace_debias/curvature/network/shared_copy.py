@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.quantised import (
-    is_plain,
+    is_quantised,
     keep_differentiable,
     quantised_state,
     shared_parameter,
@@ -40,7 +40,9 @@ def shared_copy(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = shared_parameter(parameter)
     for buffer in model.buffers():
         # Buffers are small, and some forward passes write to them.
-        memo[id(buffer)] = buffer.detach().clone() if is_plain(buffer) else buffer
+        memo[id(buffer)] = (
+            buffer if is_quantised(buffer) or buffer.is_meta else buffer.detach().clone()
+        )
     for module in model.modules():
         for tensor in quantised_state(module):
             memo[id(tensor)] = tensor

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from laplace_debias.curvature.network.quantised import is_plain, offloaded_parameters
+from laplace_debias.curvature.network.quantised import is_quantised, offloaded_parameters
 from laplace_debias.curvature.network.unwrapping import unwrapped
 
 
@@ -41,7 +41,9 @@ def validate_model(model: nn.Module) -> nn.Module:
                 "model.load_state_dict(...)."
             )
         # Detached: threads that use one parameter under autograd at once can block each other.
-        is_checked = isinstance(tensor, nn.Parameter) and is_plain(tensor)
+        is_checked = isinstance(tensor, nn.Parameter) and not (
+            tensor.is_meta or is_quantised(tensor)
+        )
         if is_checked and not tensor.detach().isfinite().all():
             raise ValueError(
                 f"{name} holds NaN or Inf: the model has diverged or its checkpoint is damaged."
