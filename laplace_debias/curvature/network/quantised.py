@@ -82,8 +82,8 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
     if is_quantised(parameter):
         raise NotImplementedError(
             f"{name} is quantised ({type(parameter).__name__}), and cannot be Bayesian. Freeze it "
-            "with requires_grad_(False), name other parameters (params=[...]), or use the model as it "
-            "was before quantisation."
+            "with requires_grad_(False), name other parameters (params=[...]), or use the model "
+            "as it was before quantisation."
         )
 
 
