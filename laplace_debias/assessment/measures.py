@@ -1,64 +1,77 @@
-"""The last stage of a run: metrics of what methods predicted, paired differences, the verdict."""
+"""The last stage of a run: metrics of the predictions, paired differences, the verdict."""
 
 import itertools
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from laplace_debias import metrics
 from laplace_debias.assessment.conclusion import conclude
-from laplace_debias.assessment.examples import write_examples
 from laplace_debias.assessment.methods import Method
+from laplace_debias.assessment.notable_examples import write_examples
 from laplace_debias.assessment.predictions import SCORES
-from laplace_debias.assessment.run import Run
-from laplace_debias.assessment.run_folder import read_predictions, write_json
+from laplace_debias.assessment.run_writer import RunWriter
 from laplace_debias.metrics.definitions import per_example
-from laplace_debias.report.run_folder import read_json
+from laplace_debias.runs.records import (
+    TEST,
+    DifferenceRow,
+    Measurements,
+    MetricRow,
+    Recommendation,
+)
 from laplace_debias.sources.task import REGRESSIONS
 
-Table = Mapping[str, Tensor]
-TEST = "test"
-"""The name of the test set."""
+Columns = Mapping[str, Tensor]
+"""The columns of a table of predictions."""
 
 
-def measure(run: Run) -> None:
-    """Measure what is written, choose the examples to look at, and mark the run complete."""
+def measure(run: RunWriter) -> None:
+    """Measure the predictions, choose the examples to look at, and mark the run complete."""
     with run.stage("measure"):
         tables = {
-            (method.key, name): read_predictions(run.path(method, name))
+            (method.key, name): _read_columns(run, method, name)
             for method in run.methods
             for name in run.sets
         }
-        roles = {entry["name"]: entry["role"] for entry in run.said["sets"]}
-        compared = Comparison(tables, roles, run.loaded.task)
-        found = {
-            "rows": compared.rows(),
-            "differences": list(compared.differences()),
-            "recommended": recommended(run.methods, run.loaded.task),
-        }
-        write_json(run.folder / "metrics.json", found)
-        of_test = {method.key: tables[method.key, TEST] for method in run.methods}
-        write_examples(run.folder, run.loaded, of_test, run.methods[0].key)
+        roles = {part.name: part.role for part in run.record.sets}
+        comparison = Comparison(tables, roles, run.loaded.task)
+        measurements = Measurements(
+            rows=comparison.rows(),
+            differences=list(comparison.differences()),
+            recommended=recommended(run.methods, run.loaded.task),
+        )
+        run.folder.write_measurements(measurements)
+        test_tables = {method.key: tables[method.key, TEST] for method in run.methods}
+        write_examples(run.folder, run.loaded, test_tables, run.methods[0].key)
         for method in run.methods:
-            told = [run.told(method, name) for name in run.sets]
-            seconds = sum(part["seconds"] for part in told)
-            entry = run.entry(method.key)
-            entry["seconds"]["predict"] = seconds
-            entry["seconds_per_example"] = seconds / sum(part["num_examples"] for part in told)
-    run.said["conclusion"] = conclude(run.said, read_json(run.folder / "metrics.json"))
-    run.said["status"] = "complete"
+            _record_seconds(run, method)
+    run.record.conclusion = conclude(run.record, run.folder.read_measurements())
+    run.record.status = "complete"
     run.write()
-    shutil.rmtree(run.folder / "state", ignore_errors=True)  # The work is done.
+    run.folder.remove_state()
 
 
-def scores_of(table: Table, task: str) -> dict[str, Tensor]:
-    """Scores of how unlike the training data an example is, higher where it is more so.
+def _read_columns(run: RunWriter, method: Method, set_name: str) -> dict[str, Tensor]:
+    columns = run.folder.read_predictions(method.key, set_name)
+    return {name: torch.from_numpy(column.copy()) for name, column in columns.items()}
 
-    Of labels that apply or not there is no largest probability; of a regression there is the
-    variance without the noise alone.
+
+def _record_seconds(run: RunWriter, method: Method) -> None:
+    """Record the time of a method's predictions."""
+    summaries = [run.summary(method, name) for name in run.sets]
+    seconds = sum(summary.seconds for summary in summaries if summary is not None)
+    num_examples = sum(summary.num_examples for summary in summaries if summary is not None)
+    record = run.method_record(method)
+    record.seconds["predict"] = seconds
+    record.seconds_per_example = seconds / num_examples
+
+
+def scores_of(table: Columns, task: str) -> dict[str, Tensor]:
+    """Scores of how unlike the training data an example is, higher where it is less like them.
+
+    Several labels have no largest probability; a regression has only the variance without the
+    noise.
     """
     if task in REGRESSIONS:
         variance = per_example(table["epistemic"].square())
@@ -72,21 +85,21 @@ def scores_of(table: Table, task: str) -> dict[str, Tensor]:
     return scores
 
 
-def recommended(methods: Sequence[Method], task: str) -> dict[str, str] | None:
+def recommended(methods: Sequence[Method], task: str) -> Recommendation | None:
     """The score for OOD examples: the entropy of the last posterior, or of the network without one.
 
-    A rule that sees neither test nor OOD sets. In `examples/study` this one, of all parameters and
-    of the last layer, is behind the entropy of temperature scaling on no problem, and mutual
-    information is on four of eleven.
+    The rule depends neither on the test set nor on OOD sets. In `examples/study` this score, of all
+    parameters and of the last layer, is worse than the entropy of temperature scaling on no
+    problem, and mutual information is on four of eleven.
     """
     if task in REGRESSIONS:
         return None
     *_, last = (method for method in methods if method is methods[0] or method.posterior)
-    return {"method": last.key, "score": "entropy"}
+    return Recommendation(last.key, "entropy")
 
 
-def common(table: Table, other: Table) -> Table:
-    """The rows of a table that are of examples of the other, in ascending order in both."""
+def common(table: Columns, other: Columns) -> Columns:
+    """The rows of a table for examples of another, in ascending order in both."""
     rows = torch.isin(table["index"], other["index"])
     return table if bool(rows.all()) else {name: column[rows] for name, column in table.items()}
 
@@ -95,73 +108,94 @@ class Comparison:
     """Metrics of every method on every set, and differences between methods."""
 
     def __init__(
-        self, tables: Mapping[tuple[str, str], Table], roles: Mapping[str, str], task: str
+        self, tables: Mapping[tuple[str, str], Columns], roles: Mapping[str, str], task: str
     ) -> None:
-        self._tables, self._roles, self._task = tables, roles, task
+        self._tables = tables
+        self._roles = roles
+        self._task = task
         self._methods = list(dict.fromkeys(method for method, _ in tables))
-        self._known: dict[tuple[str, str, int, int], dict[str, metrics.Report]] = {}
+        self._cached_reports: dict[tuple[str, str, int, int], dict[str, metrics.Report]] = {}
 
-    def rows(self) -> list[dict[str, Any]]:
-        """As `rows` of `metrics.json`."""
+    def rows(self) -> list[MetricRow]:
+        """The metrics of every method on every set."""
         return [
-            {"method": method, "set": name, **row, **({"score": score} if score else {})}
-            | {"num_examples": len(table["index"])}
-            for (method, name), table in self._tables.items()
-            for score, report in self._reports(method, name, method).items()
+            MetricRow(
+                method=method,
+                set_name=set_name,
+                score=score or None,
+                num_examples=len(table["index"]),
+                **row,
+            )
+            for (method, set_name), table in self._tables.items()
+            for score, report in self._reports(method, set_name, method).items()
             for row in report.rows()
         ]
 
-    def differences(self) -> Iterator[dict[str, Any]]:
-        """As `differences` of `metrics.json`: each on the examples that both have predicted.
+    def differences(self) -> Iterator[DifferenceRow]:
+        """Differences between methods, each on the examples that both have predicted.
 
-        Of labelled sets of every method from every one before it; of OOD sets of every method and
-        score from the first: the network's entropy, of a regression the first posterior's variance.
+        On labelled sets every method is compared with every one before it; on OOD sets every method
+        and score with the first: the network's entropy, or a regression's first posterior variance.
         """
-        for name, role in self._roles.items():
+        for set_name, role in self._roles.items():
             pairs: Iterator[tuple[str, str]] = itertools.combinations(self._methods, 2)
             if role == "ood":
-                has_score = (
-                    m for m in self._methods if scores_of(self._tables[m, name], self._task)
+                with_scores = (
+                    method
+                    for method in self._methods
+                    if scores_of(self._tables[method, set_name], self._task)
                 )
-                first = next(has_score, None)
+                first = next(with_scores, None)
                 pairs = ((first, method) for method in self._methods if first is not None)
             for reference, method in pairs:
-                yield from self._difference(method, reference, name)
+                yield from self._differences_from(reference, method, set_name)
 
-    def _difference(self, method: str, reference: str, name: str) -> Iterator[dict[str, Any]]:
-        mine = self._reports(method, name, reference)
-        other = self._reports(reference, name, method)
-        reference_score, against = next(iter(other.items()))
-        shared = common(self._tables[method, name], self._tables[reference, name])
-        told = {"method": method, "reference": reference, "set": name}
-        for score, report in mine.items():
+    def _differences_from(
+        self, reference: str, method: str, set_name: str
+    ) -> Iterator[DifferenceRow]:
+        reports = self._reports(method, set_name, reference)
+        reference_reports = self._reports(reference, set_name, method)
+        reference_score, reference_report = next(iter(reference_reports.items()))
+        shared = common(self._tables[method, set_name], self._tables[reference, set_name])
+        for score, report in reports.items():
             if (method, score) == (reference, reference_score):
                 continue
-            scores = {"score": score, "reference_score": reference_score} if score else {}
-            for row in metrics.compare(report, against).rows():
-                yield {**told, **row, **scores, "num_examples": len(shared["index"])}
+            for row in metrics.compare(report, reference_report).rows():
+                yield DifferenceRow(
+                    method=method,
+                    reference=reference,
+                    set_name=set_name,
+                    score=score or None,
+                    reference_score=reference_score or None,
+                    num_examples=len(shared["index"]),
+                    **row,
+                )
 
-    def _reports(self, method: str, name: str, other: str) -> dict[str, metrics.Report]:
-        """A method's reports on examples of another's: of an OOD set by score, else one."""
-        table, test = (
-            common(self._tables[method, of], self._tables[other, of]) for of in (name, TEST)
-        )
-        key = method, name, len(table["index"]), len(test["index"])
-        if key in self._known:
-            return self._known[key]
-        if self._roles[name] == "ood":
-            inside, outside = scores_of(test, self._task), scores_of(table, self._task)
-            found = {
+    def _reports(self, method: str, set_name: str, other: str) -> dict[str, metrics.Report]:
+        """A method's reports on examples of another's: by score for an OOD set, else one."""
+        table = common(self._tables[method, set_name], self._tables[other, set_name])
+        test = common(self._tables[method, TEST], self._tables[other, TEST])
+        key = (method, set_name, len(table["index"]), len(test["index"]))
+        if key not in self._cached_reports:
+            self._cached_reports[key] = self._evaluated(table, test, self._roles[set_name])
+        return self._cached_reports[key]
+
+    def _evaluated(self, table: Columns, test: Columns, role: str) -> dict[str, metrics.Report]:
+        """The reports on a table of predictions; an OOD set is compared with the test set."""
+        if role == "ood":
+            inside = scores_of(test, self._task)
+            outside = scores_of(table, self._task)
+            return {
                 score: metrics.evaluate_ood(inside[score], outside[score])
                 for score in inside
                 if score in outside
             }
-        elif self._task in REGRESSIONS:
-            mean, deviation = table["mean"], table["standard_deviation"]
-            found = {"": metrics.evaluate_regression(mean, deviation, table["target"])}
-        else:
-            is_multilabel = self._task == "multilabel"
-            evaluate = metrics.evaluate_multilabel if is_multilabel else metrics.evaluate
-            found = {"": evaluate(table["probs"], table["label"].long())}
-        self._known[key] = found
-        return found
+        if self._task in REGRESSIONS:
+            return {
+                "": metrics.evaluate_regression(
+                    table["mean"], table["standard_deviation"], table["target"]
+                )
+            }
+        is_multilabel = self._task == "multilabel"
+        evaluate = metrics.evaluate_multilabel if is_multilabel else metrics.evaluate
+        return {"": evaluate(table["probs"], table["label"].long())}

@@ -1,41 +1,45 @@
-"""Posteriors of a loaded network: fitted, tuned, looked into; and how the network itself does."""
+"""Posteriors of a loaded network, fitted, tuned and thinned; and the network on training data."""
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from laplace_debias import metrics
 from laplace_debias.assessment.methods import PosteriorChoice
-from laplace_debias.assessment.predictions import Chosen, network_outputs, of_network, probs_of
+from laplace_debias.assessment.predictions import (
+    SelectedBatches,
+    network_outputs,
+    network_predictions,
+    probabilities,
+)
 from laplace_debias.curvature.kinds import WITH_FACTORS
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics.intervals import normal_quantile
+from laplace_debias.runs.records import MetricValue, Sweep, SweepPoint, TrainingRecord
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
 from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.ranks import alone
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")
-_JUDGED = 1000
-"""Training examples that the network is judged on."""
-_CHOOSING = 32
+_TRAINING_EXAMPLES = 1000
+"""Training examples that the network is evaluated on."""
+_THINNING_EXAMPLES = 32
 """Validation examples by which directions are chosen, and their error is measured."""
-_ERROR = 1e-3
-"""Largest relative error of a standard deviation that fewer directions may bring."""
-_BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
-"""How many batches a way to fit that sees few of them takes."""
+_THINNING_ERROR = 1e-3
+"""Largest relative error of a standard deviation that fewer directions may cause."""
+_NUM_BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
+"""Number of batches that a fit of few batches takes, by mode."""
 
 
-def fitted(
+def fitted_posterior(
     loaded: Loaded, choice: PosteriorChoice | Path, sigma: float | None, seed: int, resume: Path
 ) -> Laplace:
-    """A posterior fitted to the training examples, or read from its file; not tuned."""
+    """Fit a posterior to the training examples, or read it from its file; it is not tuned."""
     if isinstance(choice, Path):
         return Laplace.load(choice, loaded.model)
     names = [name.strip() for name in choice.params.split(",")]
@@ -50,112 +54,124 @@ def fitted(
     )
     batches = loaded.train
     if choice.fit_examples is not None:
-        batches = _first(loaded, choice.fit_examples, _BATCHES.get(choice.mode))
-    generator = torch.Generator().manual_seed(seed)
-    saved = None if choice.mode == "auto" else resume
-    batches = share(batches, loaded.model)
-    return la.fit(batches, choice.mode, loaded.num_train, generator, resume=saved)
+        batches = _first_batches(loaded, choice.fit_examples, _NUM_BATCHES.get(choice.mode))
+    return la.fit(
+        share(batches, loaded.model),
+        choice.mode,
+        num_data=loaded.num_train,
+        generator=torch.Generator().manual_seed(seed),
+        resume=None if choice.mode == "auto" else resume,
+    )
 
 
-def _first(loaded: Loaded, size: int, times: int | None) -> Batches:
+def _first_batches(loaded: Loaded, size: int, num_batches: int | None) -> Batches:
     """The first training examples, whose order mixes the classes.
 
-    In as many batches of a size, or as they come up to that size.
+    They come in batches of a size, or without a number of batches as the loader has them, up to
+    that size.
     """
-    missing = size * (times or 1)
-    read, pairs = BatchReader(loaded.model), []
+    num_missing = size * (num_batches or 1)
+    read = BatchReader(loaded.model)
+    pairs = []
     for batch in loaded.train:
         x, y = read(batch)
-        pairs.append((take(x, slice(missing)), y[:missing]))
-        missing -= len(pairs[-1][1])
-        if not missing:
+        pairs.append((take(x, slice(num_missing)), y[:num_missing]))
+        num_missing -= len(pairs[-1][1])
+        if not num_missing:
             break
-    if times is None:
+    if num_batches is None:
         return pairs
-    x, y = join([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
-    size = len(y) // times
-    parts = [slice(part * size, (part + 1) * size) for part in range(times)]
-    return [(take(x, part), y[part]) for part in parts]
+    x = join([x for x, _ in pairs])
+    y = torch.cat([y for _, y in pairs])
+    size = len(y) // num_batches
+    slices = [slice(number * size, (number + 1) * size) for number in range(num_batches)]
+    return [(take(x, part), y[part]) for part in slices]
 
 
-def tuned(
+def tune_posterior(
     la: Laplace, choice: PosteriorChoice | Path, validation: Batches | None
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+) -> tuple[Sweep, tuple[str, ...]]:
     """Tune a posterior's prior precision, and a regression's noise with it.
 
-    On validation examples by the negative log-likelihood; without any by the marginal likelihood,
-    and where that has no optimum not at all. A posterior that was read from a file stays as it is.
-    Returns the content of `sweeps/METHOD.json`, and notes for the reader.
+    The criterion is the negative log-likelihood of validation examples; without any it is the
+    marginal likelihood, and where that has no optimum nothing is tuned. A posterior that was read
+    from a file stays as it is.
+
+    Returns:
+        The search, and notes for the reader.
     """
-    sweep: dict[str, Any] = {"metric": None, "rows": [], "chosen": la.prior_precision.tolist()}
-    sweep |= {"flat": None, "sigma": None}
+    sweep = Sweep(chosen=la.prior_precision.tolist())
     if isinstance(choice, Path):
         return sweep, ()
-    # Of the empirical Fisher the best noise has no closed form: it stays the network's.
+    # With the empirical Fisher the best noise has no closed form: it stays the network's.
     with_noise = isinstance(la.likelihood, Gaussian) and choice.fisher != "empirical"
     if validation is not None:
-        found = la.tune(validation, sigma=with_noise)
+        tuning = la.tune(validation, sigma=with_noise)
     else:
         try:
-            found = la.tune_evidence(sigma=with_noise)
+            tuning = la.tune_evidence(sigma=with_noise)
         except ValueError as error:
             return sweep, (f"The prior precision was not tuned and is 1: {error}",)
-    rows = []
-    for row in found.table:
-        value = row[found.metric]
-        half = normal_quantile(0.95) * row.get("standard_error", math.nan)
-        ends = {"low": value - half, "high": value + half}
-        rows.append({"prior_precision": row["prior_precision"], "value": value, **ends})
-    flat = None if found.flat is None else list(found.flat)
-    sweep |= {"metric": found.metric, "rows": rows, "chosen": found.prior_precision}
-    return sweep | {"flat": flat, "sigma": found.sigma}, found.notes
+    for row in tuning.table:
+        value = row[tuning.metric]
+        half_width = normal_quantile(0.95) * row.get("standard_error", math.nan)
+        point = SweepPoint(
+            row["prior_precision"], value, low=value - half_width, high=value + half_width
+        )
+        sweep.rows.append(point)
+    sweep.metric = tuning.metric
+    sweep.chosen = tuning.prior_precision
+    sweep.flat = None if tuning.flat is None else list(tuning.flat)
+    sweep.sigma = tuning.sigma
+    return sweep, tuning.notes
 
 
-def thinned(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) -> tuple[str, ...]:
-    """Make a posterior over more than the last layer thin: it predicts faster. Returns notes."""
+def thin_posterior(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) -> tuple[str, ...]:
+    """Make a posterior over more than the last layer thin, so that it predicts faster.
+
+    Returns:
+        Notes for the reader.
+    """
     if isinstance(choice, Path) or choice.params == "last_layer":
         return ()
     if choice.curvature not in WITH_FACTORS or loaded.validation is None:
         return ()
     with alone():
-        some = Chosen(loaded.model, loaded.validation, torch.arange(_CHOOSING))
-        inputs = [x for x, _ in some]
-    return (la.thin(join(inputs), _ERROR).message,)
+        positions = torch.arange(_THINNING_EXAMPLES)
+        batches = SelectedBatches(loaded.model, loaded.validation, positions)
+        inputs = [x for x, _ in batches]
+    return (la.thin(join(inputs), _THINNING_ERROR).message,)
 
 
-def is_at_limit(sweep: Mapping[str, Any]) -> bool:
-    """Whether a search ended at its range's end, and still got better there."""
-    rows = sweep["rows"]
-    at = [row["prior_precision"] for row in rows]
-    if len(rows) < 2 or sweep["chosen"] not in (at[0], at[-1]) or rows[0]["low"] is None:
-        return False
-    best, inner = (rows[0], rows[1]) if sweep["chosen"] == at[0] else (rows[-1], rows[-2])
-    return abs(best["value"] - inner["value"]) > 0.05 * (best["high"] - best["value"])
-
-
-def of_training(loaded: Loaded) -> dict[str, Any]:
-    """How well the network fits the first of its own training examples.
-
-    `num_examples` and `rows` are as `metrics.json` has them; `uniform_nll` is a guess's, in
-    nats.
-    """
-    outputs, targets = [], []
+def training_record(loaded: Loaded) -> TrainingRecord:
+    """Evaluate the network on the first of its own training examples."""
+    all_outputs = []
+    all_targets = []
     with alone():
-        for x, y in Chosen(loaded.model, loaded.train, torch.arange(_JUDGED)):
-            outputs.append(network_outputs(loaded.model, x))
-            targets.append(y.cpu())
-    f, y = torch.cat(outputs), torch.cat(targets)
+        positions = torch.arange(_TRAINING_EXAMPLES)
+        for x, y in SelectedBatches(loaded.model, loaded.train, positions):
+            all_outputs.append(network_outputs(loaded.model, x))
+            all_targets.append(y.cpu())
+    outputs = torch.cat(all_outputs)
+    targets = torch.cat(all_targets)
     if loaded.task in REGRESSIONS:
-        f = of_network(f, loaded.task, 1.0)["mean"]
-        y = y.double().reshape(f.shape)
-        error, spread = (f - y).square().mean(0), (y - y.mean(0)).square().mean(0)
-        value = (1 - error / spread).mean().item()
-        rows = [{"metric": "explained", "value": value, "low": None, "high": None}]
-        return {"num_examples": len(y), "rows": rows}
-    probs = probs_of(of_network(f, loaded.task, None)["log_probs"], loaded.task)
-    evaluate = metrics.evaluate_multilabel if loaded.task == "multilabel" else metrics.evaluate
-    kept = ("accuracy", "nll", "overconfidence")
-    rows = [row for row in evaluate(probs, y.long()).rows() if row["metric"] in kept]
-    classes = probs.shape[1]
-    guess = classes * math.log(2) if loaded.task == "multilabel" else math.log(classes)
-    return {"num_examples": len(y), "rows": rows, "num_classes": classes, "uniform_nll": guess}
+        mean = network_predictions(outputs, loaded.task, 1.0)["mean"]
+        targets = targets.double().reshape(mean.shape)
+        squared_error = (mean - targets).square().mean(0)
+        variance = (targets - targets.mean(0)).square().mean(0)
+        explained = MetricValue(
+            metric="explained", value=(1 - squared_error / variance).mean().item()
+        )
+        return TrainingRecord(len(targets), [explained])
+    log_probs = network_predictions(outputs, loaded.task, None)["log_probs"]
+    probs = probabilities(log_probs, loaded.task)
+    is_multilabel = loaded.task == "multilabel"
+    evaluate = metrics.evaluate_multilabel if is_multilabel else metrics.evaluate
+    rows = [
+        MetricValue(**row)
+        for row in evaluate(probs, targets.long()).rows()
+        if row["metric"] in ("accuracy", "nll", "overconfidence")
+    ]
+    num_classes = probs.shape[1]
+    uniform_nll = num_classes * math.log(2) if is_multilabel else math.log(num_classes)
+    return TrainingRecord(len(targets), rows, num_classes, uniform_nll)

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 from tqdm import tqdm
 
 from laplace_debias import metrics
-from laplace_debias.assessment.predictions import of_laplace, probs_of
+from laplace_debias.assessment.predictions import posterior_predictions, probabilities
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import Laplace
@@ -98,8 +98,8 @@ def _batch_columns(
         return _regression_columns(la, loaded, x, method, samples, generator)
     scores: Mapping[str, Tensor] = {}
     if method == "glm" and samples is None:
-        table = of_laplace(la, x, loaded.task)
-        probs = probs_of(table["log_probs"], loaded.task)
+        table = posterior_predictions(la, x, loaded.task)
+        probs = probabilities(table["log_probs"], loaded.task)
         scores = table
     else:
         same_draws = generator.clone_state()
@@ -138,7 +138,7 @@ def _regression_columns(
 ) -> dict[str, Tensor]:
     """Mean, standard deviation, interval, and the deviation without the noise, of each target."""
     if method == "glm" and samples is None:
-        table = of_laplace(la, x, loaded.task)
+        table = posterior_predictions(la, x, loaded.task)
         mean = table["mean"]
         deviation = table["standard_deviation"]
         epistemic = table["epistemic"]

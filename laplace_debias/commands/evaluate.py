@@ -1,5 +1,6 @@
 """`laplace-debias evaluate`: saved posteriors, the network and its temperature in a table."""
 
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -49,10 +50,10 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Compare, and print the table and what it shows; nothing is written."""
+    """Compare, and print the table and the conclusion; nothing is written."""
     from laplace_debias.assessment import assess
     from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
-    from laplace_debias.commands.compared import found_in, identity_of, tell
+    from laplace_debias.commands.compared import identity_of, print_results, results_of
     from laplace_debias.laplace import file
     from laplace_debias.sources import load
     from laplace_debias.system.ranks import current
@@ -64,33 +65,32 @@ def run(settings: Settings) -> dict[str, Any]:
     if loaded.validation is not None and loaded.task not in REGRESSIONS:
         methods.append(TEMPERATURE)
     for path in settings.posterior:
-        key = f"posterior-{path.stem.lower()}"
-        key = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in key)
+        key = re.sub(r"[^a-z0-9._-]", "-", f"posterior-{path.stem.lower()}")
         methods.append(method_of(key, path.stem, path, settings.examples))
-    with tempfile.TemporaryDirectory(prefix="laplace-debias-") as folder:
-        shared = Path(current().from_rank(folder, 0))
-        if not shared.is_dir():
+    with tempfile.TemporaryDirectory(prefix="laplace-debias-") as own_folder:
+        shared_folder = Path(current().from_rank(own_folder, 0))
+        if not shared_folder.is_dir():
             raise FileNotFoundError(
-                f"the folder of temporary files of rank 0, {shared}, is not seen by rank "
-                f"{current().rank}: start all processes on one machine, or set TMPDIR to a folder "
-                "that all machines share"
+                f"the folder of temporary files of rank 0, {shared_folder}, does not exist for "
+                f"rank {current().rank}. Start all processes on one machine, or set TMPDIR to a "
+                "folder that all machines share."
             )
-        found = assess(
+        folder = assess(
             loaded,
-            shared / "run",
+            shared_folder / "run",
             methods,
             settings=identity_of(settings),
             seed=settings.seed,
-            told=print,
+            log=print,
         )
         if current().rank == 0:
-            tell(found, has_page=False)
-        result = found_in(found)
-        # The folder goes with the first process.
+            print_results(folder, has_page=False)
+        results = results_of(folder)
+        # The first process removes the folder when all have read it.
         current().exchange(None)
-        return result
+        return results
 
 
-def as_json(settings: Settings, found: dict[str, Any]) -> dict[str, Any]:
+def as_json(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
     """The object that `--json` prints."""
-    return found
+    return results

@@ -82,9 +82,9 @@ def run(settings: Settings) -> Path:
 
     from laplace_debias.assessment import assess
     from laplace_debias.assessment.methods import ENSEMBLE, MIXTURE, chosen_methods
-    from laplace_debias.commands.compared import identity_of, tell
+    from laplace_debias.commands.compared import identity_of, print_results
     from laplace_debias.report.page import write_page
-    from laplace_debias.report.run_folder import read_run
+    from laplace_debias.runs.folder import RunFolder
     from laplace_debias.sources import load
     from laplace_debias.sources.weights import with_weights
     from laplace_debias.system.files import check_target
@@ -92,8 +92,9 @@ def run(settings: Settings) -> Path:
     from laplace_debias.system.shown import plain
 
     if settings.from_run is not None:
-        folder = read_run(settings.from_run).folder
-        check_target(folder / "report.html")
+        folder = settings.from_run
+        RunFolder(folder).read_complete_record()
+        check_target(RunFolder(folder).page)
     else:
         check_target(settings.output / "run.json", make_folders=True)
         start = time.perf_counter()
@@ -122,19 +123,19 @@ def run(settings: Settings) -> Path:
             seed=settings.seed,
             seconds={"load": seconds},
             overwrite=settings.overwrite,
-            told=print,
+            log=print,
         )
-    page = folder / "report.html"
+    page = RunFolder(folder).page
     if current().rank > 0:
         return page
     write_page(folder)
-    tell(folder)
+    print_results(folder)
     print(f"Page: {page}")
     return page
 
 
 def as_json(settings: Settings, page: Path) -> dict[str, Any]:
     """The object that `--json` prints."""
-    from laplace_debias.commands.compared import found_in
+    from laplace_debias.commands.compared import results_of
 
-    return {"page": str(page), **found_in(page.parent)}
+    return {"page": str(page), **results_of(page.parent)}

@@ -9,9 +9,17 @@ import torch
 from laplace_debias.assessment.conclusion import conclude
 from laplace_debias.assessment.measures import Comparison, recommended
 from laplace_debias.assessment.methods import Method, PosteriorChoice
-from laplace_debias.assessment.posteriors import is_at_limit, of_training
+from laplace_debias.assessment.posteriors import training_record
 from laplace_debias.commands.compared import _cell
-from laplace_debias.report.names import brief
+from laplace_debias.runs.records import (
+    Measurements,
+    MetricRow,
+    Recommendation,
+    RunRecord,
+    Sweep,
+    from_json,
+)
+from laplace_debias.runs.wording import brief
 
 CLASSES = 10
 N = 1500
@@ -49,9 +57,10 @@ def verdict(
     names = list(dict.fromkeys(name for _, name in tables))
     roles = {name: name.split("-")[0] if name != "test" else "test" for name in names}
     compared = Comparison(tables, roles, task)
-    found = {"rows": compared.rows(), "differences": list(compared.differences())}
-    found["recommended"] = recommended
+    chosen = None if recommended is None else Recommendation(**recommended)
+    measurements = Measurements(compared.rows(), list(compared.differences()), chosen)
     run = {
+        "format": 1,
         "task": task,
         "input_name": "image" if task == "classification" else "row",
         "methods": [
@@ -71,7 +80,7 @@ def verdict(
         ],
         "training": training,
     }
-    return conclude(run, found)
+    return conclude(from_json(RunRecord, run), measurements)
 
 
 def trained(accuracy=0.95, gap=0.0, nll=0.2):
@@ -204,8 +213,8 @@ def test_methods_are_compared_on_the_examples_of_both():
     assert told[1].startswith("Use “Laplace head”: on the same 1,500 images")
     assert "No clear difference from “Laplace head”: “Laplace”" in told[2]
     found = Comparison(tables, {"test": "test"}, "classification").differences()
-    between = [r for r in found if (r["method"], r["reference"]) == ("laplace", "laplace-head")]
-    assert {row["num_examples"] for row in between} == {300}
+    between = [r for r in found if (r.method, r.reference) == ("laplace", "laplace-head")]
+    assert {row.num_examples for row in between} == {300}
 
 
 def test_foreign_inputs_are_noticed_by_a_score_or_not():
@@ -283,8 +292,8 @@ def test_the_last_posterior_is_recommended():
     last = Method(key="laplace", label="l", describes="l.", posterior=posterior)
     ensemble = Method(key="ensemble", label="e", describes="e.", of_all=True)
     found = recommended([network, last, ensemble], "classification")
-    assert found == {"method": "laplace", "score": "entropy"}
-    assert recommended([network, ensemble], "multilabel")["method"] == "network"
+    assert found == Recommendation("laplace", "entropy")
+    assert recommended([network, ensemble], "multilabel").method == "network"
     assert recommended([network, last], "regression") is None
 
 
@@ -327,12 +336,12 @@ def test_a_search_that_got_better_up_to_its_end_is_named():
             for i, v in enumerate(values)
         ]
         best = min(rows, key=lambda row: row["value"])
-        return {"rows": rows, "chosen": best["prior_precision"]}
+        return from_json(Sweep, {"rows": rows, "chosen": best["prior_precision"]})
 
-    assert is_at_limit(sweep(3.0, 2.0, 1.0))
-    assert not is_at_limit(sweep(3.0, 1.0001, 1.0))
-    assert not is_at_limit(sweep(3.0, 1.0, 2.0))
-    assert not is_at_limit({"rows": [], "chosen": [1.0]})
+    assert sweep(3.0, 2.0, 1.0).is_at_limit
+    assert not sweep(3.0, 1.0001, 1.0).is_at_limit
+    assert not sweep(3.0, 1.0, 2.0).is_at_limit
+    assert not from_json(Sweep, {"rows": [], "chosen": [1.0]}).is_at_limit
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -345,15 +354,15 @@ def test_the_network_is_judged_on_its_first_training_examples():
         model.weight.copy_(torch.tensor([[0.0, 0, 0, 0], [9.0, 0, 0, 0]]))
     batches = list(zip(x.double().split(400), y.split(400), strict=True))
     loaded = SimpleNamespace(model=model, task="classification", train=batches)
-    found = of_training(loaded)
-    assert (found["num_examples"], found["num_classes"]) == (1000, 2)
-    assert found["uniform_nll"] == pytest.approx(math.log(2))
+    found = training_record(loaded)
+    assert (found.num_examples, found.num_classes) == (1000, 2)
+    assert found.uniform_nll == pytest.approx(math.log(2))
     expected = (model(x[:1000].double()).argmax(1) == y[:1000]).double().mean().item()
-    assert found["rows"][0]["value"] == pytest.approx(expected)
+    assert found.rows[0].value == pytest.approx(expected)
     loaded = SimpleNamespace(
         model=model, task="regression", train=[(a, model(a).detach() * 2) for a, _ in batches]
     )
-    assert of_training(loaded)["rows"][0]["value"] < 1
+    assert training_record(loaded).rows[0].value < 1
 
 
 @pytest.mark.parametrize(
@@ -366,5 +375,6 @@ def test_numbers_as_people_read_them(value, text):
 def test_large_numbers_have_no_decimals_and_zero_no_sign():
     assert brief(-19413.733) == "−19,414"
     assert brief(999.5) == "999.500"
-    row = {"value": 19413.733, "low": -0.0001, "high": 0.2}
+    interval = {"value": 19413.733, "low": -0.0001, "high": 0.2}
+    row = MetricRow(method="network", set_name="test", metric="nll", **interval)
     assert _cell(row, with_interval=True) == "19,414 (−0.0001–0.200)"

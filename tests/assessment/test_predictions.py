@@ -9,10 +9,10 @@ from torch import nn
 
 from laplace_debias import Laplace, Link
 from laplace_debias.assessment.predictions import (
-    Chosen,
-    of_laplace,
+    SelectedBatches,
+    posterior_predictions,
     predict_set,
-    probs_of,
+    probabilities,
 )
 
 
@@ -26,9 +26,9 @@ def fitted():
 def test_probabilities_are_those_of_predict(fitted):
     loaded, la = fitted
     x, _ = loaded.test[0]
-    found = of_laplace(la, x, "classification")
+    found = posterior_predictions(la, x, "classification")
     torch.testing.assert_close(
-        probs_of(found["log_probs"], "classification").float(), la.predict(x).probs
+        probabilities(found["log_probs"], "classification").float(), la.predict(x).probs
     )
     scores = la.uncertainty(x).scores
     for name in ("variance", "instability"):
@@ -60,7 +60,7 @@ def test_the_temperature_divides_the_logits_of_every_column(fitted):
 def test_the_mutual_information_is_that_of_many_independent_draws(fitted):
     loaded, la = fitted
     x = loaded.test[0][0][:4]
-    found = of_laplace(la, x, "classification")
+    found = posterior_predictions(la, x, "classification")
     mean, covariance = la.functional(x)
     generator = torch.Generator().manual_seed(7)
     for row in range(len(x)):
@@ -94,11 +94,11 @@ def test_many_outputs_have_variances_alone():
         model = nn.Linear(3, 101).eval()
         x, y = torch.randn(20, 3), torch.randint(101, (20,))
     la = Laplace(model).fit([(x, y)], num_data=20)
-    found = of_laplace(la, x, "classification")
+    found = posterior_predictions(la, x, "classification")
     assert found["mutual_information"].isnan().all()
     assert found["aleatoric"].isnan().all()
     torch.testing.assert_close(
-        probs_of(found["log_probs"], "classification").float(), la.predict(x).probs
+        probabilities(found["log_probs"], "classification").float(), la.predict(x).probs
     )
 
 
@@ -107,13 +107,13 @@ def test_labels_that_apply_or_not(task):
     loaded = a_run.loaded_yes_no(task)
     la = Laplace(loaded.model, task).fit(loaded.train, num_data=loaded.num_train)
     x, _ = loaded.test[0]
-    found = of_laplace(la, x, task)
+    found = posterior_predictions(la, x, task)
     predicted = la.predict(x)
     if task == "binary":
         expected = torch.stack([1 - predicted.probs, predicted.probs], 1)
     else:
         expected = predicted.mean
-    torch.testing.assert_close(probs_of(found["log_probs"], task).float(), expected)
+    torch.testing.assert_close(probabilities(found["log_probs"], task).float(), expected)
     assert (found["mutual_information"] >= 0).all()
     assert found["mutual_information"].max() > 0.01
     mean, variances = la.functional(x, diagonal=True)
@@ -126,7 +126,7 @@ def test_some_examples_are_chosen_across_batches(fitted):
     loaded, _ = fitted
     positions = torch.tensor([0, 3, 12, 13, 39])
     batches = a_run.batches_of(*(torch.cat(part) for part in zip(*loaded.test, strict=True)), 10)
-    found = list(Chosen(loaded.model, batches, positions))
+    found = list(SelectedBatches(loaded.model, batches, positions))
     x, y = loaded.test[0]
     torch.testing.assert_close(torch.cat([part for part, _ in found]), x[positions])
     assert torch.equal(torch.cat([part for _, part in found]), y[positions])

@@ -9,12 +9,12 @@ import kill_fits
 import pytest
 import torch
 
-from laplace_debias.assessment import assess, run_folder
+from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
-from laplace_debias.assessment.run_folder import read_predictions
 from laplace_debias.curvature.fits import checkpoint
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
-from laplace_debias.report.run_folder import read_json
+from laplace_debias.runs import folder as run_folder
+from laplace_debias.runs.folder import RunFolder, read_json
 
 METHODS = (NETWORK, TEMPERATURE, LAST_LAYER)
 
@@ -46,7 +46,8 @@ def contents(folder):
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.suffix == ".parquet":
-            found[name] = {key: value.tolist() for key, value in read_predictions(path).items()}
+            columns = RunFolder(folder).read_predictions(path.parent.name, path.stem)
+            found[name] = {key: value.tolist() for key, value in columns.items()}
         elif path.is_file() and name != "run.json":
             found[name] = path.read_bytes()
     told = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -74,7 +75,6 @@ def breaking_after(writes, error, monkeypatch):
         plain(path, data)
 
     monkeypatch.setattr(run_folder, "write_bytes", write)
-    monkeypatch.setattr("laplace_debias.assessment.assessing.write_bytes", write)
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
 
     before = contents(unbroken)
     monkeypatch.setattr("laplace_debias.assessment.stages.predict_set", refuse)
-    monkeypatch.setattr("laplace_debias.assessment.stages.fitted", refuse)
+    monkeypatch.setattr("laplace_debias.assessment.stages.fitted_posterior", refuse)
     again = run(loaded, unbroken, title="Another title")
     assert json.dumps(contents(again)) == json.dumps(before)
     assert read_json(again / "run.json")["title"] == "Another title"

@@ -11,7 +11,7 @@ import torch
 from laplace_debias import Laplace, Mixture
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import ENSEMBLE, MIXTURE, NETWORK
-from laplace_debias.report.run_folder import read_json
+from laplace_debias.runs.folder import read_json
 
 METHODS = (NETWORK, ENSEMBLE, MIXTURE)
 

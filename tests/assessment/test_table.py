@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from laplace_debias.commands.compared import tell
+from laplace_debias.commands.compared import print_results
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def folder(tmp_path):
 def test_every_word_and_value_is_whole(folder, columns, has_intervals, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    tell(folder)
+    print_results(folder)
     # Without the codes for bold text.
     told = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert "…" not in told
@@ -49,7 +49,7 @@ def test_every_word_and_value_is_whole(folder, columns, has_intervals, capsys, m
 
 def test_a_pipe_has_the_intervals_whatever_its_width(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    tell(folder)
+    print_results(folder)
     printed = capsys.readouterr().out
     assert printed.count("0.500 (0.400–0.600)") == 10
     assert "on the page" not in printed
@@ -60,7 +60,7 @@ def test_a_pipe_has_the_intervals_whatever_its_width(folder, capsys, monkeypatch
 def test_without_a_page_none_is_promised(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    tell(folder, has_page=False)
+    print_results(folder, has_page=False)
     printed = capsys.readouterr().out
     assert "on the page" not in printed
     assert "95 % intervals in a wider terminal" in printed

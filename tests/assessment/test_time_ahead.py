@@ -9,22 +9,22 @@ import pytest
 from laplace_debias import Laplace
 from laplace_debias.assessment import assess, predictions, stages
 from laplace_debias.assessment.methods import LAST_LAYER
-from laplace_debias.report.names import duration
-from laplace_debias.report.run_folder import read_json
+from laplace_debias.runs.folder import read_json
+from laplace_debias.runs.wording import duration
 
 
 def test_a_run_tells_the_number_of_predictions_that_it_makes(tmp_path, monkeypatch):
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=(1,))
     made, lines = [], []
-    monkeypatch.setattr(stages, "seconds_an_example", lambda *_: 1e6)
-    functional = predictions.of_laplace
+    monkeypatch.setattr(stages, "seconds_per_example", lambda *_: 1e6)
+    functional = predictions.posterior_predictions
 
     def counted(la, x, *rest):
         made.append(len(x))
         return functional(la, x, *rest)
 
-    monkeypatch.setattr(predictions, "of_laplace", counted)
-    assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS), told=lines.append)
+    monkeypatch.setattr(predictions, "posterior_predictions", counted)
+    assess(loaded, tmp_path / "run", (a_run.NETWORK, a_run.ALL_PARAMETERS), log=lines.append)
     (line,) = (line for line in lines if "will take about" in line)
     # A search takes as long as three predictions of the 60 that are chosen.
     assert f"({sum(made) + 180} predictions)" in line
@@ -37,13 +37,13 @@ def test_the_time_of_an_example_is_that_of_a_batch(monkeypatch):
     """What every call takes beside its examples is shared by all of a batch."""
     loaded = a_run.loaded_images(num_test=30, num_ood=10, severities=())
     la = Laplace(loaded.model).fit(list(loaded.train))
-    monkeypatch.setattr(stages, "of_laplace", lambda *_: time.sleep(0.2))
-    assert 0.2 / 30 <= stages.seconds_an_example(la, loaded) < 0.02
+    monkeypatch.setattr(stages, "posterior_predictions", lambda *_: time.sleep(0.2))
+    assert 0.2 / 30 <= stages.seconds_per_example(la, loaded) < 0.02
     # Of slow examples a few tell.
     sizes = []
-    monkeypatch.setattr(stages, "of_laplace", lambda _, x, __: sizes.append(len(x)))
-    monkeypatch.setattr(stages, "_MEASURED", 0.0)
-    stages.seconds_an_example(la, loaded)
+    monkeypatch.setattr(stages, "posterior_predictions", lambda _, x, __: sizes.append(len(x)))
+    monkeypatch.setattr(stages, "_MEASURED_SECONDS", 0.0)
+    stages.seconds_per_example(la, loaded)
     assert sizes == [1, 1]
 
 
@@ -57,7 +57,7 @@ def test_as_many_examples_are_predicted_as_ten_minutes_allow(
     """But 100 at least; the user's number holds; and a run that goes on stays with its choice."""
     loaded = a_run.loaded_images(num_test=400, num_ood=0, severities=(1,))
     # A search, as long as three passes over 150 validation examples, and two sets.
-    monkeypatch.setattr(stages, "seconds_an_example", lambda *_: seconds)
+    monkeypatch.setattr(stages, "seconds_per_example", lambda *_: seconds)
     methods = (a_run.NETWORK, replace(a_run.ALL_PARAMETERS, examples=given))
     folder = assess(loaded, tmp_path / "run", methods)
     found = read_json(folder / "metrics.json")["rows"]
@@ -69,14 +69,14 @@ def test_as_many_examples_are_predicted_as_ten_minutes_allow(
         assert notes[0].startswith(f"Laplace, all parameters predicts {number} examples of each")
         assert f"all would take about {every} (--examples)" in notes[0]
     (folder / "predictions/laplace/test.parquet").unlink()
-    monkeypatch.setattr(stages, "seconds_an_example", lambda *_: 1e6 - seconds)
+    monkeypatch.setattr(stages, "seconds_per_example", lambda *_: 1e6 - seconds)
     assess(loaded, folder, methods)
     assert read_json(folder / "metrics.json")["rows"] == found
 
 
 def test_the_last_layer_predicts_all(tmp_path, monkeypatch):
     loaded = a_run.loaded_images(num_test=120, num_ood=0, severities=())
-    monkeypatch.setattr(stages, "seconds_an_example", lambda *_: 1e6)
+    monkeypatch.setattr(stages, "seconds_per_example", lambda *_: 1e6)
     folder = assess(loaded, tmp_path / "run", (a_run.NETWORK, LAST_LAYER))
     assert {row["num_examples"] for row in read_json(folder / "metrics.json")["rows"]} == {120}
 
@@ -84,4 +84,4 @@ def test_the_last_layer_predicts_all(tmp_path, monkeypatch):
 def test_sets_that_do_not_tell_their_size_keep_the_limit():
     sizes = [stages.size_of(batches) for batches in (iter(()), [(0, [1, 2])])]
     assert stages.num_predictions(sizes, 7) == 9
-    assert stages.most_examples(sizes, 1000) == 998
+    assert stages.affordable_examples(sizes, 1000) == 998

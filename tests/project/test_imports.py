@@ -27,6 +27,7 @@ FLOORS = (
         "integrations": "adapters to other libraries",
         "report": "tables and pictures",
     },
+    {"runs": "the records of a run: their schema, and the folder that holds them"},
     {"laplace": "posteriors: fit, predict, tune, evaluate, save"},
     {
         "quadratic": "quadratic models of a loss",
@@ -43,7 +44,7 @@ FLOORS = (
     {"system": "files, threads, processes, random numbers"},
 )
 # Rooms beside the others: who may import them, and what they may import.
-ASIDE = {"metrics": (("commands", "assessment", "report", "laplace"), ("system",))}
+ASIDE = {"metrics": (("commands", "assessment", "report", "runs", "laplace"), ("system",))}
 # Files that belong to the room of another name.
 MEMBERS = {"cli": "commands", "__main__": "commands", "curvature": "curvature.operators"}
 ROOMS = [room for floor in FLOORS for room in floor] + list(ASIDE)

@@ -9,15 +9,15 @@ import pandas as pd
 import pytest
 from a_run import shortened, write_json
 
-from laplace_debias.report.names import decimals, duration, number, significant, size
 from laplace_debias.report.page import calibration, sections
-from laplace_debias.report.page.panel import SETTINGS, looks
-from laplace_debias.report.page.table import (
+from laplace_debias.report.page.metric_tables import (
     difference_tables,
     full_tables,
     main_table,
 )
-from laplace_debias.report.run_folder import read_run
+from laplace_debias.report.page.panel import SETTINGS, looks
+from laplace_debias.report.page.run import read_run
+from laplace_debias.runs.wording import decimals, duration, number, significant, size
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +90,14 @@ def test_histograms_of_uncertainty_add_up(run, drawn):
     picture = sections.score_histograms(run, looks_of(run), "static")
     shares = [numbers_in(point.text)[0] for point in picture.points]
     assert all(0 < share <= 100 for share in shares)
-    assert {point.method for point in picture.points} == {m["key"] for m in run.methods}
+    assert {point.method for point in picture.points} == {method.key for method in run.methods}
     assert picture.svg.count('id="method:laplace:') == 3  # two histograms and a name
 
 
 def test_severity_has_a_point_for_each_severity_with_its_interval(run, drawn):
     picture = sections.severity(run, looks_of(run), "nll")
     rows = run.rows[(run.rows["method"] == "laplace") & (run.rows["metric"] == "nll")]
-    rows = rows[~rows["set"].isin(["static", "shuffled"])]
+    rows = rows[~rows["set_name"].isin(["static", "shuffled"])]
     told = [numbers_in(p.text)[-3:] for p in picture.points if p.method == "laplace"]
     assert len(told) == 6
     for found, row in zip(told, rows.itertuples(), strict=True):
@@ -106,7 +106,7 @@ def test_severity_has_a_point_for_each_severity_with_its_interval(run, drawn):
 
 def test_coverage_counts_the_targets_within(numbers_run, drawn):
     picture = calibration.coverage(numbers_run, looks_of(numbers_run))
-    table = predictions(numbers_run.folder, "laplace")
+    table = predictions(numbers_run.folder.path, "laplace")
     told = dict(numbers_in(p.text) for p in picture.points if p.method == "laplace")
     inside = (table["target"] - table["mean"]).abs() <= 1.9599640 * table["standard_deviation"]
     assert told[95] == pytest.approx(100 * inside.mean(), abs=0.051)
@@ -114,7 +114,7 @@ def test_coverage_counts_the_targets_within(numbers_run, drawn):
 
 def test_residuals_compare_groups_of_equal_size(numbers_run, drawn):
     picture = calibration.residuals(numbers_run, looks_of(numbers_run))
-    table = predictions(numbers_run.folder, "laplace").sort_values("standard_deviation")
+    table = predictions(numbers_run.folder.path, "laplace").sort_values("standard_deviation")
     told = [numbers_in(p.text) for p in picture.points if p.method == "laplace"]
     smallest = table.iloc[: math.ceil(len(table) / len(told))]
     said = math.sqrt((smallest["standard_deviation"] ** 2).mean())
@@ -128,7 +128,7 @@ def cells(table, label, where=""):
     """The cells of a column by method."""
     columns = enumerate(table.columns)
     [at] = [i for i, (metric, of) in columns if metric.label == label and where in of]
-    return {method["key"]: row[at] for method, row in table.rows}
+    return {method.key: row[at] for method, row in table.rows}
 
 
 def table_of(run_of_images, folder, rows, differences):
@@ -185,14 +185,14 @@ def test_the_table_marks_what_is_beyond_chance(run_of_images, tmp_path):
 def test_scores_of_ood_sets_are_kept_apart(run):
     table = main_table(run)
     areas = cells(table, "AUROC", "static")
-    row = run.rows[(run.rows["metric"] == "auroc") & (run.rows["set"] == "static")]
+    row = run.rows[(run.rows["metric"] == "auroc") & (run.rows["set_name"] == "static")]
     entropies = row[row["score"] == "entropy"].set_index("method")["value"]
     assert float(areas["laplace"].value) == pytest.approx(entropies["laplace"], abs=0.001)
     tables = {table.columns[0][1]: table for table in full_tables(run, "static")}
     for label, score in (("entropy", "entropy"), ("largest probability", "max_probability")):
         of_score = row[row["score"] == score].set_index("method")["value"]
         for method, (cell, *_) in tables[f"static, {label}"].rows:
-            assert float(cell.value) == pytest.approx(of_score[method["key"]], abs=0.0006)
+            assert float(cell.value) == pytest.approx(of_score[method.key], abs=0.0006)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from scipy.stats import binomtest, norm
 
 from laplace_debias.metrics import reliability_curve, risk_coverage_curve
-from laplace_debias.report.names import number, significant
 from laplace_debias.report.page.panel import (
     Look,
     Panel,
@@ -19,7 +18,8 @@ from laplace_debias.report.page.panel import (
     log_axis,
     percent_axes,
 )
-from laplace_debias.report.run_folder import Run
+from laplace_debias.report.page.run import Run
+from laplace_debias.runs.wording import number, significant
 
 _BINS = 15
 _LEVELS = np.linspace(0.05, 0.95, 19)
@@ -32,10 +32,10 @@ _SHARES = np.linspace(0, 1, 201)[1:]
 
 def reliability(run: Run, look: Look, data: str) -> Picture | None:
     """Accuracy against confidence in equal bins, with 95 % Wilson intervals, over a histogram."""
-    found = run.probabilities(look.key, data)
-    if found is None:
+    predictions = run.probabilities(look.key, data)
+    if predictions is None:
         return None
-    bins = _bins(*found)
+    bins = _bins(*predictions)
     panel = Panel(f"reliability-{data}-{look.key}", 3.9, (3.4, 1), _MARGINS)
     above, below = panel.axes
     _draw_accuracy(above, bins, look)
@@ -48,9 +48,10 @@ def reliability(run: Run, look: Look, data: str) -> Picture | None:
     panel.note(above, look.key, bins.confidence, bins.accuracy, texts)
     panel.note(below, look.key, bins.left + 0.5 / _BINS, bins.examples, texts)
     gaps = bins.confidence - bins.accuracy
-    gap, lean = (float(np.average(each, weights=bins.examples)) for each in (gaps.abs(), gaps))
-    tends = "over-confident" if lean > 0 else "under-confident"
-    note = f"mean gap {_percent(gap)}, on the whole {tends} by {_percent(abs(lean))}"
+    gap = float(np.average(gaps.abs(), weights=bins.examples))
+    bias = float(np.average(gaps, weights=bins.examples))
+    tendency = "over-confident" if bias > 0 else "under-confident"
+    note = f"mean gap {_percent(gap)}, on the whole {tendency} by {_percent(abs(bias))}"
     alt = (
         f"Reliability diagram of {look.label}: mean gap between confidence and accuracy "
         f"{_percent(gap)}."
@@ -78,7 +79,8 @@ def _bins(probs: np.ndarray, labels: np.ndarray) -> pd.DataFrame:
 
 
 def _draw_accuracy(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
-    many, few = bins[bins.examples >= _MANY], bins[bins.examples < _MANY]
+    many = bins[bins.examples >= _MANY]
+    few = bins[bins.examples < _MANY]
     draw_diagonal(ax)
     ax.fill_between(many.confidence, many.low, many.high, color=look.colour, alpha=0.25, lw=0)
     line: dict[str, Any] = {"color": look.colour, "marker": look.marker, "clip_on": False}
@@ -102,25 +104,27 @@ def _draw_counts(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
 def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | None:
     """Error rate among the most confident examples against their share, all methods.
 
-    Of examples of equal confidence each counts as their mean error.
+    Examples of equal confidence each count as their mean error.
     """
     panel = Panel(f"risk-coverage-{data}")
     ax = panel.axes[0]
     ends = []
     for key, look in methods.items():
-        found = run.probabilities(key, data)
-        if found is None:
+        predictions = run.probabilities(key, data)
+        if predictions is None:
             continue
-        probs, labels = map(torch.from_numpy, found)
+        probs, labels = map(torch.from_numpy, predictions)
         curve = risk_coverage_curve(probs, labels)
         # The error rate of a handful of examples says nothing.
         first = min(_FEWEST_KEPT, len(labels)) - 1
-        share, risk = curve.coverage.numpy()[first:], curve.risk.numpy()[first:]
+        share = curve.coverage.numpy()[first:]
+        risk = curve.risk.numpy()[first:]
         few = np.unique(np.searchsorted(share, _SHARES).clip(max=len(share) - 1))
-        share, risk = share[few], risk[few]
+        share = share[few]
+        risk = risk[few]
         ends.append(f"{look.label} {_percent(risk[-1])}")
         line = ax.plot(share, risk, lw=1.6, color=look.colour, linestyle=look.dashes)
-        panel.of(key, *line)
+        panel.assign(key, *line)
         few = np.searchsorted(share, np.linspace(0.1, 1, 19)).clip(max=len(share) - 1)
         texts = [
             f"{look.label}\nkeeps {_percent(s)}, of them {_percent(r)} wrong"
@@ -150,7 +154,7 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
             continue
         level = 2 * norm.cdf(np.abs(pair[0] / pair[1])) - 1
         observed = (level[:, None] <= _LEVELS).mean(0)
-        panel.of(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **look.marked))
+        panel.assign(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **look.marked))
         texts = [
             f"{look.label}\n{100 * q:.0f} % interval contains {100 * o:.1f} % of the targets"
             for q, o in zip(_LEVELS, observed, strict=True)
@@ -167,7 +171,8 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
     """Root mean squared residual against predicted standard deviation, in groups of equal size."""
     panel = Panel("residuals")
     ax = panel.axes[0]
-    ends, sizes = [], []
+    ends = []
+    sizes = []
     for key, look in methods.items():
         pair = _residuals(run, key)
         if pair is None:
@@ -177,20 +182,21 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
         groups = np.array_split(order, min(_GROUPS, max(1, len(order) // 20)))
         if np.ptp(deviation) < 1e-9 * deviation.max():
             groups = [order]  # the same everywhere: there is nothing to sort by
-        said = np.array([np.sqrt((deviation[group] ** 2).mean()) for group in groups])
-        was = np.array([np.sqrt((residual[group] ** 2).mean()) for group in groups])
-        panel.of(key, *ax.plot(said, was, lw=1.2, markersize=4.5, **look.marked))
+        predicted = np.array([np.sqrt((deviation[group] ** 2).mean()) for group in groups])
+        observed = np.array([np.sqrt((residual[group] ** 2).mean()) for group in groups])
+        panel.assign(key, *ax.plot(predicted, observed, lw=1.2, markersize=4.5, **look.marked))
         texts = [
             f"{look.label}\npredicted {significant(s)}, residuals {significant(w)}"
-            for s, w in zip(said, was, strict=True)
+            for s, w in zip(predicted, observed, strict=True)
         ]
-        panel.note(ax, key, said, was, texts)
-        ends += [said, was]
+        panel.note(ax, key, predicted, observed, texts)
+        ends += [predicted, observed]
         sizes.append(f"{look.label} over {len(groups)} groups of examples")
     if not ends:
         return None
     every = np.concatenate(ends)
-    low, high = every[every > 0].min() / 1.3, every.max() * 1.3
+    low = every[every > 0].min() / 1.3
+    high = every.max() * 1.3
     draw_diagonal(ax, low, high)
     for axis in (ax.xaxis, ax.yaxis):
         log_axis(axis, low, high)
@@ -203,7 +209,7 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
 def _residuals(run: Run, method: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Residuals on the test set and their predicted standard deviations."""
     names = ("target", "mean", "standard_deviation")
-    target, mean, deviation = (run.column(method, run.test["name"], name) for name in names)
+    target, mean, deviation = (run.column(method, run.test.name, name) for name in names)
     if target is None or mean is None or deviation is None:
         return None
     return (target - mean).ravel(), deviation.ravel()

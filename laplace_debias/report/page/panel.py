@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from laplace_debias.report.names import power_of_ten
 from laplace_debias.report.style import INK, OKABE_ITO, style_axes
+from laplace_debias.runs.records import MethodRecord
+from laplace_debias.runs.wording import power_of_ten
 
 _WIDTH = 4.4  # inches: 317 units of its SVG
 _UNITS_PER_INCH = 72
@@ -56,7 +57,7 @@ class Look:
 
 
 class Point(NamedTuple):
-    """A place in a picture that tells its values: units of the SVG, from the top left."""
+    """A place in a figure that shows its values: units of the SVG, from the top left."""
 
     x: float
     y: float
@@ -66,9 +67,9 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished picture; `alt` describes it to readers who do not see it.
+    """A finished figure; `alt` describes it to readers who do not see it.
 
-    `points` are places that tell their values; `method` is None where it shows several methods.
+    `points` are places that show their values; `method` is None where it shows several methods.
     """
 
     name: str
@@ -80,11 +81,15 @@ class Picture:
     note: str = ""
 
 
-def looks(methods: Iterable[Mapping[str, Any]]) -> dict[str, Look]:
-    """Looks of methods by key: the same in every picture."""
-    ways = map(itertools.cycle, (_COLOURS, _MARKERS, _STYLES))
-    found = zip(methods, *ways, strict=False)
-    return {method["key"]: Look(method["key"], method["label"], *way) for method, *way in found}
+def looks(methods: Iterable[MethodRecord]) -> dict[str, Look]:
+    """Looks of methods by key: the same in every figure."""
+    styles = zip(
+        itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle(_STYLES), strict=False
+    )
+    return {
+        method.key: Look(method.key, method.label, colour, marker, dashes)
+        for method, (colour, marker, dashes) in zip(methods, styles, strict=False)
+    }
 
 
 class Panel:
@@ -114,23 +119,23 @@ class Panel:
         self._numbers = itertools.count()
         self._noted: list[tuple[Axes, str, float, float, str]] = []
 
-    def of(self, method: str, *artists: Artist) -> None:
-        """Says that artists belong to a method: the page shows and hides them with it."""
+    def assign(self, method: str, *artists: Artist) -> None:
+        """Assign artists to a method: the page shows and hides them with it."""
         for artist in artists:
             artist.set_gid(f"method:{method}:{next(self._numbers)}")
 
     def note(
         self, ax: Axes, method: str, x: Iterable[Any], y: Iterable[Any], texts: Sequence[str]
     ) -> None:
-        """Gives places of the axes texts that the page shows when one looks closer."""
-        for place in zip(x, y, texts, strict=True):
-            if np.isfinite(place[:2]).all():
-                self._noted.append((ax, method, *place))
+        """Give places of the axes texts that the page shows when a reader points at them."""
+        for place_x, place_y, text in zip(x, y, texts, strict=True):
+            if np.isfinite([place_x, place_y]).all():
+                self._noted.append((ax, method, place_x, place_y, text))
 
     def finish(
         self, title: str, alt: str, *, method: str | None = None, note: str = ""
     ) -> Picture | None:
-        """Draws it; None without places that tell something."""
+        """Draw the figure; None without places that have texts."""
         if not self._noted:
             return None
         buffer = io.StringIO()
@@ -139,9 +144,9 @@ class Panel:
         top = self._figure.get_figheight() * _UNITS_PER_INCH
         points = []
         for ax, method_noted, x, y, text in self._noted:
-            across, up = ax.transData.transform((x, y))
+            left, bottom = ax.transData.transform((x, y))
             points.append(
-                Point(round(float(across), 1), round(float(top - up), 1), method_noted, text)
+                Point(round(float(left), 1), round(float(top - bottom), 1), method_noted, text)
             )
         return Picture(
             self.name, title, alt, buffer.getvalue(), tuple(points), method=method, note=note
@@ -149,7 +154,7 @@ class Panel:
 
 
 def log_axis(axis: Axis, low: float, high: float) -> None:
-    """A logarithmic axis with at most six numbers: powers of ten where some are long."""
+    """Make an axis logarithmic with at most six numbers: powers of ten where numbers are long."""
     step = max(1, int(np.ceil(np.log10(high / low) / 6))) if high > low > 0 else 1
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})  # type: ignore[attr-defined]
     few = high > low > 0 and high / low < 30
@@ -168,11 +173,11 @@ def log_axis(axis: Axis, low: float, high: float) -> None:
 
 
 def percent_axes(*axes: Axis) -> None:
-    """Writes shares as percent."""
+    """Write shares as percent."""
     for axis in axes:
         axis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.10g} %"))
 
 
 def draw_diagonal(ax: Axes, low: float = 0, high: float = 1) -> None:
-    """Draws where both axes say the same."""
+    """Draw the line on which both axes have the same value."""
     ax.plot([low, high], [low, high], color=INK, linewidth=1, linestyle=(0, (4, 3)))

@@ -8,11 +8,11 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from laplace_debias.metrics import METRICS
-from laplace_debias.report.names import decimals, known_first, number, significant
 from laplace_debias.report.page import calibration
 from laplace_debias.report.page.panel import Look, Panel, Picture, log_axis
-from laplace_debias.report.run_folder import Run
+from laplace_debias.report.page.run import Run
 from laplace_debias.report.style import INK
+from laplace_debias.runs.wording import decimals, in_order, number, significant
 
 _BY_SEVERITY = ("accuracy", "nll", "overconfidence", "brier", "rmse", "scaled_error", "crps")
 _MOST_METRICS = 4
@@ -27,32 +27,43 @@ _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "relia
 
 def drawn(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
     """The pictures that the run has something to show in, by the ids of the page's sections."""
-    test, shifts = run.test["name"], run.sets("shift")
-    found: dict[str, Iterable[Picture | None]] = {}
+    test = run.test.name
+    shifts = run.sets("shift")
+    sections: dict[str, Iterable[Picture | None]] = {}
     if run.is_regression:
-        found["calibration"] = calibration.coverage(run, looks), calibration.residuals(run, looks)
-    else:
-        kept = {"Test set": test}
-        kept |= {f"Severity {data['severity']}": data["name"] for data in shifts[-1:]}
-        found["calibration"] = [calibration.reliability(run, look, test) for look in looks.values()]
-        found["selective"] = [
-            calibration.risk_coverage(run, looks, data, title) for title, data in kept.items()
+        sections["calibration"] = [
+            calibration.coverage(run, looks),
+            calibration.residuals(run, looks),
         ]
-    found["ood"] = [score_histograms(run, looks, data["name"]) for data in run.sets("ood")]
-    is_shifted = run.rows["set"].isin([data["name"] for data in shifts])
-    metrics = known_first(run.rows[is_shifted]["metric"])
+    else:
+        titles = {"Test set": test}
+        titles |= {f"Severity {part.severity}": part.name for part in shifts[-1:]}
+        sections["calibration"] = [
+            calibration.reliability(run, look, test) for look in looks.values()
+        ]
+        sections["selective"] = [
+            calibration.risk_coverage(run, looks, data, title) for title, data in titles.items()
+        ]
+    sections["ood"] = [score_histograms(run, looks, part.name) for part in run.sets("ood")]
+    is_shifted = run.rows["set_name"].isin([part.name for part in shifts])
+    metrics = in_order(run.rows[is_shifted]["metric"])
     metrics = [name for name in _BY_SEVERITY if name in metrics][:_MOST_METRICS]
-    found["shift"] = [severity(run, looks, name) for name in metrics]
-    found["tuning"] = [sweep(run, look) for look in looks.values()]
-    return {key: [one for one in some if one is not None] for key, some in found.items()}
+    sections["shift"] = [severity(run, looks, name) for name in metrics]
+    sections["tuning"] = [sweep(run, look) for look in looks.values()]
+    return {
+        key: [picture for picture in pictures if picture is not None]
+        for key, pictures in sections.items()
+    }
 
 
 def first_picture(pictures: Sequence[Picture]) -> Picture | None:
     """The picture that shows the verdict: confidence by severity, or on the test set."""
-    shown = [(name, one) for name in _FIRST for one in pictures if one.name.startswith(name)]
-    if not shown:
+    candidates = [
+        picture for name in _FIRST for picture in pictures if picture.name.startswith(name)
+    ]
+    if not candidates:
         return None
-    picture = shown[0][1]
+    picture = candidates[0]
     alt = f"In short: {picture.alt}"
     return replace(picture, name=f"first-{picture.name}", alt=alt)
 
@@ -65,8 +76,8 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
     score = "epistemic" if run.is_regression else "entropy"
     rows = []
     for key in methods:
-        columns = [run.column(key, name, score) for name in (run.test["name"], data)]
-        # Of several outputs the mean.
+        columns = [run.column(key, name, score) for name in (run.test.name, data)]
+        # The mean over several outputs.
         pair = [x.reshape(len(x), -1).mean(1) for x in columns if x is not None]
         if len(pair) == 2:
             rows.append((key, *pair))
@@ -79,7 +90,8 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
     ax.grid(visible=False, axis="y")
     medians = []
     for index, (key, familiar, other) in enumerate(rows):
-        look, base = methods[key], -_ROW * index
+        look = methods[key]
+        base = -_ROW * index
         shares = [
             np.histogram(np.minimum(values, edges[-1]), edges)[0] / len(values)
             for values in (other, familiar)
@@ -87,19 +99,20 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
         tallest = max(share.max() for share in shares)
         filled: dict[str, Any] = {"color": look.colour, "alpha": 0.6, "fill": True, "lw": 0}
         outline: dict[str, Any] = {"color": INK, "lw": 1}
-        for who, counts, line in zip((data, "test"), shares, (filled, outline), strict=True):
+        for name, counts, line in zip((data, "test"), shares, (filled, outline), strict=True):
             heights = base + np.sqrt(counts / tallest)
-            panel.of(key, ax.stairs(heights, edges, baseline=base, **line))
+            panel.assign(key, ax.stairs(heights, edges, baseline=base, **line))
             places = np.flatnonzero(counts)[:: max(1, _BINS // 14)]
             texts = [
-                f"{look.label}, {who}\n{number(100 * counts[i], 1)} % from "
+                f"{look.label}, {name}\n{number(100 * counts[i], 1)} % from "
                 f"{significant(edges[i], 2)} to {significant(edges[i + 1], 2)}"
                 for i in places
             ]
             panel.note(ax, key, (edges[places] + edges[places + 1]) / 2, heights[places], texts)
-        middle = np.median(familiar), np.median(other)
-        medians.append(f"{look.label} {significant(middle[0], 2)} and {significant(middle[1], 2)}")
-        panel.of(key, ax.text(0, base + 1.04, look.label, va="bottom", fontsize=9, color=INK))
+        median_familiar = significant(np.median(familiar), 2)
+        median_other = significant(np.median(other), 2)
+        medians.append(f"{look.label} {median_familiar} and {median_other}")
+        panel.assign(key, ax.text(0, base + 1.04, look.label, va="bottom", fontsize=9, color=INK))
     ax.set(xlim=(0, edges[-1]), xlabel=_UNCERTAINTIES[score], yticks=[])
     ax.set_ylim(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02)
     ax.spines["left"].set_visible(False)
@@ -109,15 +122,15 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
 
 def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
     """A metric against the severity, with its intervals; severity 0 is the test set as it is."""
-    levels = {data["name"]: data["severity"] for data in run.sets("shift")}
-    levels = {run.test["name"]: 0} | levels
+    levels = {run.test.name: 0}
+    levels |= {part.name: part.severity or 0 for part in run.sets("shift")}
     name = METRICS[metric]
     panel = Panel(f"severity-{metric}", 2.9)
     ax = panel.axes[0]
     ends = []
     shift = -0.06 * (len(methods) - 1) / 2
     for key, look in methods.items():
-        rows = run.rows.assign(level=run.rows["set"].map(levels))
+        rows = run.rows.assign(level=run.rows["set_name"].map(levels))
         rows = rows[(rows["method"] == key) & (rows["metric"] == metric)]
         rows = rows.dropna(subset=["value", "level"]).sort_values("level")
         if len(rows) < 2:
@@ -125,8 +138,8 @@ def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
         x = rows["level"].to_numpy(float) + shift
         value, low, high = (rows[end].to_numpy(float) for end in ("value", "low", "high"))
         shift += 0.06
-        panel.of(key, ax.vlines(x, low, high, color=look.colour, lw=1.4, alpha=0.6))
-        panel.of(key, *ax.plot(x, value, lw=1.5, markersize=4.5, **look.marked))
+        panel.assign(key, ax.vlines(x, low, high, color=look.colour, lw=1.4, alpha=0.6))
+        panel.assign(key, *ax.plot(x, value, lw=1.5, markersize=4.5, **look.marked))
         texts = [
             f"{look.label}, severity {level:.0f}\n{name.label} {_interval(v, a, b)} {name.unit}"
             for level, v, a, b in zip(rows["level"], value, low, high, strict=True)
@@ -150,35 +163,41 @@ def _interval(value: float, low: float, high: float) -> str:
 
 def sweep(run: Run, look: Look) -> Picture | None:
     """A metric of the validation examples against the prior precision, one method."""
-    search = run.json(f"sweeps/{look.key}.json")
-    rows = [row for row in search.get("rows", []) if row["value"] is not None]
-    rows.sort(key=lambda row: row["prior_precision"])
-    if len(rows) < 2:
+    search = run.folder.read_sweep(look.key)
+    points = [point for point in search.rows if point.value is not None]
+    points.sort(key=lambda point: point.prior_precision)
+    if len(points) < 2:
         return None
-    known = METRICS.get(search["metric"])
-    label, unit = (known.label, known.unit) if known else ("log marginal likelihood", "nats")
-    names = ("prior_precision", "value", "low", "high")
-    x, value, low, high = (np.array([row[name] for row in rows], float) for name in names)
+    metric = METRICS.get(search.metric or "")
+    label = "log marginal likelihood"
+    unit = "nats"
+    if metric is not None:
+        label = metric.label
+        unit = metric.unit
+    x = np.array([point.prior_precision for point in points], float)
+    value = np.array([point.value for point in points], float)
+    low = np.array([point.low for point in points], float)
+    high = np.array([point.high for point in points], float)
     panel = Panel(f"sweep-{look.key}", 2.9)
     ax = panel.axes[0]
-    flat, chosen, noise = (search.get(name) for name in ("flat", "chosen", "sigma"))
     remarks = []
-    if flat:
-        ax.axvspan(flat[0], flat[1], color=INK, alpha=0.09, lw=0)
-        ends = f"{significant(flat[0], 2)} to {significant(flat[1], 2)}"
+    if search.flat:
+        left, right = search.flat
+        ax.axvspan(left, right, color=INK, alpha=0.09, lw=0)
+        ends = f"{significant(left, 2)} to {significant(right, 2)}"
         remarks.append(f"within one standard error from {ends}")
     ax.fill_between(x, low, high, color=look.colour, alpha=0.22, lw=0)
     ax.plot(x, value, color=look.colour, marker=look.marker, markersize=3.2, lw=1.5)
-    if isinstance(chosen, int | float):
-        ax.axvline(chosen, color=INK, lw=1.2)
-        remarks.insert(0, f"tuned: {significant(chosen)}")
-    if isinstance(noise, int | float):
-        remarks.append(f"noise {significant(noise)}")
+    if isinstance(search.chosen, int | float):
+        ax.axvline(search.chosen, color=INK, lw=1.2)
+        remarks.insert(0, f"tuned: {significant(search.chosen)}")
+    if isinstance(search.sigma, int | float):
+        remarks.append(f"noise {significant(search.sigma)}")
     log_axis(ax.xaxis, x[0], x[-1])
     named = f"{label} ({unit})" if unit else label
-    ylabel = f"Validation {named}" if known else named
+    ylabel = f"Validation {named}" if metric else named
     ax.set(xlim=(x[0], x[-1]), xlabel="Prior precision", ylabel=ylabel)
-    _leave_out_what_hides_the_best(ax, value, known.better if known else "higher")
+    _leave_out_what_hides_the_best(ax, value, metric.better if metric else "higher")
     texts = [
         f"prior precision {significant(p)}\n{label} {number(v, decimals(a, b, v))} {unit}"
         for p, v, a, b in zip(x, value, low, high, strict=True)

@@ -10,13 +10,13 @@ import jinja2
 import matplotlib
 from markupsafe import Markup
 
-from laplace_debias.report.names import duration, size
-from laplace_debias.report.page.examples import example_groups
+from laplace_debias.report.page.example_cards import example_groups
+from laplace_debias.report.page.metric_tables import difference_tables, full_tables, main_table
 from laplace_debias.report.page.panel import SETTINGS, Look, Picture, looks
+from laplace_debias.report.page.run import Run, read_run
 from laplace_debias.report.page.sections import drawn, first_picture
-from laplace_debias.report.page.table import difference_tables, full_tables, main_table
-from laplace_debias.report.run_folder import Run, read_run
 from laplace_debias.report.style import GRID, INK, OKABE_ITO
+from laplace_debias.runs.wording import duration, size
 from laplace_debias.system.files import written_atomically
 
 _THEME = {
@@ -59,12 +59,11 @@ def write_page(folder: str | os.PathLike[str]) -> Path:
         shown = drawn(run, by_key)
         text = _page(run, by_key, shown)
     for picture in itertools.chain(*shown.values()):
-        with written_atomically(run.folder / "pictures" / f"{picture.name}.svg") as temporary:
+        with written_atomically(run.folder.figure(picture.name)) as temporary:
             temporary.write_text(picture.svg, encoding="utf-8")
-    path = run.folder / "report.html"
-    with written_atomically(path) as temporary:
+    with written_atomically(run.folder.page) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    return path
+    return run.folder.page
 
 
 def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) -> str:
@@ -78,26 +77,25 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
     environment.filters |= {"inline": _inline, "duration": duration, "size": size}
     # Numbers and their percent signs stay on one line.
     environment.filters["tidy"] = lambda text: text.replace(" %", "\u00a0%")
-    config = run.folder / "config.yaml"
-    main, differences = main_table(run), difference_tables(run)
+    config = run.folder.config
+    main = main_table(run)
+    differences = difference_tables(run)
     intervals = [
         cell.interval for table in (main, *differences) for _, cells in table.rows for cell in cells
     ]
-    num_test, parts = run.test["num_examples"], {}
+    num_test = run.test.num_examples
+    parts = {}
     for key in by_key:
-        index = run.column(key, run.test["name"], "index")
-        if index is not None and len(index) < num_test:
+        index = run.column(key, run.test.name, "index")
+        if index is not None and num_test is not None and len(index) < num_test:
             parts[key] = len(index)
     return environment.get_template("page.html.j2").render(
         run=run,
-        title=str(run.meta["title"]),
-        input_name=str(run.meta.get("input_name") or "example"),
-        conclusion=run.meta.get("conclusion") or (),
-        notes=run.meta.get("notes") or (),
+        record=run.record,
         main=main,
         differences=differences,
         num_intervals=sum(map(bool, intervals)),
-        full=[(data, full_tables(run, data["name"])) for data in run.meta["sets"]],
+        full=[(part, full_tables(run, part.name)) for part in run.record.sets],
         looks=by_key,
         swatch=_swatch,
         pictures=shown,

@@ -1,4 +1,4 @@
-"""Names of metrics and scores, and numbers as people read them."""
+"""Names of scores, and numbers as people read them."""
 
 import math
 from collections.abc import Iterable
@@ -14,27 +14,30 @@ SCORES = {
     "energy": "energy",
     "max_logit": "largest logit",
 }
-"""Scores that tell familiar examples from strange ones."""
+"""Scores that separate familiar inputs from others."""
 
 MOST_DECIMALS = 5
 
 
-def known_first(metrics: Iterable[str]) -> list[str]:
-    """Known metrics without repetition, in the order of `METRICS`."""
+def in_order(metrics: Iterable[str]) -> list[str]:
+    """Metrics without repetition, in the order of `METRICS`."""
     names = set(metrics)
     return [name for name in METRICS if name in names]
 
 
 def decimals(low: float, high: float, value: float) -> int:
-    """Decimals with which an interval has two digits that count.
+    """Return the number of decimals with which an interval has two digits that count.
 
-    Without one, `value` has three, or two where three are more than three decimals.
+    Without an interval `value` has three digits, or two where three are more than three decimals.
     """
-    half, size = (high - low) / 2, abs(value)
-    size = half / 10 if half > 0 and math.isfinite(half) else max(size / 100, min(1e-3, size / 10))
-    if not size > 0 or not math.isfinite(size):
+    half_width = (high - low) / 2
+    magnitude = abs(value)
+    resolution = max(magnitude / 100, min(1e-3, magnitude / 10))
+    if half_width > 0 and math.isfinite(half_width):
+        resolution = half_width / 10
+    if not resolution > 0 or not math.isfinite(resolution):
         return 2
-    return min(max(0, -math.floor(math.log10(size))), MOST_DECIMALS)
+    return min(max(0, -math.floor(math.log10(resolution))), MOST_DECIMALS)
 
 
 def number(value: float | None, places: int) -> str:
@@ -49,8 +52,11 @@ def brief(value: float) -> str:
     """A number in a sentence: three decimals, more where it is small, none where large."""
     if value == 0:
         return "0"
-    text = f"{value:.3f}" if abs(value) >= 0.01 else f"{value:.2g}"
-    text = f"{value:,.0f}" if abs(value) >= 1000 else text
+    text = f"{value:.3f}"
+    if abs(value) < 0.01:
+        text = f"{value:.2g}"
+    elif abs(value) >= 1000:
+        text = f"{value:,.0f}"
     return text.replace("-", "−")
 
 
@@ -70,12 +76,12 @@ def power_of_ten(exponent: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
+    """Seconds as hours, minutes and seconds."""
     if seconds < 60:
         return f"{significant(seconds, 2)} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
 
 
 def size(num_bytes: float) -> str:

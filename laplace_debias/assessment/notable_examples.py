@@ -1,0 +1,114 @@
+"""Test examples that a person should look at: the uncertain ones and the confident mistakes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.assessment.predictions import SelectedBatches
+from laplace_debias.curvature.network.inputs import tensors_of
+from laplace_debias.metrics.definitions import per_example
+from laplace_debias.runs.folder import RunFolder
+from laplace_debias.runs.records import ExampleGroups, ExampleRecord
+from laplace_debias.sources.loaded import Loaded
+from laplace_debias.sources.task import REGRESSIONS
+
+NUM_EXAMPLES = 12
+NUM_CLASSES = 5
+_MOST_NUMBERS = 32
+
+
+def write_examples(
+    folder: RunFolder, loaded: Loaded, tables: Mapping[str, Mapping[str, Tensor]], network: str
+) -> None:
+    """Write `examples.json`, and the images of the examples where inputs are images."""
+    groups = chosen_examples(tables, network, loaded.task)
+    records = [*groups.most_uncertain, *groups.most_confidently_wrong]
+    indices = sorted({record.index for record in records})
+    positions = torch.tensor(indices, dtype=torch.long)
+    batches = SelectedBatches(loaded.model, loaded.test, positions)
+    rows = [row for x, _ in batches for row in tensors_of(x)[0].cpu()]
+    inputs = dict(zip(indices, rows, strict=True))
+    for record in records:
+        x = inputs[record.index]
+        if loaded.picture is None:
+            record.inputs = x.flatten()[:_MOST_NUMBERS].tolist()
+        if loaded.row is not None:
+            record.columns = dict(list(loaded.row(x).items())[:_MOST_NUMBERS])
+    if loaded.picture is not None:
+        for index, x in inputs.items():
+            folder.write_example_image(index, loaded.picture(x).cpu().numpy())
+    folder.write_examples(groups)
+
+
+def chosen_examples(
+    tables: Mapping[str, Mapping[str, Tensor]], network: str, task: str
+) -> ExampleGroups:
+    """Choose the examples, with the predictions of every method.
+
+    The most uncertain ones are those of the first posterior, by its entropy (for a regression its
+    standard deviation). The most confidently wrong ones are the network's mistakes with the largest
+    probability (the largest error in standard deviations).
+    """
+    spread = "epistemic" if task in REGRESSIONS else "variance"
+    with_spread = (key for key, table in tables.items() if (table[spread] > 0).any())
+    posterior = next(with_spread, network)
+    uncertainty = "standard_deviation" if task in REGRESSIONS else "entropy"
+    uncertainties = per_example(tables[posterior][uncertainty])
+    return ExampleGroups(
+        most_uncertain=_highest(tables, posterior, uncertainties, task),
+        most_confidently_wrong=_highest(
+            tables, network, _confidence_in_mistakes(tables[network], task), task
+        ),
+        chosen_by={"most_uncertain": posterior, "most_confidently_wrong": network},
+    )
+
+
+def _highest(
+    tables: Mapping[str, Mapping[str, Tensor]], method: str, scores: Tensor, task: str
+) -> list[ExampleRecord]:
+    """The examples with the highest scores of a method; minus infinity leaves an example out."""
+    # Ties are in the order of the set.
+    order = scores.argsort(descending=True, stable=True)[:NUM_EXAMPLES]
+    indices = [int(tables[method]["index"][i]) for i in order if scores[i] > -torch.inf]
+    return [_record(tables, index, task) for index in indices]
+
+
+def _confidence_in_mistakes(table: Mapping[str, Tensor], task: str) -> Tensor:
+    """Confidence of wrong predictions, minus infinity for right ones."""
+    if task in REGRESSIONS:
+        errors = (table["target"] - table["mean"]) / table["standard_deviation"]
+        return errors.abs().reshape(len(errors), -1).amax(1)
+    probs = table["probs"]
+    labels = table["label"].long()
+    if task == "multilabel":
+        confidence = torch.maximum(probs, 1 - probs)
+        return confidence.where((probs > 0.5) != labels, -torch.inf).amax(1)
+    likeliest = probs.max(1)
+    return likeliest.values.where(likeliest.indices != labels, -torch.inf)
+
+
+def _record(tables: Mapping[str, Mapping[str, Tensor]], index: int, task: str) -> ExampleRecord:
+    """An example with the predictions of the methods that have predicted it."""
+    record = ExampleRecord(index)
+    for key, table in tables.items():
+        if index not in table["index"]:
+            continue
+        row = int(torch.searchsorted(table["index"], index))
+        if task in REGRESSIONS:
+            record.target = table["target"][row].tolist()
+            record.predictions[key] = {
+                name: table[name][row].tolist() for name in ("mean", "standard_deviation")
+            }
+        else:
+            record.label = table["label"][row].tolist()
+            record.probs[key] = _likeliest(table["probs"][row])
+    return record
+
+
+def _likeliest(probs: Tensor) -> list[Any]:
+    """The likeliest classes, as pairs of class and probability."""
+    top = probs.topk(min(NUM_CLASSES, len(probs)))
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return [list(pair) for pair in pairs]

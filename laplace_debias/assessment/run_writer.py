@@ -1,0 +1,159 @@
+"""A run under way: network, data, methods, and `run.json`, which is written after each stage."""
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from laplace_debias.assessment.methods import Method
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.runs.folder import NAME, RunFolder
+from laplace_debias.runs.records import (
+    FORMAT,
+    TEST,
+    MethodRecord,
+    PredictionsSummary,
+    RunRecord,
+    SetRecord,
+)
+from laplace_debias.sources.loaded import Loaded
+from laplace_debias.system.shown import plain
+
+_PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-pytorch", "timm")
+
+
+def evaluation_sets(loaded: Loaded) -> dict[str, Batches]:
+    """The sets that methods are evaluated on: the test set, its corrupted versions, OOD sets."""
+    sets = {TEST: loaded.test}
+    sets |= {f"shift-{severity}": loaded.shifts[severity] for severity in sorted(loaded.shifts)}
+    for name, batches in loaded.ood.items():
+        if name in sets or not NAME.fullmatch(name):
+            raise ValueError(
+                f"the OOD set {name!r} cannot be a file's name: rename it with letters, digits, "
+                "'.', '_' and '-', and not test or shift-1 …"
+            )
+        sets[name] = batches
+    return sets
+
+
+@dataclass(eq=False)
+class RunWriter:
+    """A run's network, data, methods and folder, and its record so far.
+
+    Attributes:
+        loaded: The network and its data.
+        folder: The run folder.
+        methods: The methods, the network first.
+        sets: The sets that they are evaluated on, by name.
+        seed: Seed of all random choices.
+        log: Called with a line on what the run does next.
+        record: The content of `run.json`.
+    """
+
+    loaded: Loaded
+    folder: RunFolder
+    methods: Sequence[Method]
+    sets: Mapping[str, Batches]
+    seed: int
+    log: Callable[[str], object]
+    record: RunRecord = field(init=False)
+
+    def begin(
+        self,
+        earlier: RunRecord | None,
+        identity: Mapping[str, Any],
+        title: str,
+        seconds: Mapping[str, float],
+    ) -> None:
+        """Make the record, or take up that of an interrupted run, and write it."""
+        loaded = self.loaded
+        self.record = RunRecord(
+            format=FORMAT,
+            title=title or type(loaded.model).__name__,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            task=loaded.task,
+            input_name=loaded.input_name,
+            target=loaded.target,
+            classes=None if loaded.classes is None else list(loaded.classes),
+            num_train=loaded.num_train,
+            num_parameters=sum(p.numel() for p in loaded.model.parameters()),
+            sets=_set_records(loaded),
+            methods=[_method_record(method) for method in self.methods],
+            notes=list(loaded.notes),
+            versions=_versions(),
+            seed=self.seed,
+            device=str(next(loaded.model.parameters()).device),
+            threads=torch.get_num_threads(),
+            seconds=dict(seconds),
+            identity=plain(identity),
+        )
+        if earlier is not None:
+            self.record.created = earlier.created
+            self.record.sets = earlier.sets
+            self.record.methods = earlier.methods
+            self.record.sigma = earlier.sigma
+            self.record.training = earlier.training
+            self.record.notes = earlier.notes
+            self.record.seconds = earlier.seconds
+        self.write()
+
+    def write(self) -> None:
+        """Write `run.json`."""
+        self.folder.write_record(self.record)
+
+    def method_record(self, method: Method) -> MethodRecord:
+        """A method's part of the record."""
+        return self.record.method(method.key)
+
+    @contextmanager
+    def stage(self, name: str, method: Method | None = None) -> Iterator[None]:
+        """Add the time of a stage, or a method's of it, to what earlier calls took for it."""
+        start = time.perf_counter()
+        yield
+        seconds = self.record.seconds
+        if method is not None:
+            seconds = self.method_record(method).seconds
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        self.write()
+
+    def summary(self, method: Method, set_name: str) -> PredictionsSummary | None:
+        """The summary of a complete table of predictions; None if there is none."""
+        return self.folder.predictions_summary(method.key, set_name)
+
+    def note(self, text: str) -> None:
+        """Add a line to the notes of the page, once."""
+        if text not in self.record.notes:
+            self.record.notes.append(text)
+
+
+def _set_records(loaded: Loaded) -> list[SetRecord]:
+    shifts = [
+        SetRecord(f"shift-{severity}", "shift", severity) for severity in sorted(loaded.shifts)
+    ]
+    return [SetRecord(TEST, "test"), *shifts, *(SetRecord(name, "ood") for name in loaded.ood)]
+
+
+def _method_record(method: Method) -> MethodRecord:
+    return MethodRecord(
+        key=method.key,
+        label=method.label,
+        describes=method.describes,
+        is_laplace=method.posterior is not None,
+        posterior=None if method.posterior is None else method.key,
+        examples=method.examples,
+    )
+
+
+def _versions() -> dict[str, str]:
+    """Versions of Python and of the packages that the numbers depend on."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions

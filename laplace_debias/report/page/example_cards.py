@@ -1,0 +1,141 @@
+"""The examples that the page shows: the most uncertain and the most confidently wrong."""
+
+import base64
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from laplace_debias.report.page.run import Run
+from laplace_debias.runs.records import ExampleRecord
+from laplace_debias.runs.wording import significant
+
+_MOST_PIXELS = 128
+_SMALL = 64
+_SHOWN_CLASSES = 2
+_LEAST = 0.005
+_GROUPS = {
+    "most_uncertain": (
+        "Most uncertain",
+        "“{method}” is least certain of these. If you could not tell either, its doubt is right.",
+    ),
+    "most_confidently_wrong": (
+        "Most confidently wrong",
+        "Mistakes that “{method}” is surest of. Look for wrong labels first, then for what these "
+        "have in common.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A method's prediction of an example: an interval, or classes `(name, percent, is_truth)`."""
+
+    label: str
+    interval: str
+    classes: list[tuple[str, float, bool]]
+
+
+@dataclass(frozen=True)
+class Card:
+    """An example as the page's template takes it."""
+
+    index: int
+    truth: str
+    picture: str
+    is_small: bool
+    inputs: list[tuple[str, str]]
+    guesses: list[Guess]
+
+
+@dataclass(frozen=True)
+class CardGroup:
+    """Examples under a title, with a text on how to read them."""
+
+    title: str
+    reads: str
+    examples: list[Card]
+
+
+def example_groups(run: Run) -> list[CardGroup]:
+    """The groups of examples that are not empty."""
+    examples = run.folder.read_examples()
+    labels = {method.key: method.label for method in run.methods}
+    keys = list(labels)
+    groups = []
+    for name, (title, text) in _GROUPS.items():
+        ranking = examples.chosen_by.get(name, keys[-1])
+        methods = {key: labels[key] for key in (keys[0], ranking)}
+        cards = [_card(run, record, methods) for record in getattr(examples, name)]
+        if cards:
+            groups.append(CardGroup(title, text.format(method=labels[ranking]), cards))
+    return groups
+
+
+def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
+    """An example, with the predictions of some methods by their labels."""
+    picture, is_small = _picture(run.folder.example(record.index))
+    guesses = []
+    if run.is_regression:
+        truth = _numbers(record.target)
+        for key, predicted in record.predictions.items():
+            if key in methods:
+                mean = _numbers(predicted["mean"])
+                interval = f"{mean} ± {_numbers(predicted['standard_deviation'])}"
+                guesses.append(Guess(methods[key], interval, []))
+    else:
+        truth = _names(run, record.label)
+        for key, probs in record.probs.items():
+            if key in methods:
+                classes = [
+                    (_names(run, label), 100 * prob, label == record.label)
+                    for label, prob in probs[:_SHOWN_CLASSES]
+                    if prob >= _LEAST
+                ]
+                guesses.append(Guess(methods[key], "", classes))
+    numbered = {f"x{number}": x for number, x in enumerate(record.inputs or (), start=1)}
+    inputs = record.columns or numbered
+    return Card(
+        index=record.index,
+        truth=truth,
+        picture=picture,
+        is_small=is_small,
+        inputs=[(name, significant(float(x))) for name, x in inputs.items()],
+        guesses=guesses,
+    )
+
+
+def _picture(path: Path) -> tuple[str, bool]:
+    """A picture as an address, made smaller where it is large, and whether it is small."""
+    if not path.is_file():
+        return "", False
+    try:
+        with Image.open(path) as image:
+            is_small = max(image.size) <= _SMALL
+            shown = image.convert("RGB")
+    except (OSError, SyntaxError) as error:
+        raise ValueError(
+            f"{path} is no picture that can be read ({error}): delete it to draw the page without "
+            "it, or run the report again."
+        ) from error
+    shown.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    shown.save(buffer, "png")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}", is_small
+
+
+def _names(run: Run, label: Any) -> str:
+    """The class, or those of several labels that apply."""
+    labels = [label]
+    if isinstance(label, list):
+        labels = [number for number, applies in enumerate(label) if applies]
+    classes = dict(enumerate(run.record.classes or ()))
+    return ", ".join(str(classes.get(int(i), f"class {int(i)}")) for i in labels) or "none"
+
+
+def _numbers(value: Any) -> str:
+    values = value if isinstance(value, list) else [value]
+    return ", ".join(significant(float(number)) for number in values)

@@ -1,0 +1,165 @@
+"""The tables of the page: metrics by method, and differences between methods."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pandas as pd
+
+from laplace_debias.metrics import METRICS, Metric
+from laplace_debias.report.page.run import Run
+from laplace_debias.runs.records import MethodRecord
+from laplace_debias.runs.wording import MOST_DECIMALS, SCORES, decimals, in_order, number
+
+_MAIN = (
+    "accuracy",
+    "nll",
+    "brier",
+    "overconfidence",
+    "ece",
+    "aurc",
+    "rmse",
+    "bias",
+    "scaled_error",
+    "crps",
+    "coverage",
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure of a table with its interval and verdict, each a text that may be empty."""
+
+    value: str
+    interval: str = ""
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class MetricTable:
+    """Metrics of methods, which are compared with the one labelled `reference`.
+
+    A column is a metric and the set that it is on; the latter is empty for the test set.
+    """
+
+    columns: Sequence[tuple[Metric, str]]
+    rows: Sequence[tuple[MethodRecord, tuple[Cell, ...]]]
+    reference: str
+
+
+def main_table(run: Run) -> MetricTable:
+    """The most telling metrics of the test set, and AUROC of each out-of-distribution set."""
+    return _table(run, _main_columns(run))
+
+
+def full_tables(run: Run, data: str) -> list[MetricTable]:
+    """Every metric of a set; for an out-of-distribution set a table for each score."""
+    rows = run.rows[run.rows["set_name"] == data]
+    scores: list[str | None] = [name for name in SCORES if (rows["score"] == name).any()]
+    metrics = [(data, metric) for metric in in_order(rows["metric"])]
+    tables = [_table(run, metrics, score=score) for score in scores or [None]]
+    return [table for table in tables if table.columns]
+
+
+def difference_tables(run: Run) -> list[MetricTable]:
+    """Differences of the methods from those without a posterior, on the same examples."""
+    simple = [method.key for method in run.methods if not method.is_laplace]
+    tables = [_table(run, _main_columns(run), reference) for reference in simple]
+    return [table for table in tables if table.columns]
+
+
+def _main_columns(run: Run) -> list[tuple[str, str]]:
+    """Pairs of a set and a metric."""
+    test = run.test.name
+    names = in_order(run.rows[run.rows["set_name"] == test]["metric"])
+    main_names = [name for name in names if name in _MAIN] or names
+    on_ood_sets = [(part.name, "auroc") for part in run.sets("ood")]
+    return [(test, name) for name in main_names] + on_ood_sets
+
+
+def _table(
+    run: Run,
+    metrics: Sequence[tuple[str, str]],
+    reference: str | None = None,
+    score: str | None = None,
+) -> MetricTable:
+    """Metrics of every method, or what they differ by from a reference."""
+    labels = {method.key: method.label for method in run.methods}
+    compared_with = next(iter(labels)) if reference is None else reference
+    all_differences = run.differences[run.differences["reference"] == compared_with]
+    # A method is compared only with those before it.
+    compared = labels.keys() if reference is None else set(all_differences["method"])
+    methods = [method for method in run.methods if method.key in compared]
+    keys = [method.key for method in methods]
+    columns = []
+    cells = []
+    for data, name in metrics:
+        differences = rows_of_metric(all_differences, data, name, score)
+        rows = differences
+        if reference is None:
+            rows = rows_of_metric(run.rows, data, name, score)
+        rows = rows[rows.index.isin(keys)]
+        if rows.empty:
+            continue
+        metric = METRICS[name]
+        score_shown = rows["score"].iloc[0]
+        where = [] if data == run.test.name else [data]
+        if isinstance(score_shown, str):
+            where.append(SCORES.get(score_shown, score_shown))
+        unit = metric.unit.replace("the target", run.record.target or "the target")
+        columns.append((replace(metric, unit=unit), ", ".join(where)))
+        cells.append(_cells(rows, differences, keys, metric, reference is not None))
+    by_method = list(zip(methods, zip(*cells, strict=True), strict=True)) if cells else []
+    return MetricTable(columns, by_method, labels[compared_with])
+
+
+def rows_of_metric(
+    rows: pd.DataFrame, data: str, metric: str, score: str | None = None
+) -> pd.DataFrame:
+    """The rows of a metric on a set by method, by default of the score that is shown first."""
+    rows = rows[(rows["set_name"] == data) & (rows["metric"] == metric) & rows["value"].notna()]
+    scores = set(rows["score"].dropna())
+    score = score or next((name for name in ("entropy", "variance") if name in scores), None)
+    if score is not None:
+        rows = rows[rows["score"] == score]
+    return rows.drop_duplicates("method").set_index("method")
+
+
+def _cells(
+    rows: pd.DataFrame,
+    differences: pd.DataFrame,
+    methods: Sequence[str],
+    metric: Metric,
+    is_difference: bool,
+) -> list[Cell]:
+    shown = rows[["value", "low", "high"]]
+    places = int(statistics.median([decimals(low, high, v) for v, low, high in shown.to_numpy()]))
+    if is_difference:  # its sign is what is looked for: no end of an interval becomes 0.000
+        smallest = shown[["low", "high"]].abs().replace(0, math.nan).min(axis=None)
+        while places < MOST_DECIMALS and smallest < 0.5 * 10.0**-places:
+            places += 1
+    # Without an interval there is no verdict.
+    with_intervals = differences[["low", "high"]].dropna().itertuples()
+    verdicts = {key: _verdict(low, high, metric.better) for key, low, high in with_intervals}
+    cells = []
+    for key in methods:
+        if key not in shown.index:
+            cells.append(Cell("–"))
+            continue
+        value, low, high = shown.loc[key]
+        text = number(value, places)
+        sign = "+" if is_difference and value > 0 and text.strip("0.") else ""
+        interval = f"{number(low, places)} … {number(high, places)}" if high >= low else ""
+        cells.append(Cell(sign + text, interval, verdicts.get(key, "")))
+    return cells
+
+
+def _verdict(low: float, high: float, better: str | None) -> str:
+    if low <= 0 <= high:
+        return "no clear difference"
+    direction = "higher" if low > 0 else "lower"
+    if better not in ("higher", "lower", "ideal"):
+        return direction
+    # For a metric with an ideal the difference is that of the distances from it.
+    return "better" if direction == better.replace("ideal", "lower") else "worse"

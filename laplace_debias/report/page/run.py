@@ -1,0 +1,93 @@
+"""A complete run as the page takes it: records, metrics as data frames, columns of predictions."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from laplace_debias.runs.folder import RunFolder
+from laplace_debias.runs.records import (
+    DifferenceRow,
+    MethodRecord,
+    MetricRow,
+    Role,
+    RunRecord,
+    SetRecord,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A complete run.
+
+    Attributes:
+        folder: Its folder.
+        record: Network, data and methods.
+        rows: Metrics, a row for each `MetricRow`.
+        differences: Differences between methods, a row for each `DifferenceRow`.
+    """
+
+    folder: RunFolder
+    record: RunRecord
+    rows: pd.DataFrame
+    differences: pd.DataFrame
+
+    @property
+    def methods(self) -> list[MethodRecord]:
+        """The methods, the network first."""
+        return self.record.methods
+
+    @property
+    def test(self) -> SetRecord:
+        """The test set."""
+        return self.record.test
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the targets are numbers."""
+        return self.record.is_regression
+
+    def sets(self, role: Role) -> list[SetRecord]:
+        """The sets of a role, by severity."""
+        return self.record.sets_of(role)
+
+    def column(self, method: str, set_name: str, name: str) -> np.ndarray | None:
+        """One column of predictions, `[n]` or `[n, width]`; None if missing, null or not finite."""
+        if not self.folder.predictions(method, set_name).is_file():
+            return None
+        values = self.folder.read_predictions(method, set_name, name).get(name)
+        if values is None or not len(values) or not np.isfinite(values.astype(float)).all():
+            return None
+        return values.astype(float)
+
+    def probabilities(self, method: str, set_name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Probabilities and labels; None where an example has not one label."""
+        probs = self.column(method, set_name, "probs")
+        labels = self.column(method, set_name, "label")
+        if self.is_regression or probs is None or labels is None or labels.ndim != 1:
+            return None
+        return probs, labels.astype(int)
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read the run folder that a page is drawn from."""
+    folder = RunFolder(path)
+    record = folder.read_complete_record()
+    measurements = folder.read_measurements()
+    return Run(
+        folder,
+        record,
+        _frame(measurements.rows, MetricRow),
+        _frame(measurements.differences, DifferenceRow),
+    )
+
+
+def _frame(rows: Sequence[MetricRow], kind: type[MetricRow]) -> pd.DataFrame:
+    """Rows as a data frame, whose values and ends of intervals are floats."""
+    columns = [part.name for part in dataclasses.fields(kind)]
+    frame = pd.DataFrame([dataclasses.asdict(row) for row in rows], columns=columns)
+    numbers = {name: pd.to_numeric(frame[name]) for name in ("value", "low", "high")}
+    return frame.assign(**numbers)

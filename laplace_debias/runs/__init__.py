@@ -1,0 +1,5 @@
+"""The records of a run of `assess`: their schema, and the folder that holds them."""
+
+from laplace_debias.system.checks import check_extra
+
+check_extra("cli", "pyarrow")

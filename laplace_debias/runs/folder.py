@@ -1,0 +1,343 @@
+"""The run folder: its files by name, read and checked, and each written whole or not at all."""
+
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import UInt8
+
+from laplace_debias.runs.records import (
+    FORMAT,
+    ExampleGroups,
+    Measurements,
+    PredictionsSummary,
+    RunRecord,
+    Sweep,
+    from_json,
+    to_json,
+)
+from laplace_debias.system.files import differences, written_atomically
+from laplace_debias.system.ranks import current
+from laplace_debias.system.shown import plain
+
+Record = TypeVar("Record")
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Names of methods and sets, which name files and parts of figures."""
+_METADATA = b"laplace_debias"
+_AGAIN = "run `laplace-debias report` again with the same settings, which goes on where it stopped"
+_OURS = (
+    "config.yaml",
+    "metrics.json",
+    "examples.json",
+    "report.html",
+    "predictions",
+    "posteriors",
+    "sweeps",
+    "spectra",
+    "examples",
+    "pictures",
+    "state",
+    # The last one that is removed: without it the others are somebody else's files.
+    "run.json",
+)
+
+
+class RunFolder:
+    """A folder with a run.
+
+    With several processes the first one writes, and the others wait for it.
+
+    Attributes:
+        path: The folder.
+        page: The page of the run.
+        config: The settings that repeat it.
+        state: Folder of what an interrupted fit has saved.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.page = self.path / "report.html"
+        self.config = self.path / "config.yaml"
+        self.state = self.path / "state"
+        self._record = self.path / "run.json"
+        self._measurements = self.path / "metrics.json"
+        self._examples = self.path / "examples.json"
+
+    # ----------------------------------------------------------------------------- paths
+
+    def predictions(self, method: str, set_name: str) -> Path:
+        """The table of a method's predictions for a set."""
+        return self.path / "predictions" / method / f"{set_name}.parquet"
+
+    def posterior(self, name: str) -> Path:
+        """The file of a posterior."""
+        return self.path / "posteriors" / f"{name}.safetensors"
+
+    def sweep(self, name: str) -> Path:
+        """The search for a posterior's prior precision."""
+        return self.path / "sweeps" / f"{name}.json"
+
+    def example(self, index: int) -> Path:
+        """The image of a test example."""
+        return self.path / "examples" / f"{index}.png"
+
+    def figure(self, name: str) -> Path:
+        """A figure of the page."""
+        return self.path / "pictures" / f"{name}.svg"
+
+    # --------------------------------------------------------------------------- reading
+
+    def read_record(self) -> RunRecord:
+        """Read `run.json` of a run that may be under way.
+
+        Raises:
+            FileNotFoundError: If there is no run.
+            ValueError: If it is of another format, or damaged.
+        """
+        if not self._record.is_file():
+            state = "does not exist"
+            if self.path.is_dir():
+                state = "is no run folder, it has no run.json"
+            raise FileNotFoundError(
+                f"{self.path} {state}: give a folder that `laplace-debias report --output` wrote."
+            )
+        content = read_json(self._record)
+        if content.get("format") != FORMAT:
+            raise ValueError(
+                f"{self._record} has format {content.get('format')!r}, and this version reads "
+                f"format {FORMAT}: use the version that wrote the run, or give another folder."
+            )
+        with _naming_damaged_file(self._record):
+            return from_json(RunRecord, content)
+
+    def read_complete_record(self) -> RunRecord:
+        """Read `run.json` of a complete run, which a page can be drawn from.
+
+        Raises:
+            FileNotFoundError: If there is no run, or it has no metrics.
+            ValueError: If the run is not complete, or damaged.
+        """
+        record = self.read_record()
+        if record.status != "complete":
+            raise ValueError(f"The run in {self.path} is not complete ({record.status}): {_AGAIN}.")
+        if not self._measurements.is_file():
+            raise FileNotFoundError(f"{self.path} has no metrics.json: {_AGAIN}.")
+        with _naming_damaged_file(self._record):
+            if not record.methods or not record.sets_of("test"):
+                raise ValueError("it has no methods, or no set with the role test")
+            names = [method.key for method in record.methods]
+            names += [part.name for part in record.sets]
+            for name in names:
+                if not NAME.fullmatch(name):
+                    raise ValueError(
+                        f"the name {name!r} has more than letters, digits, '.', '_' and '-'"
+                    )
+        return record
+
+    def read_measurements(self) -> Measurements:
+        """Read `metrics.json`."""
+        return self._read(Measurements, self._measurements)
+
+    def read_sweep(self, name: str) -> Sweep:
+        """Read the search for a prior precision; an empty one where there was none."""
+        return self._read_or_empty(Sweep, self.sweep(name))
+
+    def read_examples(self) -> ExampleGroups:
+        """Read the examples to look at; empty groups where there are none."""
+        return self._read_or_empty(ExampleGroups, self._examples)
+
+    def _read(self, kind: type[Record], path: Path) -> Record:
+        content = read_json(path)
+        with _naming_damaged_file(path):
+            return from_json(kind, content)
+
+    def _read_or_empty(self, kind: type[Record], path: Path) -> Record:
+        return self._read(kind, path) if path.is_file() else kind()
+
+    def read_predictions(self, method: str, set_name: str, *columns: str) -> dict[str, np.ndarray]:
+        """Read columns of a table of predictions, all if none is named; nulls are NaN.
+
+        Returns:
+            Arrays by name, `[n]` or `[n, k]`; a column that the table lacks is left out.
+        """
+        path = self.predictions(method, set_name)
+        arrays: dict[str, np.ndarray] = {}
+        with _naming_damaged_file(path):
+            names = [name for name in pq.read_schema(path).names if name in columns or not columns]
+            table = pq.read_table(path, columns=names)
+            for name in table.column_names:
+                column = table[name].combine_chunks()
+                is_list = pa.types.is_nested(column.type)
+                values = column.flatten() if is_list else column
+                array = values.to_numpy(zero_copy_only=False)
+                arrays[name] = np.array(array).reshape(len(column), -1) if is_list else array
+        return arrays
+
+    def predictions_summary(self, method: str, set_name: str) -> PredictionsSummary | None:
+        """The summary of a complete table, on all processes; None where none can be read."""
+        ranks = current()
+        content = None
+        if ranks.rank == 0:
+            content = _metadata(self.predictions(method, set_name))
+        content = ranks.from_rank(content, 0)
+        return None if content is None else from_json(PredictionsSummary, content)
+
+    # --------------------------------------------------------------------------- writing
+
+    def open(self, identity: Mapping[str, Any], overwrite: bool) -> RunRecord | None:
+        """Prepare the folder for a run before work begins.
+
+        Returns:
+            The record of the same run where it was interrupted, else None.
+
+        Raises:
+            FileExistsError: If the folder has other files, or a run of other settings.
+        """
+        if self.path.is_dir() and overwrite and self._record.exists():
+            self._remove_run()
+            return None
+        if self.path.exists() and not self.path.is_dir():
+            raise FileExistsError(f"{self.path} is a file; name a folder as --output")
+        if not self._record.exists():
+            names = sorted(path.name for path in self.path.glob("[!.]*"))
+            if names:
+                raise FileExistsError(
+                    f"{self.path} holds other files ({', '.join(names[:3])}"
+                    f"{', …' if len(names) > 3 else ''}); name an empty folder as --output"
+                )
+            return None
+        record = self.read_record()
+        changed = differences(record.identity, plain(identity))
+        if changed:
+            raise FileExistsError(
+                f"{self.path} holds a run of other settings ({changed}); give another --output, "
+                "or --overwrite to begin anew there"
+            )
+        for path in self.path.rglob(".*.partial"):  # A run that was killed left them.
+            path.unlink(missing_ok=True)
+        return record
+
+    def _remove_run(self) -> None:
+        """Remove the files of a run; other files stay."""
+        for name in _OURS:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def write_record(self, record: RunRecord) -> None:
+        """Write `run.json`."""
+        write_json(self._record, record)
+
+    def write_config(self, text: str) -> None:
+        """Write `config.yaml`."""
+        write_bytes(self.config, text.encode())
+
+    def write_measurements(self, measurements: Measurements) -> None:
+        """Write `metrics.json`."""
+        write_json(self._measurements, measurements)
+
+    def write_sweep(self, name: str, sweep: Sweep) -> None:
+        """Write the search for a prior precision."""
+        write_json(self.sweep(name), sweep)
+
+    def write_examples(self, examples: ExampleGroups) -> None:
+        """Write the examples to look at."""
+        write_json(self._examples, examples)
+
+    def write_example_image(self, index: int, pixels: UInt8[np.ndarray, "height width 3"]) -> None:
+        """Write the image of an example, a PNG."""
+        from PIL import Image
+
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "PNG")
+        write_bytes(self.example(index), buffer.getvalue())
+
+    def write_predictions(
+        self,
+        method: str,
+        set_name: str,
+        columns: Mapping[str, np.ndarray],
+        summary: PredictionsSummary,
+    ) -> None:
+        """Write a table of columns `[n]` or `[n, k]`, NaN as null, with its summary."""
+        arrays = {
+            name: pa.array(list(values) if values.ndim == 2 else values, from_pandas=True)
+            for name, values in columns.items()
+        }
+        metadata = {_METADATA: json.dumps(to_json(summary)).encode()}
+        table = pa.table(arrays).replace_schema_metadata(metadata)
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer)
+        write_bytes(self.predictions(method, set_name), buffer.getvalue())
+
+    def remove_state(self) -> None:
+        """Remove what interrupted fits have saved."""
+        shutil.rmtree(self.state, ignore_errors=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all; the other processes wait for the first one."""
+    ranks = current()
+    if ranks.rank == 0:
+        with written_atomically(path) as temporary:
+            temporary.write_bytes(data)
+    ranks.exchange(None)
+
+
+def write_json(path: Path, record: Any) -> None:
+    """Write a record as JSON; a number that is not finite becomes null."""
+    text = json.dumps(plain(to_json(record)), indent=1, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, f"{text}\n".encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: If the file is damaged; the message has its name.
+    """
+    with _naming_damaged_file(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError("it is no JSON object")
+        return content
+
+
+def _metadata(path: Path) -> dict[str, Any] | None:
+    """What a table says of itself; None where none can be read."""
+    try:
+        metadata = pq.read_schema(path).metadata or {}
+        return json.loads(metadata[_METADATA])
+    except (OSError, KeyError, ValueError, pa.ArrowException):
+        return None
+
+
+@contextmanager
+def _naming_damaged_file(path: Path) -> Iterator[None]:
+    """Name the file, and the remedy, where reading it fails."""
+    try:
+        yield
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = f"{reason} is missing" if isinstance(error, KeyError) else reason
+        raise ValueError(f"{path} is damaged ({reason}): delete it and {_AGAIN}.") from error

@@ -1,0 +1,368 @@
+"""The records of a run: what its JSON files hold, as dataclasses.
+
+The names of fields are the keys of the files, unless `metadata` has another one. Fields with a
+default may be missing in a file, as in those of earlier versions; keys without a field are ignored.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Record = TypeVar("Record")
+Role = Literal["test", "shift", "ood"]
+
+FORMAT = 1
+"""The version of the files."""
+TEST = "test"
+"""Name of the test set."""
+
+
+@dataclass
+class SetRecord:
+    """A set that methods are evaluated on.
+
+    Attributes:
+        name: Name of its files.
+        role: `test`, `shift` (corrupted test examples) or `ood`.
+        severity: Severity of a shift, 1 … 5.
+        num_examples: Number of examples; None until the network has predicted them.
+    """
+
+    name: str
+    role: Role
+    severity: int | None = field(default=None, metadata={"optional": True})
+    num_examples: int | None = None
+
+
+@dataclass
+class MethodRecord:
+    """A method, with what was chosen for it and what it cost.
+
+    Attributes:
+        key: Name of its files.
+        label: Name on the page.
+        describes: Description in a sentence.
+        is_laplace: Whether it has a posterior.
+        temperature: Fitted temperature of the network's logits.
+        prior_precision: Tuned prior precision, one or several.
+        link: Tuned link.
+        prior_precision_at_limit: Whether the search still improved at the end of its range.
+        posterior: Key that posterior and sweep are filed under.
+        examples: Number of examples of each set that it predicts; None for all.
+        seconds: Seconds by stage.
+        seconds_per_example: Seconds of a prediction.
+        bytes: Size of its posterior files.
+    """
+
+    key: str
+    label: str
+    describes: str = ""
+    is_laplace: bool = False
+    temperature: float | None = None
+    prior_precision: Any = None
+    link: str | None = None
+    prior_precision_at_limit: bool = False
+    posterior: str | None = None
+    examples: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    seconds_per_example: float | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricValue:
+    """A metric with its 95 % interval; both ends are None where none is known."""
+
+    metric: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def lower(self) -> float:
+        """The lower end, minus infinity where it is not known."""
+        return -math.inf if self.low is None else self.low
+
+    @property
+    def upper(self) -> float:
+        """The upper end, infinity where it is not known."""
+        return math.inf if self.high is None else self.high
+
+    def sign(self, ideal: float = 0.0) -> int:
+        """Return 1 or -1 where the value is significantly above or below another, else 0."""
+        return int(self.lower > ideal) - int(self.upper < ideal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRow(MetricValue):
+    """A metric of a method on a set; `score` is the one by which an OOD set is separated."""
+
+    method: str
+    set_name: str = field(metadata={"key": "set"})
+    score: str | None = field(default=None, metadata={"optional": True})
+    num_examples: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DifferenceRow(MetricRow):
+    """A metric of a method minus that of a reference, on the examples that both predicted."""
+
+    reference: str
+    reference_score: str | None = field(default=None, metadata={"optional": True})
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """The method and the score that are recommended for out-of-distribution inputs."""
+
+    method: str
+    score: str
+
+
+@dataclass
+class Measurements:
+    """`metrics.json`: the metrics, their differences, and the recommended score."""
+
+    rows: list[MetricRow]
+    differences: list[DifferenceRow]
+    recommended: Recommendation | None = None
+
+
+@dataclass
+class TrainingRecord:
+    """How well the network fits the first of its own training examples.
+
+    Attributes:
+        num_examples: Number of these examples.
+        rows: Metrics on them.
+        num_classes: Number of classes, or of labels.
+        uniform_nll: Negative log-likelihood of a uniform guess, in nats.
+    """
+
+    num_examples: int = 0
+    rows: list[MetricValue] = field(default_factory=list)
+    num_classes: int | None = field(default=None, metadata={"optional": True})
+    uniform_nll: float | None = field(default=None, metadata={"optional": True})
+
+    def metrics(self) -> dict[str, MetricValue]:
+        """The metrics by name."""
+        return {row.metric: row for row in self.rows}
+
+
+@dataclass
+class RunRecord:
+    """`run.json`: network, data, methods, and how far the run is.
+
+    Attributes:
+        format: Version of the files.
+        status: `running` or `complete`.
+        title: Title of the page.
+        created: Time of the beginning, ISO 8601.
+        task: Task of the network.
+        input_name: Name of an input, in the singular.
+        target: Column of a table that is predicted.
+        classes: Names of the classes.
+        num_train: Number of training examples.
+        num_parameters: Number of the network's parameters.
+        sets: The sets, the test set first.
+        methods: The methods, the network first.
+        sigma: Standard deviation of a regression's noise.
+        training: The network on its own training examples.
+        notes: Notes for the reader, sentences.
+        conclusion: The verdict, sentences.
+        versions: Versions of packages.
+        seed: Seed of all random choices.
+        device: Device of the network.
+        threads: Number of torch's threads.
+        seconds: Seconds by stage.
+        identity: Settings by which a run is recognised when it is resumed.
+    """
+
+    format: int
+    task: str
+    sets: list[SetRecord]
+    methods: list[MethodRecord]
+    status: str = "running"
+    title: str = ""
+    created: str | None = None
+    input_name: str = "example"
+    target: str | None = None
+    classes: list[str] | None = None
+    num_train: int | None = None
+    num_parameters: int | None = None
+    sigma: float | None = None
+    training: TrainingRecord | None = None
+    notes: list[str] = field(default_factory=list)
+    conclusion: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    seed: int | None = None
+    device: str | None = None
+    threads: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the targets are numbers."""
+        return self.task in ("regression", "heteroscedastic")
+
+    @property
+    def network(self) -> MethodRecord:
+        """The network itself, the first method."""
+        return self.methods[0]
+
+    @property
+    def test(self) -> SetRecord:
+        """The test set."""
+        return next(part for part in self.sets if part.role == "test")
+
+    def method(self, key: str) -> MethodRecord:
+        """The method of a key."""
+        return next(method for method in self.methods if method.key == key)
+
+    def sets_of(self, role: Role) -> list[SetRecord]:
+        """The sets of a role, by severity."""
+        sets = [part for part in self.sets if part.role == role]
+        return sorted(sets, key=lambda part: part.severity or 0)
+
+
+@dataclass
+class SweepPoint:
+    """The score at a prior precision, with its 95 % interval."""
+
+    prior_precision: Any
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass
+class Sweep:
+    """`sweeps/METHOD.json`: the search for a prior precision.
+
+    Attributes:
+        metric: Metric that was best, or `log_marginal_likelihood`; None without a search.
+        rows: The values that were tried.
+        chosen: The prior precision that was taken, one or several.
+        flat: Range of prior precisions within one standard error of the best.
+        sigma: Noise that was found with it.
+    """
+
+    metric: str | None = None
+    rows: list[SweepPoint] = field(default_factory=list)
+    chosen: Any = None
+    flat: list[float] | None = None
+    sigma: Any = None
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the search ended at the end of its range, and still improved there."""
+        points = self.rows
+        if len(points) < 2 or points[0].low is None:
+            return False
+        if self.chosen == points[0].prior_precision:
+            best, inner = points[0], points[1]
+        elif self.chosen == points[-1].prior_precision:
+            best, inner = points[-1], points[-2]
+        else:
+            return False
+        assert best.value is not None
+        assert inner.value is not None
+        assert best.high is not None
+        return abs(best.value - inner.value) > 0.05 * (best.high - best.value)
+
+
+@dataclass
+class ExampleRecord:
+    """A test example that is worth looking at.
+
+    Attributes:
+        index: Its position in the test set.
+        target: Target of a regression.
+        label: Its class, or for each label whether it applies.
+        probs: By method, the likeliest classes with their probabilities.
+        predictions: By method, mean and standard deviation of a regression.
+        inputs: Numbers of an input that is no image.
+        columns: Columns of a table's row, in its units.
+    """
+
+    index: int
+    target: Any = field(default=None, metadata={"optional": True})
+    label: Any = field(default=None, metadata={"optional": True})
+    probs: dict[str, list[Any]] = field(default_factory=dict, metadata={"optional": True})
+    predictions: dict[str, dict[str, Any]] = field(
+        default_factory=dict, metadata={"optional": True}
+    )
+    inputs: list[float] | None = field(default=None, metadata={"optional": True})
+    columns: dict[str, float] | None = field(default=None, metadata={"optional": True})
+
+
+@dataclass
+class ExampleGroups:
+    """`examples.json`: groups of test examples, and the methods by which they were chosen."""
+
+    most_uncertain: list[ExampleRecord] = field(default_factory=list)
+    most_confidently_wrong: list[ExampleRecord] = field(default_factory=list)
+    chosen_by: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PredictionsSummary:
+    """What a table of predictions says of itself, once it is complete."""
+
+    num_examples: int
+    seconds: float
+
+
+def to_json(value: Any) -> Any:
+    """Return a record as dictionaries and lists; optional fields without a value are left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        content = {}
+        for part in dataclasses.fields(value):
+            entry = getattr(value, part.name)
+            if part.metadata.get("optional") and entry in (None, {}):
+                continue
+            content[part.metadata.get("key", part.name)] = to_json(entry)
+        return content
+    if isinstance(value, Mapping):
+        return {str(key): to_json(content) for key, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(content) for content in value]
+    return value
+
+
+def from_json(kind: type[Record], content: Any) -> Record:
+    """Return the record of a type that JSON content describes.
+
+    Raises:
+        TypeError: If it is no mapping.
+        KeyError: If a field is missing that has no default.
+    """
+    if not isinstance(content, Mapping):
+        raise TypeError(f"it has {type(content).__name__} instead of an object")
+    kinds = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for part in dataclasses.fields(kind):  # type: ignore[arg-type]
+        key = part.metadata.get("key", part.name)
+        if key in content:
+            values[part.name] = _value(kinds[part.name], content[key])
+        elif part.default is dataclasses.MISSING and part.default_factory is dataclasses.MISSING:
+            raise KeyError(key)
+    return kind(**values)
+
+
+def _value(kind: Any, content: Any) -> Any:
+    """A field's value; of records within it too."""
+    if get_origin(kind) in (Union, UnionType):
+        if content is None:
+            return None
+        (kind,) = [member for member in get_args(kind) if member is not NoneType]
+    if get_origin(kind) is list:
+        (kind_of_entries,) = get_args(kind)
+        return [_value(kind_of_entries, entry) for entry in content]
+    if dataclasses.is_dataclass(kind):
+        return from_json(kind, content)  # type: ignore[arg-type]
+    return content
