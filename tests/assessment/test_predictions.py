@@ -41,10 +41,12 @@ def test_the_temperature_divides_the_logits_of_every_column(fitted):
     x, _ = loaded.test[0]
     mean, covariance = (part.double() for part in la.functional(x))
     la.link = Link("pairwise", 4.0)
-    found = of_laplace(la, x, "classification")
+    found = posterior_predictions(la, x, "classification")
     predicted, scores = la.predict(x).probs, la.uncertainty(x).scores
     la.link = None
-    torch.testing.assert_close(probs_of(found["log_probs"], "classification").float(), predicted)
+    torch.testing.assert_close(
+        probabilities(found["log_probs"], "classification").float(), predicted
+    )
     for name in ("variance", "instability"):
         torch.testing.assert_close(found[name].float(), scores[name], rtol=1e-3, atol=1e-6)
     generator = torch.Generator().manual_seed(7)
