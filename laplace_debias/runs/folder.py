@@ -316,7 +316,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _metadata(path: Path) -> dict[str, Any] | None:
-    """What a table says of itself; None where none can be read."""
+    """The summary in a table; None where none can be read."""
     try:
         metadata = pq.read_schema(path).metadata or {}
         return json.loads(metadata[_METADATA])

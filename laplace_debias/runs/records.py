@@ -311,7 +311,7 @@ class ExampleGroups:
 
 @dataclass(frozen=True)
 class PredictionsSummary:
-    """What a table of predictions says of itself, once it is complete."""
+    """The summary that a complete table of predictions has."""
 
     num_examples: int
     seconds: float
