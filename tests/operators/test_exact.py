@@ -227,6 +227,18 @@ def test_singular_operators_name_the_remedy(A):
         exact_inverse(A)
 
 
+@pytest.mark.parametrize(
+    "A",
+    [
+        EigenKronecker(rotation(2), rotation(2), torch.zeros(2, 2).double()),
+        LowRankPlusDiagonal(randn(4, 2), torch.zeros(2).double(), 0.0),
+    ],
+)
+def test_operators_of_zeros_are_named_singular(A):
+    with pytest.raises(ValueError, match="singular, all of its eigenvalues are zero"):
+        exact_inverse(A)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_operators_that_are_singular_to_rounding_are_refused(dtype):
     tiny = torch.tensor([[1.0], [1e-3], [torch.finfo(dtype).eps / 100]], dtype=dtype)

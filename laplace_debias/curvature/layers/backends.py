@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap, not_batched
 from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.curvature.network.inputs import Inputs, as_columns
+from laplace_debias.curvature.network.inputs import Inputs, as_columns, quiet
 from laplace_debias.curvature.network.precision import NARROW
 
 # Layers that BackPACK pushes columns through.
@@ -148,7 +148,8 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
     # The layer's own forward, without hooks around it.
     with torch.enable_grad():
         outputs = layer.forward(x)
-    (product,) = torch.autograd.grad(outputs, x, gradients, is_grads_batched=True)
+    with quiet():
+        (product,) = torch.autograd.grad(outputs, x, gradients, is_grads_batched=True)
     return product
 
 

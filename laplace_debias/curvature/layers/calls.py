@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from laplace_debias.curvature.layers.blocks import Block
-from laplace_debias.curvature.network.inputs import call, differentiable
+from laplace_debias.curvature.network.inputs import call, differentiable, quiet
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import is_out_of_memory
 
@@ -165,8 +165,9 @@ def _vectorised(
     def outputs(values: dict[str, Tensor]) -> dict[int, Tensor]:
         return torch.func.vmap(of_example, (0, list(call.dims)))(values, call.of_examples(part))
 
-    pull_back = torch.func.vjp(outputs, own)[1]
-    (found,) = torch.func.vmap(pull_back)(dict(cotangents))
+    with quiet():
+        pull_back = torch.func.vjp(outputs, own)[1]
+        (found,) = torch.func.vmap(pull_back)(dict(cotangents))
     return found
 
 

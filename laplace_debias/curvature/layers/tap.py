@@ -16,7 +16,7 @@ from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.calls import Call, CallUses
 from laplace_debias.curvature.layers.recorder import CallRecorder, ExampleDims, OperandRecorder, Use
 from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
+from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, quiet, take
 from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
     NORMS,
@@ -330,14 +330,15 @@ class Tap:
                 shape = (len(z), len(parts), *z.shape[1:])
                 found[target] = z.new_empty(shape).transpose(0, 1)
         for index, part in enumerate(parts):
-            of_part = torch.autograd.grad(
-                outputs,
-                list(targets.values()),
-                grad_outputs=part,
-                is_grads_batched=not self.one_by_one,
-                allow_unused=True,
-                retain_graph=again or index + 1 < len(parts),
-            )
+            with quiet():
+                of_part = torch.autograd.grad(
+                    outputs,
+                    list(targets.values()),
+                    grad_outputs=part,
+                    is_grads_batched=not self.one_by_one,
+                    allow_unused=True,
+                    retain_graph=again or index + 1 < len(parts),
+                )
             for target, gradient in zip(targets, of_part, strict=True):
                 if gradient is None:
                     found.pop(target, None)

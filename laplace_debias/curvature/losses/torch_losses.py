@@ -16,6 +16,7 @@ from laplace_debias.curvature.losses.base import (
 from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
 from laplace_debias.curvature.losses.likelihoods.base import RESHAPE_TARGETS, columns_of
 from laplace_debias.curvature.losses.likelihoods.gaussian import check_finite_floats
+from laplace_debias.curvature.network.inputs import quiet
 
 REDUCTIONS = ("mean", "sum")
 
@@ -330,9 +331,10 @@ class AnyLoss(OutputLoss):
         def product(v: Tensor) -> Tensor:
             if not g.requires_grad:  # a loss that is linear in the outputs
                 return torch.zeros_like(v)
-            return torch.autograd.grad(
-                g, f, v, retain_graph=True, is_grads_batched=v.ndim > f.ndim
-            )[0]
+            with quiet():
+                return torch.autograd.grad(
+                    g, f, v, retain_graph=True, is_grads_batched=v.ndim > f.ndim
+                )[0]
 
         return product
 

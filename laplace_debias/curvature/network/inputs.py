@@ -92,11 +92,26 @@ def returned_outputs(
         inputs = (dict(inputs) if isinstance(inputs, OneArgument) else inputs,)
     arguments = () if isinstance(inputs, Mapping) else tuple(inputs)
     named = dict(inputs) if isinstance(inputs, Mapping) else {}
-    if parameters is None:
-        with layer_by_layer():
-            return logits_of(model(*arguments, **named))
-    with differentiable(model):
-        return logits_of(functional_call(model, dict(parameters), arguments, named))
+    try:
+        if parameters is None:
+            with layer_by_layer():
+                return logits_of(model(*arguments, **named))
+        with differentiable(model):
+            return logits_of(functional_call(model, dict(parameters), arguments, named))
+    except ValueError as error:
+        # Statistics over the batch, of a single example.
+        if "more than 1 value per channel" in str(error):
+            raise mixing_error() from error
+        raise
+
+
+def mixing_error() -> ValueError:
+    """The error for a model in which an example's outputs depend on the others."""
+    return ValueError(
+        "An example's outputs change with the other examples of the batch: the model mixes the "
+        "examples (statistics over the batch, attention along the wrong dimension, ...), and "
+        "curvature per example is not defined. Let every example have outputs of its own."
+    )
 
 
 # Of all shared settings: it is held for the moment of a change alone.
@@ -261,10 +276,12 @@ class _Agreeing(TorchFunctionMode):
 @SharedSetting
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings of torch's parts about each other, and about a flag of graphics cards."""
+    """Without torch's warnings about its own parts, a flag of graphics cards, and missing rules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings("ignore", message="TF32 acceleration")
+        # An operation that torch does not vectorise runs in a loop: slower, and the same numbers.
+        warnings.filterwarnings("ignore", message="There is a performance drop")
         yield
 
 

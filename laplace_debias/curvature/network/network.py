@@ -17,7 +17,7 @@ from laplace_debias.curvature.network.inputs import (
     returned_outputs,
     take,
 )
-from laplace_debias.curvature.network.outputs import check_outputs
+from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.precision import wide, widened
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
@@ -118,9 +118,11 @@ class Network:
         return functional_call(self._call, state, (inputs,))
 
     def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
-        """The outputs for a batch, found to be the same twice, finite, and one row per example."""
+        """The outputs for a batch, checked: repeatable, finite, and one row per example."""
         with torch.no_grad():
             outputs = self.outputs(self.parameters, inputs)
+            first_input = take(inputs, slice(0, 1))
+            first_output = self.outputs(self.parameters, first_input)
             first_inputs = take(inputs, slice(0, 2))
             once = self.outputs(self.parameters, first_inputs)
             twice = self.outputs(self.parameters, first_inputs)
@@ -136,6 +138,7 @@ class Network:
                 "Two forward passes of the same examples differ: curvature needs a deterministic "
                 "model. Take out random layers, or make them repeatable in eval mode."
             )
+        check_repeatable(self._call.model, first_input, first_output, outputs[:1])
         return outputs
 
     def returns_vector(self, inputs: Inputs) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.inputs import Inputs, call, logits_of
+from laplace_debias.curvature.network.inputs import Inputs, call, logits_of, mixing_error
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import ROOM, is_out_of_memory
@@ -181,12 +181,7 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Ten
     eps = max(coarsest_eps(network), torch.finfo(outputs.dtype).eps)
     tolerance = max(1e-2, 16 * eps)
     if not (has_its_shape and torch.allclose(outputs, beside, tolerance, tolerance * largest)):
-        raise ValueError(
-            "An example's outputs change when a second one is beside it: the model mixes the "
-            "examples of a batch (statistics over the batch, attention along the wrong dimension, "
-            "...), and curvature per example is not defined. Let every example have outputs of "
-            "its own."
-        )
+        raise mixing_error()
 
 
 # How far from 1 the sum of probabilities may be: softmaxes are also computed in half precision.

@@ -1,6 +1,7 @@
 """Networks linearised once per batch, as programs or graphs, and multiplied many times."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -247,8 +248,11 @@ def _applied(
 ) -> Tensors:
     """A function of residuals and of a vector, or of several vectors side by side."""
     in_dims = (*(None,) * len(held), *(0,) * len(vector))
-    with torch.no_grad():
-        return (vmap(function, in_dims) if batched else function)(*held, *vector)
+    if not batched:
+        with torch.no_grad():
+            return function(*held, *vector)
+    with torch.no_grad(), quiet():
+        return vmap(function, in_dims)(*held, *vector)
 
 
 def _num_bytes(held: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
@@ -272,15 +276,16 @@ def gradients(
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if pairs:
         try:
-            gradients = torch.autograd.grad(
-                [f for f, _ in pairs],
-                inputs,
-                [c for _, c in pairs],
-                retain_graph=True,
-                create_graph=create_graph,
-                is_grads_batched=batched,
-                allow_unused=True,
-            )
+            with quiet() if batched else nullcontext():
+                gradients = torch.autograd.grad(
+                    [f for f, _ in pairs],
+                    inputs,
+                    [c for _, c in pairs],
+                    retain_graph=True,
+                    create_graph=create_graph,
+                    is_grads_batched=batched,
+                    allow_unused=True,
+                )
         except RuntimeError as error:
             if "not implemented" not in str(error):
                 raise

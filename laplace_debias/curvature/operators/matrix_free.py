@@ -18,9 +18,11 @@ from laplace_debias.curvature.operators.network_operator import (
     MEMORY_BOUND,
     Item,
     NetworkOperator,
+    check_product,
     loss_scale,
 )
 from laplace_debias.curvature.operators.tracing import Tensors
+from laplace_debias.curvature.operators.zero_norms import has_norms
 from laplace_debias.system.ranks import together
 
 
@@ -123,6 +125,7 @@ class CurvatureOperator(NetworkOperator):
 
         total = reduce(Tensor.add_, self._of_items(product))  # the data is not empty
         self._ranks.sum([total])
+        check_product(self, vectors, total)
         return total.mul_(self._scale).T
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
@@ -138,12 +141,20 @@ class Hessian(CurvatureOperator):
 
     A product is a forward derivative of the gradient. See `CurvatureOperator` for the arguments.
 
+    Raises:
+        ValueError: In the first product, if the loss depends on a norm or a distance that is 0: it
+            has no second derivative, and torch's is wrong. See `CurvatureOperator` for the others.
+
     Reference:
         Pearlmutter (1994), "Fast exact multiplication by the Hessian".
     """
 
+    _may_have_norms = True
+
     def _linearise(self, batch: Batch) -> Linearisation:
         labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
+        if self._may_have_norms and batch.index not in self._checked:
+            self._may_have_norms = has_norms(self._network, self._loss, batch.inputs, labels)
         return self._lineariser.second_order(self._loss, batch.inputs, labels)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:

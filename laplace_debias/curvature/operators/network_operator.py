@@ -51,6 +51,18 @@ def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
     return 1 / total if loss.reduction == "mean" else 1.0
 
 
+def check_product(operator: LinearOperator, vectors: Tensor, products: Tensor) -> None:
+    """Require products with finite vectors not to hold NaN."""
+    if not products.isnan().any() or not vectors.isfinite().all():
+        return
+    raise ValueError(
+        f"A product of {type(operator).__name__} with a finite vector holds NaN. The outputs are "
+        "finite, so the network or the loss has no derivative at these parameters (a root, a power "
+        "or a logarithm of 0), or a derivative overflows. Add a small number under the root, or "
+        "compute in float64."
+    )
+
+
 @dataclass(frozen=True)
 class Item:
     """One batch, linearised; `rows` are its outputs' places among those of all data, flattened."""
@@ -266,6 +278,7 @@ class Jacobian(NetworkOperator):
                 products[chunk, item.rows] = tangent.reshape(len(part), -1)
 
         deque(self._of_items(push), maxlen=0)
+        check_product(self, vectors, products)
         return products.T
 
     @torch.inference_mode(False)
@@ -283,4 +296,5 @@ class Jacobian(NetworkOperator):
                 products[chunk] += self._network.join(gradients, batched)
 
         deque(self._of_items(pull), maxlen=0)
+        check_product(self, vectors, products)
         return products.T

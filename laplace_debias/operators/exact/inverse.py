@@ -145,8 +145,11 @@ def _resolved_reciprocal(values: Tensor) -> Tensor:
     The condition allowed is that of a dense matrix.
     """
     sizes = values.abs()
-    if bool((sizes <= torch.finfo(values.dtype).eps * sizes.amax()).any()):
-        ratio = float(sizes.amin() / sizes.amax())
+    largest = float(sizes.amax())
+    if largest == 0:
+        raise ValueError(_singular("all of its eigenvalues are zero"))
+    if bool((sizes <= torch.finfo(values.dtype).eps * largest).any()):
+        ratio = float(sizes.amin()) / largest
         raise ValueError(
             _singular(f"to {values.dtype}: an eigenvalue is {ratio:.1e} times the largest")
         )

@@ -1,0 +1,115 @@
+"""Detection of norms that are 0, at which torch's second derivatives are wrong.
+
+A norm has no derivative at 0. torch takes 0 for its first and its second one, so that a Hessian
+lacks what the norm adds: all of it where the norm is squared or a kernel is taken of it.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laplace_debias.curvature.losses import Labels, OutputLoss
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.network import Network
+
+_NORMS = ("LinalgVectorNormBackward", "NormBackward", "DistBackward", "StdBackward")
+"""Nodes of torch's graphs that belong to a norm, by the beginning of their names."""
+
+_PIECEWISE_LINEAR = (0.0, 1.0, float("inf"), -float("inf"))
+"""Orders of norms whose second derivative is 0 almost everywhere, as that of a ReLU."""
+
+
+def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels) -> bool:
+    """Check a batch for norms that are 0; whether its loss takes norms at all.
+
+    Raises:
+        ValueError: If the loss depends on a norm that is 0 while its vector depends on the
+            parameters.
+    """
+    leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
+    with torch.enable_grad(), network.differentiable():
+        value = loss.value(network.outputs(leaves, inputs), labels)
+        norms = [node for node in _nodes(value) if node.name().startswith(_NORMS)]
+        zero_norms = [node for node in norms if _is_zero(node).any()]
+        if zero_norms and _is_differentiated(value, leaves, zero_norms):
+            raise ValueError(
+                "The network takes a norm or a distance that is exactly 0, for example that of an "
+                "input to a prototype that lies on it. It has no second derivative there, and "
+                "torch computes with 0 instead. Move the parameters off the inputs; where the norm "
+                "is squared afterwards, add up squares instead: `(a - b).square().sum(-1)`."
+            )
+    return bool(norms)
+
+
+def _nodes(value: Tensor) -> Iterator[Any]:
+    """The nodes of the graph of automatic differentiation that a tensor hangs on."""
+    visited = set()
+    stack = [value.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in visited:
+            visited.add(node)
+            yield node
+            stack += [source for source, _ in node.next_functions]
+
+
+def _is_zero(node: Any) -> Tensor:
+    """Where a node's norms are 0, in the shape of its result."""
+    order = getattr(node, "_saved_ord", getattr(node, "_saved_p", 2.0))
+    norms = node._saved_result
+    if order is not None and float(order) in _PIECEWISE_LINEAR:
+        return torch.zeros_like(norms, dtype=torch.bool)
+    return norms == 0
+
+
+def _is_differentiated(value: Tensor, leaves: tuple[Tensor, ...], nodes: list[Any]) -> bool:
+    """Whether a loss depends on norms that are 0, and their vectors on the leaves."""
+    cotangents: dict[Any, list[Tensor]] = {node: [] for node in nodes}
+    handles = [
+        node.register_prehook(lambda gradients, node=node: cotangents[node].append(gradients[0]))
+        for node in nodes
+    ]
+    torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
+    # A squared norm has a first derivative of 0 there: its derivative once more shows it.
+    first = [cotangent for passed in cotangents.values() for cotangent in passed]
+    first = [cotangent for cotangent in first if cotangent.requires_grad]
+    if first:
+        weights = [_drawn(cotangent) for cotangent in first]
+        torch.autograd.grad(first, leaves, weights, retain_graph=True, allow_unused=True)
+    for handle in handles:
+        handle.remove()
+    for node in nodes:
+        is_used = torch.zeros_like(node._saved_result, dtype=torch.bool)
+        for cotangent in cotangents[node]:
+            is_used |= cotangent.detach() != 0
+        _inject_at(node, _is_zero(node) & is_used)
+    gradients = torch.autograd.grad(value, leaves, torch.zeros_like(value), allow_unused=True)
+    return any(bool((gradient != 0).any()) for gradient in gradients if gradient is not None)
+
+
+def _inject_at(node: Any, norms: Tensor) -> None:
+    """Make a node pass random numbers back to the vectors of some norms, and 0 to all others."""
+    vectors = node._saved_self
+    if 0 < norms.ndim < vectors.ndim:
+        for dim in sorted(_dimensions(node, vectors.ndim)):
+            norms = norms.unsqueeze(dim)
+    chosen = norms.expand_as(vectors)
+
+    def inject(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else torch.where(chosen, _drawn(g), 0) for g in gradients)
+
+    node.register_hook(inject)
+
+
+def _dimensions(node: Any, ndim: int) -> list[int]:
+    """The dimensions that a node's norms are over."""
+    # torch saves negative numbers as unsigned ones.
+    return [(dim - 2**64 if dim >= 2**63 else dim) % ndim for dim in node._saved_dim]
+
+
+def _drawn(like: Tensor) -> Tensor:
+    """Random numbers, which do not cancel, in a tensor's shape."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape, generator=generator).to(like)

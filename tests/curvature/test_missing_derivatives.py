@@ -1,0 +1,178 @@
+"""Networks that torch has no derivative, or a wrong one of: the operators say so."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from laplace_debias import Laplace
+from laplace_debias.curvature import GGN, KFAC, Hessian, Jacobian
+
+LOSS = nn.CrossEntropyLoss()
+LABELS = torch.tensor([0, 1, 1, 0, 1])
+
+
+def inputs():
+    x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[1] = 0  # where the prototype lies
+    return x
+
+
+class Prototype(nn.Module):
+    """Class scores by a function of the inputs and of a prototype at 0."""
+
+    def __init__(self, function, value=0.0):
+        super().__init__()
+        self.prototype = nn.Parameter(torch.full((1, 3), value))
+        self.head = nn.Linear(1, 2)
+        self.function = function
+        self.double().eval()
+
+    def forward(self, x):
+        return self.head(self.function(x, self.prototype))
+
+
+def gradient(model, parameters):
+    nn.utils.vector_to_parameters(parameters, model.parameters())
+    found = torch.autograd.grad(LOSS(model(inputs()), LABELS), list(model.parameters()))
+    return torch.cat([part.flatten() for part in found])
+
+
+def hessian_by_differences(model, step=1e-5):
+    """Central differences of the gradient."""
+    parameters = nn.utils.parameters_to_vector(model.parameters()).detach()
+    columns = []
+    for unit in torch.eye(len(parameters), dtype=torch.float64):
+        above = gradient(model, parameters + step * unit)
+        below = gradient(model, parameters - step * unit)
+        columns.append((above - below) / (2 * step))
+    nn.utils.vector_to_parameters(parameters, model.parameters())
+    return torch.stack(columns, 1)
+
+
+NORMS = {
+    "squared distance": lambda x, p: torch.cdist(x, p) ** 2,
+    "kernel": lambda x, p: (-(torch.linalg.vector_norm(x - p, dim=1, keepdim=True) ** 2)).exp(),
+    "distance": lambda x, p: (x - p).norm(dim=1, keepdim=True),
+    "pairs": lambda x, p: F.pairwise_distance(x, p, eps=0.0, keepdim=True),
+    "order 4": lambda x, p: (x - p).norm(p=4, dim=1, keepdim=True),
+    "deviation": lambda x, p: (x * p).std(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_hessian_through_a_norm_that_is_0_is_refused(name):
+    H = Hessian(Prototype(NORMS[name]), LOSS, [(inputs(), LABELS)])
+    with pytest.raises(ValueError, match=r"exactly 0.*second derivative.*square\(\)\.sum\(-1\)"):
+        H @ torch.ones(H.shape[0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_beside_the_inputs_norms_have_their_second_derivatives(name):
+    model = Prototype(NORMS[name], value=0.3)
+    H = Hessian(model, LOSS, [(inputs()[2:], LABELS[2:]), (inputs()[:2], LABELS[:2])]).to_dense()
+    torch.testing.assert_close(H, hessian_by_differences(model), rtol=1e-6, atol=1e-8)
+
+
+NOT_DIFFERENTIATED = {
+    "squares": lambda x, p: (x - p).square().sum(1, keepdim=True),
+    "of the inputs only": lambda x, p: x.norm(dim=1, keepdim=True) + (x * p).sum(1, keepdim=True),
+    "behind dead units": lambda x, p: (
+        F.relu(p * x - 100).norm(dim=1, keepdim=True) + (x * p).sum(1, keepdim=True)
+    ),
+    "below a clamp": lambda x, p: (x - p).norm(dim=1, keepdim=True).clamp(min=0.01),
+}
+
+
+@pytest.mark.parametrize("name", NOT_DIFFERENTIATED)
+def test_norms_that_are_not_differentiated_may_be_0(name):
+    model = Prototype(NOT_DIFFERENTIATED[name])
+    H = Hessian(model, LOSS, [(inputs(), LABELS)]).to_dense()
+    torch.testing.assert_close(H, hessian_by_differences(model), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("operator", [Hessian, GGN, Jacobian])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, p: (x - p).square().sum(1, keepdim=True).sqrt(),
+        lambda x, p: (x - p).square().sum(1, keepdim=True) ** 0.5,
+        lambda x, p: torch.hypot(x[:, :1] - p[0, 0], x[:, 1:2] - p[0, 1]),
+    ],
+)
+def test_products_that_are_nan_name_the_cause(operator, function):
+    data = [(inputs(), LABELS)]
+    model = Prototype(function)
+    A = Jacobian(model, data) if operator is Jacobian else operator(model, LOSS, data)
+    for vector in torch.eye(A.shape[1], dtype=torch.float64)[:3]:
+        with pytest.raises(ValueError, match=rf"{operator.__name__}.*holds NaN.*under the root"):
+            A @ vector
+    if operator is Jacobian:
+        with pytest.raises(ValueError, match="holds NaN"):
+            A.T @ torch.ones(A.shape[0], dtype=torch.float64)
+    # A vector's own NaN is the caller's business.
+    assert (A @ torch.full((A.shape[1],), torch.nan, dtype=torch.float64)).isnan().any()
+
+
+class OverTheBatch(nn.Module):
+    """Batch normalisation without running statistics, as a function."""
+
+    def __init__(self, normalise):
+        super().__init__()
+        self.first, self.last, self.normalise = nn.Linear(3, 4), nn.Linear(4, 2), normalise
+        self.double().eval()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.normalise(self.first(x))))
+
+
+def batch_norm(z):
+    return F.batch_norm(z, None, None, training=True)
+
+
+def own_norm(z):
+    return (z - z.mean(0)) / (z.std(0, unbiased=False) + 0.1)
+
+
+@pytest.mark.parametrize("normalise", [batch_norm, own_norm])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, data: Hessian(model, LOSS, data),
+        lambda model, data: GGN(model, LOSS, data),
+        Jacobian,
+        lambda model, data: KFAC(model, LOSS, data),
+        lambda model, data: Laplace(model).fit_batches(data),
+    ],
+    ids=["hessian", "ggn", "jacobian", "kfac", "laplace"],
+)
+def test_statistics_over_the_batch_are_refused(normalise, use):
+    """Otherwise the matrix depends on how the data are cut into batches."""
+    with pytest.raises(ValueError, match="mixes the examples"):
+        use(OverTheBatch(normalise), [(inputs(), LABELS)])
+
+
+def test_missing_rules_of_vectorisation_are_not_told_to_the_user():
+    """The affine grid runs in a loop under `torch.vmap`, of which torch warns at every call."""
+
+    class Shifts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x):
+            shifts = (self.scale.sin() * x.repeat(1, 2)).view(-1, 2, 3)
+            grid = F.affine_grid(shifts, [len(x), 1, 2, 2], align_corners=False)
+            return self.head(grid.flatten(1))
+
+    model, x = Shifts().eval(), inputs().float()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for operator in (Hessian, GGN):
+            A = operator(model, LOSS, [(x, LABELS)])
+            A @ torch.eye(A.shape[0])
+        Laplace(model).fit_batches([(x, LABELS)]).predict(x)
+    assert not [str(w.message) for w in caught if "performance drop" in str(w.message)]
