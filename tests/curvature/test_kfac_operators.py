@@ -14,8 +14,8 @@ from torch import nn
 from torch.func import jacrev
 
 from laplace_debias.curvature import EKFAC, GGN, KFAC, EmpiricalFisher
-from laplace_debias.linalg import trace
-from laplace_debias.operators import EigenKronecker, Permuted
+from laplace_debias.linalg import cg, inverse, trace
+from laplace_debias.operators import EigenKronecker, Identity, Permuted
 
 N, C = 6, 3
 F64 = torch.float64
@@ -414,3 +414,22 @@ def test_wide_factors_are_the_oracles_however_the_batch_is_cut(memory_bound, pos
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     bias = K.blocks.blocks["wide.bias"] @ V[:, 0]
     torch.testing.assert_close(bias, factors["bias"] @ V[:, 0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("damping", [1e-2, 1e-4])
+def test_kfac_of_one_layer_halves_the_products_that_cg_needs(damping):
+    """As docs/linear_algebra.md advises; the solution is that of the dense system."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double().eval()
+    loss, head = nn.CrossEntropyLoss(), ["2.weight", "2.bias"]
+    data = [(randn(128, 8, seed=1), torch.arange(128) % 3)]
+    G = GGN(model, loss, data, params=head)
+    shift = damping * Identity(G.shape[0])
+    preconditioner = inverse(KFAC(model, loss, data, params=head) + shift)
+    b = randn(G.shape[0], seed=2)
+    plain = cg(G + shift, b, tol=1e-6)
+    preconditioned = cg(G + shift, b, tol=1e-6, preconditioner=preconditioner)
+    assert preconditioned.num_matvecs <= plain.num_matvecs / 2
+    dense = dense_ggn(model, loss, *data[0], names=head)
+    expected = torch.linalg.solve(dense + damping * torch.eye(len(b), dtype=F64), b)
+    torch.testing.assert_close(preconditioned.x, expected, rtol=1e-4, atol=1e-4)
