@@ -81,7 +81,10 @@ class Accumulator(ABC):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put the sums of `state_dict` back, on the model's device."""
+        """Put the sums of `state_dict` back, on the model's device.
+
+        The tensors are used themselves, not copied.
+        """
         blocks: dict[str, Any] = {block.name: block for block in self.context.blocks}
         tables = self.tables
         for name, saved in state.items():

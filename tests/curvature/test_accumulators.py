@@ -1,0 +1,113 @@
+"""Sums of a pass can be saved between batches and put back, to the same bits."""
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.dense import KeptRows, LeadingRows, MomentMatrix, SquaresAlong
+from laplace_debias.curvature.fits.eigenbases import eigenbases
+from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, factor_sums
+from laplace_debias.curvature.fits.kfac import DirectionalCurvature, SquaredGradients
+from laplace_debias.curvature.kinds import FisherType
+from laplace_debias.curvature.layers.blocks import curvature_blocks
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.network.batches import Fold
+from laplace_debias.curvature.network.shadow import shadow
+
+SIZES = (3, 5, 2)
+
+
+@pytest.fixture
+def context():
+    torch.manual_seed(0)
+    # Factors of the first layer are kept as rows, those of the last are matrices.
+    model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    blocks = curvature_blocks(model, [name for name, _ in model.named_parameters()])
+    cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
+    return FitContext(cotangents, blocks, Tap(shadow(model), blocks), torch.float64, None)
+
+
+def batches():
+    g = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(n, 40, generator=g).double(), torch.randint(3, (n,), generator=g))
+        for n in SIZES
+    ]
+
+
+def bases(context):
+    sums, totals = factor_sums(context, Fold.consecutive(batches()))
+    return eigenbases(context, sums, totals.weight)
+
+
+def directions(context):
+    size = sum(block.size for block in context.blocks)
+    g = torch.Generator().manual_seed(2)
+    return torch.linalg.qr(torch.randn(size, 4, generator=g, dtype=torch.float64)).Q
+
+
+ACCUMULATORS = {
+    "factors": FactorAccumulator,
+    "along directions": lambda context: DirectionalCurvature(context, bases(context)),
+    "squares": lambda context: SquaredGradients(context, bases(context)),
+    "moments of rows": MomentMatrix,
+    "rows": KeptRows,
+    "leading rows": lambda context: LeadingRows(context, 1),
+    "squares of rows": lambda context: SquaresAlong(context, directions(context)),
+}
+
+
+class Unreduced(DataPass):
+    """A pass whose sums are looked at before they are reduced."""
+
+    def __init__(self, accumulator):
+        super().__init__(accumulator)
+        accumulator.reduce = lambda: None
+
+
+@pytest.mark.parametrize("name", ACCUMULATORS)
+def test_sums_that_are_put_back_go_on_to_the_same_bits(context, name):
+    uninterrupted, before, after = (ACCUMULATORS[name](context) for _ in range(3))
+    first, *others = batches()
+    Unreduced(uninterrupted).run(Fold.consecutive([first, *others]))
+    expected = uninterrupted.state_dict()
+    Unreduced(before).run(Fold.consecutive([first]))
+    saved = {key: value.clone() for key, value in before.state_dict().items()}
+    assert any(not torch.equal(saved[key], value) for key, value in expected.items())
+    after.load_state_dict(saved)
+    Unreduced(after).run(Fold.consecutive(others))
+    found = after.state_dict()
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_a_checkpoint_keeps_its_names(context):
+    """Another name would leave what an earlier version has saved out of the sums."""
+    blocks = [block.name for block in context.blocks]
+    names = {}
+    for name, make in ACCUMULATORS.items():
+        accumulator = make(context)
+        Unreduced(accumulator).run(Fold.consecutive(batches()))
+        names[name] = set(accumulator.state_dict())
+    # Bias blocks have no A: it is the number of examples.
+    sums_of_G = {f"sums of G/{block}" for block in blocks}
+    assert names["factors"] == {*sums_of_G, "rows of A//0.weight", "sums of A/2.weight"}
+    assert names["along directions"] == names["factors"]
+    assert names["squares"] == {f"table/{block}" for block in blocks}
+    extremes = {f"extremes//{block}" for block in blocks}
+    assert names["moments of rows"] == extremes | {"rows/parameters"}
+    assert names["rows"] == names["leading rows"] == extremes | {"rows//parameters"}
+
+
+def test_examples_of_consecutive_pairs_are_counted_one_after_the_other():
+    data = Fold.consecutive(batches())
+    assert [data.first_index(batch, 0) for batch in range(3)] == [0, 3, 8]
+    assert data.size == sum(SIZES)
+    weighted = Fold.consecutive([(x, y, torch.full((len(y),), 0.5)) for x, y in batches()])
+    assert weighted.size == sum(SIZES) / 2
