@@ -13,10 +13,10 @@ from laplace_debias.assessment.predictions import (
     network_predictions,
     probabilities,
 )
-from laplace_debias.curvature.kinds import WITH_FACTORS
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, take
+from laplace_debias.curvature.structures import STRUCTURES
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics.intervals import normal_quantile
 from laplace_debias.runs.records import MetricValue, Sweep, SweepPoint, TrainingRecord
@@ -134,7 +134,7 @@ def thin_posterior(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) 
     """
     if isinstance(choice, Path) or choice.params == "last_layer":
         return ()
-    if choice.curvature not in WITH_FACTORS or loaded.validation is None:
+    if not STRUCTURES[choice.curvature].has_factors or loaded.validation is None:
         return ()
     with alone():
         positions = torch.arange(_THINNING_EXAMPLES)

@@ -15,19 +15,20 @@ from torch.utils.data import SequentialSampler, Subset
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import crossfit_with_replicates
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize, training_size
 from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.shards import ShardedBatches
+from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.laplace.fit import build_posterior
 from laplace_debias.laplace.fit_report import FitReport
 from laplace_debias.laplace.functional.linearised import asked_of, map_outputs, moments
 from laplace_debias.laplace.importance_sampler import ImportanceSampler
 from laplace_debias.laplace.noise import estimate_noise
 from laplace_debias.laplace.prepared import PreparedFit
-from laplace_debias.laplace.schemes import OpenStream, Scheme, fit_curvature
+from laplace_debias.laplace.schemes import OpenStream, Scheme
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.checks import real, whole
@@ -133,11 +134,11 @@ class Auto(Scheme):
         """Determine N: as passed, or inferred from the loader; raises as `training_size`."""
         return training_size(self.data, num_data, self.mode, reads_all=False)
 
-    def check(self, kind: CurvatureKind) -> None:
+    def check(self, structure: CurvatureStructure) -> None:
         """Require K-FAC, and data in random order or a random subset such as `random_split`'s."""
-        if kind.name != "kfac":
-            raise ValueError(f'mode="auto" requires curvature="kfac" (got {kind.name!r}).')
-        if kind.rank is not None:
+        if not isinstance(structure, KfacCurvature):
+            raise ValueError(f'mode="auto" requires curvature="kfac" (got {structure.name!r}).')
+        if structure.rank is not None:
             raise ValueError(
                 'rank= cannot be combined with mode="auto", whose error estimate does not include '
                 "the truncation. Remove rank=, and call la.thin(x) after tuning if you want a "
@@ -359,7 +360,7 @@ def _fit_all(
             "The data ended before the first round did, and this iterator cannot be read again. "
             'Pass a DataLoader or a list of batches, or use mode="full".'
         )
-    curvature_fit = fit_curvature(CurvatureKind("kfac"), prepared.context, data)
+    curvature_fit = KfacCurvature().fit(prepared.context, data)
     num_data = build_posterior(prepared, curvature_fit).posterior.num_data
     report = FitReport(
         num_examples=num_data,

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from laplace_debias.curvature.kinds import CurvatureKind, FisherType
+from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.system.checks import check_is, whole
 
 
@@ -16,7 +17,7 @@ class CurvatureConfig:
     """The options of a fit, with the names that `Laplace` gives them.
 
     Attributes:
-        kind: The structure of the curvature.
+        structure: The structure of the curvature, with its rank.
         fisher: Which Fisher matrix, or the loss Hessian in closed form.
         params: Which parameters are Bayesian.
         backend: `"backpack"`, `"hooks"` or `"auto"`.
@@ -26,7 +27,7 @@ class CurvatureConfig:
         memory_bound: Bytes of working memory for output gradients; None for the default.
     """
 
-    kind: CurvatureKind
+    structure: CurvatureStructure
     fisher: FisherType
     # A predicate's text differs from process to process.
     params: ParameterSelection = field(repr=False)

@@ -132,9 +132,9 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     """
     if per not in PER:
         raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
-    if (kind := fitted.config.kind).is_dense:
+    if (structure := fitted.config.structure).is_dense:
         raise ValueError(
-            f"curvature={kind.name!r} is one block of all parameters, which has "
+            f"curvature={structure.name!r} is one block of all parameters, which has "
             f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
         )
     groups, posterior = dict[str, list[int]](), fitted.posterior

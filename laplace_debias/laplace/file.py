@@ -10,27 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.kinds import WITH_FACTORS, CurvatureKind, FisherType
+from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
 from laplace_debias.curvature.network.batches import BatchHook
 from laplace_debias.curvature.network.fingerprints import fingerprint
+from laplace_debias.curvature.structures import CurvatureStructure, curvature_structure
+from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.model_spec import ModelSpec
-from laplace_debias.laplace.posterior import CurvatureBlock, GaussianPosterior
+from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.state import FittedPosterior, checked_temperature, initial_state
-from laplace_debias.operators import (
-    BlockDiagonal,
-    EigenKronecker,
-    LowRankPlusDiagonal,
-)
+from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.files import read_sealed, write_sealed, written_atomically
 from laplace_debias.system.ranks import current
 
 FORMAT = "laplace-debias/5"
 _FORMATS = ("laplace-debias/4", FORMAT)
-_PARTS = ("U_G", "U_A", "U", "magnitudes")
 _EARLIER = (
     "A posterior of an earlier version, or one in a folder, becomes such a file by Laplace.load "
     "and la.save(path) of version 0.2.0."
@@ -72,14 +69,14 @@ class Header:
         config, sharing = fitted.config, fitted.config.sharing
         return cls(
             likelihood_to_json(fitted.likelihood, own_likelihood),
-            config.kind.name,
+            config.structure.name,
             bool(config.joint),
             sharing if isinstance(sharing, str) else dict(sharing),
             fitted.parameters.names,
             fitted.parameters.block_names,
             fitted.posterior.num_data,
             fitted.nll,
-            config.kind.rank,
+            config.structure.rank,
             fitted.frozen_fingerprint,
             fitted.spec.class_dim,
             fitted.mode,
@@ -104,19 +101,18 @@ def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> N
     texts = {"format": FORMAT, "header": json.dumps(told, allow_nan=False)}
     if ranks.rank == 0:
         with written_atomically(path, make_folders=False) as temporary:
-            write_sealed(temporary, texts, tensors_of(posterior))
+            write_sealed(temporary, texts, tensors_of(posterior, fitted.config.structure))
     ranks.exchange(None)
 
 
-def tensors_of(posterior: GaussianPosterior) -> dict[str, Tensor]:
+def tensors_of(posterior: GaussianPosterior, structure: CurvatureStructure) -> dict[str, Tensor]:
     """The tensors of a file; directions that are the axes are not in it."""
     tensors = {"prior_precision": posterior.prior_precision, "mean": posterior.mean}
     if posterior.prior_mean is not None:
         tensors["prior_mean"] = posterior.prior_mean
     for index, block in enumerate(posterior.curvature.blocks.values()):
-        for part in _PARTS:
-            if (values := getattr(block, part, None)) is not None:
-                tensors[f"{index}.{part}"] = values
+        for part, values in structure.tensors(block).items():
+            tensors[f"{index}.{part}"] = values
     return tensors
 
 
@@ -134,9 +130,10 @@ def load(
     header, tensors = read(path)
     # What an earlier version's file says of sharing without factors had no effect. That blocks are
     # joint says how the entries are ordered, in one block of all parameters too.
-    sharing = header.sharing if header.curvature in WITH_FACTORS else "expand"
+    structure = curvature_structure(header.curvature, header.rank)
+    sharing = header.sharing if structure.has_factors else "expand"
     config = CurvatureConfig(
-        kind=CurvatureKind(header.curvature, header.rank),
+        structure=structure,
         fisher=fisher,
         params=header.param_names,
         backend=backend,
@@ -184,12 +181,13 @@ def load(
     }
     operators: dict[str, CurvatureBlock] = {}
     for index, name in enumerate(header.block_names):
-        magnitudes, U = placed[f"{index}.magnitudes"], placed.get(f"{index}.U")
-        if U is None:
-            bases = placed.get(f"{index}.U_G"), placed.get(f"{index}.U_A")
-            operators[name] = EigenKronecker(*bases, magnitudes)
-        else:
-            operators[name] = LowRankPlusDiagonal(U, magnitudes, 0.0)
+        prefix = f"{index}."
+        block_tensors = {
+            key.removeprefix(prefix): tensor
+            for key, tensor in placed.items()
+            if key.startswith(prefix)
+        }
+        operators[name] = structure.from_tensors(block_tensors)
     prior = Prior.checked(placed["prior_precision"], placed.get("prior_mean", 0.0), mean.device)
     posterior = GaussianPosterior(
         mean=mean,

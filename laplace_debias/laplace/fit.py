@@ -77,7 +77,7 @@ def check_before_fit(
         if not scheme.is_resumable:
             raise ValueError(f'mode="{mode}" saves no state: leave out resume.')
         check_resumable(resume, before.config.fisher.kind, generator, scheme.sources)
-    scheme.check(before.config.kind)
+    scheme.check(before.config.structure)
     device = before.device
     check_no_autocast(device)
     if device.type == "cuda" and _rounds_to_tf32():
@@ -130,8 +130,9 @@ def prepare_fit(
         ranks.require_same(model=model, blocks=parameters.block_names)
         if not size.is_shared:
             _check_different_data(ranks, streams[0].first)
-    purpose = f"Nothing was fitted: the posterior of curvature={config.kind.name!r} takes"
-    check_room(posterior_bytes(context, config.kind), available_memory(context.device), purpose)
+    purpose = f"Nothing was fitted: the posterior of curvature={config.structure.name!r} takes"
+    num_bytes = posterior_bytes(context, config.structure)
+    check_room(num_bytes, available_memory(context.device), purpose)
     return PreparedFit(before, parameters, context, size, mode), scheme
 
 

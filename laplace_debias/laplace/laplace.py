@@ -12,13 +12,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.kinds import WITH_FACTORS, CurvatureKind, FisherType
+from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import evidence, file, tune
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.description import describe
@@ -183,7 +184,7 @@ class Laplace(Predictor):
                 f'Use curvature="{CURVATURES[curvature]}".'
             )
         config = CurvatureConfig(
-            kind=CurvatureKind(curvature, rank),
+            structure=curvature_structure(curvature, rank),
             fisher=FisherType(fisher, mc_samples),
             params=params,
             backend=backend,
@@ -192,12 +193,12 @@ class Laplace(Predictor):
             sharing=sharing,
             memory_bound=memory_bound,
         )
-        if sharing != "expand" and curvature not in WITH_FACTORS:
+        if sharing != "expand" and not config.structure.has_factors:
             raise ValueError(
                 f"sharing={sharing!r} is for Kronecker factors, and curvature={curvature!r} has "
                 "none: leave it out."
             )
-        if joint and config.kind.is_dense:
+        if joint and config.structure.is_dense:
             raise ValueError(
                 "joint=True makes one block of a layer's weight and bias, and "
                 f"curvature={curvature!r} is one block of all parameters: leave it out."

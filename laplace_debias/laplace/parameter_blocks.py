@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
@@ -71,9 +70,9 @@ class ParameterBlocks:
                     f"params={SUPPORTED!r} selects no parameter. The model has no layer that is "
                     "supported."
                 )
-        max_rank = config.kind.directions_per_factor
+        max_rank = config.structure.directions_per_factor
         blocks = [replace(block, rank=max_rank) for block in blocks]
-        block_names = [DENSE_BLOCK] if config.kind.is_dense else [block.name for block in blocks]
+        block_names = config.structure.block_names(blocks)
         order = parameter_order(model, names, blocks)
         size = sum(block.size for block in blocks)
         return cls(names, blocks, replay_modules, order, block_names, size)

@@ -1,11 +1,9 @@
 """A plan of a fit: bytes counted from shapes, one batch measured. Within a factor of 1.5."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
-from functools import partial
-from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -16,15 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.data_pass import DataPass
-from laplace_debias.curvature.fits.dense import KEPT_ROWS, RowAccumulator
-from laplace_debias.curvature.fits.directions import GramFactor
-from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.fits.kfac import SquaredGradients, coordinate_axes
-from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import Batches, Fold
-from laplace_debias.curvature.network.inputs import Inputs, move, take
+from laplace_debias.curvature.network.inputs import move, take
+from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.prepared import examine
 from laplace_debias.laplace.schemes import FOLDS
@@ -32,32 +26,8 @@ from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.system.ranks import alone, current
 from laplace_debias.system.shown import aligned
 
-# Matrices of a factor's size while it is decomposed, it included.
-_OF_EIGH = 5
-
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-
-# How many rows the factors G and A of blocks have; None where they are matrices.
-NumRows = Mapping[Block, Sequence[int | None]]
-_NO_ROWS: NumRows = {}
-
-
-@dataclass(frozen=True)
-class BlockBytes:
-    """Bytes of one block: G and A, which sums and then eigenbases take; magnitudes; what is kept.
-
-    Attributes:
-        name: The block.
-        factors: G and A, in `factor_dtype`.
-        magnitudes: The curvature along every direction, in `factor_dtype`.
-        posterior: What is kept of both after the fit, in the model's dtype.
-    """
-
-    name: str
-    factors: int
-    magnitudes: int
-    posterior: int
 
 
 @dataclass(frozen=True)
@@ -144,58 +114,57 @@ def plan_of(
             "A plan reads the first batch, which this iterator would lose for the fit: pass a "
             "DataLoader or a list of batches."
         )
-    num_batches = 1 if mode != "full" else len(loader) if isinstance(loader, Sized) else None
+    num_batches: int | None = 1
+    if mode == "full":
+        num_batches = len(loader) if isinstance(loader, Sized) else None
     num_folds = (folds or FOLDS) if mode == "crossfit" else 1
-    passes = None if num_batches is None else num_batches * num_folds
-    kind, chunk, seconds, rows = state.config.kind, _Chunk(), None, _NO_ROWS
+    num_passes = None if num_batches is None else num_batches * num_folds
+    structure = state.config.structure
+    is_debiased = mode == "debiased"
+    trial = _Trial()
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         fisher = state.config.fisher.seeded(None, current())
         stream = state.spec.fit_stream(loader, state.device)
-        _, problem = examine(state, selected, stream, fisher)
+        _, context = examine(state, selected, stream, fisher)
         ((x, y, *_),) = stream.first
         # A pass goes through one fold.
-        part, available = slice(0, -(-len(y) // num_folds)), available_memory(problem.device)
-        batch = move(take(x, part), problem.device, None), y[part].to(problem.device)
+        part = slice(0, -(-len(y) // num_folds))
+        x = move(take(x, part), context.device, None)
+        data = Fold.consecutive([(x, y[part].to(context.device))])
         # It is run where there is room for it beside the blocks.
-        of_blocks = [_of_block(block, problem, kind)[0] for block in problem.blocks]
-        held = 0 if kind.is_dense else sum(of.factors + of.magnitudes for of in of_blocks)
-        if available is None or posterior_bytes(problem, kind) + held <= available:
-            chunk = _run(problem, kind, batch)
-    if passes is not None and chunk.seconds is not None:
-        is_measured_anew = mode == "debiased" and kind.name not in ("diag", "ekfac")
-        seconds = chunk.seconds * passes * (1 + is_measured_anew)
-        # Of several batches the rows are few where those of all of them are.
-        rows = {
-            block: [
-                None if count is None or 2 * passes * count > d else passes * count
-                for d, count in zip(block.shape, counts, strict=True)
-            ]
-            for block, counts in chunk.few.items()
-        }
-    found = [] if kind.is_dense else [_of_block(b, problem, kind, rows) for b in problem.blocks]
+        available = available_memory(context.device)
+        blocks = structure.block_bytes(context)
+        block_bytes = sum(block.factors + block.magnitudes for block in blocks)
+        if available is None or posterior_bytes(context, structure) + block_bytes <= available:
+            trial = _run_trial(structure, context, data)
+    seconds = None
+    num_rows = NO_ROWS
+    if num_passes is not None and trial.seconds is not None:
+        seconds = trial.seconds * num_passes * structure.num_trials(is_debiased)
+        num_rows = _rows_of_all_batches(trial.num_rows, num_passes)
+    workload = Workload(
+        is_debiased, num_folds, num_passes, trial.working_bytes, trial.row_bytes, num_rows
+    )
     return Plan(
-        kind.name,
+        structure.name,
         mode,
-        sum(block.size for block in problem.blocks),
-        tuple(of_block for of_block, _ in found),
-        _stages(problem, kind, mode, num_folds, passes, chunk, found),
-        posterior_bytes(problem, kind, rows),
+        sum(block.size for block in context.blocks),
+        tuple(structure.block_bytes(context, num_rows)),
+        structure.stage_bytes(context, workload),
+        posterior_bytes(context, structure, num_rows),
         seconds,
         available,
     )
 
 
-def posterior_bytes(problem: FitContext, kind: CurvatureKind, rows: NumRows = _NO_ROWS) -> int:
+def posterior_bytes(
+    context: FitContext, structure: CurvatureStructure, num_rows: NumRows = NO_ROWS
+) -> int:
     """Bytes of a fitted posterior, its curvature and its mean."""
-    size = kept = 0
-    for block in problem.blocks:
-        size += block.size
-        kept += 0 if kind.is_dense else _of_block(block, problem, kind, rows)[0].posterior
-    if kind.is_dense:
-        rank = size if kind.num_directions is None else min(kind.num_directions, size)
-        kept = problem.dtype.itemsize * rank * (size + 1)
-    return kept + problem.dtype.itemsize * size
+    size = sum(block.size for block in context.blocks)
+    mean_bytes = context.dtype.itemsize * size
+    return structure.posterior_bytes(context, num_rows) + mean_bytes
 
 
 def available_memory(device: torch.device | None = None) -> int | None:
@@ -233,131 +202,41 @@ def check_room(needed: int, available: int | None, what: str) -> None:
         )
 
 
-def _of_block(
-    block: Block, problem: FitContext, kind: CurvatureKind, rows: NumRows = _NO_ROWS
-) -> tuple[BlockBytes, int]:
-    """The bytes of a block, and of the largest matrix that is decomposed for it."""
-    wide, narrow = problem.factor_dtype.itemsize, problem.dtype.itemsize
-    if kind.name == "diag":
-        return BlockBytes(block.name, 0, wide * block.size, narrow * block.size), 0
-    factors, directions, largest, table = 0, 0, 0, block.num_groups
-    counts, kept_table = rows.get(block, (None, None)), table
-    axes = block.has_diagonal_G, block.has_diagonal_A or block.is_exact
-    sides = zip(block.shape, axes, block.factor_shapes, strict=True)
-    for side, (d, is_axes, shape) in enumerate(sides):
-        count = block.most_rows if block.is_streamed[side] else counts[side]
-        size = count * d if count is not None else prod(shape) if shape else 0
-        factors += size
-        table *= d if count is None else count + 1
-        kept = d if count is None else count
-        if not is_axes:
-            largest = max(largest, size)
-            kept = kept if block.rank is None or 2 * block.rank >= d else min(kept, block.rank)
-            directions += block.num_groups * kept * d
-        kept_table *= min(kept + 1, d)
-    posterior = narrow * (kept_table + directions)
-    return BlockBytes(block.name, wide * factors, wide * table, posterior), wide * largest
+class _Trial(NamedTuple):
+    """The costs of the passes over one batch: bytes beside their sums, and seconds."""
 
-
-def _stages(
-    problem: FitContext,
-    kind: CurvatureKind,
-    mode: str,
-    num_folds: int,
-    passes: int | None,
-    chunk: "_Chunk",
-    of_blocks: Sequence[tuple[BlockBytes, int]],
-) -> dict[str, int]:
-    """Bytes at most in each stage: what is held in it, and what is worked with beside it."""
-    wide, narrow = problem.factor_dtype.itemsize, problem.dtype.itemsize
-    is_crossfit = mode == "crossfit"
-    if kind.is_dense:
-        size = sum(block.size for block in problem.blocks)
-        rows = KEPT_ROWS if passes is None else min(KEPT_ROWS, passes * chunk.rows)
-        if kind.num_directions is None:
-            matrix, kept = wide * size**2, rows if is_crossfit else 0
-            decomposing = kept + (_OF_EIGH + 2 * is_crossfit) * matrix
-            return {
-                "curvature": max(kept, matrix) + chunk.beside,
-                "eigendecomposition": decomposing,
-            }
-        # The directions are there twice while they are found, in crossfitting beside those of all
-        # data. Rows of several batches are joined.
-        directions = min(wide * size * kind.num_directions, rows)
-        beside = chunk.beside - chunk.rows if passes == 1 else max(chunk.beside, rows)
-        return {
-            "Jacobian rows": rows + max(0, beside),
-            "directions": rows * (1 + is_crossfit) + directions * (2 + is_crossfit),
-        }
-    factors = sum(block.factors for block, _ in of_blocks)
-    table = sum(block.magnitudes for block, _ in of_blocks)
-    if kind.name == "diag":
-        return {"curvature along the axes": table + chunk.beside}
-    sums = num_folds * factors
-    decomposing = max(of.factors + (_OF_EIGH - 1) * largest for of, largest in of_blocks)
-    found = {"factors": sums + chunk.beside, "eigendecompositions": sums + decomposing}
-    if kind.name == "ekfac":
-        bases = sums + 2 * factors if is_crossfit else factors
-        # Directions are turned with in the model's dtype.
-        copies = 0 if wide == narrow else factors * narrow // wide
-        found["magnitudes"] = bases + copies + table + chunk.beside
-    elif mode == "debiased":
-        found["magnitudes"] = 2 * factors + chunk.beside
-    return found
-
-
-class _Chunk(NamedTuple):
-    """A pass over the first batch: its most bytes `beside` what it sums, its seconds.
-
-    The `rows` are bytes of all Jacobian rows of the batch; the `few` those of factors of few rows.
-    """
-
-    beside: int = 0
-    rows: int = 0
+    working_bytes: int = 0
+    row_bytes: int = 0
     seconds: float | None = None
-    few: NumRows = _NO_ROWS
+    num_rows: NumRows = NO_ROWS
 
 
-class _CountedRows(RowAccumulator):
-    """Counts the bytes of all Jacobian rows, and keeps none."""
-
-    num_bytes = 0
-
-    def add_rows(self, rows: Tensor) -> None:
-        """Count the bytes of rows."""
-        self.num_bytes += rows.nbytes
-
-
-class _DroppedSquares(SquaredGradients):
-    """Measures the squares along directions, and adds them to nothing."""
-
-    def add(self, block: Block, measured: Tensor) -> None:
-        """Drop the squares."""
+def _run_trial(structure: CurvatureStructure, context: FitContext, data: Fold) -> _Trial:
+    """Run the passes of a fit over one batch, and drop their results."""
+    trial = _Trial(seconds=0.0)
+    for run in structure.trial_passes(context, data):
+        peak, seconds, result = _measured(run, context.device)
+        assert trial.seconds is not None
+        trial = _Trial(
+            max(trial.working_bytes, peak - result.sum_bytes),
+            max(trial.row_bytes, result.row_bytes),
+            trial.seconds + seconds,
+            {**trial.num_rows, **result.num_rows},
+        )
+    return trial
 
 
-def _run(problem: FitContext, kind: CurvatureKind, batch: tuple[Inputs, Tensor]) -> _Chunk:
-    """Run the passes over one batch, and drop their results."""
-    data = Fold.consecutive([batch])
-    if kind.is_dense:
-        counted = _CountedRows(problem, None)
-        beside, seconds, _ = _measured(partial(DataPass(counted).run, data), problem.device)
-        return _Chunk(beside, counted.num_bytes // 2, seconds)  # It ran twice.
-    beside, seconds, few = 0, 0.0, {}
-    if kind.name != "diag":
-        run = partial(factor_sums, problem, data)
-        beside, seconds, (sums, _) = _measured(run, problem.device)
-        for block, of_block in sums.items():
-            few[block] = [
-                len(f.rows) if isinstance(f, GramFactor) and f.has_thin_directions else None
-                for f in of_block
-            ]
-            beside -= sum((f.rows if isinstance(f, GramFactor) else f).nbytes for f in of_block)
-    if kind.name != "kfac":
-        axes = {block: coordinate_axes() for block in problem.blocks}
-        exact = DataPass(_DroppedSquares(problem, axes))
-        of_pass, more, _ = _measured(partial(exact.run, data), problem.device)
-        beside, seconds = max(beside, of_pass), seconds + more
-    return _Chunk(beside, 0, seconds, few)
+def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
+    """The numbers of rows of several batches, where rows are kept of all of them together."""
+    total: dict[Block, list[int | None]] = {}
+    for block, counts in num_rows.items():
+        total[block] = []
+        for d, count in zip(block.shape, counts, strict=True):
+            if count is None or 2 * num_passes * count > d:
+                total[block].append(None)
+            else:
+                total[block].append(num_passes * count)
+    return total
 
 
 def _measured(run: Callable[[], Any], device: torch.device) -> tuple[int, float, Any]:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.laplace.prior import Prior, check_prior_precision
 from laplace_debias.operators import (
     BlockDiagonal,
@@ -21,9 +22,6 @@ from laplace_debias.operators import (
 )
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 from laplace_debias.system.checks import check_generator, whole
-
-# A curvature of one block is low-rank, or has the eigenvectors of the whole matrix.
-CurvatureBlock = EigenKronecker | LowRankPlusDiagonal
 
 
 @dataclass(frozen=True, eq=False)

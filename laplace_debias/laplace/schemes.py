@@ -9,14 +9,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, SupportsIndex
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
-from laplace_debias.curvature.fits.crossfit import fit_crossfit
-from laplace_debias.curvature.fits.dense import fit_crossfit_dense, fit_full, fit_low_rank
-from laplace_debias.curvature.fits.kfac import FITS
-from laplace_debias.curvature.kinds import CurvatureKind
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.batches import Batches, FitData, Fold, Pairs, Stream
+from laplace_debias.curvature.network.batches import Batches, Pairs, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize, check_sampler
 from laplace_debias.curvature.network.shards import check_shared
+from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.laplace.noise import estimate_noise
 from laplace_debias.laplace.prepared import PreparedFit
 from laplace_debias.system.checks import whole
@@ -28,38 +25,10 @@ FOLDS = 2
 OpenStream = Callable[[Batches, str], Stream]
 
 
-def fit_curvature(
-    kind: CurvatureKind,
-    context: FitContext,
-    directions: FitData | Pairs,
-    magnitudes: FitData | Pairs | None = None,
-    num_folds: int | None = None,
-) -> CurvatureFit:
-    """Fit the curvature along directions from some data.
-
-    Magnitudes come from other data, from the same or, with a number of folds, from held-out folds.
-    Data is what a scheme's `opened` made of it, or a list of pairs from that.
-    """
-    directions = _with_indices(directions)
-    magnitudes = None if magnitudes is None else _with_indices(magnitudes)
-    if kind.is_dense and num_folds is not None:
-        return fit_crossfit_dense(context, directions, num_folds, kind.num_directions)
-    if kind.name == "full":
-        return fit_full(context, directions, magnitudes)
-    if kind.num_directions is not None:
-        return fit_low_rank(context, directions, magnitudes, kind.num_directions)
-    if num_folds is None:
-        fit = FITS[kind.name](context, directions, magnitudes)
-    else:
-        fit = fit_crossfit(context, directions, num_folds, kind.name)
-    max_rank = kind.rank
-    if max_rank is None:
-        return fit
-    return replace(fit, curvature=fit.curvature.map(lambda _, block: block.leading(max_rank)))
-
-
-def _with_indices(data: FitData | Pairs) -> FitData:
-    return data if isinstance(data, FitData) else Fold.consecutive(list(data))
+def as_stream(data: Batches) -> Stream:
+    """The data of an opened scheme, which is a stream."""
+    assert isinstance(data, Stream)
+    return data
 
 
 @dataclass(frozen=True)
@@ -97,7 +66,7 @@ class Scheme(ABC):
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit the curvature to the data of an opened scheme."""
 
-    def check(self, kind: CurvatureKind) -> None:  # noqa: B027 (most schemes read everything once)
+    def check(self, structure: CurvatureStructure) -> None:  # noqa: B027 (most read data once)
         """Check before any work that the data can be read as often as the fit needs."""
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
@@ -132,17 +101,17 @@ class Full(Scheme):
         """Return the scheme with a stream of checked pairs in place of its data."""
         return replace(self, data=open_stream(self.data, "data"))
 
-    def check(self, kind: CurvatureKind) -> None:
+    def check(self, structure: CurvatureStructure) -> None:
         """Require data that can be read twice where the fit reads it twice."""
-        if kind.name == "ekfac" and isinstance(self.data, Iterator):
+        if structure.reads_data_twice and isinstance(self.data, Iterator):
             raise TypeError(
-                f"curvature={kind.name!r} reads the data twice, but this iterator can be read only "
-                "once. Pass a DataLoader or a list of batches."
+                f"curvature={structure.name!r} reads the data twice, but this iterator can be read "
+                "only once. Pass a DataLoader or a list of batches."
             )
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit the curvature to the data."""
-        return fit_curvature(prepared.config.kind, prepared.context, self.data)
+        return prepared.config.structure.fit(prepared.context, as_stream(self.data))
 
 
 @dataclass(frozen=True)
@@ -170,8 +139,8 @@ class Split(Scheme):
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit the directions to some data, and measure the magnitudes on the other."""
-        kind = prepared.config.kind
-        return fit_curvature(kind, prepared.context, self.directions, self.magnitudes)
+        directions, magnitudes = as_stream(self.directions), as_stream(self.magnitudes)
+        return prepared.config.structure.fit(prepared.context, directions, magnitudes)
 
 
 @dataclass(frozen=True)
@@ -207,5 +176,5 @@ class CrossFit(Scheme):
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Cross-fit the curvature to the data."""
-        kind = prepared.config.kind
-        return fit_curvature(kind, prepared.context, self.data, num_folds=self.folds)
+        data = as_stream(self.data)
+        return prepared.config.structure.crossfit(prepared.context, data, self.folds)

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.kinds import WITH_FACTORS
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take
 from laplace_debias.laplace.file import tensors_of
@@ -62,10 +61,10 @@ def thinned(
     bound = real(error, "error")
     if bound.ndim or not 0 < float(bound) < math.inf:
         raise ValueError(f"error must be one positive finite number, got {error}: 1e-3, say.")
-    if (name := fitted.config.kind.name) not in WITH_FACTORS:
+    if not fitted.config.structure.has_factors:
         raise ValueError(
             f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
-            f"{name!r}: fit one of these."
+            f"{fitted.config.structure.name!r}: fit one of these."
         )
     inputs = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
     if num_examples(inputs) < 2:
@@ -166,4 +165,5 @@ def _in_deltas(fitted: FittedPosterior) -> dict[str, Tensor]:
 
 
 def _size(fitted: FittedPosterior) -> int:
-    return sum(part.numel() * part.element_size() for part in tensors_of(fitted.posterior).values())
+    tensors = tensors_of(fitted.posterior, fitted.config.structure)
+    return sum(tensor.nbytes for tensor in tensors.values())

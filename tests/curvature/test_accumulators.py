@@ -9,7 +9,7 @@ from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.dense import KeptRows, LeadingRows, MomentMatrix, SquaresAlong
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, factor_sums
-from laplace_debias.curvature.fits.kfac import DirectionalCurvature, SquaredGradients
+from laplace_debias.curvature.fits.magnitudes import DirectionalCurvature, SquaredGradients
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
@@ -17,7 +17,7 @@ from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Categorical
 from laplace_debias.curvature.network.batches import Fold
-from laplace_debias.curvature.network.shadow import shadow
+from laplace_debias.curvature.network.shared_copy import shared_copy
 
 SIZES = (3, 5, 2)
 
@@ -29,7 +29,7 @@ def context():
     model = nn.Sequential(nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
     blocks = curvature_blocks(model, [name for name, _ in model.named_parameters()])
     cotangents = Cotangents(NegativeLogLikelihood(Categorical()), FisherType("exact"))
-    return FitContext(cotangents, blocks, Tap(shadow(model), blocks), torch.float64, None)
+    return FitContext(cotangents, blocks, Tap(shared_copy(model), blocks), torch.float64, None)
 
 
 def batches():

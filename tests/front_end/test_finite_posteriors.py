@@ -317,7 +317,7 @@ def dense_blocks(la, model, x, sigma):
         elif role == "weight":
             factors = oracle.kfac_factors(model, x, "regression", layer, sigma)
             U = torch.kron(block.U_G.double(), block.U_A.double())
-            is_kfac = la._state.config.kind.name == "kfac"
+            is_kfac = la._state.config.structure.name == "kfac"
             exact = oracle.kfac_block(factors) if is_kfac else oracle.measured_block(U, exact)[0]
         blocks.append(exact)
     return blocks

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from laplace_debias import CrossFit, Full, Laplace, Split
-from laplace_debias.laplace.schemes import Scheme, fit_curvature
+from laplace_debias.curvature.network.batches import Fold
+from laplace_debias.laplace.schemes import Scheme
 
 
 @pytest.fixture
@@ -122,8 +123,8 @@ class EveryOther(Scheme):
 
     def fit(self, prepared):
         batches = list(self.data)
-        kind = prepared.config.kind
-        return fit_curvature(kind, prepared.context, batches[::2], batches[1::2])
+        even, odd = Fold.consecutive(batches[::2]), Fold.consecutive(batches[1::2])
+        return prepared.config.structure.fit(prepared.context, even, odd)
 
 
 def test_a_new_way_to_fit_is_one_class(model):

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fits.block_tensors import BlockTensors, add_to, owners_of_blocks
-from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Eigenpairs,
@@ -36,9 +36,9 @@ from laplace_debias.curvature.fits.directions import (
     outer,
     resolution,
 )
-from laplace_debias.curvature.fits.eigenbases import eigenbases, share_bases
+from laplace_debias.curvature.fits.eigenbases import share_bases
 from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
-from laplace_debias.curvature.fits.kfac import assemble, exact_sums, fit_diagonal
+from laplace_debias.curvature.fits.magnitudes import exact_sums
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import FitData, Fold, weight_of
@@ -88,46 +88,28 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
 _MUCH_SMALLER = 0.7
 
 
-def fit_crossfit(
-    context: FitContext, data: FitData, num_folds: int, curvature: str
-) -> CurvatureFit:
-    """Directions from all examples at hand, magnitudes on held-out folds.
-
-    K-FAC takes one pass over the data, EKFAC two. Both hold the factors of all folds. A factor of
-    full rank is decomposed K + 1 times; one of rank r, as few examples of a linear layer give it,
-    once, and then K matrices `[r, r]` are. The diagonal's directions are the coordinate axes,
-    whatever the data: its magnitudes are the same on held-out folds.
-    """
-    folds = split_folds(context.ranks, data, num_folds)
-    if curvature == "diag":
-        all_folds = Fold([], [], 0.0)
-        for fold in folds:
-            all_folds.pairs.extend(fold.pairs)
-            all_folds.first_indices.extend(fold.first_indices)
-        return fit_diagonal(context, all_folds, None)
+def fold_factor_sums(
+    context: FitContext, folds: Sequence[Fold]
+) -> tuple[list[FactorSums], DataTotals]:
+    """The factors of each fold, and the totals of all."""
     sums_by_fold: list[FactorSums] = []
     totals = DataTotals()
     for fold in folds:
-        fold_sums, fold_totals = factor_sums(context, fold)
-        sums_by_fold.append(fold_sums)
+        sums, fold_totals = factor_sums(context, fold)
+        sums_by_fold.append(sums)
         totals = totals + fold_totals
-    del fold_sums
-    if curvature == "ekfac":
-        # With several processes each has the factors of the blocks that it owns.
-        sums = {
-            b: (_total(sums_by_fold, b, 0), _total(sums_by_fold, b, 1)) for b in sums_by_fold[0]
-        }
-        bases = eigenbases(context, sums, totals.weight)
-        table = exact_crossfit(context, folds, sums_by_fold, bases)
-        sums_by_fold.clear()
-        for block, measured in table.items():
-            table[block] = bases[block].pooled(measured, context.dtype)
-        return CurvatureFit(assemble(context, bases, table), totals)
-    sizes = [fold.size for fold in folds]
-    return CurvatureFit(_crossfit_factors(context, sizes, sums_by_fold), totals)
+    return sums_by_fold, totals
 
 
-def _crossfit_factors(
+def total_factors(sums_by_fold: Sequence[FactorSums]) -> FactorSums:
+    """The factors of all folds together, for the blocks that this process owns."""
+    return {
+        block: (_total(sums_by_fold, block, 0), _total(sums_by_fold, block, 1))
+        for block in sums_by_fold[0]
+    }
+
+
+def crossfit_factors(
     context: FitContext, sizes: Sequence[float], sums_by_fold: list[FactorSums]
 ) -> BlockDiagonal:
     """K-FAC from the factors of this process's blocks, which are freed on the way."""

@@ -1,11 +1,7 @@
-"""Curvature of all parameters together: dense (`full`) and its leading part (`lowrank`).
-
-Directions are the eigenvectors of the whole matrix, magnitudes the curvature along them on the same
-or on other data: the two-batch idea as for a block, without the Kronecker structure.
-"""
+"""Jacobian rows of all parameters together, and the eigenpairs of their products."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +10,14 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.block_tensors import check_finite
-from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
-from laplace_debias.curvature.fits.crossfit import split_folds
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.directions import average_degenerate, eigh, resolution
 from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
-from laplace_debias.curvature.network.batches import FitData
-from laplace_debias.operators import (
-    BlockDiagonal,
-    EigenKronecker,
-    LowRankPlusDiagonal,
-)
+from laplace_debias.curvature.network.batches import Fold
 
 Rows = Float[Tensor, "rows parameters"]
 
@@ -158,7 +148,7 @@ class LeadingRows(KeptRows):
         """Keep rows, and compress all of them if they are too many."""
         self.sums.append(rows)
         if sum(map(len, self.sums)) > self._max_rows:
-            values, U = _leading(torch.cat(self.sums), 4 * self._rank, self.context.dtype)
+            values, U = leading_pairs(torch.cat(self.sums), 4 * self._rank, self.context.dtype)
             self.sums[:] = [(U * values.sqrt()).T]
 
 
@@ -179,69 +169,33 @@ class SquaresAlong(RowAccumulator):
         self.context.ranks.sum([self.sums])
 
 
-def fit_full(context: FitContext, directions: FitData, magnitudes: FitData | None) -> CurvatureFit:
-    """The whole curvature `[D, D]`: directions from some data, magnitudes from these or others."""
-    accumulator = MomentMatrix(context)
-    totals = DataPass(accumulator).run(directions)
-    eigenvalues, U = accumulator.decompose(totals.weight)
-    return _fit_along(context, eigenvalues, U, totals, magnitudes, None)
+class CountedRows(RowAccumulator):
+    """Counts the bytes of all rows, and keeps none."""
+
+    def __init__(self, context: FitContext) -> None:
+        super().__init__(context, [])
+        self.num_bytes = 0
+
+    def add_rows(self, rows: Rows) -> None:
+        """Count the bytes of rows."""
+        self.num_bytes += rows.nbytes
 
 
-def fit_low_rank(
-    context: FitContext, directions: FitData, magnitudes: FitData | None, rank: int
-) -> CurvatureFit:
-    """The leading eigenvectors of the curvature, and the curvature along them.
-
-    In all other directions the posterior is the prior. Jacobian rows of up to 1 GiB are kept, and
-    the eigenvectors are exact; more are compressed to their `4 rank` leading directions on the way.
-    There are no more directions than Jacobian rows.
-    """
-    accumulator = LeadingRows(context, rank)
-    totals = DataPass(accumulator).run(directions)
-    eigenvalues, U = _on_first(
-        context,
-        [accumulator.joined],
-        lambda rows: _leading(rows[0], rank, context.dtype),
-    )
-    # Its rows are let go before the next pass.
-    del accumulator
-    return _fit_along(context, eigenvalues / totals.weight, U, totals, magnitudes, rank)
-
-
-def fit_crossfit_dense(
-    context: FitContext, data: FitData, num_folds: int, rank: int | None
-) -> CurvatureFit:
-    """Directions from all examples at hand, magnitudes on held-out folds; see `fit_crossfit`.
-
-    Jacobian rows are kept. Without a rank so are all directions (`full`).
-    """
+def read_rows_of_folds(context: FitContext, folds: Sequence[Fold]) -> tuple[list[Rows], DataTotals]:
+    """The Jacobian rows of each fold on this process, and the totals of all folds."""
     rows_by_fold: list[Rows] = []
     totals = DataTotals()
-    for fold in split_folds(context.ranks, data, num_folds):
+    for fold in folds:
         accumulator = KeptRows(context)
         totals = totals + DataPass(accumulator).run(fold)
         rows_by_fold.append(accumulator.joined)
-
-    def crossfit(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-        eigenvalues, U = _leading(torch.cat(rows), rank, context.dtype)
-        total = torch.zeros_like(eigenvalues)
-        for index, fold_rows in enumerate(rows):
-            other_rows = torch.cat([*rows[:index], *rows[index + 1 :]])
-            other_eigenvalues, basis = _leading(other_rows, rank, context.dtype)
-            measured = (fold_rows.to(basis) @ basis).square().sum(0)
-            measured = average_degenerate(measured, other_eigenvalues, context.dtype)
-            # Fewer rows span fewer directions; along the missing ones there is no curvature.
-            total[: len(measured)] += measured[: len(total)]
-        return average_degenerate(total / totals.weight, eigenvalues, context.dtype), U
-
-    magnitudes, U = _on_first(context, rows_by_fold, crossfit)
-    return _fit_along(context, magnitudes, U, totals, None, rank)
+    return rows_by_fold, totals
 
 
-def _on_first(
+def decompose_on_first(
     context: FitContext,
-    rows: list[Tensor],
-    decompose: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
+    rows: list[Rows],
+    decompose: Callable[[list[Rows]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Eigenpairs of the rows of all processes: the first process decomposes them for all."""
     rows_of_all = [context.ranks.on_all([tensor]) or [tensor] for tensor in rows]
@@ -251,31 +205,30 @@ def _on_first(
     return context.ranks.share(pairs, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
 
 
-def _fit_along(
-    context: FitContext,
-    magnitudes: Float[Tensor, " k"],
-    U: Float[Tensor, "parameters k"],
-    totals: DataTotals,
-    data: FitData | None,
-    rank: int | None,
-) -> CurvatureFit:
-    """The fit of directions and their magnitudes, which are measured on other data if given."""
-    if data is not None:
-        accumulator = SquaresAlong(context, U)
-        totals_of_magnitudes = DataPass(accumulator).run(data, totals.num_examples)
-        measured = accumulator.sums / totals_of_magnitudes.weight
-        magnitudes = average_degenerate(measured, magnitudes, context.dtype)
-        totals = totals + totals_of_magnitudes
-    if rank is None:
-        full = EigenKronecker(U, None, magnitudes.unsqueeze(1)).to(context.dtype)
-        return CurvatureFit(BlockDiagonal({DENSE_BLOCK: full}), totals)
-    U = U.to(context.dtype)
-    magnitudes = magnitudes.to(context.dtype).clamp_min(0)
-    low_rank = LowRankPlusDiagonal(U, magnitudes, 0.0)
-    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: low_rank}), totals)
+def crossfit_rows(
+    rows_by_fold: list[Rows], weight: float, rank: int | None, precision: torch.dtype
+) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
+    """Magnitudes on held-out folds, and the directions of all rows; all directions for no rank.
+
+    Args:
+        rows_by_fold: The Jacobian rows of each fold.
+        weight: The sum of all examples' weights.
+        rank: The number of directions.
+        precision: The dtype that the rows were computed in.
+    """
+    eigenvalues, U = leading_pairs(torch.cat(rows_by_fold), rank, precision)
+    total = torch.zeros_like(eigenvalues)
+    for index, fold_rows in enumerate(rows_by_fold):
+        other_rows = torch.cat([*rows_by_fold[:index], *rows_by_fold[index + 1 :]])
+        other_eigenvalues, basis = leading_pairs(other_rows, rank, precision)
+        measured = (fold_rows.to(basis) @ basis).square().sum(0)
+        measured = average_degenerate(measured, other_eigenvalues, precision)
+        # Fewer rows span fewer directions; along the missing ones there is no curvature.
+        total[: len(measured)] += measured[: len(total)]
+    return average_degenerate(total / weight, eigenvalues, precision), U
 
 
-def _leading(
+def leading_pairs(
     rows: Rows, rank: int | None, precision: torch.dtype
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
     """Leading eigenpairs of `rowsᵀ rows`, through the smaller of its two products; all for None.

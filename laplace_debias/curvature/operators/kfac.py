@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.kfac import fit_ekfac, fit_kfac
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, parameter_order
@@ -23,6 +23,9 @@ from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.operators.network_operator import loss_scale
+from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.curvature.structures.ekfac import EkfacCurvature
+from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import current, together
@@ -167,7 +170,7 @@ class KFAC(Permuted):
             made = choose_backend(unwrapped(model), backend, blocks)(tap, blocks)
             how = factor_dtype, memory_bound, current()
             problem = FitContext(cotangents, blocks, made, *how)
-            fitted = self._fit(problem, of_loss, None if magnitudes is None else measured)
+            fitted = self._structure.fit(problem, of_loss, None if magnitudes is None else measured)
         order = parameter_order(tap.network, network.names, blocks)
         Permuted.__init__(
             self,
@@ -182,7 +185,7 @@ class KFAC(Permuted):
         """The blocks, in their own order of rows."""
         return self.operator  # type: ignore[return-value]
 
-    _fit = staticmethod(fit_kfac)
+    _structure: ClassVar[CurvatureStructure] = KfacCurvature()
 
 
 class EKFAC(KFAC):
@@ -197,7 +200,7 @@ class EKFAC(KFAC):
         eigenbasis".
     """
 
-    _fit = staticmethod(fit_ekfac)
+    _structure = EkfacCurvature()
 
 
 class LossData:

@@ -1,4 +1,4 @@
-"""Kronecker-factored curvature: factors → directions → magnitudes → blocks."""
+"""Magnitudes: the curvature along given directions, measured on data."""
 
 import itertools
 from collections.abc import Mapping, MutableMapping
@@ -15,7 +15,7 @@ from laplace_debias.curvature.fits.block_tensors import (
     check_finite,
     sum_over_processes,
 )
-from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
@@ -25,27 +25,13 @@ from laplace_debias.curvature.fits.directions import (
     ekfac_magnitudes,
     outer,
 )
-from laplace_debias.curvature.fits.eigenbases import eigenbases
-from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, factor_sums
+from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
 from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
-
-
-def fit_kfac(context: FitContext, directions: FitData, magnitudes: FitData | None) -> CurvatureFit:
-    """K-FAC: directions from one set of batches, magnitudes from another (Eq. 9) or the same.
-
-    The second factors are projected and freed one block at a time.
-    """
-    factors, totals = factor_sums(context, directions)
-    bases = eigenbases(context, factors, totals.weight)
-    if magnitudes is None:
-        return CurvatureFit(assemble(context, bases, None), totals)
-    table, totals_of_magnitudes = curvature_along(context, bases, magnitudes, totals.num_examples)
-    return CurvatureFit(assemble(context, bases, table), totals + totals_of_magnitudes)
 
 
 def curvature_along(
@@ -119,24 +105,6 @@ class DirectionalCurvature(FactorAccumulator):
         )
 
 
-def fit_ekfac(context: FitContext, directions: FitData, magnitudes: FitData | None) -> CurvatureFit:
-    """EKFAC: K-FAC's directions, and the exact curvature along every one of them.
-
-    Without `magnitudes` the data of `directions` are read twice.
-    """
-    factors, totals = factor_sums(context, directions)
-    bases = eigenbases(context, factors, totals.weight)
-    if magnitudes is None:
-        table, totals_of_magnitudes = exact_sums(context, bases, directions, 0)
-    else:
-        table, totals_of_magnitudes = exact_sums(context, bases, magnitudes, totals.num_examples)
-        totals = totals + totals_of_magnitudes
-    for block, squares in table.items():
-        mean = squares.div_(totals_of_magnitudes.weight)
-        table[block] = bases[block].pooled(mean, context.dtype)
-    return CurvatureFit(assemble(context, bases, table), totals)
-
-
 def exact_sums(
     context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first: int
 ) -> tuple[BlockTensors, DataTotals]:
@@ -180,19 +148,17 @@ class SquaredGradients(Accumulator):
         self.squares = sum_over_processes(self.context, self.squares)
 
 
-def fit_diagonal(
-    context: FitContext, directions: FitData, magnitudes: FitData | None
-) -> CurvatureFit:
-    """The exact diagonal of the curvature: EKFAC's magnitudes along the coordinate axes.
+class _DroppedSquares(SquaredGradients):
+    """Measures the squares along directions, and adds them to nothing."""
 
-    The axes depend on no data, so that measuring along them has no bias: a debiased fit reads only
-    its second batches, and not those of `directions`.
-    """
-    bases = {block: coordinate_axes() for block in context.blocks}
-    table, totals = exact_sums(context, bases, directions if magnitudes is None else magnitudes, 0)
-    for squares in table.values():
-        squares.div_(totals.weight)
-    return CurvatureFit(assemble(context, bases, table), totals)
+    def add(self, block: Block, measured: Tensor) -> None:
+        """Drop the squares."""
+
+
+def drop_squares(context: FitContext, data: FitData) -> None:
+    """Measure the squares along the coordinate axes, and keep none, to see what that costs."""
+    axes = {block: coordinate_axes() for block in context.blocks}
+    DataPass(_DroppedSquares(context, axes)).run(data)
 
 
 def coordinate_axes() -> Eigenbasis:
@@ -219,6 +185,3 @@ def assemble(
         U_G, U_A = basis.directions(context.dtype)
         blocks[block.name] = EigenKronecker(U_G, U_A, magnitudes.to(context.dtype))
     return BlockDiagonal(blocks)
-
-
-FITS = {"kfac": fit_kfac, "ekfac": fit_ekfac, "diag": fit_diagonal}

@@ -1,0 +1,161 @@
+"""The interface of a curvature structure: its fits, its memory, its tensors."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.magnitudes import drop_squares
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
+
+# A block of all parameters is low-rank, or has the eigenvectors of the whole matrix.
+CurvatureBlock = EigenKronecker | LowRankPlusDiagonal
+# How many rows the factors G and A of blocks have; None where they are matrices.
+NumRows = Mapping[Block, Sequence[int | None]]
+NO_ROWS: NumRows = {}
+EIGH_MATRICES = 5
+"""Matrices of a factor's size while it is decomposed, the factor included."""
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of one block: G and A, which sums and then eigenbases take; magnitudes; what is kept.
+
+    Attributes:
+        name: The block.
+        factors: G and A, in `factor_dtype`.
+        magnitudes: The curvature along every direction, in `factor_dtype`.
+        posterior: What is kept of both after the fit, in the model's dtype.
+    """
+
+    name: str
+    factors: int
+    magnitudes: int
+    posterior: int
+
+
+@dataclass(frozen=True)
+class TrialPass:
+    """The sums that a pass over one batch leaves.
+
+    Attributes:
+        sum_bytes: Bytes of the sums.
+        row_bytes: Bytes of all Jacobian rows of the batch.
+        num_rows: The numbers of rows of factors that have thin directions.
+    """
+
+    sum_bytes: int = 0
+    row_bytes: int = 0
+    num_rows: NumRows = field(default_factory=dict)
+
+
+def squares_trial(context: FitContext, data: FitData) -> TrialPass:
+    """Measure exact curvature along directions on the data of a trial."""
+    drop_squares(context, data)
+    return TrialPass()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The size of a planned fit, from a trial on one batch.
+
+    Attributes:
+        is_debiased: Whether magnitudes are measured on other data than the directions.
+        num_folds: The number of folds; 1 without cross-fitting.
+        num_passes: How often as much data as one batch, or one fold of it, is read; None if the
+            number of batches is unknown.
+        working_bytes: Bytes at most during a pass, without its sums.
+        row_bytes: Bytes of all Jacobian rows of one batch.
+        num_rows: The numbers of rows of factors that have thin directions, for all batches.
+    """
+
+    is_debiased: bool
+    num_folds: int
+    num_passes: int | None
+    working_bytes: int
+    row_bytes: int
+    num_rows: NumRows
+
+    @property
+    def is_crossfit(self) -> bool:
+        """Whether magnitudes are measured on held-out folds."""
+        return self.num_folds > 1
+
+
+@dataclass(frozen=True)
+class CurvatureStructure(ABC):
+    """A structure of the curvature, by which its posterior is fitted, stored and planned.
+
+    A new structure is a subclass in a file of its own, and a line in `STRUCTURES`.
+
+    Attributes:
+        rank: The number of directions that are kept; None for a structure without a rank.
+        name: What a user calls the structure.
+        is_dense: Whether all parameters make a single block.
+        has_factors: Whether a layer's block is a Kronecker product of factors.
+        takes_rank: Whether the structure takes a rank.
+        reads_data_twice: Whether a fit of directions and magnitudes to the same data reads them
+            twice.
+    """
+
+    rank: float | None = None
+
+    name: ClassVar[str]
+    is_dense: ClassVar[bool] = False
+    has_factors: ClassVar[bool] = False
+    takes_rank: ClassVar[bool] = False
+    reads_data_twice: ClassVar[bool] = False
+
+    @property
+    def directions_per_factor(self) -> int | None:
+        """The number of directions of each Kronecker factor, at most; None for all."""
+        return None
+
+    def block_names(self, blocks: Sequence[Block]) -> list[str]:
+        """The names of the posterior's blocks."""
+        return [block.name for block in blocks]
+
+    @abstractmethod
+    def fit(
+        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+    ) -> CurvatureFit:
+        """Fit directions to some data, and measure magnitudes on other data (Eq. 9) or the same."""
+
+    @abstractmethod
+    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+        """Fit directions to all data at hand, and measure magnitudes on held-out folds."""
+
+    @abstractmethod
+    def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
+        """The passes of a fit, each to be run over one batch to measure its time and memory."""
+
+    def num_trials(self, is_debiased: bool) -> int:
+        """How often a fit makes the passes of a trial, per batch of each data set."""
+        return 2 if is_debiased else 1
+
+    @abstractmethod
+    def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
+        """Bytes of each block; none if all parameters make a single block."""
+
+    def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
+        """Bytes of the fitted curvature."""
+        return sum(block.posterior for block in self.block_bytes(context, num_rows))
+
+    @abstractmethod
+    def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
+        """Bytes at most in each stage of a fit, by the stage's name."""
+
+    def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
+        """The tensors of a block in a file; directions that are coordinate axes are left out."""
+        assert isinstance(block, EigenKronecker)
+        parts = {"U_G": block.U_G, "U_A": block.U_A, "magnitudes": block.magnitudes}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
+        """The block of its `tensors`."""
+        return EigenKronecker(tensors.get("U_G"), tensors.get("U_A"), tensors["magnitudes"])

@@ -1,0 +1,80 @@
+"""The diagonal of the curvature: exact curvature along the coordinate axes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.crossfit import split_folds
+from laplace_debias.curvature.fits.magnitudes import (
+    assemble,
+    coordinate_axes,
+    exact_sums,
+)
+from laplace_debias.curvature.network.batches import FitData, Fold
+from laplace_debias.curvature.structures.base import (
+    NO_ROWS,
+    BlockBytes,
+    CurvatureStructure,
+    NumRows,
+    TrialPass,
+    Workload,
+    squares_trial,
+)
+
+
+@dataclass(frozen=True)
+class DiagonalCurvature(CurvatureStructure):
+    """The exact diagonal.
+
+    The axes depend on no data, so that measuring along them has no bias.
+    """
+
+    name = "diag"
+
+    def fit(
+        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+    ) -> CurvatureFit:
+        """Measure the diagonal; a debiased fit reads only the data of the magnitudes."""
+        bases = {block: coordinate_axes() for block in context.blocks}
+        data = directions if magnitudes is None else magnitudes
+        table, totals = exact_sums(context, bases, data, 0)
+        for squares in table.values():
+            squares.div_(totals.weight)
+        return CurvatureFit(assemble(context, bases, table), totals)
+
+    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+        """Measure the diagonal on all folds, which is its value on held-out folds."""
+        pairs = []
+        first_indices = []
+        size = 0.0
+        for fold in split_folds(context.ranks, data, num_folds):
+            pairs.extend(fold.pairs)
+            first_indices.extend(fold.first_indices)
+            size += fold.size
+        return self.fit(context, Fold(pairs, first_indices, size))
+
+    def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
+        """The pass that measures the squares of the gradients."""
+        return [partial(squares_trial, context, data)]
+
+    def num_trials(self, is_debiased: bool) -> int:
+        """One: a debiased fit reads only one of its two data sets."""
+        return 1
+
+    def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
+        """Bytes of each block's entries."""
+        return [
+            BlockBytes(
+                block.name,
+                0,
+                context.factor_dtype.itemsize * block.size,
+                context.dtype.itemsize * block.size,
+            )
+            for block in context.blocks
+        ]
+
+    def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
+        """Bytes of the only pass."""
+        magnitudes = sum(block.magnitudes for block in self.block_bytes(context))
+        return {"curvature along the axes": magnitudes + workload.working_bytes}

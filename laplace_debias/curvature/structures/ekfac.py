@@ -1,0 +1,81 @@
+"""EKFAC: K-FAC's directions, and the exact curvature along every one of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.crossfit import (
+    exact_crossfit,
+    fold_factor_sums,
+    split_folds,
+    total_factors,
+)
+from laplace_debias.curvature.fits.eigenbases import eigenbases
+from laplace_debias.curvature.fits.factor_sums import factor_sums
+from laplace_debias.curvature.fits.magnitudes import assemble, exact_sums
+from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.structures.base import TrialPass, Workload, squares_trial
+from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
+
+
+@dataclass(frozen=True)
+class EkfacCurvature(FactoredCurvature):
+    """K-FAC's directions with the exact curvature along each."""
+
+    name = "ekfac"
+    reads_data_twice = True
+
+    def fit(
+        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+    ) -> CurvatureFit:
+        """Fit directions to some data, and measure magnitudes on other data or the same."""
+        factors, totals = factor_sums(context, directions)
+        bases = eigenbases(context, factors, totals.weight)
+        if magnitudes is None:
+            table, measured_totals = exact_sums(context, bases, directions, 0)
+        else:
+            table, measured_totals = exact_sums(context, bases, magnitudes, totals.num_examples)
+            totals = totals + measured_totals
+        for block, squares in table.items():
+            mean = squares.div_(measured_totals.weight)
+            table[block] = bases[block].pooled(mean, context.dtype)
+        return self.leading(CurvatureFit(assemble(context, bases, table), totals))
+
+    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+
+        This takes two passes over the data, and holds the factors of all folds.
+        """
+        folds = split_folds(context.ranks, data, num_folds)
+        sums_by_fold, totals = fold_factor_sums(context, folds)
+        bases = eigenbases(context, total_factors(sums_by_fold), totals.weight)
+        table = exact_crossfit(context, folds, sums_by_fold, bases)
+        sums_by_fold.clear()
+        for block, measured in table.items():
+            table[block] = bases[block].pooled(measured, context.dtype)
+        return self.leading(CurvatureFit(assemble(context, bases, table), totals))
+
+    def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
+        """The pass that sums the factors, and the one that measures the magnitudes."""
+        return [partial(factor_trial, context, data), partial(squares_trial, context, data)]
+
+    def num_trials(self, is_debiased: bool) -> int:
+        """One: each of the two passes reads one of the two data sets of a debiased fit."""
+        return 1
+
+    def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
+        """Bytes of the factors, of their decompositions, and of the magnitudes."""
+        stages = super().stage_bytes(context, workload)
+        blocks = self.block_bytes(context, workload.num_rows)
+        factors = sum(block.factors for block in blocks)
+        bases = factors
+        if workload.is_crossfit:
+            bases = workload.num_folds * factors + 2 * factors
+        # Directions are rotated with in the model's dtype.
+        copies = 0
+        if context.factor_dtype.itemsize != context.dtype.itemsize:
+            copies = factors * context.dtype.itemsize // context.factor_dtype.itemsize
+        magnitudes = sum(block.magnitudes for block in blocks)
+        stages["magnitudes"] = bases + copies + magnitudes + workload.working_bytes
+        return stages

@@ -1,0 +1,137 @@
+"""Parts that K-FAC and EKFAC share: Kronecker factors, their rank and their memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.directions import Factor, GramFactor
+from laplace_debias.curvature.fits.factor_sums import factor_sums
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.structures.base import (
+    EIGH_MATRICES,
+    NO_ROWS,
+    BlockBytes,
+    CurvatureStructure,
+    NumRows,
+    TrialPass,
+    Workload,
+)
+from laplace_debias.system.checks import whole
+
+
+@dataclass(frozen=True)
+class FactoredCurvature(CurvatureStructure):
+    """Directions from Kronecker factors, `U_G ⊗ U_A`.
+
+    Attributes:
+        rank: The number of directions of each factor, or below 1 the fraction of the trace that
+            they hold; None for all.
+    """
+
+    has_factors = True
+    takes_rank = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, float):
+            if not 0 < self.rank < 1:
+                raise ValueError(
+                    "rank must be a number of directions, or a share of the trace below 1, such as "
+                    f"0.99, got {self.rank}."
+                )
+        elif self.rank is not None:
+            whole(self.rank, "rank")
+
+    @property
+    def directions_per_factor(self) -> int | None:
+        """The rank, unless it is None or a fraction."""
+        return None if self.rank is None or isinstance(self.rank, float) else int(self.rank)
+
+    def leading(self, fit: CurvatureFit) -> CurvatureFit:
+        """The fit with as many directions of each factor as the rank says."""
+        rank = self.rank
+        if rank is None:
+            return fit
+        return replace(fit, curvature=fit.curvature.map(lambda _, block: block.leading(rank)))
+
+    def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
+        """Bytes of each block's factors, magnitudes and posterior."""
+        return [_factored_bytes(block, context, num_rows) for block in context.blocks]
+
+    def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
+        """Bytes of the passes for the factors, and of their decompositions."""
+        blocks = self.block_bytes(context, workload.num_rows)
+        sums = workload.num_folds * sum(block.factors for block in blocks)
+        decomposed = [
+            block_bytes.factors
+            + (EIGH_MATRICES - 1) * _largest_matrix(block, context, workload.num_rows)
+            for block, block_bytes in zip(context.blocks, blocks, strict=True)
+        ]
+        return {
+            "factors": sums + workload.working_bytes,
+            "eigendecompositions": sums + max(decomposed),
+        }
+
+
+def factor_trial(context: FitContext, data: FitData) -> TrialPass:
+    """Sum the factors over the data of a trial."""
+    sums, _ = factor_sums(context, data)
+    sum_bytes = 0
+    num_rows: dict[Block, list[int | None]] = {}
+    for block, factors in sums.items():
+        num_rows[block] = []
+        for factor in factors:
+            is_thin = isinstance(factor, GramFactor) and factor.has_thin_directions
+            num_rows[block].append(len(_entries(factor)) if is_thin else None)
+            sum_bytes += _entries(factor).nbytes
+    return TrialPass(sum_bytes, 0, num_rows)
+
+
+def _entries(factor: Factor) -> torch.Tensor:
+    return factor.rows if isinstance(factor, GramFactor) else factor
+
+
+def _side_sizes(block: Block, counts: Sequence[int | None], side: int) -> tuple[int, int | None]:
+    """The number of entries of a factor, and the number of its rows; None for a matrix."""
+    d, shape = block.shape[side], block.factor_shapes[side]
+    num_rows = block.most_rows if block.is_streamed[side] else counts[side]
+    if num_rows is not None:
+        return num_rows * d, num_rows
+    return prod(shape) if shape else 0, None
+
+
+def _is_axes(block: Block, side: int) -> bool:
+    """Whether the directions of a side are the coordinate axes."""
+    return block.has_diagonal_G if side == 0 else block.has_diagonal_A or block.is_exact
+
+
+def _factored_bytes(block: Block, context: FitContext, num_rows: NumRows) -> BlockBytes:
+    counts = num_rows.get(block, (None, None))
+    factors = directions = 0
+    magnitudes = kept_magnitudes = block.num_groups
+    for side, d in enumerate(block.shape):
+        num_entries, rows = _side_sizes(block, counts, side)
+        factors += num_entries
+        magnitudes *= d if rows is None else rows + 1
+        num_directions = d if rows is None else rows
+        if not _is_axes(block, side):
+            if block.rank is not None and 2 * block.rank < d:
+                num_directions = min(num_directions, block.rank)
+            directions += block.num_groups * num_directions * d
+        kept_magnitudes *= min(num_directions + 1, d)
+    return BlockBytes(
+        block.name,
+        context.factor_dtype.itemsize * factors,
+        context.factor_dtype.itemsize * magnitudes,
+        context.dtype.itemsize * (kept_magnitudes + directions),
+    )
+
+
+def _largest_matrix(block: Block, context: FitContext, num_rows: NumRows) -> int:
+    """Bytes of the largest matrix, or rows, that is decomposed for a block."""
+    counts = num_rows.get(block, (None, None))
+    entries = [_side_sizes(block, counts, side)[0] for side in (0, 1) if not _is_axes(block, side)]
+    return context.factor_dtype.itemsize * max(entries, default=0)

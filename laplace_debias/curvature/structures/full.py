@@ -1,0 +1,86 @@
+"""The curvature of all parameters together, as a matrix `[D, D]`."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.crossfit import split_folds
+from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.dense import (
+    DENSE_BLOCK,
+    MomentMatrix,
+    crossfit_rows,
+    decompose_on_first,
+    read_rows_of_folds,
+)
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.structures.base import EIGH_MATRICES, NO_ROWS, NumRows, Workload
+from laplace_debias.curvature.structures.dense import (
+    DenseCurvature,
+    kept_row_bytes,
+    measure_along,
+    num_parameters,
+)
+from laplace_debias.operators import BlockDiagonal, EigenKronecker
+
+
+@dataclass(frozen=True)
+class FullCurvature(DenseCurvature):
+    """All eigenvectors of the curvature of all parameters."""
+
+    name = "full"
+
+    def fit(
+        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+    ) -> CurvatureFit:
+        """Fit directions to some data, and measure magnitudes on other data or the same."""
+        accumulator = MomentMatrix(context)
+        totals = DataPass(accumulator).run(directions)
+        eigenvalues, U = accumulator.decompose(totals.weight)
+        values, totals = measure_along(context, U, eigenvalues, magnitudes, totals)
+        return _assemble(context, values, U, totals)
+
+    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+
+        Jacobian rows are kept.
+        """
+        folds = split_folds(context.ranks, data, num_folds)
+        rows_by_fold, totals = read_rows_of_folds(context, folds)
+        values, U = decompose_on_first(
+            context,
+            rows_by_fold,
+            lambda rows: crossfit_rows(rows, totals.weight, None, context.dtype),
+        )
+        return _assemble(context, values, U, totals)
+
+    def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
+        """Bytes of all directions and magnitudes."""
+        size = num_parameters(context)
+        return context.dtype.itemsize * size * (size + 1)
+
+    def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
+        """Bytes of the matrix or of all rows, and of the decomposition."""
+        matrix = context.factor_dtype.itemsize * num_parameters(context) ** 2
+        rows = 0
+        num_matrices = EIGH_MATRICES
+        if workload.is_crossfit:
+            rows = kept_row_bytes(workload)
+            num_matrices += 2
+        return {
+            "curvature": max(rows, matrix) + workload.working_bytes,
+            "eigendecomposition": rows + num_matrices * matrix,
+        }
+
+
+def _assemble(
+    context: FitContext,
+    magnitudes: Float[Tensor, " D"],
+    U: Float[Tensor, "D D"],
+    totals: DataTotals,
+) -> CurvatureFit:
+    block = EigenKronecker(U, None, magnitudes.unsqueeze(1)).to(context.dtype)
+    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), totals)

@@ -1,0 +1,62 @@
+"""K-FAC: factors → directions → magnitudes → blocks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.crossfit import crossfit_factors, fold_factor_sums, split_folds
+from laplace_debias.curvature.fits.eigenbases import eigenbases
+from laplace_debias.curvature.fits.factor_sums import factor_sums
+from laplace_debias.curvature.fits.magnitudes import assemble, curvature_along
+from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.structures.base import TrialPass, Workload
+from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
+
+
+@dataclass(frozen=True)
+class KfacCurvature(FactoredCurvature):
+    """Kronecker-factored curvature: magnitudes are products of the factors' own curvatures."""
+
+    name = "kfac"
+
+    def fit(
+        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+    ) -> CurvatureFit:
+        """Fit directions to some data, and measure magnitudes on other data (Eq. 9) or the same.
+
+        The second factors are projected and freed one block at a time.
+        """
+        factors, totals = factor_sums(context, directions)
+        bases = eigenbases(context, factors, totals.weight)
+        if magnitudes is None:
+            return self.leading(CurvatureFit(assemble(context, bases, None), totals))
+        table, more_totals = curvature_along(context, bases, magnitudes, totals.num_examples)
+        curvature = assemble(context, bases, table)
+        return self.leading(CurvatureFit(curvature, totals + more_totals))
+
+    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+
+        This takes one pass over the data, and holds the factors of all folds. A factor of full rank
+        is decomposed K + 1 times; one of rank r, as few examples of a linear layer give it, once,
+        and then K matrices `[r, r]` are.
+        """
+        folds = split_folds(context.ranks, data, num_folds)
+        sums_by_fold, totals = fold_factor_sums(context, folds)
+        sizes = [fold.size for fold in folds]
+        curvature = crossfit_factors(context, sizes, sums_by_fold)
+        return self.leading(CurvatureFit(curvature, totals))
+
+    def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
+        """The pass that sums the factors."""
+        return [partial(factor_trial, context, data)]
+
+    def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
+        """Bytes of the factors, of their decompositions, and of the second factors."""
+        stages = super().stage_bytes(context, workload)
+        if workload.is_debiased:
+            blocks = self.block_bytes(context, workload.num_rows)
+            factors = sum(block.factors for block in blocks)
+            stages["magnitudes"] = 2 * factors + workload.working_bytes
+        return stages

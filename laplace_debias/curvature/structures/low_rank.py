@@ -1,0 +1,133 @@
+"""The leading eigenvectors of the curvature of all parameters together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.crossfit import split_folds
+from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.dense import (
+    DENSE_BLOCK,
+    LeadingRows,
+    crossfit_rows,
+    decompose_on_first,
+    leading_pairs,
+    read_rows_of_folds,
+)
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.structures.base import NO_ROWS, CurvatureBlock, NumRows, Workload
+from laplace_debias.curvature.structures.dense import (
+    DenseCurvature,
+    kept_row_bytes,
+    measure_along,
+    num_parameters,
+)
+from laplace_debias.operators import BlockDiagonal, LowRankPlusDiagonal
+from laplace_debias.system.checks import whole
+
+_DEFAULT_RANK = 20
+
+
+@dataclass(frozen=True)
+class LowRankCurvature(DenseCurvature):
+    """The leading eigenvectors; in all other directions the posterior is the prior.
+
+    Attributes:
+        rank: The number of directions, 20 if None. There are no more than Jacobian rows.
+    """
+
+    name = "lowrank"
+    takes_rank = True
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            whole(self.rank, "rank")
+
+    @property
+    def num_directions(self) -> int:
+        """The number of directions, at most."""
+        return _DEFAULT_RANK if self.rank is None else int(self.rank)
+
+    def fit(
+        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+    ) -> CurvatureFit:
+        """Fit directions to some data, and measure magnitudes on other data or the same.
+
+        Jacobian rows of up to 1 GiB are kept, and the eigenvectors are exact; more are compressed
+        to their `4 rank` leading directions on the way.
+        """
+        rank = self.num_directions
+        accumulator = LeadingRows(context, rank)
+        totals = DataPass(accumulator).run(directions)
+        eigenvalues, U = decompose_on_first(
+            context,
+            [accumulator.joined],
+            lambda rows: leading_pairs(rows[0], rank, context.dtype),
+        )
+        # Its rows are let go before the next pass.
+        del accumulator
+        eigenvalues = eigenvalues / totals.weight
+        values, totals = measure_along(context, U, eigenvalues, magnitudes, totals)
+        return _assemble(context, values, U, totals)
+
+    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+
+        Jacobian rows are kept.
+        """
+        folds = split_folds(context.ranks, data, num_folds)
+        rows_by_fold, totals = read_rows_of_folds(context, folds)
+        values, U = decompose_on_first(
+            context,
+            rows_by_fold,
+            lambda rows: crossfit_rows(rows, totals.weight, self.num_directions, context.dtype),
+        )
+        return _assemble(context, values, U, totals)
+
+    def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
+        """Bytes of the directions and magnitudes."""
+        size = num_parameters(context)
+        return context.dtype.itemsize * min(self.num_directions, size) * (size + 1)
+
+    def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
+        """Bytes of the rows, and of the directions while these are computed."""
+        rows = kept_row_bytes(workload)
+        row_bytes = context.factor_dtype.itemsize * num_parameters(context)
+        directions = min(row_bytes * self.num_directions, rows)
+        # Rows of several batches are joined.
+        if workload.num_passes == 1:
+            working_bytes = workload.working_bytes - workload.row_bytes
+        else:
+            working_bytes = max(workload.working_bytes, rows)
+        # The directions are there twice while they are computed, in cross-fitting three times.
+        copies = 3 if workload.is_crossfit else 2
+        rows_of_folds = 2 * rows if workload.is_crossfit else rows
+        return {
+            "Jacobian rows": rows + max(0, working_bytes),
+            "directions": rows_of_folds + copies * directions,
+        }
+
+    def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
+        """The directions and magnitudes of the block in a file."""
+        assert isinstance(block, LowRankPlusDiagonal)
+        return {"U": block.U, "magnitudes": block.magnitudes}
+
+    def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
+        """The block of its `tensors`."""
+        return LowRankPlusDiagonal(tensors["U"], tensors["magnitudes"], 0.0)
+
+
+def _assemble(
+    context: FitContext,
+    magnitudes: Float[Tensor, " k"],
+    U: Float[Tensor, "parameters k"],
+    totals: DataTotals,
+) -> CurvatureFit:
+    U = U.to(context.dtype)
+    magnitudes = magnitudes.to(context.dtype).clamp_min(0)
+    block = LowRankPlusDiagonal(U, magnitudes, 0.0)
+    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), totals)
