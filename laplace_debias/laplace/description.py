@@ -17,7 +17,7 @@ def describe(state: Unfitted | FittedPosterior) -> dict[str, str]:
     lines = {
         "model": type(model).__name__,
         "likelihood": _described_likelihood(state.spec.likelihood),
-        "curvature": state.config.kind.name,
+        "curvature": state.config.structure.name,
     }
     if state.parameters is None:
         lines["parameters"] = f"those of the last layer, found at the fit, of {total:,}"

@@ -876,7 +876,7 @@ class Laplace(Predictor):
         """Require the processes that make a call together to make it alike."""
         ranks = current()
         if ranks.size > 1:
-            ranks.require_same(made=self, settings=self._state.config, **arguments)
+            ranks.require_same(made=lambda: str(self), settings=self._state.config, **arguments)
 
     @property
     def _fitted(self) -> FittedPosterior:

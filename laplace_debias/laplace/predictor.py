@@ -217,7 +217,7 @@ class Predictor(ABC):
         options = {"samples": samples, "link": link, "level": level, "score": score}
         configs = [state.config for state in self._states]
         current().require_same(
-            made=self, settings=configs, ood=list(ood or ()), method=method, **options
+            made=lambda: str(self), settings=configs, ood=list(ood or ()), method=method, **options
         )
         if score is not None and not ood:
             raise ValueError(f"score={score!r} is for out-of-distribution data: give `ood`, too.")

@@ -251,5 +251,5 @@ def test_wrong_ranks_are_refused():
         Laplace(model, rank=0)
     with pytest.raises(TypeError, match="rank"):
         Laplace(model, curvature="lowrank", rank=0.9)
-    with pytest.raises(ValueError, match=r'mode="auto".*leave rank out'):
+    with pytest.raises(ValueError, match=r'mode="auto".*Remove rank='):
         Laplace(model, rank=3).fit(data, mode="auto", num_data=64)
