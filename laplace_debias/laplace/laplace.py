@@ -73,11 +73,10 @@ class Laplace(Predictor):
     prior precision and T the likelihood's temperature (Eq. 4 and 17 of Tatzel et al., 2025,
     "Debiasing mini-batch quadratics for applications in deep learning"). The model is not changed.
 
-    Any number of threads may use one object. In a process group `fit`, `fit_batches`, `tune`,
-    `evaluate` and `save` are called on all processes: each reads its part of the data
-    (`ShardedBatches`) and ends with the whole posterior; see `alone` for one process on its own.
-    With a `generator` a call is a function of it and of the data, and leaves torch's global
-    generator alone.
+    Any number of threads may use one object. In a process group, call `fit`, `fit_batches`, `tune`,
+    `evaluate` and `save` on all processes: each reads its share of the data (`ShardedBatches`) and
+    ends with the whole posterior; see `alone` for a call on one process. With a `generator`, a call
+    depends only on it and on the data, and leaves torch's global generator as it was.
 
     Args:
         model: A trained network in eval mode, from inputs `[B, ...]` to outputs `[B, C]`; a single
@@ -85,46 +84,48 @@ class Laplace(Predictor):
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
             `"heteroscedastic"` (means and log-variances, `[B, 2C]`), `"binary"` (one logit),
             `"multilabel"` (targets 0 or 1, `[B, C]`), or a `Likelihood`.
-        curvature: `"kfac"`, `"ekfac"` (its directions, exact curvature along each), `"diag"`,
-            `"lowrank"` (leading eigenvectors of the whole matrix) or `"full"`.
+        curvature: `"kfac"`, `"ekfac"` (K-FAC's directions with the exact curvature along each),
+            `"diag"`, `"lowrank"` (leading eigenvectors of the whole matrix) or `"full"`.
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
-            (those of known layers), `"last_layer"` (the layer that returns the outputs, determined
-            by the first `fit` unless the structure determines it; fast, and where
-            docs/choosing.md advises to start), names, or a predicate `(name, parameter) -> bool`.
-            Frozen parameters are never Bayesian. A parameter of no known layer has an exact block:
-            dense up to 1,024 entries, diagonal above.
+            (those of supported layers), `"last_layer"` (the layer that the outputs come from, which
+            the first `fit` determines; faster, see docs/choosing.md), names, or a predicate
+            `(name, parameter) -> bool`. Frozen parameters are never Bayesian. A parameter of a
+            layer that is not supported has an exact block, which is dense up to 1,024 entries and
+            diagonal above.
         prior_precision: δ, one number or one per block (see `block_names`).
-        backend: `"backpack"`, `"hooks"`, or `"auto"`: BackPACK where it can. Both give the same.
-        fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels drawn from the model) or
-            `"empirical"` (the true labels).
-        factor_dtype: In what curvature is summed and decomposed.
+        backend: `"backpack"`, `"hooks"`, or `"auto"`, which uses BackPACK where it can. The factors
+            are the same.
+        fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels sampled from the model)
+            or `"empirical"` (the true labels).
+        factor_dtype: The dtype in which curvature is summed and decomposed.
         sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None,
-            a fit assumes 1.0 for a single output, estimates the noise of each of several outputs
-            by their residuals, and warns of it; `tune` tunes it.
-        mc_samples: Labels an example for `fisher="mc"`.
-        joint: Whether a layer's weight and bias make one block. Not of `"lowrank"` and `"full"`.
+            a fit warns, and assumes 1.0 for a single output or estimates the noise of each of
+            several outputs from their residuals; `tune` then scales it.
+        mc_samples: Labels per example for `fisher="mc"`.
+        joint: Whether a layer's weight and bias make one block. Not for `"lowrank"` and `"full"`.
         sharing: How positions share a weight, `"expand"` or `"reduce"`: one for all, or a mapping
-            from layers' paths. Of `"kfac"` and `"ekfac"`.
-        rank: Directions of `"lowrank"`, 20 if None. Of `"kfac"` and `"ekfac"` those of each factor
-            that are kept, a number or a share of the trace such as 0.99; the others share the mean
-            of their curvature. With a number no matrix is made of a factor eight times as wide.
-            None keeps all. Not of `mode="auto"`: see `thin`.
+            from layers' paths. Only for `"kfac"` and `"ekfac"`.
+        rank: For `"lowrank"` the number of directions, 20 if None. For `"kfac"` and `"ekfac"` how
+            many directions of each factor are kept, as a number or as a fraction of the trace such
+            as 0.99; the others share the mean of their curvature. With a number, a factor that is
+            eight times as wide is never formed as a matrix. None keeps all directions. Cannot be
+            combined with `mode="auto"`; see `thin`.
         memory_bound: Bytes of working memory for output gradients. Results do not depend on it.
             None for 128 MiB (2 GiB on a GPU), and up to 4 GiB where one example needs more.
-        class_dim: Which dimension of the outputs has the classes: None or -1 for `[B, ..., C]`, 1
-            for `[B, C, ...]`, which are then moved to the end.
+        class_dim: The dimension of the outputs that holds the classes: None or -1 for
+            `[B, ..., C]`, 1 for `[B, C, ...]`, which is then moved to the end.
         batch: A function from what loaders yield to `(inputs, targets)`. None reads pairs, and
             mappings and dataclasses with the targets under `labels`, `label`, `label_ids`,
             `targets`, `target` or `y`.
         temperature: T of the likelihood $p(D \mid \theta)^{1/T}$. Less than 1 is more certain.
-        prior_mean: Mean of the prior: one number, or one per parameter `[D]`. It enters the
-            marginal likelihood alone.
+        prior_mean: Mean of the prior: one number, or one per parameter `[D]`. It only affects the
+            marginal likelihood.
 
     Raises:
-        ValueError: For an unknown name, `sharing` or `joint` with a curvature that has no use for
-            it, a prior precision that is not positive, a model that holds NaN, or one with dropout
-            or batch normalisation in training mode.
-        NotImplementedError: For BackPACK with a model that it would get wrong.
+        ValueError: For an unknown name, `sharing` or `joint` with a curvature that does not use it,
+            a prior precision that is not positive, a model that holds NaN, or one with dropout or
+            batch normalisation in training mode.
+        NotImplementedError: For BackPACK with a model that it does not support.
 
     Example:
         >>> import torch
@@ -195,13 +196,13 @@ class Laplace(Predictor):
         )
         if sharing != "expand" and not config.structure.has_factors:
             raise ValueError(
-                f"sharing={sharing!r} is for Kronecker factors, and curvature={curvature!r} has "
-                "none: leave it out."
+                f"sharing={sharing!r} applies to Kronecker factors, which curvature={curvature!r} "
+                "does not have. Remove sharing=."
             )
         if joint and config.structure.is_dense:
             raise ValueError(
                 "joint=True makes one block of a layer's weight and bias, and "
-                f"curvature={curvature!r} is one block of all parameters: leave it out."
+                f"curvature={curvature!r} is one block of all parameters. Remove joint=."
             )
         spec = ModelSpec.checked(model, likelihood_from(likelihood, sigma), batch, class_dim)
         self._state = initial_state(
@@ -247,35 +248,37 @@ class Laplace(Predictor):
         folds: int | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        """Fit the posterior's curvature; returns the object itself.
+        """Fit the posterior to training data. Returns the object itself.
 
         Args:
-            train_loader: Batches `(x, y)` of training data. Or a way to fit with its data, such as
+            train_loader: Batches `(x, y)`, or a fitting scheme such as
                 `Split(directions, magnitudes)`.
-            mode: `"full"`: all batches. `"mini"`: the first batch alone, which is biased: for
-                comparisons with the literature.
-                `"debiased"`: directions from the first batch, magnitudes from the second (Eq. 9).
-                `"crossfit"`: directions from the first batch, magnitudes out of fold. `"auto"`: as
-                many examples, in random order, as standard deviations within 5 % of those of all
-                the data take (`fit_report`; `Auto` for another tolerance or a budget).
-            num_data: N, which the curvature is scaled to. If None, what a plain loader's sampler
-                tells, or for `"full"` the number of examples seen.
-            generator: Seeds the labels of `fisher="mc"` and the loader's order and augmentation;
-                torch's global one if None.
+            mode: How much data to use.
+                `"full"`: every batch.
+                `"auto"`: randomly ordered examples until the standard deviations of the outputs are
+                estimated to be within 5 % of a full fit; see `fit_report`, and `Auto` for other
+                limits.
+                `"crossfit"`: the first batch, split into folds.
+                `"debiased"`: eigenvectors from the first batch, curvature from the second (Eq. 9).
+                `"mini"`: only the first batch. Biased; provided for comparison.
+            num_data: Number of training examples N. By default it is inferred from the loader's
+                sampler or, with `mode="full"`, counted.
+            generator: Makes the fit reproducible: seeds sampled labels (`fisher="mc"`), shuffling
+                and torch-based augmentation. None for torch's global generator.
             progress: Show a progress bar over the batches.
-            folds: Of `"crossfit"`, 2 if None.
-            resume: A folder of its own, in which the fit saves its sums once a minute. The same
-                call on as many processes goes on from there, and ends with the same bits.
+            folds: Number of folds for `"crossfit"`; 2 by default.
+            resume: Folder for checkpoints, written once a minute. Repeating the same call on as
+                many processes continues from the last checkpoint, and gives a bit-identical result.
 
         Raises:
-            ValueError: For data or a model that do not fit the likelihood, too few batches, a
-                posterior that is larger than memory, an N that is not told, or not what the fit
-                saw; if processes read the same data; for a `resume` of another fit, or whose
-                loader's order cannot be told again.
-            TypeError: For targets or inputs of the wrong dtype, `num_data` that is no integer.
+            ValueError: If data and likelihood do not match, there are too few batches, N cannot be
+                inferred or differs from what was read, the posterior does not fit into memory,
+                processes read the same data, or `resume` belongs to a different fit or needs
+                batches that cannot be read again in the same order.
+            TypeError: If inputs or targets have the wrong dtype, or `num_data` is not an integer.
             NotImplementedError: If torch cannot differentiate the forward pass, or the gradients of
-                its examples cannot be told apart.
-            RuntimeError: Under autocast.
+                examples cannot be separated.
+            RuntimeError: If called under autocast.
             OSError: If the folder of `resume` cannot be written to.
         """
         self._agree(mode=mode, num_data=num_data, folds=folds, resume=resume)
@@ -283,9 +286,11 @@ class Laplace(Predictor):
         if isinstance(train_loader, Scheme):
             if mode != "full" or folds is not None:
                 raise ValueError(
-                    f"{type(train_loader).__name__}(...) says how to fit: leave out mode and folds."
+                    f"{type(train_loader).__name__}(...) already defines the mode: remove mode= "
+                    "and folds=."
                 )
-            scheme, mode = train_loader, train_loader.mode
+            scheme = train_loader
+            mode = scheme.mode
             size = scheme.training_size(num_data)
         else:
             scheme, size = scheme_of_mode(
@@ -315,21 +320,21 @@ class Laplace(Predictor):
         generator: torch.Generator | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        """Fit with explicit data; returns the object itself, raises what `fit` raises.
+        """Fit to explicit batches. Returns the object itself, and raises what `fit` raises.
 
         Args:
-            directions: Batches `(x, y)` that give the eigenbases.
+            directions: Batches `(x, y)` that give the eigenvectors.
             magnitudes: Batches that the curvature along them is measured on; None for the same.
-            num_data: N; the number of examples in `directions` and `magnitudes` if None (of
-                `"diag"`, which has no directions, in `magnitudes` alone).
-            folds: Cross-fit instead: magnitudes from `directions` itself, measured out of so many
-                folds, at least two; no `magnitudes` then.
+            num_data: N; if None, the number of examples in `directions` and `magnitudes` (for
+                `"diag"`, which has no directions, only in `magnitudes`).
+            folds: Cross-fit `directions` instead, in this many folds, at least two; without
+                `magnitudes`.
             generator: Seeds the labels of `fisher="mc"` and what loaders draw.
-            resume: A folder to go on from, as `fit` takes it.
+            resume: A folder for checkpoints, as `fit` takes it.
         """
         self._agree(num_data=num_data, folds=folds, resume=resume)
         if folds is not None and magnitudes is not None:
-            raise ValueError("Cross-fitting takes its magnitudes from folds: pass no magnitudes.")
+            raise ValueError("Cross-fitting takes its magnitudes from folds: remove magnitudes=.")
         scheme: Scheme = Full(directions)
         if magnitudes is not None:
             scheme = Split(directions, magnitudes)
@@ -356,23 +361,24 @@ class Laplace(Predictor):
         *,
         folds: int | None = None,
     ) -> Plan:
-        """Plans what `fit` takes of memory and time, within a factor of 1.5.
+        """Estimate the memory and time of `fit`, within a factor of 1.5.
 
-        Bytes of what a fit sums and keeps are counted from shapes; what a batch takes beside them,
-        and its seconds, are those of the first batch, which is run. Nothing is fitted. In a process
-        group each process plans by itself.
+        The bytes of sums and of the posterior are counted from shapes; the memory of a batch and
+        its time are measured on the first one. Nothing is fitted. In a process group, each process
+        plans for itself.
 
         Args:
             train_loader: The data of `fit`. Its first batch is read, so it must be re-iterable.
-            mode: The mode of `fit`, and
-            folds: its folds.
+            mode: The mode of `fit`.
+            folds: The folds of `fit`.
 
         Returns:
-            The plan; `print` shows it as a table, `plan.check()` refuses what does not fit.
+            The plan. `print` shows it as a table; `plan.check()` raises an error if memory is
+            insufficient.
 
         Raises:
             ValueError: For an unknown mode, `folds` with another mode than `"crossfit"`, no batch,
-                or a first batch that `fit` would refuse.
+                or a first batch that `fit` would reject.
             TypeError: For an iterator, which would lose its first batch.
 
         Example:
@@ -405,36 +411,39 @@ class Laplace(Predictor):
         link: str | Link | None = None,
         per: str | None = None,
     ) -> Tuning:
-        """Find the prior precision, link and temperature that are best on held-out data; set them.
+        """Choose prior precision, link and temperature on held-out data, and set them.
 
-        One pass is over a wide grid, four values a power of ten from 1e-4 to 1e8, by all links and
-        temperatures. The best of all is taken, but of fewer than 100 examples, or if it is as good,
-        the default link at temperature 1; beside another temperature the smallest prior precision
-        that is as good. As good is what is worse by at most a quarter of the paired standard error.
-        In blocks of 32,768 parameters or more those of nearly the same curvature share a weight,
-        which is within 5 % for each (variances are within some 1e-4).
+        One pass over `loader` scores every combination of 49 prior precisions (four per decade from
+        1e-4 to 1e8), the candidate links, and 25 temperatures from 1/2 to 4. The combination with
+        the best score is used, with two exceptions in favour of simpler settings:
+
+        - The default link at temperature 1 is kept if it scores within a quarter of a paired
+          standard error of the best, and always if there are fewer than 100 examples.
+        - If a temperature other than 1 is chosen, the smallest prior precision that scores equally
+          well is used, so that the posterior still has an effect.
+
+        In blocks of 32,768 parameters or more, parameters with nearly equal curvature (within 5 %)
+        are treated together. This changes variances by about 1e-4.
 
         Args:
-            loader: Held-out batches `(x, y)`.
-            metric: `"nll"` or `"brier"` of the `"glm"` predictive; of several labels the NLL is
-                summed over those of an example, the Brier score is over all.
-            grid: The only prior precisions to try; None for the default.
+            loader: Held-out batches `(x, y)`, not used for training.
+            metric: Score to minimise: `"nll"` or `"brier"` of the `"glm"` predictive. With several
+                labels the NLL is summed over those of an example; the Brier score averages all.
+            grid: Prior precisions to try instead of the default grid.
             method: `"marglik"` is an older name of `tune_evidence(sigma=, per=)`.
             progress: Show a progress bar over the loader.
-            generator: Seeds the loader's order and augmentation; torch's global one if None.
-            sigma: Tune the noise of a regression, too, and set it. If None, a sigma that was never
-                given is tuned, unless a `grid` is given. For each prior precision the best one has
-                a closed form (`metric="nll"`, no `grid`); one per output is multiplied by a
-                common factor. Of `fisher="empirical"` no noise is tuned.
-            link: A formula to look at alone, at all temperatures, or a `Link`; None for the default
-                and the probit.
+            generator: Seeds the loader's order and augmentation; None for torch's global one.
+            sigma: Whether to tune a regression's noise as well. By default it is tuned if you never
+                set it, unless a `grid` is passed. For each prior precision the best noise has a
+                closed form (`metric="nll"`, no `grid`); noises per output are multiplied by a
+                common factor. Not available for `fisher="empirical"`.
+            link: Restrict the search to one link, by name (all temperatures) or as a `Link`.
             per: For `method="marglik"`.
 
         Returns:
-            The best value, the metric there, and `.table` with every value tried by the link that
-            was chosen, `.link`; `.sigma` if it was tuned. `.flat`, `.notes` and `.message` tell how
-            sharp the optimum is; `.compared` how far the network, temperature scaling and other
-            links are from the best of the grid.
+            The chosen values and how they compare with the alternatives. `print(tuned)` explains
+            the result in words; `tuned.compared` lists the network, temperature scaling and the
+            other links, `tuned.table` every prior precision that was tried.
 
         Raises:
             ValueError: For an unknown method, metric or link, a grid that is empty or not positive,
@@ -444,47 +453,49 @@ class Laplace(Predictor):
         """
         self._agree(metric=metric, grid=grid, method=method, sigma=sigma, link=link, per=per)
         if method == "marglik":
-            of_data = (loader, grid, generator, link)
-            if progress or metric != "nll" or any(given is not None for given in of_data):
+            has_default = (
+                not progress and metric == "nll" and loader is grid is generator is link is None
+            )
+            if not has_default:
                 raise ValueError(
-                    'method="marglik" uses neither a loader, a generator, a grid, a link, progress '
-                    "nor a metric."
+                    'method="marglik" uses no loader, generator, grid, link, progress or metric. '
+                    "Remove them."
                 )
             return self.tune_evidence(sigma=sigma, per=per)
         if method != "grid":
             raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
         if loader is None:
-            raise ValueError("tune needs held-out data: pass a loader, or use tune_evidence().")
+            raise ValueError("tune needs held-out data. Pass a loader, or use tune_evidence().")
         if per is not None:
             raise ValueError(
-                f"per={per!r} tunes by the marginal likelihood: use tune_evidence(per={per!r})."
+                f"per={per!r} requires the marginal likelihood. Use tune_evidence(per={per!r})."
             )
-        found, fitted = tune.on_data(
+        tuning, fitted = tune.on_data(
             self._unchanged_fit, loader, metric, grid, sigma, link, generator, progress
         )
-        delta = torch.tensor(found.prior_precision, dtype=torch.float64)
-        if found.link is None:
+        delta = torch.tensor(tuning.prior_precision, dtype=torch.float64)
+        if tuning.link is None:
             self._set(fitted=fitted, prior_precision=delta)
         else:
-            self._set(fitted=fitted, prior_precision=delta, link=found.link)
-        return found
+            self._set(fitted=fitted, prior_precision=delta, link=tuning.link)
+        return tuning
 
     @together("tune_evidence")
     def tune_evidence(self, *, sigma: bool | None = None, per: str | None = None) -> Tuning:
-        """Find the prior precision with the largest marginal likelihood, set it and return it.
+        """Choose the prior precision with the largest marginal likelihood, and set it.
 
         No data is read, and the link is kept. Prefer `tune` if data can be held out: in the study
         of docs/choosing.md the NLL was worse with `tune_evidence` on every problem.
 
         Args:
-            sigma: Tune the noise of a regression, too, and set it. If None, a sigma that was never
-                given is tuned. With `per` it is the best with one prior precision.
-            per: One prior precision for each `"kind"` of layer (linear, convolution, embedding,
-                normalisation, bias, other) or for each `"block"`; None for one. A group without
-                curvature takes what is best for all together.
+            sigma: Whether to tune a regression's noise as well. By default it is tuned if you never
+                set it. With `per` it is the best noise for a single prior precision.
+            per: Use one prior precision for each `"kind"` of layer (linear, convolution, embedding,
+                normalisation, bias, other) or for each `"block"`; None for a single one. A group
+                without curvature takes the value that is best for all together.
 
         Returns:
-            The best value, the evidence there, and `.table` with every value tried.
+            The chosen value, the evidence there, and `.table` with every value that was tried.
 
         Raises:
             ValueError: If there is no optimum; after `thin`; for `sigma` with another likelihood,
@@ -492,10 +503,10 @@ class Laplace(Predictor):
             RuntimeError: Before a fit.
         """
         self._agree(sigma=sigma, per=per)
-        found, fitted = evidence.by_evidence(self._fitted, sigma, per)
-        deltas = torch.tensor(found.prior_precision, dtype=torch.float64)
+        tuning, fitted = evidence.by_evidence(self._fitted, sigma, per)
+        deltas = torch.tensor(tuning.prior_precision, dtype=torch.float64)
         self._set(fitted=fitted, prior_precision=deltas)
-        return found
+        return tuning
 
     # ------------------------------------------------- attributes
 
@@ -538,15 +549,15 @@ class Laplace(Predictor):
 
     @property
     def num_data(self) -> int:
-        """N, the number of training examples that the posterior stands for."""
+        """N, the number of training examples."""
         return self.posterior.num_data
 
     @property
     def fit_report(self) -> FitReport:
-        """How far the fit of `mode="auto"` is from that of all the data.
+        """How far a fit with `mode="auto"` is from the fit to all of the data.
 
         Raises:
-            RuntimeError: Where the posterior is of no such fit, or was loaded.
+            RuntimeError: If the posterior is from another mode, or was loaded.
         """
         report = self._fitted.report
         if report is None:
@@ -557,7 +568,7 @@ class Laplace(Predictor):
 
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
-        """δ; setting it needs no refit."""
+        """The prior precision δ. Setting it needs no new fit."""
         return self._state.prior.precision
 
     @prior_precision.setter
@@ -566,7 +577,7 @@ class Laplace(Predictor):
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
-        """The prior's mean, one number or `[D]`, float64; setting it needs no refit.
+        """The prior's mean, one number or `[D]`, float64. Setting it needs no new fit.
 
         Raises:
             RuntimeError: Before the fit that finds the last layer.
@@ -583,7 +594,7 @@ class Laplace(Predictor):
 
     @property
     def temperature(self) -> float:
-        """T of the likelihood; setting it needs no refit."""
+        """T of the likelihood. Setting it needs no new fit."""
         return self._state.temperature
 
     @temperature.setter
@@ -592,9 +603,9 @@ class Laplace(Predictor):
 
     @property
     def link(self) -> Link | None:
-        """The link by which `predict` makes probabilities of logits; None for the default.
+        """The link that turns logits into probabilities in `predict`; None for the default.
 
-        `tune` sets it, and so may you, with a name or a `Link`; that needs no refit.
+        `tune` sets it. It can also be set to a name or a `Link`, without a new fit.
         """
         return self._state.link
 
@@ -604,7 +615,7 @@ class Laplace(Predictor):
 
     @property
     def sigma(self) -> Float[Tensor, "*outputs"]:
-        """Standard deviation of a regression's noise, in the targets' units: one, or one an output.
+        """A regression's noise: standard deviation in the targets' units, one or one per output.
 
         Raises:
             AttributeError: If the likelihood is not `"regression"`.
@@ -624,18 +635,18 @@ class Laplace(Predictor):
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None
     ) -> Float[Tensor, ""]:
-        r"""The Laplace approximation of log p(D), in nats over all N examples, float64.
+        r"""Compute the Laplace approximation of log p(D), in nats over all N examples, float64.
 
         $-\tfrac1T\sum_n \ell_n + \log N(\theta^* \mid \mu, \delta^{-1}) + \tfrac D2\log 2\pi
-        - \tfrac12\log\det P$, every constant included; T is the temperature and μ the
-        prior's mean. Where the fit saw fewer than N examples, the first term is scaled up from
-        those.
+        - \tfrac12\log\det P$, with every constant; T is the temperature and μ the prior's mean. If
+        the fit read fewer than N examples, the first term is scaled up.
 
         Args:
-            prior_precision: δ to evaluate at, differentiable; the current one if None.
+            prior_precision: δ to evaluate at, differentiable; None for the current one.
 
         Warns:
-            UserWarning: After `thin`, for then it is a lower bound of that of the full posterior.
+            UserWarning: After `thin`, since the value is then a lower bound of that of the full
+                posterior.
         """
         if self._fitted.thinned_at is not None:
             warn(
@@ -654,31 +665,31 @@ class Laplace(Predictor):
         joint: bool = False,
         positions: Positions | None = None,
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
-        """Mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs, exact.
+        """Compute mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs.
 
-        A network with further positions, `[B, T, C]`, has a mean of that shape and a covariance of
-        all `T·C` outputs of an example, `[B, T·C, T·C]`.
+        They are exact for the posterior. A network with further positions, `[B, T, C]`, has a mean
+        of that shape and a covariance of all `T·C` outputs of an example, `[B, T·C, T·C]`.
 
         Args:
             x: Inputs, `[B, ...]`.
-            diagonal: Give the variances alone, of the mean's shape, for much less work.
-            outputs: Some outputs only: indices `[B, k]` into the flattened outputs of each example,
+            diagonal: Only compute variances, of the mean's shape, for much less work.
+            outputs: Only some outputs: indices `[B, k]` into the flattened outputs of each example,
                 or a number k for the k largest; mean `[B, k]`, covariance `[B, k, k]`.
-            joint: Give the covariance between inputs, too, `[B, C, B, C]`: entry `[n, i, m, j]` is
-                that of output i at input n with output j at input m.
-            positions: Some positions of outputs `[B, T, C]` only, as `predict`: the mean is
-                `[B, p, C]` (`[B, C]` for one). `outputs` are those at each position then.
+            joint: Also compute the covariance between inputs, `[B, C, B, C]`: entry `[n, i, m, j]`
+                is the covariance of output i at input n and output j at input m.
+            positions: Only some positions of outputs `[B, T, C]`, as in `predict`: the mean is
+                `[B, p, C]` (`[B, C]` for one). `outputs` are then those at each position.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
-                or `positions` are not there; if the memory bound is too small, or the outputs are
-                too many; for `joint` with `diagonal`.
-            TypeError: As `predict`.
-            RuntimeError: As `predict`.
+                or `positions` do not exist; if the memory bound is too small, or there are too many
+                outputs; for `joint` with `diagonal`.
+            TypeError: If inputs have the wrong type or dtype.
+            RuntimeError: Before a fit, if the model has changed since, or under autocast.
         """
         if joint and diagonal:
             raise ValueError(
-                "diagonal=True gives variances, joint=True covariances between inputs: leave out "
+                "diagonal=True computes variances, joint=True covariances between inputs. Remove "
                 "one of them."
             )
         state = self._unchanged_fit
@@ -696,23 +707,23 @@ class Laplace(Predictor):
         *,
         positions: Positions | None = None,
     ) -> Distribution:
-        """The predictive distribution of each target of a regression on its own, with quantiles.
+        """Return the predictive distribution of each target of a regression, with quantiles.
 
-        Batch shape `[B, C]` for C targets. It has `.icdf(q)` and `.cdf(y)` besides `.mean`,
+        Batch shape `[B, C]` for C targets. It has `.icdf(q)` and `.cdf(y)` in addition to `.mean`,
         `.variance` and `.log_prob(y)`: `la.marginals(x).icdf(torch.tensor(0.975))` is `[B, C]`, and
         a tensor of Q probabilities `[Q, 1, 1]` gives `[Q, B, C]`. In closed form it is a `Normal`;
-        with samples the equal mixture of the S normals p(y | f_s), noise included.
+        with samples it is the equal mixture of the S normals p(y | f_s), noise included.
 
         Args:
-            x: Inputs, `[B, ...]`; this and the others are those of `predict`.
-            method: How to predict.
-            samples: Draws.
-            generator: For the draws.
-            positions: Which positions.
+            x: Inputs, `[B, ...]`, as `predict` takes them.
+            method: `"glm"`, `"glm-mc"`, `"nn"` or `"map"`; see `predict`.
+            samples: Number of samples; None for the closed form.
+            generator: Seeds the samples.
+            positions: Which positions; see `predict`.
 
         Raises:
-            TypeError: If the likelihood is none of a regression. Else this raises what `predict`
-                raises.
+            TypeError: If the likelihood is not that of a regression. Otherwise this raises what
+                `predict` raises.
         """
         prediction = PredictionMethod(method, samples, generator, positions)
         return LinkedFit(self._unchanged_fit, None).marginals(x, prediction)
@@ -720,34 +731,37 @@ class Laplace(Predictor):
     def thin(
         self, x: Inputs | Record, error: float = 1e-3, *, positions: Positions | None = None
     ) -> Thinning:
-        r"""Keep only the directions that matter for predictions at the current prior precision.
+        r"""Compress the posterior: keep only the directions that affect predictions.
 
-        Where $\tfrac NT\Lambda$ is small beside δ all directions have nearly the variance 1/δ, and
-        no basis of them is needed: they share the mean of their curvature, so that its trace stays.
-        The posterior becomes a small part of what it was, in memory and in its file. Tune first: at
-        a smaller prior precision the error is larger. The whole posterior is lost: save it first if
-        you want it again. In a process group give every process the same inputs.
+        Directions in which the data add little to the prior ($\tfrac NT\Lambda \ll \delta$) all
+        have variance close to 1/δ. They need no stored eigenvectors; they are replaced by one
+        shared curvature, their mean, so that the trace is unchanged. The memory and the saved file
+        shrink accordingly.
 
-        On half of the inputs the fewest directions are found with which no standard deviation of an
-        output is off by more than `error`; on the other half the error is measured.
+        Half of `x` is used to find the smallest set of directions for which no output standard
+        deviation changes by more than `error`; the other half is used to measure the actual change.
+
+        Call it after tuning: for a smaller prior precision the error grows. The full posterior is
+        discarded, so save it first if you may need it again. In a process group, pass the same `x`
+        on every process.
 
         Args:
-            x: Inputs like those to come, `[B, ...]` as `predict` takes them: some dozens.
-            error: The largest relative error of a standard deviation, to those of now.
-            positions: Which positions of outputs `[B, T, C]`, as `predict` takes them.
+            x: A few dozen inputs, typical of those you will predict for, as `predict` takes them.
+            error: Largest allowed relative change of an output's standard deviation.
+            positions: Which positions of outputs `[B, T, C]`; see `predict`.
 
         Returns:
-            The part that is kept, and the error with its interval; `.message` says it in words.
-            `tune` notes a smaller prior precision from then on, `tune_evidence` raises an error,
-            and `log_marginal_likelihood` warns.
+            The fraction that is kept, and the error with its interval; `.message` states it in
+            words. From then on `tune` notes a smaller prior precision, `tune_evidence` raises an
+            error, and `log_marginal_likelihood` warns.
 
         Raises:
             ValueError: For a curvature other than `"kfac"` and `"ekfac"`, fewer than two inputs, or
-                an error that is not positive. Else this raises what `functional` raises.
+                an error that is not positive. Otherwise this raises what `functional` raises.
         """
-        fitted, found = thinned(self._unchanged_fit, x, error, positions)
+        fitted, thinning = thinned(self._unchanged_fit, x, error, positions)
         self._replace(fitted)
-        return found
+        return thinning
 
     # ------------------------------------------------- files
 
@@ -755,24 +769,24 @@ class Laplace(Predictor):
     def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
-        Of several processes the first one writes, and the others wait for it.
-        The model itself is not in it. The file has a checksum, and the same posterior gives the
-        same bytes. What stood at the path is replaced once the new file is complete; a symbolic
-        link stays, and the file that it leads to is replaced.
+        The model itself is not in the file. It has a checksum, and the same posterior gives the
+        same bytes. An existing file is replaced once the new one is complete; a symbolic link
+        stays, and the file that it points to is replaced. With several processes, the first one
+        writes and the others wait for it.
 
         Args:
             path: The file, in a folder that exists.
             own_likelihood: Whether a likelihood of your own class may be saved by its import path
-                and its `options`. The file holds no code, and `load` imports none: it must be given
-                an instance.
+                and its `options`. The file holds no code, and `load` imports none: pass an instance
+                to it.
 
         Raises:
             RuntimeError: Before a fit.
-            ValueError: If the likelihood is an instance of a user's class, unless
-                `own_likelihood`; if its `options` are not plain data.
+            ValueError: If the likelihood is an instance of your own class, unless `own_likelihood`;
+                if its `options` are not plain data.
             FileNotFoundError: If the folder does not exist.
             OSError: If the path is a folder or a device or may not be written; if the disk is full.
-                What was there before is still there.
+                An existing file is then unchanged.
         """
         file.save(Path(path), self._unchanged_fit, own_likelihood)
 
@@ -785,32 +799,31 @@ class Laplace(Predictor):
     ) -> None:
         """Write the predictive as a program that runs without this package, atomically.
 
-        It is the closed form of a posterior over the last layer, an `nn.Linear`, with curvature
-        `"kfac"`, `"ekfac"` or `"diag"`.
+        It is the closed form for a posterior over the last layer, an `nn.Linear`, with curvature
+        `"kfac"`, `"ekfac"` or `"diag"`. The program includes the network. Call it as the model,
+        with any number of examples. It returns tensors by name, with positions `[B, T, ...]` if the
+        model has them:
 
-        The program holds the network. It is called as the model is, with any number of examples,
-        and gives tensors by their names, with positions `[B, T, ...]` where the model has them:
-
-        - `"probs"`: of `"classification"` and `"multilabel"` `[B, C]`, of `"binary"` `[B]`; with
+        - `"probs"`: `[B, C]` for `"classification"` and `"multilabel"`, `[B]` for `"binary"`; with
           them `"logits"` and their `"variance"`, `[B, C]`;
-        - of `"regression"` `"mean"` and `"variance"` `[B, C]` and `"covariance"` `[B, C, C]` of y,
+        - for `"regression"` `"mean"` and `"variance"` `[B, C]` and `"covariance"` `[B, C, C]` of y,
           which include σ².
 
         `torch.export.load(path).module()(x)["probs"]` reads and calls it.
 
         Args:
             path: The file, `.pt2`, in a folder that exists.
-            example: Inputs as `predict` takes them, one example or more. Their sizes but for the
-                number of examples are those that the program takes.
-            link: As `predict` takes it.
+            example: Inputs as `predict` takes them, one example or more. The program takes inputs
+                of the same sizes, except for the number of examples.
+            link: The link; see `predict`.
 
         Raises:
             NotImplementedError: If torch cannot trace the model for any number of examples, for
-                another posterior, for inputs that are no tensors, or for a likelihood of a user's
+                another posterior, for inputs that are not tensors, or for a likelihood of your own
                 class.
             ValueError: For another suffix, or an unknown link.
-            RuntimeError: If the program does not give for the example what `predict` gives.
-            OSError: If the file cannot be written. Else this raises what `predict` raises.
+            RuntimeError: If the program returns something else than `predict` for the example.
+            OSError: If the file cannot be written. Otherwise this raises what `predict` raises.
         """
         export(self._unchanged_fit, Path(path), example, link)
 
@@ -830,27 +843,27 @@ class Laplace(Predictor):
     ) -> "Laplace":
         """Read a posterior that `save` wrote, for the same trained model.
 
-        A file that was changed in any byte is refused, by its checksum. Of several processes each
-        reads all of it.
+        A file that was changed in any byte is rejected by its checksum. With several processes,
+        each reads all of it.
 
         Args:
             path: The file.
             model: The model, with the parameters that it had at the fit.
-            likelihood: An instance of the class of your own that the file names, with the `options`
-                that the file has; None if the likelihood is one of this package.
-            backend: For another fit, as the constructor takes it; likewise the next three.
-            fisher: For another fit.
-            factor_dtype: For another fit.
-            mc_samples: For another fit.
-            memory_bound: As the constructor takes it; likewise the next one.
-            batch: How batches are read.
+            likelihood: An instance of your own class that the file names, with the `options` that
+                the file holds; None if the likelihood is one of this package.
+            backend: The backend of a later fit, as for `Laplace`.
+            fisher: The Fisher matrix of a later fit.
+            factor_dtype: The dtype of factors in a later fit.
+            mc_samples: Labels per example in a later fit.
+            memory_bound: Bytes of working memory, as for `Laplace`.
+            batch: A function from batches to `(inputs, targets)`, as for `Laplace`.
 
         Raises:
-            ValueError: If the file is damaged, of another format, or does not fit the model; if
+            ValueError: If the file is damaged, of another format, or does not match the model; if
                 `likelihood` is missing, superfluous or not that of the fit.
             FileNotFoundError: If there is no such file.
-            IsADirectoryError: If it is a folder.
-            OSError: If it cannot be read.
+            IsADirectoryError: If the path is a folder.
+            OSError: If the file cannot be read.
         """
         la = cls.__new__(cls)
         la._state = file.load(
@@ -921,7 +934,8 @@ class Laplace(Predictor):
         """Set the prior, the temperature or the link, of the present state or of another fit."""
         with _EXCHANGE:
             state = self._state if fitted is None else fitted
-            prior, device = state.prior, state.device
+            prior = state.prior
+            device = state.device
             if prior_precision is not None:
                 prior = replace(prior, precision=prior_precision_from(prior_precision, device))
             if prior_mean is not None:

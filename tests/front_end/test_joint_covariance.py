@@ -111,7 +111,7 @@ def test_some_outputs(params):
 
 def test_variances_have_no_joint():
     la, x = fitted()
-    with pytest.raises(ValueError, match="leave out one of them"):
+    with pytest.raises(ValueError, match="Remove one of"):
         la.functional(x, diagonal=True, joint=True)
 
 
