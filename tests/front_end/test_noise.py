@@ -208,7 +208,7 @@ def test_an_assumed_sigma_is_told_once_and_not_after_tuning():
 
 def test_what_cannot_be_tuned_says_so():
     la, x, y = fitted()
-    with pytest.raises(ValueError, match="neither a loader"):
+    with pytest.raises(ValueError, match="uses no loader"):
         la.tune([(x, y)], method="marglik", sigma=True)
     other = Laplace(la.model, "binary").fit_batches([(x, (y > 0).double())])
     with pytest.raises(ValueError, match="noise of Gaussian, not of Bernoulli"):

@@ -545,7 +545,7 @@ def test_evidence_is_a_function_of_its_own_and_leaves_the_link():
     assert (la.link, found.link, found.compared) == (Link("exact"), None, [])
     assert la.tune(method="marglik") == found
     assert len(la.tune_evidence(per="kind").table) == 2
-    with pytest.raises(ValueError, match=r"use tune_evidence\(per='kind'\)"):
+    with pytest.raises(ValueError, match=r"Use tune_evidence\(per='kind'\)"):
         la.tune([(x, y)], per="kind")
     with pytest.raises(ValueError, match=r"or use tune_evidence\(\)"):
         la.tune()
