@@ -160,12 +160,12 @@ def prose_of(page):
 
 def hard_to_read(text):
     """The places of a text that break a rule."""
-    found = []
+    places = []
     for rule, pattern in HARD_TO_READ.items():
         for match in re.finditer(pattern, text, re.MULTILINE):
-            place = text[max(0, match.start() - 30) : match.end() + 20]
-            found.append((rule, match[0].strip(), " ".join(place.split())))
-    return found
+            excerpt = text[max(0, match.start() - 30) : match.end() + 20]
+            places.append((rule, match[0].strip(), " ".join(excerpt.split())))
+    return places
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
