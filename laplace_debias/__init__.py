@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         HeteroscedasticGaussian,
         Likelihood,
         MultiLabel,
+        Poisson,
     )
     from laplace_debias.curvature.network.inputs import OneArgument
     from laplace_debias.curvature.network.shards import ShardedBatches
@@ -34,6 +35,7 @@ __all__ = [
     "MultiLabel",
     "OneArgument",
     "Plan",
+    "Poisson",
     "Quadratic",
     "ShardedBatches",
     "Split",
@@ -50,6 +52,7 @@ __getattr__ = attributes_from(
             "HeteroscedasticGaussian",
             "Likelihood",
             "MultiLabel",
+            "Poisson",
         ),
         "laplace_debias.curvature.network.inputs": ("OneArgument",),
         "laplace_debias.curvature.network.shards": ("ShardedBatches",),

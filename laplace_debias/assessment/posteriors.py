@@ -104,7 +104,7 @@ def tune_posterior(
     if isinstance(choice, Path):
         return sweep, ()
     # With the empirical Fisher the best noise has no closed form: it stays the network's.
-    with_noise = isinstance(la.likelihood, Gaussian) and choice.fisher != "empirical"
+    with_noise = la.likelihood.has_sigma and choice.fisher != "empirical"
     if validation is not None:
         tuning = la.tune(validation, sigma=with_noise)
     else:

@@ -156,7 +156,7 @@ class Auto(Scheme):
         if self.after is not None:
             _, last_round = self.after.continuation
             likelihood = last_round.fitted.likelihood
-            if type(likelihood) is Gaussian and likelihood.is_assumed:
+            if isinstance(likelihood, Gaussian) and likelihood.is_assumed:
                 return likelihood
         assert isinstance(self.data, Stream)
         return estimate_noise(context, [self.data.first])

@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Distribution, Independent
 
 from laplace_debias import metrics
-from laplace_debias.curvature.losses.likelihoods import Categorical as CategoricalLikelihood
-from laplace_debias.curvature.losses.likelihoods import (
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-)
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace import links
 from laplace_debias.laplace.predictive import (
@@ -40,10 +35,10 @@ def uncertainty(
 ) -> Uncertainty:
     """Decompose the uncertainty of an equal mixture of fits, one or more."""
     likelihood = fits[0].likelihood
-    if method.is_closed and isinstance(likelihood, Gaussian | HeteroscedasticGaussian):
+    if method.is_closed and likelihood.has_marginals:
         return _closed_variances(fits, x, method)
     with torch.inference_mode(False):
-        if method.name == "glm" and type(likelihood) in links.WITH_LINKS:
+        if method.name == "glm" and likelihood.activation is not None:
             return _uncertainty_of_gaussian_logits(fits, x, method)
         draws = [fit.draws(x, method) for fit in fits]
         return uncertainty_of_draws([fit.likelihood for fit in fits], draws)
@@ -62,8 +57,7 @@ def _closed_variances(
         total = marginals.variance
         means.append(marginals.mean)
         totals.append(total)
-        # The means of the targets are the first outputs; log-variances may follow.
-        epistemics.append(variances[..., : total.shape[-1]].to(total.dtype))
+        epistemics.append(fit.likelihood.epistemic_variances(mean, variances).to(total.dtype))
     between = stacked(means).var(0, unbiased=False)
     total = torch.stack(totals)
     epistemic = torch.stack(epistemics)
@@ -98,7 +92,7 @@ def _uncertainty_of_gaussian_logits(
         scores |= scores_of_predictive(equal_mixture(predictives))
     likelihood = fits[0].likelihood
     scores |= scores_of_moments(likelihood, stacked(means), stacked(covariances))
-    if type(likelihood) is CategoricalLikelihood:
+    if likelihood.activation == "softmax":
         # Logits of different networks have no common origin: each member has its own score.
         scores["energy"] = metrics.energy(torch.stack(means)).mean(0)
         scores["max_logit"] = metrics.max_logit(torch.stack(means)).mean(0)
@@ -166,7 +160,7 @@ def scores_of_moments(
     For labels that apply or not, the variance is the mean over the labels, and the instability is
     that of the least stable one.
     """
-    if type(likelihood) is CategoricalLikelihood:
+    if likelihood.activation == "softmax":
         covariance = covariances.mean(0) + covariance_between(means)
         return {
             "variance": metrics.logit_variance(covariance),

@@ -2,8 +2,6 @@
 
 import torch
 
-from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
-from laplace_debias.laplace.file import NAMES
 from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 
@@ -16,7 +14,7 @@ def describe(state: Unfitted | FittedPosterior) -> dict[str, str]:
     total = sum(parameter.numel() for parameter in model.parameters())
     lines = {
         "model": type(model).__name__,
-        "likelihood": _described_likelihood(state.spec.likelihood),
+        "likelihood": state.spec.likelihood.describe(),
         "curvature": state.config.structure.name,
     }
     if state.parameters is None:
@@ -39,16 +37,6 @@ def describe(state: Unfitted | FittedPosterior) -> dict[str, str]:
         mode = f", {state.mode}" if state.mode else ""
         lines["fit"] = f"N = {state.posterior.num_data:,}{mode}"
     return lines
-
-
-def _described_likelihood(likelihood: Likelihood) -> str:
-    name = NAMES.get(type(likelihood), type(likelihood).__name__)
-    if not isinstance(likelihood, Gaussian):
-        return name
-    sigma = likelihood.sigma
-    if sigma.ndim:
-        return f"{name}, sigma = one for each of {sigma.numel()} outputs"
-    return f"{name}, sigma = {sigma.item():g}"
 
 
 def _described_prior(prior: Prior) -> dict[str, str]:

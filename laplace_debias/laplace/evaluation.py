@@ -99,12 +99,16 @@ def evaluate_predictions(
     if not has_probabilities:
         targets = targets.reshape(values.shape).to(values.dtype)
     if not has_probabilities and not deviations:
-        if ood:
-            raise ValueError(
-                "OOD detection of a regression is by the variance of a normal predictive, which "
-                "this likelihood does not give: leave out `ood`."
-            )
         statistics = {"nll": of_log_probs(log_probs), "rmse": of_rmse(values, targets)}
+        if ood:
+
+            def mean_variance(x: Inputs) -> Tensor:
+                variance = predict(x).variance
+                return variance.flatten(0, -2).mean(-1)
+
+            in_distribution = _for_all(batches, "test", mean_variance)
+            variances = {name: _for_all(data, name, mean_variance) for name, data in ood.items()}
+            statistics |= separation(in_distribution, variances)
         return report_of(statistics, targets, level, intervals)
 
     def predicted_values(x: Inputs) -> Tensor:

@@ -59,10 +59,10 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
     likelihood = fitted.likelihood
     if sigma is None:
         can_tell = fitted.num_targets is not None
-        sigma = can_tell and type(likelihood) is Gaussian and likelihood.is_assumed
+        sigma = can_tell and likelihood.has_sigma and likelihood.is_assumed
     if not sigma:
         return False
-    if type(likelihood) is not Gaussian:
+    if not likelihood.has_sigma:
         raise ValueError(
             f"sigma=True tunes the noise of Gaussian, not of {type(likelihood).__name__}: leave it "
             "out."
@@ -84,7 +84,7 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
 def noting_assumed(found: Tuning, fitted: FittedPosterior, sigma: bool | None) -> Tuning:
     """With a note if a noise that nobody gave stays."""
     likelihood = fitted.likelihood
-    if sigma is not None or type(likelihood) is not Gaussian or not likelihood.is_assumed:
+    if sigma is not None or not isinstance(likelihood, Gaussian) or not likelihood.is_assumed:
         return found
     if likelihood.sigma.ndim:
         value = "it is estimated by the residuals of each output"

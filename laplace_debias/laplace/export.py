@@ -16,12 +16,6 @@ from torch.distributions import Distribution
 
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.losses.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    MultiLabel,
-)
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     OneArgument,
@@ -46,10 +40,10 @@ def export(
 ) -> None:
     """As `Laplace.export`."""
     chosen = link_from(link, fitted.likelihood) or fitted.link
-    if type(fitted.likelihood) not in (Bernoulli, Categorical, Gaussian, MultiLabel):
+    if not fitted.likelihood.is_exportable:
         raise NotImplementedError(
-            f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported: "
-            "only those of 'classification', 'binary', 'multilabel' and 'regression' can."
+            f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported. Give the "
+            "likelihood a method exported(mean, covariance), which returns tensors by name."
         )
     if path.suffix != ".pt2":
         raise ValueError(f"{path} ends in {path.suffix or 'no suffix'!r}: name it *.pt2.")
@@ -132,21 +126,14 @@ class _Predictive(nn.Module):
         finally:
             handle.remove()
         diagonal = self.likelihood.variances_suffice
-        if self._link is not None and isinstance(self.likelihood, Categorical):
+        if self._link is not None and self.likelihood.activation == "softmax":
             diagonal = self._link.name == "probit"
         covariance = self._covariance(read[0], diagonal)
-        if isinstance(self.likelihood, Gaussian):
-            noise = self.likelihood.sigma.to(mean).square().expand(mean.shape[-1])
-            total = (covariance + covariance.mT) / 2 + torch.diag(noise)
-            variance = total.diagonal(dim1=-2, dim2=-1)
-            return {"mean": mean, "variance": variance, "covariance": total}
+        if self._link is None:
+            return self.likelihood.exported(mean, covariance)
         variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
-        assert self._link is not None
         logits = self._link.logits(self.likelihood, mean, covariance)
-        if isinstance(self.likelihood, Bernoulli):
-            logits = logits[..., 0]  # Of a single label the predictive has no such dimension.
-        is_softmax = isinstance(self.likelihood, Categorical)
-        probs = logits.softmax(-1) if is_softmax else logits.sigmoid()
+        probs = self.likelihood.probabilities(logits)
         return {"logits": mean, "variance": variance, "probs": probs}
 
     def _covariance(self, phi: Tensor, diagonal: bool) -> Float[Tensor, "..."]:
@@ -199,9 +186,11 @@ def _check(program: torch.export.ExportedProgram, example: Inputs, predicted: Di
     _, args, kwargs = _arguments(example)
     with torch.no_grad():
         answers = program.module()(*args, **kwargs)
-    expected = {"probs": getattr(predicted, "probs", predicted.mean)}
-    if isinstance(predicted, torch.distributions.MultivariateNormal):
-        expected = {"mean": predicted.mean, "covariance": predicted.covariance_matrix}
+    if "probs" in answers:
+        expected = {"probs": getattr(predicted, "probs", predicted.mean)}
+    else:
+        attributes = {"covariance": "covariance_matrix"}
+        expected = {name: getattr(predicted, attributes.get(name, name)) for name in answers}
     for name, value in expected.items():
         tolerance = torch.finfo(value.dtype).eps ** 0.5 * max(1.0, float(value.abs().max()))
         difference = float((answers[name] - value).abs().max())

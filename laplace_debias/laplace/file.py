@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.kinds import FisherType
-from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Gaussian, Likelihood
+from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
 from laplace_debias.curvature.network.batches import BatchHook
 from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.structures import CurvatureStructure, curvature_structure
@@ -33,7 +33,6 @@ _EARLIER = (
     "and la.save(path) of version 0.2.0."
 )
 _OWN = "own"
-NAMES = {likelihood: name for name, likelihood in LIKELIHOODS.items()}
 
 
 @dataclass(frozen=True)
@@ -238,22 +237,8 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
 def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, Any]:
     """A likelihood as plain data: its name and arguments, or of a user's class its import path."""
-    if type(likelihood) in NAMES:
-        told: dict[str, Any] = {"name": NAMES[type(likelihood)]}
-        if isinstance(likelihood, Gaussian):
-            # That it was never given steers `tune`.
-            if likelihood.is_assumed and likelihood.sigma.ndim == 0:
-                return {**told, "sigma": None}
-            told["sigma"] = likelihood.sigma.tolist()
-            if likelihood.is_assumed:
-                told["is_estimated"] = True
-            return told
-        for name, value in vars(likelihood).items():
-            if isinstance(value, Tensor):
-                told[name] = value.item() if name == "positive_weight" else value.tolist()
-            elif value is not None and (value or name != "label_smoothing"):
-                told[name] = value
-        return told
+    if likelihood.name in LIKELIHOODS:
+        return {"name": likelihood.name, **likelihood.options()}
     if not own:
         raise ValueError(
             f"A {type(likelihood).__name__} cannot be written to a file: only "
@@ -271,9 +256,7 @@ def likelihood_from_json(data: Mapping[str, Any], own: Likelihood | None = None)
     name = options.pop("name")
     if name != _OWN:
         if own is None:
-            if options.pop("is_estimated", False):
-                return Gaussian.estimated(**options)
-            return LIKELIHOODS[name](**options)
+            return LIKELIHOODS[name].from_options(options)
         raise ValueError(
             f"The file has a likelihood of its own, {name!r}: leave out "
             f"likelihood={type(own).__name__}(...)."
@@ -281,8 +264,12 @@ def likelihood_from_json(data: Mapping[str, Any], own: Likelihood | None = None)
     # The module is not compared: a script's classes have another one where it is imported.
     of_class = options["class"].rpartition(":")[2]
     given = None if own is None else (type(own).__qualname__, _options_of(own))
-    if own is not None and given == (of_class, options["options"]):
-        return own
+    if own is not None and given is not None and given[0] == of_class:
+        own_options = given[1]
+        # An earlier version's file has no options of a class that inherits them.
+        has_same = [own_options.get(key) == value for key, value in options["options"].items()]
+        if all(has_same):
+            return own
     raise ValueError(
         f"The posterior was fitted with the likelihood {options['class']!r} of options "
         f"{reprlib.repr(options['options'])}, which a file does not hold; likelihood= is {given}. "

@@ -9,7 +9,6 @@ from torch import Tensor
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.context import CurvatureFit
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
-from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.fingerprints import checksum, fingerprint
@@ -114,7 +113,7 @@ def prepare_fit(
     streams = [source for source in scheme.sources if isinstance(source, Stream)]
     parameters, context = examine(before, selected, streams[0], fisher)
     likelihood = before.spec.likelihood
-    if type(likelihood) is Gaussian and likelihood.is_assumed:
+    if likelihood.has_sigma and likelihood.is_assumed:
         likelihood = scheme.estimate_noise(context)
         before = replace(before, spec=replace(before.spec, likelihood=likelihood))
         loss = NegativeLogLikelihood(likelihood)
@@ -171,9 +170,8 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
     data = curvature_fit.totals
     num_data = _num_data(prepared.size, data.weight, prepared.mode)
     scale = num_data / data.weight
-    is_gaussian = type(before.spec.likelihood) is Gaussian
     num_targets = None
-    if is_gaussian and before.config.fisher.kind != "empirical":
+    if before.spec.likelihood.has_sigma and before.config.fisher.kind != "empirical":
         num_targets = data.num_outputs * scale
     plain = before.spec.plain_model
     mean, order = parameters.flattened(plain), parameters.order

@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 
 from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.blocks import Sharing
-from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
+from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
@@ -83,7 +83,8 @@ class Laplace(Predictor):
             output may be `[B]`.
         likelihood: `"classification"` (softmax), `"regression"` (Gaussian noise `sigma`),
             `"heteroscedastic"` (means and log-variances, `[B, 2C]`), `"binary"` (one logit),
-            `"multilabel"` (targets 0 or 1, `[B, C]`), or a `Likelihood`.
+            `"multilabel"` (targets 0 or 1, `[B, C]`), `"poisson"` (counts, outputs are logarithms
+            of rates), or a `Likelihood`.
         curvature: `"kfac"`, `"ekfac"` (K-FAC's directions with the exact curvature along each),
             `"diag"`, `"lowrank"` (leading eigenvectors of the whole matrix) or `"full"`.
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
@@ -620,9 +621,12 @@ class Laplace(Predictor):
         Raises:
             AttributeError: If the likelihood is not `"regression"`.
         """
-        if isinstance(self.likelihood, Gaussian):
-            return self.likelihood.sigma
-        raise AttributeError(f"sigma belongs to likelihood='regression', not to {self.likelihood}.")
+        sigma: Tensor | None = getattr(self.likelihood, "sigma", None)
+        if sigma is None:
+            raise AttributeError(
+                f"sigma belongs to likelihood='regression', not to {self.likelihood}."
+            )
+        return sigma
 
     # ------------------------------------------------- the posterior
 
@@ -806,8 +810,10 @@ class Laplace(Predictor):
 
         - `"probs"`: `[B, C]` for `"classification"` and `"multilabel"`, `[B]` for `"binary"`; with
           them `"logits"` and their `"variance"`, `[B, C]`;
-        - for `"regression"` `"mean"` and `"variance"` `[B, C]` and `"covariance"` `[B, C, C]` of y,
-          which include σ².
+        - for `"regression"` and `"heteroscedastic"` `"mean"` and `"variance"` `[B, C]` and
+          `"covariance"` `[B, C, C]` of y, which include the noise;
+        - for `"poisson"` `"mean"` and `"variance"` `[B, C]` of the counts;
+        - for a likelihood of your own what its `exported` returns.
 
         `torch.export.load(path).module()(x)["probs"]` reads and calls it.
 

@@ -13,17 +13,10 @@ from functools import lru_cache
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Bernoulli as BernoulliDistribution
-from torch.distributions import Categorical as CategoricalDistribution
-from torch.distributions import Distribution, Independent
+from torch.distributions import Distribution
 from torch.quasirandom import SobolEngine
 
-from laplace_debias.curvature.losses.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Likelihood,
-    MultiLabel,
-)
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.losses.likelihoods.base import probit
 from laplace_debias.operators.eigh import eigh
 
@@ -31,8 +24,6 @@ MOST_CLASSES = 100
 """For more classes the default is the probit: their covariances cost too much."""
 NUM_DRAWS = 128
 """Sobol points of the `"exact"` link."""
-WITH_LINKS = (Categorical, Bernoulli, MultiLabel)
-"""Likelihoods whose outputs are logits of probabilities, as this package knows them."""
 
 Logits = Float[Tensor, "*batch classes"]
 Covariance = Float[Tensor, "*batch classes classes"]
@@ -121,7 +112,7 @@ class Link:
     ) -> Logits:
         """Logits of the probabilities."""
         mean, covariance = tempered_moments(self, mean, covariance)
-        if type(likelihood) is Categorical:
+        if likelihood.activation == "softmax":
             return FORMULAS[self.name](mean, covariance)
         if self.name != "exact":
             return probit(mean, covariance)
@@ -155,7 +146,7 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
     if link is None:
         return None
     checked = link if isinstance(link, Link) else Link(link)
-    if type(likelihood) not in WITH_LINKS:
+    if likelihood.activation is None:
         raise ValueError(
             f"link={link!r} gives probabilities of classes or labels, not of a "
             f"{type(likelihood).__name__}: leave link out."
@@ -169,9 +160,9 @@ def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
     Outputs with further positions, `[B, ..., C]`, have the probit, as the covariance of all of them
     grows with their number's square.
     """
-    if type(likelihood) not in WITH_LINKS:
+    if likelihood.activation is None:
         return None
-    if type(likelihood) is Categorical and len(shape) == 2 and shape[1] <= MOST_CLASSES:
+    if likelihood.activation == "softmax" and len(shape) == 2 and shape[1] <= MOST_CLASSES:
         return Link("pairwise")
     return Link("probit")
 
@@ -182,12 +173,7 @@ def predictive(
     """p(y) for outputs N(mean, covariance)."""
     if link is None:
         return likelihood.predictive(mean, covariance)
-    logits = link.logits(likelihood, mean, covariance)
-    if type(likelihood) is Categorical:
-        return CategoricalDistribution(logits=logits)
-    if type(likelihood) is Bernoulli:
-        return BernoulliDistribution(logits=logits[..., 0])
-    return Independent(BernoulliDistribution(logits=logits), 1)
+    return likelihood.predictive(link.logits(likelihood, mean, covariance), None)
 
 
 @lru_cache(maxsize=8)

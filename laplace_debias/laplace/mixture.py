@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.laplace import Laplace
@@ -97,7 +97,7 @@ def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihoo
 
 def _options(likelihood: Likelihood) -> dict[str, Any]:
     """The options that members must share: all but the noise of a regression."""
-    if type(likelihood) is Gaussian:
+    if likelihood.has_sigma:
         return {}
     config = likelihood_to_json(likelihood, own=True)
     own_options = config.pop("options", {})

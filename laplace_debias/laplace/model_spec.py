@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from laplace_debias.curvature.losses.likelihoods import OF_SHAPES, Likelihood
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
 from laplace_debias.curvature.network.outputs import classes_last
 from laplace_debias.curvature.network.precision import widened
@@ -94,7 +94,6 @@ class ModelSpec:
         Targets come on the device if their values decide what a fit does. A fit moves the inputs
         itself, since it looks for padding on the CPU.
         """
-        checks_shapes_only = type(self.likelihood) in OF_SHAPES
         ignored = getattr(self.likelihood, "ignore_index", None)
         if ignored is not None:
             description = f"{description} (ignore_index={ignored})"
@@ -102,7 +101,7 @@ class ModelSpec:
             data,
             self.read_batch,
             generator,
-            target_device=None if checks_shapes_only else device,
+            target_device=None if self.likelihood.checks_shapes_only else device,
             progress=progress,
             counts_any=self.likelihood.counts_any,
             description=description,

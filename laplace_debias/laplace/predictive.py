@@ -16,7 +16,6 @@ from torch.distributions import (
     MultivariateNormal,
 )
 
-from laplace_debias.curvature.losses.likelihoods import Categorical as CategoricalLikelihood
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, take
@@ -241,7 +240,7 @@ def _moments_for_links(
     likelihood = fitted.likelihood
     diagonal = likelihood.variances_suffice
     differences = False
-    if names and type(likelihood) is CategoricalLikelihood:
+    if names and likelihood.activation == "softmax":
         diagonal = set(names) == {"probit"}
         differences = "probit" not in names
     mean, covariances = linearised.moments(
@@ -305,7 +304,7 @@ def predictives_by_links(
 def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
     """The link of a fit that none was chosen for, by the outputs of the first example."""
     shape = torch.Size()
-    if type(fitted.likelihood) is CategoricalLikelihood:
+    if fitted.likelihood.activation == "softmax":
         with linearised.asked_of(fitted, x) as asked:
             shape = linearised.map_outputs(asked.network, take(asked.x, slice(1))).shape
     return links.default_link(fitted.likelihood, shape)

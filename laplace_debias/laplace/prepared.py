@@ -12,15 +12,11 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import (
-    Bernoulli,
-    Categorical,
     Likelihood,
-    MultiLabel,
 )
 from laplace_debias.curvature.network.batches import Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs, call, move, take
-from laplace_debias.curvature.network.outputs import warn_of_probabilities, warn_of_sigmoid
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.curvature.network.validation import validate_model
@@ -144,13 +140,11 @@ def check_first_batch(
             "have the classes in the last dimension or in dimension 1. Say which: "
             "Laplace(..., class_dim=-1) for [B, ..., C], class_dim=1 for [B, C, ...]."
         )
-    if isinstance(likelihood, Categorical):
-        warn_of_probabilities(outputs)
+    likelihood.warn_of_outputs(network, outputs)
+    if likelihood.activation == "softmax":
         num_columns = outputs.shape[1:].numel()
         if fisher.kind == "exact" and outputs.ndim > 2 and num_columns > _MANY_COLUMNS:
             warn(
                 f'fisher="exact" needs {num_columns:,} backward passes per example (one per class '
                 'and position). Laplace(..., fisher="mc") needs one.'
             )
-    if isinstance(likelihood, Bernoulli | MultiLabel):
-        warn_of_sigmoid(network, outputs)

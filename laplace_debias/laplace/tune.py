@@ -18,8 +18,6 @@ from torch.distributions import Distribution, MultivariateNormal
 from torch.nn.functional import one_hot
 
 from laplace_debias.curvature.losses.likelihoods import (
-    Gaussian,
-    HeteroscedasticGaussian,
     Likelihood,
 )
 from laplace_debias.curvature.network.batches import Batches, Pairs
@@ -68,7 +66,7 @@ def on_data(
     check_held_out(loader)
     stream = fitted.spec.stream(loader, fitted.device, generator, "tune" if progress else None)
     likelihood, class_dim = fitted.likelihood, fitted.spec.class_dim
-    is_regression = isinstance(likelihood, (Gaussian, HeteroscedasticGaussian))
+    is_regression = likelihood.targets == "numbers"
     known = ["nll"] if is_regression else ["brier", "nll"]
     if metric not in known:
         raise ValueError(

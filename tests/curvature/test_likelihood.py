@@ -101,7 +101,7 @@ def test_sigma_must_be_positive(sigma):
 def test_likelihood_names():
     assert isinstance(likelihood_from("binary"), Bernoulli)
     assert likelihood_from("regression", 0.3).sigma == 0.3
-    with pytest.raises(ValueError, match="Unknown likelihood 'poisson'"):
-        likelihood_from("poisson")
+    with pytest.raises(ValueError, match="Unknown likelihood 'gamma'"):
+        likelihood_from("gamma")
     with pytest.raises(ValueError, match="sigma belongs"):
         likelihood_from("classification", 0.3)

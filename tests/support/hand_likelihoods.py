@@ -4,7 +4,14 @@ import math
 
 import torch
 
-from laplace_debias import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, MultiLabel
+from laplace_debias import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    MultiLabel,
+    Poisson,
+)
 
 W3, P3 = (0.5, 2.0, 1.25), (3.0, 0.4, 1.0)
 IGNORED = -100
@@ -45,6 +52,14 @@ def normal(f, y):
     return total
 
 
+def poisson(f, y):
+    """Of logarithms of rates, and counts."""
+    total = 0.0
+    for c, count in enumerate(y.reshape(-1).tolist()):
+        total = total + f[c].exp() - count * f[c] + math.log(math.factorial(int(count)))
+    return total
+
+
 def gaussian(*sigma):
     def of_one(f, y):
         total = 0.0
@@ -81,6 +96,10 @@ def reals(size):
     return lambda *shape, generator: torch.randn(
         *shape, size, generator=generator, dtype=torch.float64
     )
+
+
+def counts(size):
+    return lambda *shape, generator: torch.randint(5, (*shape, size), generator=generator)
 
 
 # Likelihood, number of outputs, targets of a shape, the loss of one example.
@@ -124,6 +143,7 @@ CASES = {
         lambda f, y: binary(f, y, W3, (2.5,) * 3),
     ),
     "heteroscedastic": (HeteroscedasticGaussian(), 4, reals(2), normal),
+    "counts": (Poisson(), 2, counts(2), poisson),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from laplace_debias.curvature import (
     Hessian,
     Jacobian,
 )
-from laplace_debias.laplace.links import WITH_LINKS, Link
+from laplace_debias.laplace.links import Link
 from laplace_debias.linalg import (
     cg,
     debiased_cg,
@@ -147,7 +147,7 @@ def note_posterior(record, la, x, portable=True):
     record.note("variances", la.functional(x, diagonal=True)[1])
     record.note("sample", la.sample(3, generator(3)), portable=False)
     # The link that was the default when the numbers were written down.
-    link = PROBIT if type(la.likelihood) in WITH_LINKS else None
+    link = PROBIT if la.likelihood.activation is not None else None
     for method, samples in (("glm", None), ("glm", 5), ("glm-mc", 5), ("nn", 5), ("map", None)):
         by = link if (method, samples) == ("glm", None) else None
         predictive = la.predict(x, method, samples, generator(4), link=by)
@@ -209,7 +209,7 @@ def record_fit(options, mode, likelihood, fit_options):
     folds = 8 if mode == "crossfit" else None
     la.fit(loader(batches), mode=mode, generator=generator(5), folds=folds, **fit_options)
     note_posterior(record, la, batches[2][0][:4], options.get("factor_dtype") is None)
-    link = PROBIT if type(la.likelihood) in WITH_LINKS else None
+    link = PROBIT if la.likelihood.activation is not None else None
     found = la.tune(batches[2:], grid=[0.1, 1.0, 10.0], link=link)
     record.note("tuned", [row[found.metric] for row in found.table])
     report = la.evaluate(batches[2:], intervals=False)

@@ -42,7 +42,8 @@ class Cotangents:
         """The cotangents of a batch, `[K, B, ...]`, and its loss, summed over examples, 0-d.
 
         `first` is the position of the batch's first example in the data. Weights multiply the
-        examples' losses, not the cotangents. Targets of likelihoods `OF_SHAPES` may be on the CPU.
+        examples' losses, not the cotangents. Targets may be on the CPU if the
+        likelihood `checks_shapes_only`.
         """
         targets = targets_classes_last(targets, outputs.ndim, self.class_dim)
         # Targets that still lie on the CPU are checked there, at once.

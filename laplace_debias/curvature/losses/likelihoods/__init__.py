@@ -8,6 +8,7 @@ from laplace_debias.curvature.losses.likelihoods.base import Likelihood
 from laplace_debias.curvature.losses.likelihoods.bernoulli import Bernoulli, MultiLabel
 from laplace_debias.curvature.losses.likelihoods.categorical import Categorical
 from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
+from laplace_debias.curvature.losses.likelihoods.poisson import Poisson
 
 __all__ = [
     "Bernoulli",
@@ -16,42 +17,39 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Likelihood",
     "MultiLabel",
+    "Poisson",
     "likelihood_from",
 ]
 
 
 LIKELIHOODS: dict[str, type[Likelihood]] = {
-    "classification": Categorical,
-    "regression": Gaussian,
-    "binary": Bernoulli,
-    "multilabel": MultiLabel,
-    "heteroscedastic": HeteroscedasticGaussian,
+    str(likelihood.name): likelihood
+    for likelihood in (
+        Categorical,
+        Gaussian,
+        Bernoulli,
+        MultiLabel,
+        HeteroscedasticGaussian,
+        Poisson,
+    )
 }
-
-OF_SHAPES = (Categorical, Gaussian, Bernoulli, MultiLabel)
-"""Likelihoods whose checks take targets on the CPU beside outputs on another device.
-
-Of the outputs they look at shape and dtype alone. A user's likelihood, one derived from these too,
-may calculate with both.
-"""
+"""The likelihoods of this package by their names."""
 
 
 def likelihood_from(
     name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
 ) -> Likelihood:
     """The likelihood of a name, or the instance itself."""
-    if sigma is not None and name != "regression":
+    if sigma is not None and name != Gaussian.name:
         raise ValueError(
             f'sigma belongs to likelihood="regression", not to {name!r}; build '
             "`Gaussian(sigma)` to pass an instance."
         )
     if isinstance(name, Likelihood):
         return name
-    if name == "regression":
-        return Gaussian(sigma)
-    if isinstance(name, str) and name in LIKELIHOODS:
-        return LIKELIHOODS[name]()
-    raise ValueError(
-        f"Unknown likelihood {name!r}: use 'classification', 'regression', 'binary', 'multilabel', "
-        "'heteroscedastic', or an instance of Likelihood."
-    )
+    if not isinstance(name, str) or name not in LIKELIHOODS:
+        raise ValueError(
+            f"Unknown likelihood {name!r}: use {', '.join(map(repr, LIKELIHOODS))}, or an instance "
+            "of Likelihood."
+        )
+    return LIKELIHOODS[name]() if sigma is None else Gaussian(sigma)

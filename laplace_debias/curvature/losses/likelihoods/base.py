@@ -2,12 +2,12 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from laplace_debias.system.shown import one_line
@@ -20,16 +20,42 @@ class Likelihood(ABC):
 
     ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
     the six abstract methods. One whose Hessian depends on the target, by a weight of its class say,
-    also has `curvature_weights`. One of real numbers may have `marginals` and `marginal_mixture`,
-    and one that is saved with a posterior `options`. Where a network has further positions,
-    `[B, T, C]`, it sees each as an example, and ℓ is their sum; `predictive` and `mixture` see the
-    positions as they are.
+    also has `curvature_weights`. Where a network has further positions, `[B, T, C]`, it sees each
+    as an example, and ℓ is their sum; `predictive` and `mixture` see the positions as they are.
+
+    What else follows from a likelihood is stated here, too: the attributes below, `marginals` and
+    `epistemic_variances` for targets that are numbers, `options` for files, `exported` for
+    programs, `describe` and `warn_of_outputs` for users.
 
     Attributes:
-        variances_suffice: Whether `predictive` looks at the variances of the outputs alone.
+        name: The name in `Laplace(likelihood=)`, in files and as `--task`; None for a class that is
+            not of this package.
+        targets: What a target is: one class, several labels, or numbers; None if not stated.
+        activation: How outputs that are logits become probabilities: by one softmax, or by a
+            sigmoid each. Links and temperatures are for these. None if the outputs are no logits.
+        has_sigma: Whether the curvature goes with the inverse square of a noise `sigma`, so that a
+            fit, `tune` and `tune_evidence` can determine it.
+        is_assumed: Whether `sigma` was not given.
+        has_marginals: Whether `marginals` and `epistemic_variances` have a closed form.
+        variances_suffice: Whether `predictive` depends on the variances of the outputs only.
+        checks_shapes_only: Whether `check` uses only shape and dtype of the outputs, so that they
+            may be on another device than the targets.
     """
 
+    name: ClassVar[str | None] = None
+    targets: ClassVar[Literal["class", "labels", "numbers"] | None] = None
+    activation: ClassVar[Literal["softmax", "sigmoid"] | None] = None
+    has_sigma: ClassVar[bool] = False
+    is_assumed: bool = False
+    has_marginals: ClassVar[bool] = False
     variances_suffice: bool = False
+    checks_shapes_only: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        # A subclass may calculate otherwise, so that it states these itself.
+        for attribute in ("name", "activation", "has_sigma", "checks_shapes_only"):
+            if attribute not in vars(cls):
+                setattr(cls, attribute, getattr(Likelihood, attribute))
 
     __repr__ = one_line
 
@@ -153,19 +179,64 @@ class Likelihood(ABC):
         """
         raise self._no_marginals()
 
+    def epistemic_variances(
+        self, mean: Float[Tensor, "*batch outputs"], variances: Float[Tensor, "*batch outputs"]
+    ) -> Float[Tensor, "*batch targets"]:
+        """Variance of each target's mean under outputs of these moments, part of `marginals`'.
+
+        Raises:
+            TypeError: If targets are not numbers.
+        """
+        raise self._no_marginals()
+
     def _no_marginals(self) -> TypeError:
         return TypeError(
-            f"{type(self).__name__} has no marginals with quantiles: they are those of regression, "
-            "of Gaussian or HeteroscedasticGaussian. `predict` gives class probabilities."
+            f"{type(self).__name__} has no marginals with quantiles: they are those of numbers, "
+            "such as Gaussian, HeteroscedasticGaussian or Poisson. `predict` gives class "
+            "probabilities."
         )
 
-    def options(self) -> dict[str, Any]:
-        """The instance's arguments as plain data (JSON), for a posterior file to compare.
+    def probabilities(self, logits: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "..."]:
+        """Probabilities of classes or labels, as the predictive has them in `probs`."""
+        return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
-        A file holds what this returns beside the import path of a user's class. `Laplace.load`
-        refuses an instance that returns something else. Empty by default.
+    @property
+    def is_exportable(self) -> bool:
+        """Whether the closed form of the predictive can be exported as a program."""
+        return self.activation is not None or type(self).exported is not Likelihood.exported
+
+    def exported(
+        self, mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "..."]
+    ) -> dict[str, Tensor]:
+        """Tensors of the predictive, named as the attributes of what `predictive` returns.
+
+        It consists of operations that `torch.export` records. The arguments are those of
+        `predictive`. Likelihoods with an `activation` are exported by their link instead.
+
+        Raises:
+            NotImplementedError: By default.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no exported form.")
+
+    def describe(self) -> str:
+        """The likelihood in a line, as a `Laplace` prints it."""
+        return self.name or type(self).__name__
+
+    def warn_of_outputs(self, network: nn.Module, outputs: Float[Tensor, "*batch outputs"]) -> None:  # noqa: B027 (most have no doubt)
+        """Warn if a network's first outputs are probably not what the likelihood takes."""
+
+    def options(self) -> dict[str, Any]:
+        """The instance's arguments as plain data (JSON), for a posterior file.
+
+        For a user's class, a file holds them with the class's import path, and `Laplace.load`
+        rejects an instance in which one of them differs. Empty by default.
         """
         return {}
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Build an instance from its `options`."""
+        return cls(**options)
 
 
 RESHAPE_TARGETS = (

@@ -1,9 +1,11 @@
 """One label that applies or not, or several of them."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Bernoulli as BernoulliDistribution
 from torch.distributions import Independent
 
@@ -15,7 +17,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     columns_of,
     probit,
 )
-from laplace_debias.curvature.network.outputs import require
+from laplace_debias.curvature.network.outputs import require, warn_of_sigmoid
 from laplace_debias.system.checks import checked_weights
 
 
@@ -23,6 +25,10 @@ class _Sigmoids(Likelihood):
     """Independent Bernoullis of logits, whatever their targets' shape and weights."""
 
     variances_suffice = True
+
+    def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
+        """Warn if the network ends in a sigmoid."""
+        warn_of_sigmoid(network, outputs)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         r"""The C columns of $\mathrm{diag}(\sqrt{p(1-p)})$."""
@@ -56,9 +62,24 @@ class Bernoulli(_Sigmoids):
         ValueError: If the weight is not positive and finite.
     """
 
+    name = "binary"
+    targets = "class"
+    activation = "sigmoid"
+    checks_shapes_only = True
+
     def __init__(self, positive_weight: float | None = None) -> None:
         self.positive_weight = checked_weights(positive_weight, "positive_weight")
         check_length(self.positive_weight, 1, "positive_weight")
+
+    def options(self) -> dict[str, Any]:
+        """The weight of the positives, if there is one."""
+        if self.positive_weight is None:
+            return {}
+        return {"positive_weight": self.positive_weight.item()}
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The positives' probability, without a dimension for the single label."""
+        return logits[..., 0].sigmoid()
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require one output and targets 0 or 1."""
@@ -126,6 +147,11 @@ class MultiLabel(_Sigmoids):
         ValueError: If weights are out of range.
     """
 
+    name = "multilabel"
+    targets = "labels"
+    activation = "sigmoid"
+    checks_shapes_only = True
+
     def __init__(
         self,
         ignore_index: int = -100,
@@ -135,6 +161,15 @@ class MultiLabel(_Sigmoids):
         self.ignore_index = ignore_index
         self.label_weights = checked_weights(label_weights, "label_weights")
         self.positive_weights = checked_weights(positive_weights, "positive_weights")
+
+    def options(self) -> dict[str, Any]:
+        """`ignore_index`, with the weights if there are some."""
+        options: dict[str, Any] = {"ignore_index": self.ignore_index}
+        if self.label_weights is not None:
+            options["label_weights"] = self.label_weights.tolist()
+        if self.positive_weights is not None:
+            options["positive_weights"] = self.positive_weights.tolist()
+        return options
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require targets 0 or 1 of the outputs' shape."""

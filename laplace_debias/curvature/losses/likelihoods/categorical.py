@@ -1,9 +1,11 @@
 """Softmax classification."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Int, Integer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
 
 from laplace_debias.curvature.losses.likelihoods.base import (
@@ -12,7 +14,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     check_length,
     probit,
 )
-from laplace_debias.curvature.network.outputs import require
+from laplace_debias.curvature.network.outputs import require, warn_of_probabilities
 from laplace_debias.system.checks import checked_weights
 
 # How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
@@ -52,7 +54,11 @@ class Categorical(Likelihood):
         Bissiri, Holmes & Walker (2016), "A general framework for updating belief distributions".
     """
 
+    name = "classification"
+    targets = "class"
+    activation = "softmax"
     variances_suffice = True
+    checks_shapes_only = True
 
     def __init__(
         self,
@@ -65,6 +71,19 @@ class Categorical(Likelihood):
         self.ignore_index = ignore_index
         self.class_weights = checked_weights(class_weights, "class_weights")
         self.label_smoothing = float(label_smoothing)
+
+    def options(self) -> dict[str, Any]:
+        """`ignore_index`, with the weights and the smoothing if there are some."""
+        options: dict[str, Any] = {"ignore_index": self.ignore_index}
+        if self.class_weights is not None:
+            options["class_weights"] = self.class_weights.tolist()
+        if self.label_smoothing:
+            options["label_smoothing"] = self.label_smoothing
+        return options
+
+    def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
+        """Warn if the outputs are probabilities."""
+        warn_of_probabilities(outputs)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require integer labels `[B]` in `0 … C−1`, or probabilities `[B, C]`."""

@@ -1,7 +1,8 @@
 """Regression with Gaussian noise."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -72,6 +73,12 @@ class Gaussian(Likelihood):
         TypeError: As `real`.
     """
 
+    name = "regression"
+    targets = "numbers"
+    has_sigma = True
+    has_marginals = True
+    checks_shapes_only = True
+
     def __init__(self, sigma: float | Sequence[float] | Tensor | None = None) -> None:
         self.is_assumed = sigma is None
         self.sigma = real(1.0 if sigma is None else sigma, "sigma").detach().cpu().clone()
@@ -84,6 +91,30 @@ class Gaussian(Likelihood):
         likelihood = cls(sigma)
         likelihood.is_assumed = True
         return likelihood
+
+    def options(self) -> dict[str, Any]:
+        """σ, None if 1 is assumed; and whether it was estimated."""
+        # Whether it was given steers `tune`.
+        if self.is_assumed and self.sigma.ndim == 0:
+            return {"sigma": None}
+        options: dict[str, Any] = {"sigma": self.sigma.tolist()}
+        if self.is_assumed:
+            options["is_estimated"] = True
+        return options
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self:
+        """Build an instance from its `options`."""
+        likelihood = cls(options["sigma"])
+        likelihood.is_assumed |= options.get("is_estimated", False)
+        return likelihood
+
+    def describe(self) -> str:
+        """The name and σ."""
+        name = super().describe()
+        if self.sigma.ndim:
+            return f"{name}, sigma = one for each of {self.sigma.numel()} outputs"
+        return f"{name}, sigma = {self.sigma.item():g}"
 
     def _sigma(self, outputs: Tensor) -> Tensor:
         if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[-1]:
@@ -144,6 +175,15 @@ class Gaussian(Likelihood):
         """Normal with the outputs' variances plus σ²; batch shape `[B, C]`."""
         return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
+    def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
+        """The outputs' variances: outputs are means of targets."""
+        return variances
+
+    def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
+        """`mean`, `variance` and `covariance` of y."""
+        noise = self.sigma.to(mean).square().expand(mean.shape[-1])
+        return exported_normal(mean, (covariance + covariance.mT) / 2 + torch.diag(noise))
+
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
         """The mixture of normals about the samples, of standard deviation σ each."""
         return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
@@ -169,6 +209,14 @@ def noisy_normal(
             "targets and sigma."
         )
     return MultivariateNormal(mean, covariance_matrix=total)
+
+
+def exported_normal(
+    mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "*batch outputs outputs"]
+) -> dict[str, Tensor]:
+    """A normal predictive as an exported program returns it."""
+    variance = covariance.diagonal(dim1=-2, dim2=-1)
+    return {"mean": mean, "variance": variance, "covariance": covariance}
 
 
 def check_finite_floats(targets: Tensor, kind: str) -> None:
@@ -221,6 +269,10 @@ class HeteroscedasticGaussian(Likelihood):
         distribution"; Immer et al. (2023), "Effective Bayesian heteroscedastic regression with deep
         neural networks", for natural parameters instead, in which Hessian and Fisher agree.
     """
+
+    name = "heteroscedastic"
+    targets = "numbers"
+    has_marginals = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require outputs `[B, 2C]` and floating-point targets `[B, C]`."""
@@ -297,6 +349,18 @@ class HeteroscedasticGaussian(Likelihood):
         """The normals with the predictive's means and variances; batch shape `[B, C]`."""
         (mu, s), (of_mu, of_s) = mean.chunk(2, -1), variances.chunk(2, -1)
         return Normal(mu, (of_mu + _mean_noise(s, of_s)).sqrt())
+
+    def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
+        """The variances of the means, which come before the log-variances."""
+        return variances.chunk(2, -1)[0]
+
+    def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
+        """`mean`, `variance` and `covariance` of y."""
+        size = mean.shape[-1] // 2
+        variances = covariance.diagonal(dim1=-2, dim2=-1)
+        noise = (mean[..., size:] + variances[..., size:] / 2).exp()
+        block = covariance[..., :size, :size]
+        return exported_normal(mean[..., :size], (block + block.mT) / 2 + torch.diag_embed(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
         """The mixture of the normals that the samples of the outputs say."""

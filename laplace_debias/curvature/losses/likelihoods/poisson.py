@@ -1,0 +1,314 @@
+"""Counts: Poisson regression with the logarithm of the rate as output."""
+
+import math
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    Independent,
+    MixtureSameFamily,
+    constraints,
+)
+from torch.distributions import Poisson as PoissonDistribution
+from torch.distributions.utils import broadcast_all
+
+from laplace_debias.curvature.losses.likelihoods.base import (
+    RESHAPE_TARGETS,
+    Likelihood,
+    columns_of,
+)
+from laplace_debias.curvature.network.outputs import require
+
+_NUM_NODES = 32
+# Newton's method goes at least one unit of the log-rate a step, and is then quadratic.
+_NUM_NEWTON_STEPS = 60
+_ONE_DRAW = torch.Size()
+
+
+class Poisson(Likelihood):
+    r"""Counts with Poisson noise; outputs are the logarithms of rates, targets `[B, C]`.
+
+    Targets are whole numbers from 0 on, of any real dtype; `[B]` will do for C = 1. With
+    $\lambda = e^f$, $\ell = \sum_c \lambda_c - y_c f_c + \log y_c!$ and
+    $\nabla^2_f \ell = \mathrm{diag}(\lambda)$, whatever the targets.
+
+    For Gaussian outputs N(m, v) the rate is log-normal. The predictive is that mixture of Poisson
+    distributions, output by output: its mean $e^{m + v/2}$ and its variance
+    $e^{m + v/2} + e^{2m + v}(e^v - 1)$ in closed form, its probabilities by quadrature
+    (`PoissonLogNormal`).
+
+    Reference:
+        Aitchison & Ho (1989), "The multivariate Poisson-log normal distribution".
+    """
+
+    name = "poisson"
+    targets = "numbers"
+    has_marginals = True
+    variances_suffice = True
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Require counts of the outputs' shape, or `[B]` for a single output."""
+        self.check_predicted(outputs, targets)
+        largest = outputs.max()
+        limit = math.log(torch.finfo(outputs.dtype).max)
+        dtype = outputs.dtype
+        require(
+            largest < limit,
+            lambda: ValueError(
+                f"The rate exp({float(largest):.3g}) is out of the range of {dtype}: outputs must "
+                "be logarithms of rates. Return rates.log() from the model."
+            ),
+        )
+
+    def check_predicted(self, values: Tensor, targets: Tensor) -> None:
+        """Require counts that fit a predictive's means, `[B, C]`."""
+        if columns_of(targets).shape != values.shape:
+            raise ValueError(
+                f"Counts must have the outputs' shape {tuple(values.shape)}, got "
+                f"{tuple(targets.shape)}. {RESHAPE_TARGETS}"
+            )
+        if targets.is_complex() or targets.dtype == torch.bool:
+            raise TypeError(f"Counts must be numbers, got {targets.dtype}. Use `targets.long()`.")
+        are_counts = (targets >= 0) & (targets == targets.floor()) & targets.isfinite()
+        require(
+            are_counts.all(),
+            lambda: ValueError(
+                "Counts must be whole numbers from 0 on. Check the targets for negative numbers, "
+                "fractions and NaN."
+            ),
+        )
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Negative log-probability of the counts, float64."""
+        counts = columns_of(targets).double()
+        residuals = outputs.exp() - counts.to(outputs.dtype) * outputs
+        return residuals.sum(-1).double() + (counts + 1).lgamma().sum(-1)
+
+    def hessian_root(self, outputs: Tensor) -> Tensor:
+        r"""The C columns of $\mathrm{diag}(\sqrt\lambda)$."""
+        return torch.diag_embed((outputs / 2).exp()).movedim(-1, 0)
+
+    def hessian_trace(self, outputs: Tensor) -> Tensor:
+        """Σ λ, without a matrix of all outputs."""
+        return outputs.double().exp().sum(-1)
+
+    def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
+        """Counts from the rates, each the smallest whose distribution function is not below u."""
+        return poisson_quantile(uniforms, outputs.double().exp()).to(outputs.dtype)
+
+    def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
+        """Mixture of Poisson distributions over log-normal rates; outputs are independent.
+
+        Batch shape `[B]`, event shape `[C]`.
+        """
+        if covariance is None:
+            return Independent(PoissonDistribution(mean.exp()), 1)
+        is_matrix = covariance.ndim > mean.ndim
+        variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
+        return Independent(self.marginals(mean, variances), 1)
+
+    def mixture(self, samples: Tensor) -> Independent:
+        """The equal mixture over the samples, output by output."""
+        return Independent(self.marginal_mixture(samples), 1)
+
+    def marginals(self, mean: Tensor, variances: Tensor) -> "PoissonLogNormal":
+        """The predictive of each count; batch shape `[B, C]`."""
+        return PoissonLogNormal(mean, variances)
+
+    def marginal_mixture(self, samples: Tensor) -> "PoissonMixture":
+        """The equal mixture of the samples' Poisson distributions."""
+        return PoissonMixture(samples.exp())
+
+    def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
+        """The variances of the log-normal rates."""
+        return (2 * mean + variances).exp() * torch.expm1(variances)
+
+    def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
+        """`mean` and `variance` of the counts."""
+        rates = (mean + covariance / 2).exp()
+        return {"mean": rates, "variance": rates + self.epistemic_variances(mean, covariance)}
+
+
+class _Counts(Distribution):
+    """A distribution of counts whose quantiles are found by its distribution function."""
+
+    support = constraints.nonnegative_integer
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """The probability of at most so many."""
+        raise NotImplementedError
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """The smallest count whose distribution function is not below a probability."""
+        probabilities = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
+        if not ((probabilities > 0) & (probabilities < 1)).all():
+            raise ValueError(
+                "Probabilities of quantiles must lie above 0 and below 1, got "
+                f"{float(probabilities.min()):g} … {float(probabilities.max()):g}."
+            )
+        shape = torch.broadcast_shapes(probabilities.shape, self.batch_shape)
+        return smallest_count(self.cdf, probabilities.expand(shape))
+
+
+class PoissonLogNormal(_Counts):
+    r"""Counts whose log-rate is normal, N(m, v).
+
+    $\log p(y)$ is by 32 Gauss-Hermite nodes around the mode of the integrand, which has one.
+
+    Args:
+        log_mean: m, the mean of the log-rate.
+        log_variance: v ≥ 0, its variance.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {
+        "log_mean": constraints.real,
+        "log_variance": constraints.nonnegative,
+    }
+
+    def __init__(
+        self, log_mean: Tensor, log_variance: Tensor, validate_args: bool | None = None
+    ) -> None:
+        self.log_mean, self.log_variance = broadcast_all(log_mean, log_variance)
+        super().__init__(self.log_mean.shape, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> "PoissonLogNormal":
+        """The same distribution with a larger batch shape."""
+        return PoissonLogNormal(
+            self.log_mean.expand(batch_shape), self.log_variance.expand(batch_shape), False
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean count, which is the mean rate."""
+        return (self.log_mean + self.log_variance / 2).exp()
+
+    @property
+    def variance(self) -> Tensor:
+        """Mean rate plus the variance of the rate."""
+        rate_variance = (2 * self.log_mean + self.log_variance).exp()
+        return self.mean + rate_variance * torch.expm1(self.log_variance)
+
+    def sample(self, sample_shape: Any = _ONE_DRAW) -> Tensor:
+        """Draw counts."""
+        with torch.no_grad():
+            shape = self._extended_shape(sample_shape)
+            noise = torch.randn(shape, dtype=self.log_mean.dtype, device=self.log_mean.device)
+            return torch.poisson((self.log_mean + self.log_variance.sqrt() * noise).exp())
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Logarithm of the probability of a count."""
+        if self._validate_args:
+            self._validate_sample(value)
+        counts = value.double()
+        mean, variance = self.log_mean.double(), self.log_variance.double()
+        counts, mean, variance = torch.broadcast_tensors(counts, mean, variance)
+        is_certain = variance == 0
+        # The integrand is log-concave: its mode lies below this point, on Newton's side.
+        safe = torch.where(is_certain, 1.0, variance)
+        mode = torch.maximum(mean, counts.clamp_min(1).log())
+        for _ in range(_NUM_NEWTON_STEPS):
+            slope = mode.exp() - counts + (mode - mean) / safe
+            mode = mode - slope / (mode.exp() + 1 / safe)
+        width = (mode.exp() + 1 / safe).rsqrt().unsqueeze(-1)
+        nodes, weights = (part.to(mean) for part in _hermite())
+        f = mode.unsqueeze(-1) + math.sqrt(2) * width * nodes
+        log_joint = (
+            counts.unsqueeze(-1) * f
+            - f.exp()
+            - 0.5 * (f - mean.unsqueeze(-1)).square() / safe.unsqueeze(-1)
+            - 0.5 * safe.log().unsqueeze(-1)
+        )
+        log_terms = log_joint + nodes.square() + weights.log() + width.log()
+        log_prob = torch.logsumexp(log_terms, -1) - 0.5 * math.log(math.pi)
+        certain = counts * mean - mean.exp()
+        log_prob = torch.where(is_certain, certain, log_prob) - (counts + 1).lgamma()
+        return log_prob.to(self.log_mean.dtype)
+
+    def cdf(self, value: Tensor) -> Tensor:
+        r"""The probability of at most y, by 32 Gauss-Hermite nodes.
+
+        It is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of shape y + 1. The
+        nodes are those of the narrower one, on a logarithmic scale: given it, the distribution
+        function of the other is smooth between them.
+        """
+        counts = torch.as_tensor(value).to(self.log_mean).double().floor()
+        mean, variance = self.log_mean.double(), self.log_variance.double()
+        counts, mean, variance = (
+            part.unsqueeze(-1) for part in torch.broadcast_tensors(counts, mean, variance)
+        )
+        nodes, weights = (part.to(mean) for part in _hermite())
+        gamma_shape = counts.clamp_min(0) + 1
+        rates = (mean + (2 * variance).sqrt() * nodes).exp()
+        by_rates = weights / math.sqrt(math.pi) * torch.special.gammaincc(gamma_shape, rates)
+        log_gamma = gamma_shape.log() + math.sqrt(2) * gamma_shape.rsqrt() * nodes
+        log_density = gamma_shape * log_gamma - log_gamma.exp() - gamma_shape.lgamma()
+        density = math.sqrt(2) * gamma_shape.rsqrt() * (log_density + nodes.square()).exp()
+        deviation = torch.where(variance == 0, 1.0, variance).sqrt()
+        by_gamma = weights * density * torch.special.ndtr((log_gamma - mean) / deviation)
+        below = torch.where(variance * gamma_shape <= 1, by_rates, by_gamma).sum(-1)
+        below = torch.where(counts.squeeze(-1) < 0, 0.0, below).clamp(0, 1)
+        return below.to(self.log_mean.dtype)
+
+
+class PoissonMixture(_Counts, MixtureSameFamily):
+    """The mixture of Poisson distributions of equal weight.
+
+    Args:
+        rates: Rates, `[S, ...]`.
+    """
+
+    def __init__(self, rates: Float[Tensor, "samples *batch"]) -> None:
+        rates = rates.movedim(0, -1)
+        self._rates = rates
+        MixtureSameFamily.__init__(
+            self, Categorical(logits=torch.zeros_like(rates)), PoissonDistribution(rates)
+        )
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """The probability of at most so many."""
+        rates = self._rates
+        return poisson_cdf(torch.as_tensor(value).to(rates).unsqueeze(-1), rates).mean(-1)
+
+
+@lru_cache(maxsize=4)
+def _hermite(size: int = _NUM_NODES) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of Gauss-Hermite quadrature, float64."""
+    nodes, weights = np.polynomial.hermite.hermgauss(size)
+    return torch.from_numpy(nodes), torch.from_numpy(weights)
+
+
+def poisson_cdf(counts: Tensor, rates: Tensor) -> Tensor:
+    """The Poisson distribution function, by the incomplete gamma function."""
+    below = torch.special.gammaincc(counts.floor().clamp_min(0) + 1, rates)
+    return torch.where(counts < 0, 0.0, below)
+
+
+def poisson_quantile(probabilities: Tensor, rates: Tensor) -> Tensor:
+    """The smallest count whose Poisson distribution function is not below a probability."""
+    return smallest_count(lambda counts: poisson_cdf(counts, rates), probabilities)
+
+
+def smallest_count(cdf: Any, probabilities: Tensor) -> Tensor:
+    """The smallest count whose distribution function is not below a probability, by bisection."""
+    low = torch.full_like(probabilities, -1.0)
+    high = torch.ones_like(probabilities)
+    # Doubled up to what a count in this dtype can be.
+    for _ in range(60):
+        is_below = cdf(high) < probabilities
+        if not is_below.any():
+            break
+        low = torch.where(is_below, high, low)
+        high = torch.where(is_below, 2 * high, high)
+    while bool((high - low > 1).any()):
+        middle = ((low + high) / 2).floor()
+        is_below = cdf(middle) < probabilities
+        open_bracket = high - low > 1
+        low = torch.where(open_bracket & is_below, middle, low)
+        high = torch.where(open_bracket & ~is_below, middle, high)
+    return high
