@@ -143,7 +143,7 @@ def test_samples_give_the_equal_mixture(la, method):
         log_probs = torch.logsumexp(PoissonDistribution(rates).log_prob(y.double()), 0) - math.log(
             50
         )
-        close(predictive.log_prob(y), log_probs.sum(-1))
+        close(predictive.log_prob(y.double()), log_probs.sum(-1))
     marginals = la.marginals(x, method, 50, generator.manual_seed(3))
     medians = marginals.icdf(torch.tensor(0.5))
     assert (marginals.cdf(medians) >= 0.5).all()
