@@ -10,9 +10,9 @@ from torch import nn
 from benchmarks.settings import Settings
 from benchmarks.timing import Run
 from laplace_debias import Laplace
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap

@@ -12,10 +12,10 @@ from benchmarks.report import FASTEST_PEER, Goal
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, Run, measure
 from laplace_debias import Laplace
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap

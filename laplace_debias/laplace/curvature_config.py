@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from laplace_debias.curvature.kinds import FisherType
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.structures import CurvatureStructure

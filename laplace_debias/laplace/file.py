@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.kinds import FisherType
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
 from laplace_debias.curvature.network.batches import BatchHook
 from laplace_debias.curvature.network.fingerprints import fingerprint

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.kinds import FisherType
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.layers.blocks import Sharing
 from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
 from laplace_debias.curvature.network.batches import Batches, BatchHook

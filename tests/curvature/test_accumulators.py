@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.dense import KeptRows, LeadingRows, MomentMatrix, SquaresAlong
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator, factor_sums
 from laplace_debias.curvature.fits.magnitudes import DirectionalCurvature, SquaredGradients
-from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import Factor, GramFactor
 from laplace_debias.curvature.fits.factor_sums import (
@@ -11,7 +12,6 @@ from laplace_debias.curvature.fits.factor_sums import (
     ForwardPasses,
     factor_sums,
 )
-from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood

@@ -8,7 +8,7 @@ from hand_likelihoods import P3, W3
 from spectra import generator
 
 from laplace_debias import Bernoulli, Categorical, HeteroscedasticGaussian, MultiLabel
-from laplace_debias.curvature.kinds import FisherType
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
 

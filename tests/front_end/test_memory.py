@@ -22,10 +22,10 @@ def test_a_debiased_fit_holds_one_blocks_factors_beside_the_posterior(monkeypatc
     factors, alive = [], []
 
     def watched(original):
-        def compute(*arguments):
+        def compute(*arguments, **options):
             gc.collect()
             alive.append(sum(factor() is not None for factor in factors))
-            result = original(*arguments)
+            result = original(*arguments, **options)
             factors.append(weakref.ref(result[0] if isinstance(result, list) else result))
             return result
 

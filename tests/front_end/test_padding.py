@@ -12,7 +12,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import KFAC
-from laplace_debias.curvature.kinds import FisherType
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.layers import positions
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents

@@ -39,7 +39,7 @@ FLOORS = (
     {"curvature.layers": "one layer: blocks, activations, output gradients"},
     {"curvature.losses": "losses and likelihoods as functions of the outputs"},
     {"curvature.network": "the network and its data: inputs, selection, checks"},
-    {"curvature.kinds": "the types of Fisher matrices, by their names"},
+    {"curvature.fisher": "the types of Fisher matrices, by their names"},
     {"linalg": "algorithms on any operator: trace, eigenpairs, solvers"},
     {"operators": "linear operators and their algebra"},
     {"system": "files, threads, processes, random numbers"},

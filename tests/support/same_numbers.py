@@ -205,7 +205,9 @@ def record_fit(options, mode, likelihood, fit_options):
     record = Record()
     model = with_parameters(convolutional(OUTPUTS[likelihood]))
     batches = images(likelihood)
-    la = of_joint_blocks(model, likelihood=likelihood, prior_precision=2.0, **options)
+    # Without it, the noise is estimated.
+    noise = {"sigma": 1.0} if likelihood == "regression" else {}
+    la = of_joint_blocks(model, likelihood=likelihood, prior_precision=2.0, **noise, **options)
     folds = 8 if mode == "crossfit" else None
     la.fit(loader(batches), mode=mode, generator=generator(5), folds=folds, **fit_options)
     note_posterior(record, la, batches[2][0][:4], options.get("factor_dtype") is None)

@@ -66,7 +66,12 @@ class PassState:
     def write(self, path: Path) -> None:
         """Write the state to a file, atomically."""
         # The negative log-likelihood may be on a device.
-        totals = {**vars(self.totals), "nll": float(self.totals.nll)}
+        totals = {
+            "num_examples": self.totals.num_examples,
+            "nll": float(self.totals.nll),
+            "num_outputs": self.totals.num_outputs,
+            "weight": self.totals.weight,
+        }
         progress = {**totals, "num_batches": self.num_batches, "mark": self.digest}
         with written_atomically(path) as temporary:
             write_sealed(temporary, {"progress": json.dumps(progress)}, self.sums)

@@ -138,7 +138,7 @@ class ChunkRunner:
         totals: DataTotals,
     ) -> None:
         """Run a chunk forward and back; `added` gets the keys of the records that were added."""
-        context, backend = self._context, self._context.backend
+        context = self._context
         x = take(batch[0], chunk.examples)
         y = batch[1][chunk.examples]
         weights = batch[2][chunk.examples] if len(batch) > 2 else None
@@ -149,7 +149,7 @@ class ChunkRunner:
         x = move(x, context.device, None)
         if self._is_channels_last and isinstance(x, Tensor):
             x = x.contiguous(memory_format=torch.channels_last)
-        outputs = backend.forward(x)
+        outputs = context.backend.forward(x)
         check_outputs(outputs)
         columns, nll = context.cotangents(
             outputs.detach(), y, first_index + chunk.examples.start, weights
@@ -161,13 +161,20 @@ class ChunkRunner:
         parts = columns.split(self._num_columns)
         for part, columns_of_part in enumerate(parts):
             keeps_graph = part + 1 < len(parts)
-            reached = backend.backward(outputs, columns_of_part, keeps_graph)
+            reached = context.backend.backward(outputs, columns_of_part, keeps_graph)
             for block_index, layer, uses in reached:
                 block = context.blocks[block_index]
                 if (block, part) not in chunk.added:
                     block_masks = masks.get(block.layer)
                     self._accumulator.update(
-                        BlockRecord(block, layer, uses, block_masks, root_weights, part == 0)
+                        BlockRecord(
+                            block=block,
+                            layer=layer,
+                            uses=uses,
+                            masks=block_masks,
+                            root_weights=root_weights,
+                            has_new_inputs=part == 0,
+                        )
                     )
                 added.add((block, part))
         totals.nll = totals.nll + nll

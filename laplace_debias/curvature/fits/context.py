@@ -30,7 +30,7 @@ class FitContext:
         memory_bound: Bytes that one chunk's output gradients may take; None for the default of
             `granted`.
         ranks: The processes that share the data.
-        checkpoint: Where passes over the data are saved.
+        checkpoint: The folder that saves passes over the data, or none.
     """
 
     cotangents: Cotangents
@@ -73,7 +73,7 @@ class CurvatureFit:
     Attributes:
         curvature: The curvature, block by block.
         totals: The totals of the data.
-        report: What a fitting scheme reports besides; None if it reports nothing.
+        report: A report of the fitting scheme; None if it makes none.
     """
 
     curvature: BlockDiagonal

@@ -177,10 +177,11 @@ def _share_curvatures(
     context: FitContext, operators: Mapping[Block, Sequence[EigenKronecker]]
 ) -> list[BlockDiagonal]:
     """One or several curvatures of all blocks, from the operators of each process's blocks."""
-    tensors = {
-        block: [part for one in curvatures for part in (one.U_G, one.U_A, one.magnitudes)]
-        for block, curvatures in operators.items()
-    }
+    tensors: dict[Block, list[Tensor | None]] = {}
+    for block, block_operators in operators.items():
+        tensors[block] = []
+        for kronecker in block_operators:
+            tensors[block] += [kronecker.U_G, kronecker.U_A, kronecker.magnitudes]
     shared = context.ranks.share(tensors, owners_of_blocks(context))
     curvatures: list[dict[str, EigenKronecker]] = []
     for block in context.blocks:
@@ -266,7 +267,7 @@ def _replicates(
             magnitudes += estimate.magnitudes / sum(sizes)
             pairs.append((estimate.eigenvalues, subspace.lift(estimate.directions)))
     mean = torch.stack([eigenvalues for eigenvalues, _ in pairs]).mean(0)
-    # Where the other folds have no curvature there are only rounding errors to compare.
+    # Without curvature of the other folds there are only rounding errors to compare.
     least = resolution(precision) * mean.amax(-1, keepdim=True)
     replicates: list[Eigenpairs] = []
     for eigenvalues, directions in pairs:

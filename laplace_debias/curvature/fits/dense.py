@@ -56,13 +56,15 @@ class RowAccumulator(Accumulator):
 
     def measure(self, record: BlockRecord) -> Float[Tensor, "examples columns d"]:
         """Compute the Jacobian rows of a block."""
-        layer, block = record.layer, record.block
-        parts = []
-        for _, J, columns in rotated_jacobians(layer, block, record.uses, None, None):
+        block = record.block
+        jacobians = []
+        for _, J, columns in rotated_jacobians(
+            record.layer, block, record.uses, U_G=None, U_A=None
+        ):
             if columns is not None:
                 J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
-            parts.append(J.flatten(2))
-        return torch.cat(parts)
+            jacobians.append(J.flatten(2))
+        return torch.cat(jacobians)
 
     def add(self, block: Block, measured: Float[Tensor, "examples columns d"]) -> None:
         """Keep a block's rows, and add the joined ones when those of all blocks are there."""
@@ -88,8 +90,8 @@ class MomentMatrix(RowAccumulator):
 
     def __init__(self, context: FitContext) -> None:
         size = sum(block.size for block in context.blocks)
-        dtype, device = context.factor_dtype, context.device
-        super().__init__(context, torch.zeros(size, size, dtype=dtype, device=device))
+        matrix = torch.zeros(size, size, dtype=context.factor_dtype, device=context.device)
+        super().__init__(context, matrix)
 
     def add_rows(self, rows: Rows) -> None:
         """Add the products of rows."""
@@ -128,8 +130,12 @@ class KeptRows(RowAccumulator):
         """All rows, of which there may be none; the list is emptied."""
         rows: list[Rows] = self.sums
         if not rows:
-            dtype, device = self.context.factor_dtype, self.context.device
-            return torch.zeros(0, self.num_parameters, dtype=dtype, device=device)
+            return torch.zeros(
+                0,
+                self.num_parameters,
+                dtype=self.context.factor_dtype,
+                device=self.context.device,
+            )
         joined = rows[0] if len(rows) == 1 else torch.cat(rows)
         rows.clear()
         return joined
@@ -240,8 +246,8 @@ def leading_pairs(
         return eigh(rows.T @ rows, "the curvature")  # type: ignore[return-value]
     is_tall = rows.shape[0] > rows.shape[1]
     products = rows.T @ rows if is_tall else rows @ rows.T
-    what = "the curvature" if is_tall else "the products of Jacobian rows"
-    values, vectors = eigh(_finite(products), what)
+    description = "the curvature" if is_tall else "the products of Jacobian rows"
+    values, vectors = eigh(_finite(products), description)
     assert vectors is not None
     # Rows that are all zero, as a saturated network has them, give no direction: the posterior is
     # the prior.

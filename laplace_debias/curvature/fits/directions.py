@@ -129,8 +129,9 @@ class Eigenbasis(NamedTuple):
 
     def directions(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """U_G and U_A in another dtype."""
-        U_G, U_A = self.U_G, self.U_A
-        return None if U_G is None else U_G.to(dtype), None if U_A is None else U_A.to(dtype)
+        U_G = None if self.U_G is None else self.U_G.to(dtype)
+        U_A = None if self.U_A is None else self.U_A.to(dtype)
+        return U_G, U_A
 
     @property
     def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
@@ -168,12 +169,12 @@ def outer(
     return curvature_G.unsqueeze(-1) * curvature_A.unsqueeze(-2)
 
 
-def eigh(factor: Factor, what: str = "the factor") -> Eigenpairs:
+def eigh(factor: Factor, description: str = "the factor") -> Eigenpairs:
     """Eigenvalues, descending, and eigenvectors; for a diagonal factor its entries and None."""
-    return eigh_of_each([factor], what)[0]
+    return eigh_of_each([factor], description)[0]
 
 
-def eigh_of_each(factors: Sequence[Factor], what: str) -> list[Eigenpairs]:
+def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs]:
     """Decompose factors of one type and shape together; for each the same as `eigh`.
 
     The eigenvectors of rows are those that span them, followed by others of the null space: in
@@ -188,7 +189,7 @@ def eigh_of_each(factors: Sequence[Factor], what: str) -> list[Eigenpairs]:
     if isinstance(factors[0], Tensor):
         if factors[0].ndim == 1:
             return [(factor, None) for factor in factors]  # type: ignore[misc]
-        values, vectors = decomposition.eigh(torch.stack(factors), what)  # type: ignore[arg-type]
+        values, vectors = decomposition.eigh(torch.stack(factors), description)  # type: ignore[arg-type]
         # Values below zero are rounding errors.
         return list(zip(values.flip(-1).clamp_min(0), _signed(vectors.flip(-1)), strict=True))
     gram_factors = cast("Sequence[GramFactor]", factors)
@@ -197,7 +198,7 @@ def eigh_of_each(factors: Sequence[Factor], what: str) -> list[Eigenpairs]:
     is_full = not factors[0].has_thin_directions
     Q, R = torch.linalg.qr(columns, mode="complete" if is_full else "reduced")
     R = R[..., :n, :]
-    values, vectors = decomposition.eigh(R @ R.mT, what)
+    values, vectors = decomposition.eigh(R @ R.mT, description)
     values = values.flip(-1).clamp_min(0)
     directions = (Q[..., :n] @ vectors).flip(-1)
     if is_full:

@@ -67,4 +67,4 @@ def share_bases(context: FitContext, bases: dict[Block, Eigenbasis]) -> dict[Blo
     if context.ranks.size == 1:
         return bases
     shared = context.ranks.share(bases, owners_of_blocks(context))
-    return {block: Eigenbasis(*parts) for block, parts in shared.items()}  # type: ignore[arg-type]
+    return {block: Eigenbasis(*tensors) for block, tensors in shared.items()}  # type: ignore[arg-type]

@@ -32,7 +32,9 @@ from laplace_debias.curvature.network.outputs import check_outputs
 
 # G and A of every block; a diagonal factor is a vector, one of few examples is their rows.
 FactorSums = dict[Block, tuple[Factor, Factor]]
-_G, _A = 0, 1
+# The sides of a block.
+_G = 0
+_A = 1
 
 
 class FactorAccumulator(Accumulator):
@@ -75,12 +77,18 @@ class FactorAccumulator(Accumulator):
 
     def measure(self, record: BlockRecord) -> tuple[Factor, Iterable[Factor]]:
         """Compute G on a chunk, and the parts of A unless an earlier record had these inputs."""
-        layer, block, masks = record.layer, record.block, record.masks
+        block = record.block
         keeps_rows_G, keeps_rows_A = self.keeps_rows(block)
-        G = gradient_factor(layer, block, record.uses, masks, keeps_rows_G)
+        G = gradient_factor(
+            record.layer, block, record.uses, masks=record.masks, as_rows=keeps_rows_G
+        )
         if block.is_exact or not record.has_new_inputs:
             return G, ()
-        return G, input_factors(layer, block, record.weighted_inputs(), masks, keeps_rows_A)
+        inputs = record.weighted_inputs()
+        parts_of_A = input_factors(
+            record.layer, block, inputs, masks=record.masks, as_rows=keeps_rows_A
+        )
+        return G, parts_of_A
 
     def add(self, block: Block, measured: tuple[Factor, Iterable[Factor]]) -> None:
         """Add G, and the parts of A one by one."""
@@ -92,7 +100,8 @@ class FactorAccumulator(Accumulator):
     def add_factor(self, block: Block, side: int, factor: Factor) -> None:
         """Add a factor of one side, 0 for G and 1 for A."""
         dtype = self.context.factor_dtype
-        sums, d = self.sums[side], block.shape[side]
+        sums = self.sums[side]
+        d = block.shape[side]
         if not isinstance(factor, GramFactor):
             # The sum has the dtype of the first.
             add_to(sums, block, factor if block in sums else factor.to(dtype))
@@ -108,11 +117,12 @@ class FactorAccumulator(Accumulator):
     def _add_streamed(self, block: Block, side: int, new_rows: Tensor) -> None:
         """Add rows part by part, each of which is compressed with the leading directions so far."""
         check_finite({block: new_rows})
-        rows, traces = self.rows[side][block], self.residual_traces[side]
-        kept = rows[0] if rows else new_rows[:0]
-        total = GramFactor(kept, traces.get(block, 0.0), block.most_rows)
-        for part in new_rows.split(2 * (block.rank or 1)):
-            joined = torch.cat([total.rows, part])
+        rows = self.rows[side][block]
+        traces = self.residual_traces[side]
+        leading = rows[0] if rows else new_rows[:0]
+        total = GramFactor(leading, traces.get(block, 0.0), block.most_rows)
+        for next_rows in new_rows.split(2 * (block.rank or 1)):
+            joined = torch.cat([total.rows, next_rows])
             total = GramFactor(joined, total.residual_trace, total.max_rows).compressed()
         rows[:] = [total.rows]
         traces[block] = torch.as_tensor(total.residual_trace).to(new_rows)
@@ -123,7 +133,8 @@ class FactorAccumulator(Accumulator):
 
     def reduce_side(self, side: int) -> dict[Block, Factor]:
         """The sums of G (0) or A (1) over all processes, for the blocks that this one owns."""
-        context, few_rows = self.context, self._join_few_rows(side)
+        context = self.context
+        few_rows = self._join_few_rows(side)
         factors: dict[Block, Factor] = {**self.sums[side], **few_rows}
         factors = {block: factors[block] for block in context.blocks if block in factors}
         check_finite(factors)
@@ -140,7 +151,9 @@ class FactorAccumulator(Accumulator):
 
         The other rows are added to the matrices.
         """
-        context, rows, sums = self.context, self.rows[side], self.sums[side]
+        context = self.context
+        rows = self.rows[side]
+        sums = self.sums[side]
         counts_and_traces: list[tuple[int | None, float]] = []
         for block in context.blocks:
             num_rows = None if block in sums else sum(map(len, rows.get(block, [])))
@@ -211,7 +224,8 @@ class ForwardPasses:
 
     def __call__(self, x: Inputs, y: Tensor, accumulator: FactorAccumulator) -> Tensor:
         """The outputs for a batch; the layers' inputs are added to the accumulator."""
-        context, tap = self._context, self._tap
+        context = self._context
+        tap = self._tap
         outputs = tap.forward(move(x, context.device, None), graph=False)
         check_outputs(outputs)
         uses = tap.uses
@@ -223,7 +237,13 @@ class ForwardPasses:
         masks = self._positions.find(x, y)
         for block in self._blocks:
             inputs = [use.x for use in uses if use.layer == block.layer]
-            layer, layer_masks = tap.network.get_submodule(block.layer), masks.get(block.layer)
-            for A in input_factors(layer, block, inputs, layer_masks, block.is_streamed[_A]):
+            layer = tap.network.get_submodule(block.layer)
+            for A in input_factors(
+                layer,
+                block,
+                inputs,
+                masks=masks.get(block.layer),
+                as_rows=block.is_streamed[_A],
+            ):
                 accumulator.add_factor(block, _A, A)
         return outputs

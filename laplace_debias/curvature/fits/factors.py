@@ -7,14 +7,14 @@ examples (the block of the mean loss over N of them is $\tfrac1N G \otimes \tfra
 - `reduce`: $G = \sum_n\sum_k \hat g\hat g^\top$ with $\hat g = \sum_t g$, and
   $A = \sum_n \bar a\bar a^\top$ with $\bar a = \tfrac1T\sum_t a$.
 
-Where not all positions take part (see `positions`), t runs over those that do, and T is their
-number, example by example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$.
+If only some positions take part (see `positions`), t runs over these, and T is their number,
+example by example: $G = \sum_n\tfrac1{T_n}\sum_t\sum_k g g^\top$.
 
 A bias is exact (and a scale, and the kernel of a depthwise convolution, each with its Jacobian rows
 in the place of `Σ_t g`): $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, with 1 for A. The groups of
 a convolution have factors of their own, computed all at once. An embedding's activations are unit
-vectors, so its A is diagonal and kept as a vector of counts; it is always `expand`. Of a factor
-wider than `blocks.WIDE` the diagonal is kept, as a vector too, and nothing else is computed.
+vectors, so its A is diagonal and kept as a vector of counts; it is always `expand`. Only the
+diagonal of a factor wider than `blocks.WIDE` is computed, as a vector too.
 
 Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
 network architectures".
@@ -143,11 +143,13 @@ def input_factors(
             ones = counts.new_ones(len(ids)) if masks is None else masks[index].flatten()
             counts.index_add_(0, ids, ones.long())
         return [counts.to(layer.weight.dtype)]
-    parts, d_in = input_rows(layer, block, inputs, masks), block.shape[1]
+    parts = input_rows(layer, block, inputs, masks)
+    d_in = block.shape[1]
     if as_rows:
         return map(GramFactor, parts)
     # The work is the least that there is in each group of a use.
-    num_positions, work = 0, math.inf
+    num_positions = 0
+    work = math.inf
     for x in inputs:
         num_positions += activations(layer, block, x[:1]).shape[1]
         work = min(work, x.numel() * x.shape[1] // block.num_groups**2)
@@ -206,7 +208,8 @@ def _patch_factor(layer: Any, block: Block, x: Tensor) -> Tensor:
     total = activations(layer, block, x.sum(0, keepdim=True))[0].sum(0)
     total[..., -1] *= len(x)
     A = F.pad(A, (0, 1, 0, 1))
-    A[..., -1, :], A[..., :-1, -1] = total, total[..., :-1]
+    A[..., -1, :] = total
+    A[..., :-1, -1] = total[..., :-1]
     return A
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.kinds import FisherType
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood, OutputLoss, Uniforms
 from laplace_debias.curvature.network.outputs import targets_classes_last
 

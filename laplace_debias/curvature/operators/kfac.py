@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.kinds import FisherType
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.layers.blocks import Sharing, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.kinds import FisherType
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.losses import Loss, OutputMap, output_loss
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Batches, BatchHook

@@ -24,13 +24,13 @@ EIGH_MATRICES = 5
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one block: G and A, which sums and then eigenbases take; magnitudes; what is kept.
+    """Bytes of one block during a fit and after it.
 
     Attributes:
         name: The block.
-        factors: G and A, in `factor_dtype`.
+        factors: G and A, and then their eigenbases, in `factor_dtype`.
         magnitudes: The curvature along every direction, in `factor_dtype`.
-        posterior: What is kept of both after the fit, in the model's dtype.
+        posterior: Directions and magnitudes that are kept after the fit, in the model's dtype.
     """
 
     name: str
@@ -95,7 +95,7 @@ class CurvatureStructure(ABC):
 
     Attributes:
         rank: The number of directions that are kept; None for a structure without a rank.
-        name: What a user calls the structure.
+        name: The structure's name, which a user passes as `curvature`.
         is_dense: Whether all parameters make a single block.
         has_factors: Whether a layer's block is a Kronecker product of factors.
         takes_rank: Whether the structure takes a rank.
@@ -153,8 +153,8 @@ class CurvatureStructure(ABC):
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
         """The tensors of a block in a file; directions that are coordinate axes are left out."""
         assert isinstance(block, EigenKronecker)
-        parts = {"U_G": block.U_G, "U_A": block.U_A, "magnitudes": block.magnitudes}
-        return {name: part for name, part in parts.items() if part is not None}
+        tensors = {"U_G": block.U_G, "U_A": block.U_A, "magnitudes": block.magnitudes}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
         """The block of its `tensors`."""

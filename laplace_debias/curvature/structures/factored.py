@@ -96,7 +96,8 @@ def _entries(factor: Factor) -> torch.Tensor:
 
 def _side_sizes(block: Block, counts: Sequence[int | None], side: int) -> tuple[int, int | None]:
     """The number of entries of a factor, and the number of its rows; None for a matrix."""
-    d, shape = block.shape[side], block.factor_shapes[side]
+    d = block.shape[side]
+    shape = block.factor_shapes[side]
     num_rows = block.most_rows if block.is_streamed[side] else counts[side]
     if num_rows is not None:
         return num_rows * d, num_rows
@@ -110,8 +111,10 @@ def _is_axes(block: Block, side: int) -> bool:
 
 def _factored_bytes(block: Block, context: FitContext, num_rows: NumRows) -> BlockBytes:
     counts = num_rows.get(block, (None, None))
-    factors = directions = 0
-    magnitudes = kept_magnitudes = block.num_groups
+    factors = 0
+    directions = 0
+    magnitudes = block.num_groups
+    kept_magnitudes = block.num_groups
     for side, d in enumerate(block.shape):
         num_entries, rows = _side_sizes(block, counts, side)
         factors += num_entries
