@@ -68,7 +68,7 @@ def assess(
         "settings": dict(settings or {}),
         "methods": {method.key: dataclasses.asdict(method) for method in methods},
         "model": checksum(loaded.model),
-        "others": [checksum(model) for model in loaded.others],
+        "others": [checksum(model) for model in loaded.further_models],
         "data": {name: _first_batch_checksums(batches) for name, batches in sets.items()},
         "num_train": loaded.num_train,
     }

@@ -77,7 +77,7 @@ def fit(run: RunWriter) -> dict[str, list[Member]]:
         for method in run.methods:
             models = [run.loaded.model]
             if method.of_all:
-                models += run.loaded.others
+                models += run.loaded.further_models
             members[method.key] = [
                 Member(replace(run.loaded, model=model), _posterior(run, method, model, number))
                 for number, model in enumerate(models, start=1)

@@ -80,7 +80,7 @@ def run(settings: Settings) -> Any:
     from laplace_debias.laplace import Laplace, file
     from laplace_debias.report.tables import not_a_formula
     from laplace_debias.sources import load
-    from laplace_debias.sources.parts import batches_of
+    from laplace_debias.sources.splits import batches_of
     from laplace_debias.system.files import written_atomically
     from laplace_debias.system.ranks import current
 
@@ -89,13 +89,14 @@ def run(settings: Settings) -> Any:
     file.read(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded)
-    batches, names = loaded.test, None
+    batches = loaded.test
+    names = None
     if settings.inputs is not None and loaded.read is not None:
-        further = loaded.read(settings.inputs, "inputs")
-        for note in further.notes:
+        inputs = loaded.read(settings.inputs, "inputs")
+        for note in inputs.notes:
             print(note)
-        batches, _ = batches_of(further.part, settings)
-        names = further.names
+        batches, _ = batches_of(inputs.examples, settings)
+        names = inputs.names
     la = Laplace.load(settings.posterior, loaded.model)
     columns = prediction_columns(
         la,

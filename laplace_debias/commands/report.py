@@ -99,7 +99,7 @@ def run(settings: Settings) -> Path:
         check_target(settings.output / "run.json", make_folders=True)
         start = time.perf_counter()
         loaded = load(settings)
-        others = [with_weights(loaded.model, path) for path in settings.more_checkpoints]
+        further_models = [with_weights(loaded.model, path) for path in settings.more_checkpoints]
         seconds = time.perf_counter() - start
         methods = chosen_methods(
             settings.methods,
@@ -108,13 +108,13 @@ def run(settings: Settings) -> Path:
             loaded.task,
             loaded.validation is not None,
         )
-        if others:
+        if further_models:
             methods += (ENSEMBLE, MIXTURE)
         # The folder is given beside the file that `--config` takes.
         left_out = {"output", "from_run", "overwrite", "json"}
         config = {name: v for name, v in plain(asdict(settings)).items() if name not in left_out}
         folder = assess(
-            replace(loaded, others=tuple(others)),
+            replace(loaded, further_models=tuple(further_models)),
             settings.output,
             methods,
             title=settings.title or settings.timm or settings.torchvision or settings.model or "",

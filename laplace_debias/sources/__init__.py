@@ -9,7 +9,7 @@ from laplace_debias.system.lazy import attributes_from
 if TYPE_CHECKING:
     from laplace_debias.sources.loaded import Loaded
     from laplace_debias.sources.loading import load
-    from laplace_debias.sources.parts import split_by_seed
+    from laplace_debias.sources.splits import split_by_seed
 
 __all__ = [
     "Loaded",
@@ -24,7 +24,7 @@ __getattr__ = attributes_from(
     {
         "laplace_debias.sources.loaded": ("Loaded",),
         "laplace_debias.sources.loading": ("load",),
-        "laplace_debias.sources.parts": ("split_by_seed",),
+        "laplace_debias.sources.splits": ("split_by_seed",),
     },
 )
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_debias.sources.parts import Examples, Parts, parted
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
+from laplace_debias.sources.splits import Examples, Splits, split_indices
 from laplace_debias.sources.targets import as_targets, check_numbers, task_of
 from laplace_debias.sources.task import Task
 
@@ -35,19 +35,19 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
         ) from error
 
 
-def archive_parts(path: Path, settings: SourceSettings) -> Parts:
-    """The parts of a `.npz` file.
+def archive_splits(path: Path, settings: SourceSettings) -> Splits:
+    """The splits of a `.npz` file.
 
     Arrays are `x_train`, `y_train`, `x_test`, `y_test` and perhaps `x_val` and `y_val`; or `x` and
-    `y`, which are parted by the seed. Bytes `[N, C, H, W]`, `[N, H, W, C]` or `[N, H, W]` are
+    `y`, which the seed splits. Bytes `[N, C, H, W]`, `[N, H, W, C]` or `[N, H, W]` are
     images, normalised by mean and std; floats are taken as they are.
     """
     arrays = read_archive(path)
     was_whole = "x" in arrays and "y" in arrays and "x_train" not in arrays
     notes: tuple[str, ...] = ()
     if was_whole:
-        indices, note = parted(len(arrays["y"]), settings, str(path), "examples")
-        parts = {
+        indices, note = split_indices(len(arrays["y"]), settings, str(path), "examples")
+        pairs = {
             name: (arrays["x"][i.numpy()], arrays["y"][i.numpy()]) for name, i in indices.items()
         }
         notes = (note,)
@@ -60,32 +60,32 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
                 f"{nearest(missing[0], list(arrays))}; expected {', '.join(_NAMES)} (x_val and "
                 "y_val may be missing), or x and y"
             )
-        parts = {
+        pairs = {
             name[2:]: (arrays[name], arrays[f"y{name[1:]}"]) for name in needed if name[0] == "x"
         }
-    task = settings.task or task_of(parts["train"][1])
-    pixels = image_pixels(parts["train"][0], settings)
+    task = settings.task or task_of(pairs["train"][1])
+    pixels = image_pixels(pairs["train"][0], settings)
     if pixels is None and Pixels.from_settings(settings) is not None:
         raise ValueError(
             f"mean and std are of images; {path} has inputs of shape "
-            f"{list(parts['train'][0].shape[1:])}: leave them out"
+            f"{list(pairs['train'][0].shape[1:])}: leave them out"
         )
     examples = {
-        part: _examples(x, y, task, pixels, f"{path}, {part}") for part, (x, y) in parts.items()
+        name: _examples(x, y, task, pixels, f"{path}, {name}") for name, (x, y) in pairs.items()
     }
     train = examples["train"]
     num_outputs = 1 if task == "binary" else train.targets.shape[-1]
     if task == "heteroscedastic":
         num_outputs *= 2
     if task == "classification":
-        num_outputs = 1 + max(int(part.targets.max()) for part in examples.values())
-    for part, found in examples.items():
-        if found.inputs.shape[1:] != train.inputs.shape[1:]:
+        num_outputs = 1 + max(int(split.targets.max()) for split in examples.values())
+    for name, split in examples.items():
+        if split.inputs.shape[1:] != train.inputs.shape[1:]:
             raise ValueError(
-                f"{path}: x_{part} has inputs of shape {list(found.inputs.shape[1:])}, x_train "
+                f"{path}: x_{name} has inputs of shape {list(split.inputs.shape[1:])}, x_train "
                 f"{list(train.inputs.shape[1:])}; expected the same"
             )
-    return Parts(
+    return Splits(
         train=train,
         validation=examples.get("val"),
         test=examples["test"],
@@ -99,18 +99,18 @@ def archive_parts(path: Path, settings: SourceSettings) -> Parts:
 
 
 def _examples(
-    x: np.ndarray, y: np.ndarray, task: Task, pixels: Pixels | None, where: str
+    x: np.ndarray, y: np.ndarray, task: Task, pixels: Pixels | None, source: str
 ) -> Examples:
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(
-            f"{where}: x has {len(x)} rows, y {len(y)}; expected one each, at least one"
+            f"{source}: x has {len(x)} rows, y {len(y)}; expected one each, at least one"
         )
-    inputs = as_inputs(x, where)
-    of_bytes = pixels if inputs.dtype == torch.uint8 else None
-    return Examples(inputs, as_targets(y, task, f"y of {where}"), of_bytes)
+    inputs = as_inputs(x, source)
+    targets = as_targets(y, task, f"y of {source}")
+    return Examples(inputs, targets, pixels if inputs.dtype == torch.uint8 else None)
 
 
-def as_inputs(x: np.ndarray, where: str) -> Tensor:
+def as_inputs(x: np.ndarray, source: str) -> Tensor:
     """Inputs as the network takes them; images of bytes as bytes `[N, C, H, W]`."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         if x.ndim == 3:
@@ -118,7 +118,7 @@ def as_inputs(x: np.ndarray, where: str) -> Tensor:
         elif x.shape[1] not in (1, 3) and x.shape[3] in (1, 3):
             x = x.transpose(0, 3, 1, 2)
         return torch.from_numpy(np.ascontiguousarray(x))
-    check_numbers(x, f"x of {where}")
+    check_numbers(x, f"x of {source}")
     if x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim == 2:
         # Whole numbers may be tokens, which an embedding looks up.
         return torch.from_numpy(x.astype(np.int64))
@@ -133,8 +133,9 @@ def image_pixels(x: np.ndarray, settings: SourceSettings) -> Pixels | None:
         return None
     if Pixels.from_settings(settings) is not None:
         return Pixels.from_settings(settings)
-    # What black and white are is not known: the least and the greatest value stand for them.
-    some = x[:1000]
-    low, high = float(some.min()), float(some.max())
+    # The least and the greatest value are taken for black and white, which are not known.
+    first_images = x[:1000]
+    low = float(first_images.min())
+    high = float(first_images.max())
     width = max(high - low, 1e-12)
     return Pixels((-low / width,), (1 / width,))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.sources.corruptions import corrupt
-from laplace_debias.sources.parts import Examples
 from laplace_debias.sources.pixels import Pixels
+from laplace_debias.sources.splits import Examples
 
 _KEPT_BYTES = 2**30
 _GRID = 4
@@ -27,10 +27,10 @@ class Changed:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         offset = 0
         for batch in self.source:
-            yield self.made(batch, offset)
+            yield self.changed(batch, offset)
             offset += len(batch[0])
 
-    def made(self, batch: Any, offset: int) -> tuple[Tensor, Tensor]:
+    def changed(self, batch: Any, offset: int) -> tuple[Tensor, Tensor]:
         """A batch with other inputs, of which the first is number `offset`."""
         x, y = batch
         return self._change(x, offset), y
@@ -44,17 +44,21 @@ class Corruption:
     """
 
     def __init__(self, pixels: Pixels, severity: int, seed: int) -> None:
-        self._pixels, self._severity, self._seed = pixels, severity, seed
+        self._pixels = pixels
+        self._severity = severity
+        self._seed = seed
         self._kept: dict[int, UInt8[Tensor, "batch channels height width"]] = {}
 
     def __call__(self, x: Float[Tensor, "batch channels height width"], offset: int) -> Tensor:
         """The images corrupted, of which the first is number `offset`."""
-        made = self._kept.get(offset)
-        if made is None or len(made) != len(x):
-            made = corrupt(self._pixels.pixels(x), self._severity, seed=self._seed, offset=offset)
-            if made.nbytes + sum(one.nbytes for one in self._kept.values()) <= _KEPT_BYTES:
-                self._kept[offset] = made
-        return self._pixels.inputs(made).to(x.dtype)
+        corrupted = self._kept.get(offset)
+        if corrupted is None or len(corrupted) != len(x):
+            pixels = self._pixels.pixels(x)
+            corrupted = corrupt(pixels, self._severity, seed=self._seed, offset=offset)
+            num_bytes = sum(images.nbytes for images in self._kept.values())
+            if corrupted.nbytes + num_bytes <= _KEPT_BYTES:
+                self._kept[offset] = corrupted
+        return self._pixels.inputs(corrupted).to(x.dtype)
 
 
 def shuffled_patches(
@@ -67,7 +71,7 @@ def shuffled_patches(
     height, width = (side // _GRID for side in x.shape[2:])
     if not height or not width:
         raise ValueError(f"images of {x.shape[2]} × {x.shape[3]} pixels have no 4 × 4 patches")
-    # What the grid does not cover, at the right and at the bottom, stays where it is.
+    # Pixels beyond the grid, at the right and at the bottom, stay where they are.
     inner = x[:, :, : _GRID * height, : _GRID * width]
     patches = inner.unflatten(3, (_GRID, width)).unflatten(2, (_GRID, height))
     patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)

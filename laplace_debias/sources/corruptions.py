@@ -1,8 +1,8 @@
 """Deterministic image corruptions at five severities, after CIFAR-10-C.
 
 Thirteen of the benchmark's nineteen kinds, with the severity constants of CIFAR-10-C; lengths are
-in pixels for images of any size. Where they differ from the published files: `fog` is value noise
-instead of the diamond-square fractal; the random numbers are others.
+in pixels for images of any size. Two differences from the published files: `fog` is value noise
+instead of the diamond-square fractal, and the random numbers are different.
 
 Reference:
     Hendrycks & Dietterich (2019), Benchmarking Neural Network Robustness to Common Corruptions and
@@ -99,7 +99,8 @@ def streaked(x: Image, radius: int, sigma: float, degrees: float) -> Image:
     angle = np.deg2rad(degrees)
     steps = np.arange(2 * radius + 1)
     weights = np.exp(-0.5 * (steps / sigma) ** 2)
-    rows, columns = np.arange(x.shape[0]), np.arange(x.shape[1])
+    rows = np.arange(x.shape[0])
+    columns = np.arange(x.shape[1])
     blurred = np.zeros_like(x)
     for step, weight in zip(steps, weights / weights.sum(), strict=True):
         # The edge is repeated beyond the image, as a moving camera would see more of the same.
@@ -138,8 +139,8 @@ def value_noise(height: int, width: int, octave: int, rng: Generator) -> np.ndar
     """Uniform random numbers on a grid of 2^octave cells per side, interpolated to pixels."""
     cells = 2**octave
     grid = rng.uniform(size=(cells + 1, cells + 1))
-    where = np.ix_(np.linspace(0, cells, height), np.linspace(0, cells, width))
-    return ndimage.map_coordinates(grid, np.broadcast_arrays(*where), order=1)
+    nodes = np.ix_(np.linspace(0, cells, height), np.linspace(0, cells, width))
+    return ndimage.map_coordinates(grid, np.broadcast_arrays(*nodes), order=1)
 
 
 def _brightness(x: Image, severity: int, rng: Generator) -> Image:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from torch import nn
 
-from laplace_debias.sources.arrays import archive_parts
+from laplace_debias.sources.arrays import archive_splits
 from laplace_debias.sources.image_files import ImageFiles, images_below, view_of
 from laplace_debias.sources.imports import called, imported, is_import_path
-from laplace_debias.sources.parts import Parts, parted
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
-from laplace_debias.sources.tables import table_files, table_parts
+from laplace_debias.sources.splits import Splits, split_indices
+from laplace_debias.sources.table_files import table_files, table_splits
 
 _KINDS = (
     "a folder of images, a .npz file, a .csv or .parquet table, or an import path my_pkg.data:make"
@@ -20,11 +20,11 @@ _KINDS = (
 _OF_TABLES = ("target", "features", "standardise")
 
 
-def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module], Parts]]:
+def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module], Splits]]:
     """The data of the settings; the images of a folder are not read yet.
 
     Returns how many outputs a network of it has, None if that is not known, and a function that
-    makes the parts for a network.
+    makes the splits for a network.
     """
     if settings.data is None:
         raise ValueError(f"there is no data; give --data: {_KINDS}")
@@ -32,33 +32,33 @@ def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module
     path = Path(text)
     if is_import_path(text):
         _check_options(settings, "data of your own", *_OF_TABLES, "image_size")
-        return _read(own_parts(text, settings))
+        return _read(own_splits(text, settings))
     if not path.exists():
         raise ValueError(f"nothing is at {path}, which --data names: check the path")
     files = table_files(path)
     if path.suffix == ".npz":
         _check_options(settings, "a .npz file", *_OF_TABLES, "image_size")
-        return _read(archive_parts(path, settings))
+        return _read(archive_splits(path, settings))
     if files is not None:
         _check_options(settings, "a table", "image_size", "mean", "std")
-        return _read(table_parts(files, settings))
+        return _read(table_splits(files, settings))
     if path.is_dir():
         _check_options(settings, "a folder of images", *_OF_TABLES)
-        classes, found = find_image_folder(path)
+        classes, image_files = find_image_folder(path)
         if settings.task not in (None, "classification", "binary"):
             raise ValueError(f"task is {settings.task}; class folders make a classification")
         if settings.task == "binary" and len(classes) != 2:
             raise ValueError(f"task is binary; {path} has {len(classes)} classes, not two")
-        return len(classes), partial(_opened, path, classes, found, settings)
+        return len(classes), partial(_opened, path, classes, image_files, settings)
     raise ValueError(f"--data {path} has an unknown format; expected {_KINDS}")
 
 
-def _read(parts: Parts) -> tuple[int | None, Callable[[nn.Module], Parts]]:
-    return parts.num_outputs, lambda _: parts
+def _read(splits: Splits) -> tuple[int | None, Callable[[nn.Module], Splits]]:
+    return splits.num_outputs, lambda _: splits
 
 
 def _check_options(settings: SourceSettings, kind: str, *names: str) -> None:
-    """Refuse options that would have no effect on a kind of data."""
+    """Refuse options that would have no effect on the data."""
     used = [name for name in names if getattr(settings, name) != getattr(SourceSettings, name)]
     if used:
         raise ValueError(f"{' and '.join(used)} given with {kind}: leave it out")
@@ -67,58 +67,58 @@ def _check_options(settings: SourceSettings, kind: str, *names: str) -> None:
 _KEYS = ("train", "validation", "test", "ood", "classes")
 
 
-def own_parts(path: str, settings: SourceSettings) -> Parts:
+def own_splits(path: str, settings: SourceSettings) -> Splits:
     """Data of the callable at an import path, a dict of its parts.
 
     `train` and `test` are needed; `validation`, `ood` (by name) and `classes` are not. Each part
     is a data set, a `DataLoader` or a list of batches `(x, y)`. A data set, and a plain
     `DataLoader` of one, is read in an order that is the same each time.
     """
-    found = called(path, imported(path, "data"), {}, "data")
-    if not isinstance(found, Mapping) or not {"train", "test"} <= set(found) <= set(_KEYS):
-        keys = f" of {', '.join(map(str, found))}" if isinstance(found, Mapping) else ""
+    content = called(path, imported(path, "data"), {}, "data")
+    if not isinstance(content, Mapping) or not {"train", "test"} <= set(content) <= set(_KEYS):
+        keys = f" of {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
         raise ValueError(
-            f"data {path} returned a {type(found).__name__}{keys}; expected a dict of "
+            f"data {path} returned a {type(content).__name__}{keys}; expected a dict of "
             f"{', '.join(_KEYS)} (train and test are needed)"
         )
-    dataset = getattr(found["train"], "dataset", found["train"])
-    classes = found.get("classes", getattr(dataset, "classes", None))
-    return Parts(
-        train=found["train"],
-        validation=found.get("validation"),
-        test=found["test"],
-        ood=found.get("ood") or {},
+    dataset = getattr(content["train"], "dataset", content["train"])
+    classes = content.get("classes", getattr(dataset, "classes", None))
+    return Splits(
+        train=content["train"],
+        validation=content.get("validation"),
+        test=content["test"],
+        ood=content.get("ood") or {},
         num_outputs=None if classes is None else len(classes),
         classes=None if classes is None else tuple(map(str, classes)),
-        # Inputs are as they were normalised; by what, only the user knows.
+        # Inputs come normalised, and only the settings have the mean and std.
         pixels=Pixels.from_settings(settings),
     )
 
 
-_PARTS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+_SPLITS = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 
 
 def _opened(
     root: Path,
     classes: tuple[str, ...],
-    parts: dict[str, list[tuple[Path, int]]],
+    files: dict[str, list[tuple[Path, int]]],
     settings: SourceSettings,
     model: nn.Module,
-) -> Parts:
-    """The parts of an image folder as the network takes them."""
-    of_classes = {label: file for files in parts.values() for file, label in files}
-    view, notes = view_of(settings, model, of_classes.values())
-    was_whole = "all" in parts
+) -> Splits:
+    """The splits of an image folder as the network takes them."""
+    file_by_class = {label: file for split in files.values() for file, label in split}
+    view, notes = view_of(settings, model, file_by_class.values())
+    was_whole = "all" in files
     if was_whole:
-        files = parts["all"]
-        indices, note = parted(len(files), settings, str(root), "images")
-        parts = {name: [files[i] for i in some.tolist()] for name, some in indices.items()}
+        all_files = files["all"]
+        indices, note = split_indices(len(all_files), settings, str(root), "images")
+        files = {name: [all_files[i] for i in split.tolist()] for name, split in indices.items()}
         notes += (note,)
-    found = {name: ImageFiles(tuple(files), view) for name, files in parts.items()}
-    return Parts(
-        train=found["train"],
-        validation=found.get("val"),
-        test=found["test"],
+    images = {name: ImageFiles(tuple(split), view) for name, split in files.items()}
+    return Splits(
+        train=images["train"],
+        validation=images.get("val"),
+        test=images["test"],
         task="classification",
         num_outputs=len(classes),
         classes=classes,
@@ -131,45 +131,49 @@ def _opened(
 
 
 def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple[Path, int]]]]:
-    """Look at a folder with `train/CLASS`, `test/CLASS`, perhaps `val/CLASS`; or with `CLASS`.
+    """List a folder with `train/CLASS`, `test/CLASS`, perhaps `val/CLASS`; or with `CLASS`.
 
-    Returns the classes, and files and labels of `train`, `val` and `test`; of `all` alone where
-    there are no parts. No image is decoded.
+    Returns the classes, and files and labels of `train`, `val` and `test`; only of `all` where
+    there are no splits. No image is decoded.
     """
-    there = {
-        part: next((root / name for name in names if (root / name).is_dir()), None)
-        for part, names in _PARTS.items()
-    }
-    found = {part: folder for part, folder in there.items() if folder is not None}
-    if not found:
-        classes, files = _classes_of(root)
-        return classes, {"all": files}
-    for part in ("train", "test"):
-        if part not in found:
+    folders: dict[str, Path] = {}
+    for split, names in _SPLITS.items():
+        folder = next((root / name for name in names if (root / name).is_dir()), None)
+        if folder is not None:
+            folders[split] = folder
+    if not folders:
+        classes, images = _classes_in(root)
+        return classes, {"all": images}
+    for split in ("train", "test"):
+        if split not in folders:
             raise ValueError(
-                f"{root} has {', '.join(f'{folder.name}/' for folder in found.values())}, but no "
-                f"{part}/; expected train/CLASS/NAME.jpg, test/… and perhaps val/…"
+                f"{root} has {', '.join(f'{folder.name}/' for folder in folders.values())}, but no "
+                f"{split}/; expected train/CLASS/NAME.jpg, test/… and perhaps val/…"
             )
-    classes, _ = _classes_of(found["train"])
-    parts = {}
-    for part, folder in found.items():
-        names, files = _classes_of(folder)
-        missing, unknown = sorted(set(classes) - set(names)), sorted(set(names) - set(classes))
-        if missing or unknown:
-            wrong = " and ".join(
-                f"{what} {', '.join(some[:4])}{', …' if len(some) > 4 else ''}"
-                for what, some in (("no class folder", missing), ("unknown classes", unknown))
-                if some
-            )
+    classes, _ = _classes_in(folders["train"])
+    files = {}
+    for split, folder in folders.items():
+        names, files[split] = _classes_in(folder)
+        missing = sorted(set(classes) - set(names))
+        unknown = sorted(set(names) - set(classes))
+        problems = []
+        if missing:
+            problems.append(f"no class folder {_first_names(missing)}")
+        if unknown:
+            problems.append(f"unknown classes {_first_names(unknown)}")
+        if problems:
             raise ValueError(
-                f"{folder} has {wrong}; expected the class folders of {found['train']}: complete "
-                "or rename them"
+                f"{folder} has {' and '.join(problems)}; expected the class folders of "
+                f"{folders['train']}: complete or rename them"
             )
-        parts[part] = files
-    return classes, parts
+    return classes, files
 
 
-def _classes_of(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
+def _first_names(names: list[str]) -> str:
+    return f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
+
+
+def _classes_in(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
     """Class folders, and all images with their labels, by class and then by path."""
     folders = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     files: list[tuple[Path, int]] = []

@@ -33,7 +33,7 @@ class View:
     is_grey: bool = False
     any_size: bool = False
 
-    def of_size(self, height: int, width: int) -> "View":
+    def resized_to(self, height: int, width: int) -> "View":
         """The same, resized to a height and a width in pixels: filled, then cropped."""
         fit = partial(ImageOps.fit, size=(width, height), method=PIL.Image.Resampling.BILINEAR)
         return replace(self, resized=fit, any_size=True)
@@ -96,32 +96,34 @@ def images_below(folder: Path) -> list[Path]:
     )
 
 
-def _is_grey(settings: SourceSettings, model: nn.Module, some: Iterable[Path]) -> bool:
-    """Whether the network gets one channel: its first convolution says, mean and std, or files."""
+def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) -> bool:
+    """Whether the network takes one channel, by its first convolution, mean and std, or files."""
     first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     if first in (1, 3):
         return first == 1
-    given = [len(numbers) for numbers in (settings.mean, settings.std) if numbers is not None]
-    return 1 in given if given else all(header(file)[1] in _GREY for file in some)
+    counts = [len(numbers) for numbers in (settings.mean, settings.std) if numbers is not None]
+    return 1 in counts if counts else all(header(file)[1] in _GREY for file in files)
 
 
 def view_of(
-    settings: SourceSettings, model: nn.Module, some: Iterable[Path]
+    settings: SourceSettings, model: nn.Module, files: Iterable[Path]
 ) -> tuple[View, tuple[str, ...]]:
     """How pictures become the inputs of a network, and notes for the reader.
 
-    A network of timm says it itself (`timm.data.resolve_data_config`); image_size, mean and std of
-    the settings go before that. Torchvision's published weights say it, too. Some pictures show
-    whether all are grey.
+    A network of timm has a configuration (`timm.data.resolve_data_config`), which image_size, mean
+    and std of the settings replace. Torchvision's published weights have one, too. The files show
+    whether the images are grey.
     """
-    own: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if settings.image_size is not None:
-        # What is asked for is what the network gets: no border is cut off.
-        own = {"img_size": settings.image_size, "crop_pct": 1.0}
-    own |= {k: getattr(settings, k) for k in ("mean", "std") if getattr(settings, k) is not None}
+        # The network takes the size of the settings: no border is cut off.
+        overrides = {"img_size": settings.image_size, "crop_pct": 1.0}
+    for name in ("mean", "std"):
+        if getattr(settings, name) is not None:
+            overrides[name] = getattr(settings, name)
     if hasattr(model, "pretrained_cfg"):
-        return _timm_view(model, own), ()
-    if settings.torchvision is not None and settings.pretrained and not own:
+        return _timm_view(model, overrides), ()
+    if settings.torchvision is not None and settings.pretrained and not overrides:
         return _torchvision_view(settings.torchvision), ()
     pixels = Pixels.from_settings(settings) or Pixels()
     notes: tuple[str, ...] = ()
@@ -130,23 +132,24 @@ def view_of(
             "No --mean and --std: the network gets pixels divided by 255. If it was trained with "
             "normalised images, give both.",
         )
-    is_grey = _is_grey(settings, model, some)
-    numbers, channels = {len(pixels.mean), len(pixels.std)}, 1 if is_grey else 3
-    if not numbers <= {1, channels}:
+    is_grey = _is_grey(settings, model, files)
+    counts = {len(pixels.mean), len(pixels.std)}
+    channels = 1 if is_grey else 3
+    if not counts <= {1, channels}:
         raise ValueError(
-            f"--mean and --std have {max(numbers)} numbers, the network takes {channels} channels: "
+            f"--mean and --std have {max(counts)} numbers, the network takes {channels} channels: "
             "give as many numbers in --mean and --std, or one for all channels"
         )
     view = View(unchanged, pixels, is_grey)
     size = settings.image_size
-    return (view if size is None else view.of_size(size, size)), notes
+    return (view if size is None else view.resized_to(size, size)), notes
 
 
-def _timm_view(model: nn.Module, own: dict[str, Any]) -> View:
+def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
     from timm.data import create_transform, resolve_data_config
     from torchvision.transforms import Compose
 
-    config = resolve_data_config(own, model=model)
+    config = resolve_data_config(overrides, model=model)
     # Without normalisation, which the prefetcher would do: the pixels are needed as bytes, too.
     transform: Any = create_transform(**config, is_training=False, use_prefetcher=True)
     resized = Compose(transform.transforms[:-1])

@@ -41,9 +41,9 @@ def _check_module(name: str, path: str, option: str) -> None:
 
 
 def _make_working_directory_importable() -> None:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
     importlib.invalidate_caches()
 
 
@@ -94,9 +94,9 @@ def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) 
     try:
         return function(**arguments)
     except Exception as error:
-        given = f" with {', '.join(arguments)}" if arguments else " without arguments"
+        names = f" with {', '.join(arguments)}" if arguments else " without arguments"
         raise ValueError(
-            f"{option}: calling {path}{given} raised {described(error)}; --traceback shows where"
+            f"{option}: calling {path}{names} raised {described(error)}; --traceback shows where"
         ) from error
 
 

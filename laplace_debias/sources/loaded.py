@@ -21,11 +21,12 @@ class Loaded:
 
     Attributes:
         model: The network, in evaluation mode, on its device.
-        others: The same network with the weights of other trainings, to predict with all of them.
+        further_models: The same network with the weights of other trainings, to predict with
+            all of them.
         task: Task, as `Laplace` takes it for `likelihood`.
         train: The training examples, batches `(x, y)` in an order that mixes the classes.
-        num_train: N, how many there are in all; `train` has fewer of them where `train_examples`
-            says so, which then stand for all.
+        num_train: N, the number of training examples in all; `train` may have fewer
+            (`train_examples`), which then represent all.
         validation: Examples that the network was not trained on, to tune on; None if there are
             none.
         test: Examples to judge it on.
@@ -50,7 +51,7 @@ class Loaded:
     test: Batches
     ood: Mapping[str, Batches] = field(default_factory=dict)
     shifts: Mapping[int, Batches] = field(default_factory=dict)
-    others: tuple[nn.Module, ...] = ()
+    further_models: tuple[nn.Module, ...] = ()
     classes: tuple[str, ...] | None = None
     picture: Callable[[Tensor], UInt8[Tensor, "height width 3"]] | None = None
     row: Callable[[Tensor], Mapping[str, float]] | None = None

@@ -11,13 +11,13 @@ from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import as_columns
 from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, shuffled_patches
 from laplace_debias.sources.data import find_data
-from laplace_debias.sources.further import Further, read_further
+from laplace_debias.sources.further_inputs import FurtherInputs, read_further_inputs
 from laplace_debias.sources.imports import described
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.networks import build
-from laplace_debias.sources.parts import Parts, batches_of
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.sources.splits import Splits, batches_of
 from laplace_debias.sources.task import Task
 
 _MEANINGS: dict[Task, str] = {
@@ -42,13 +42,13 @@ def load(settings: SourceSettings) -> Loaded:
         OSError: If a file cannot be read.
     """
     device = _device_from(settings.device)
-    # Whatever random weights networks begin with, torch's global generator stays where it is.
+    # Initial weights of networks leave torch's global generator where it is.
     with torch.random.fork_rng(devices=[]):
-        num_outputs, opened = find_data(settings)
+        num_outputs, open_data = find_data(settings)
         model, notes = build(settings, num_outputs)
-        parts = opened(model)
+        splits = open_data(model)
     model = model.eval().to(device)
-    train, number = batches_of(parts.train, settings, "train_examples", mixed=True)
+    train, number = batches_of(splits.train, settings, "train_examples", mixed=True)
     if number is None:
         raise ValueError(
             "how many training examples there are is not known; return a data set, or a loader "
@@ -59,25 +59,27 @@ def load(settings: SourceSettings) -> Loaded:
         raise ValueError("the training data is empty; expected at least one batch")
     x = first[0] if isinstance(first, Sequence) and len(first) == 2 else None
     shape = tuple(x.shape[1:]) if isinstance(x, Tensor) else None
-    if parts.pixels is not None and (shape is None or len(shape) != 3):
+    if splits.pixels is not None and (shape is None or len(shape) != 3):
         raise ValueError(f"mean and std are of images [C, H, W]; the inputs are of shape {shape}")
     validation: Batches | None = None
-    if parts.validation is not None:
-        validation, _ = batches_of(parts.validation, settings, "validation_examples")
+    if splits.validation is not None:
+        validation, _ = batches_of(splits.validation, settings, "validation_examples")
     elif settings.validation_examples is not None:
         raise ValueError(
             "validation_examples is given, but there is no validation data: add val/, x_val or "
             "validation to the data, or leave the option out"
         )
-    test, _ = batches_of(parts.test, settings, "test_examples")
-    others = _ood(settings, parts, shape)
+    test, _ = batches_of(splits.test, settings, "test_examples")
+    ood_sets = _ood_sets(settings, splits, shape)
     shifts = {
-        level: Changed(test, Corruption(_images(parts, shape, "corruptions"), level, settings.seed))
+        level: Changed(
+            test, Corruption(_images(splits, shape, "corruptions"), level, settings.seed)
+        )
         for level in sorted(set(settings.corruptions))
     }
-    task = task_of_outputs(model, first, parts, settings.task)
-    notes += parts.notes + tuple(note for _, notes in others.values() for note in notes)
-    if settings.held_out != SourceSettings.held_out and not parts.was_whole:
+    task = task_of_outputs(model, first, splits, settings.task)
+    notes += splits.notes + tuple(note for _, notes in ood_sets.values() for note in notes)
+    if settings.held_out != SourceSettings.held_out and not splits.was_whole:
         notes += ("held_out is not used: the data comes in parts of its own.",)
     if validation is None:
         notes += (
@@ -91,54 +93,55 @@ def load(settings: SourceSettings) -> Loaded:
         num_train=number,
         validation=validation,
         test=test,
-        ood={name: ood for name, (ood, _) in others.items()},
+        ood={name: batches for name, (batches, _) in ood_sets.items()},
         shifts=shifts,
-        classes=parts.classes,
-        picture=None if parts.pixels is None else parts.pixels.picture,
-        row=None if parts.columns is None else parts.columns.row,
-        read=partial(read_further, parts, shape),
-        target=None if parts.columns is None else parts.columns.target,
-        input_name="image" if parts.pixels is not None else parts.input_name,
+        classes=splits.classes,
+        picture=None if splits.pixels is None else splits.pixels.picture,
+        row=None if splits.columns is None else splits.columns.row,
+        read=partial(read_further_inputs, splits, shape),
+        target=None if splits.columns is None else splits.columns.target,
+        input_name="image" if splits.pixels is not None else splits.input_name,
         notes=notes,
     )
 
 
-def _ood(
-    settings: SourceSettings, parts: Parts, shape: tuple[int, ...] | None
+def _ood_sets(
+    settings: SourceSettings, splits: Splits, shape: tuple[int, ...] | None
 ) -> Mapping[str, tuple[Batches, tuple[str, ...]]]:
     """Out-of-distribution sets by name, each with notes."""
-    found: dict[str, tuple[Batches, tuple[str, ...]]] = {
-        name: (batches_of(own, settings, "ood_examples")[0], ()) for name, own in parts.ood.items()
-    }
+    ood_sets: dict[str, tuple[Batches, tuple[str, ...]]] = {}
+    for name, examples in splits.ood.items():
+        batches, _ = batches_of(examples, settings, "ood_examples")
+        ood_sets[name] = batches, ()
     for name, source in settings.ood.items():
-        if name in found:
+        if name in ood_sets:
             raise ValueError(f"ood {name} is given twice; give the sets different names")
         if source == "builtin:patches":
-            _images(parts, shape, f"ood {name}")
+            _images(splits, shape, f"ood {name}")
             limit = "test_examples" if settings.ood_examples is None else "ood_examples"
-            batches, _ = batches_of(parts.test, settings, limit)
-            found[name] = Changed(batches, partial(shuffled_patches, seed=settings.seed)), ()
+            batches, _ = batches_of(splits.test, settings, limit)
+            ood_sets[name] = Changed(batches, partial(shuffled_patches, seed=settings.seed)), ()
             continue
         if source == "builtin:digits":
-            pixels = _images(parts, shape, f"ood {name}")
-            further = Further(drawn_digits(shape or (), pixels))
+            pixels = _images(splits, shape, f"ood {name}")
+            inputs = FurtherInputs(drawn_digits(shape or (), pixels))
         else:
-            further = read_further(parts, shape, source, f"ood {name}")
-        batches, _ = batches_of(further.part, settings, "ood_examples")
-        found[name] = batches, further.notes
-    return found
+            inputs = read_further_inputs(splits, shape, source, f"ood {name}")
+        batches, _ = batches_of(inputs.examples, settings, "ood_examples")
+        ood_sets[name] = batches, inputs.notes
+    return ood_sets
 
 
-def _images(parts: Parts, shape: tuple[int, ...] | None, what: str) -> Pixels:
+def _images(splits: Splits, shape: tuple[int, ...] | None, option: str) -> Pixels:
     """How images are made of pixels, where inputs are images of one or three channels."""
-    if parts.pixels is None or shape is None:
+    if splits.pixels is None or shape is None:
         raise ValueError(
-            f"{what}: these need images, and how they are normalised; for images of loaders of "
+            f"{option}: these need images, and how they are normalised; for images of loaders of "
             "your own give --mean and --std, for other inputs leave the option out"
         )
     if shape[0] not in (1, 3):
-        raise ValueError(f"{what}: the images have {shape[0]} channels; expected 1 or 3")
-    return parts.pixels
+        raise ValueError(f"{option}: the images have {shape[0]} channels; expected 1 or 3")
+    return splits.pixels
 
 
 def _device_from(name: str) -> torch.device:
@@ -153,9 +156,9 @@ def _device_from(name: str) -> torch.device:
 
 
 @torch.no_grad()
-def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | None) -> Task:
+def task_of_outputs(model: nn.Module, batch: Any, splits: Splits, chosen_task: Task | None) -> Task:
     """The meaning of the outputs, after a check that they fit the data."""
-    task = given or parts.task
+    task = chosen_task or splits.task
     if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
         # Dicts of a collator: `Laplace` reads and checks them.
         if task is None:
@@ -168,8 +171,8 @@ def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | No
     if outputs is None or outputs.ndim < 2:
         return task
     width = outputs.shape[-1] if outputs.ndim == 2 else outputs.shape[1]
-    expected = parts.num_outputs
-    if task == "classification" and expected == 2 and width == 1 and given is None:
+    expected = splits.num_outputs
+    if task == "classification" and expected == 2 and width == 1 and chosen_task is None:
         return "binary"
     if task == "binary":
         expected = 1
@@ -185,14 +188,15 @@ def task_of_outputs(model: nn.Module, batch: Any, parts: Parts, given: Task | No
 
 def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
     try:
-        found = model(x.to(next(model.parameters(), x).device))
+        outputs = model(x.to(next(model.parameters(), x).device))
     except Exception as error:
         raise ValueError(
             f"the network cannot take inputs of shape {list(x.shape)} and dtype {x.dtype}: "
             f"{described(error)}; for images, give the --image_size that it was trained with, and "
             "as many numbers in --mean as it has channels; of another dtype, return model.float()"
         ) from error
-    outputs = found if isinstance(found, Tensor) else getattr(found, "logits", None)
+    if not isinstance(outputs, Tensor):
+        outputs = getattr(outputs, "logits", None)
     return None if outputs is None else as_columns(outputs, x.shape[:1])
 
 

@@ -37,7 +37,8 @@ def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module,
 
 def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
     """An architecture of timm or torchvision."""
-    name, pretrained = settings.timm or settings.torchvision or "", settings.pretrained
+    name = settings.timm or settings.torchvision or ""
+    pretrained = settings.pretrained
     if settings.checkpoint is None and not pretrained:
         raise ValueError(
             f"{name} has no trained weights; give --checkpoint, or --pretrained for the published "
@@ -46,13 +47,15 @@ def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
     if settings.timm:
         import timm
 
-        library, names = "timm", timm.list_models() + timm.list_pretrained()
+        library = "timm"
+        names = timm.list_models() + timm.list_pretrained()
         is_there = timm.is_model(name.partition(".")[0])
         make: Any = partial(timm.create_model, name, pretrained=pretrained)
     else:
         from torchvision import models
 
-        library, names = "torchvision", models.list_models()
+        library = "torchvision"
+        names = models.list_models()
         is_there = name in names
         make = partial(models.get_model, name, weights="DEFAULT" if pretrained else None)
     if not is_there:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from laplace_debias.sources.task import Task
 from laplace_debias.system.settings import check_at_least
 
-Given = TypeVar("Given", bound="SourceSettings")
+AnySettings = TypeVar("AnySettings", bound="SourceSettings")
 
 BUILT_IN_OOD = ("digits", "patches")
 """Out-of-distribution sets that need no file: `--ood.NAME=builtin:digits`."""
@@ -152,8 +152,8 @@ class SourceSettings:
                     f"ood {name!r}: expected a name of letters, digits, '-' and '_', for example "
                     "digits"
                 )
-            builtin, _, rest = source.partition(":")
-            if builtin == "builtin" and rest not in BUILT_IN_OOD:
+            scheme, _, builtin_name = source.partition(":")
+            if scheme == "builtin" and builtin_name not in BUILT_IN_OOD:
                 raise ValueError(
                     f"ood {name}: there is no {source}; expected builtin:"
                     f"{' or builtin:'.join(BUILT_IN_OOD)}, or a path"
@@ -162,15 +162,15 @@ class SourceSettings:
             raise ValueError(f"std is {self.std}; expected positive numbers, one a channel")
 
     def _check_network(self) -> None:
-        given = [
+        options = [
             f"--{name}"
             for name in ("model", "timm", "torchvision")
             if getattr(self, name) is not None
         ]
-        if len(given) != 1:
-            came = f"{' and '.join(given)} are given" if given else "there is no network"
+        if len(options) != 1:
+            problem = f"{' and '.join(options)} are given" if options else "there is no network"
             raise ValueError(
-                f"{came}; give one of --model my_pkg.models:build, --timm NAME or "
+                f"{problem}; give one of --model my_pkg.models:build, --timm NAME or "
                 "--torchvision NAME"
             )
         if self.pretrained:
@@ -179,7 +179,7 @@ class SourceSettings:
             if self.checkpoint is not None:
                 raise ValueError("pretrained and checkpoint are both given; leave out one of them")
 
-    def without_comparison(self: Given) -> Given:
+    def without_comparison(self: AnySettings) -> AnySettings:
         """Return the settings without the sets that only `report` and `evaluate` read."""
         return replace(self, ood={}, corruptions=())
 
@@ -192,7 +192,7 @@ class SourceSettings:
         return {}
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean …?` with up to three known names that look like it; "" if none does."""
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+def nearest(name: str, names: Sequence[str]) -> str:
+    """`; did you mean …?` with up to three names that look like it; "" if none does."""
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else ""

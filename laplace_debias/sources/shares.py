@@ -29,7 +29,7 @@ def share(batches: Batches, model: nn.Module) -> Batches:
         )
         return _with_batches(loader, sampler)
     mine = _Cut(batches, BatchReader(model), ranks.rank, ranks.size)
-    # Of a list it is known where its examples are.
+    # In a list the positions of examples are known.
     return list(mine) if isinstance(batches, list | tuple) else mine
 
 
@@ -38,10 +38,11 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
 
     Yields the number of the batch among all, that of its first example, inputs and targets.
     """
-    ranks, source = current(), cast(Any, batches)
+    ranks = current()
+    source = cast(Any, batches)
     if isinstance(batches, Changed):
         for number, first, x, y in dealt(batches.source, read):
-            yield number, first, *batches.made((x, y), first)
+            yield number, first, *batches.changed((x, y), first)
     elif ranks.size > 1 and _is_plain(batches):
         indices = list(source.batch_sampler)
         mine = range(ranks.rank, len(indices), ranks.size)
@@ -61,7 +62,7 @@ def _is_plain(batches: Any) -> bool:
     """Whether this is a loader whose batches are runs of its data set."""
     return (
         isinstance(batches, DataLoader)
-        # Another one yields what the data set and the sampler do not tell.
+        # An `__iter__` of its own may yield other batches.
         and type(batches).__iter__ is DataLoader.__iter__
         and type(batches.batch_sampler) is BatchSampler
         and type(batches.sampler) is SequentialSampler
@@ -84,8 +85,10 @@ class _Cut:
     """Part `rank` of `size` of every batch."""
 
     def __init__(self, batches: Batches, read: BatchReader, rank: int, size: int) -> None:
-        self._batches, self._read = batches, read
-        self._rank, self._size = rank, size
+        self._batches = batches
+        self._read = read
+        self._rank = rank
+        self._size = size
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         was_too_small = False
@@ -99,8 +102,8 @@ class _Cut:
                 )
             count = num_examples(x)
             was_too_small = count < self._size
-            each, left = divmod(count, self._size)
-            start = self._rank * each + min(self._rank, left)
-            part = slice(start, start + each + (self._rank < left))
-            if part.start < part.stop:
-                yield take(x, part), y[part]
+            per_rank, num_larger = divmod(count, self._size)
+            start = self._rank * per_rank + min(self._rank, num_larger)
+            end = start + per_rank + (self._rank < num_larger)
+            if start < end:
+                yield take(x, slice(start, end)), y[start:end]

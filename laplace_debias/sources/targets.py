@@ -7,14 +7,14 @@ from torch import Tensor
 from laplace_debias.sources.task import Task
 
 
-def check_numbers(values: np.ndarray, where: str) -> None:
+def check_numbers(values: np.ndarray, source: str) -> None:
     """Require finite numbers."""
     if values.dtype.kind not in "iubf":
-        raise ValueError(f"{where} is of type {values.dtype}; expected numbers")
+        raise ValueError(f"{source} is of type {values.dtype}; expected numbers")
     bad = ~np.isfinite(values)
     if bad.any():
         raise ValueError(
-            f"{where} has {int(bad.sum())} numbers that are NaN or infinite, the first at index "
+            f"{source} has {int(bad.sum())} numbers that are NaN or infinite, the first at index "
             f"{np.argwhere(bad)[0][0]}: remove or repair these examples"
         )
 
@@ -30,27 +30,29 @@ def task_of(targets: np.ndarray) -> Task:
     return "classification" if targets.ndim == 1 else "multilabel"
 
 
-def as_targets(targets: np.ndarray, task: Task, where: str) -> Tensor:
+def as_targets(targets: np.ndarray, task: Task, source: str) -> Tensor:
     """Targets as the likelihood takes them: classes int64 `[N]`, others float32 `[N, K]`."""
-    check_numbers(targets, where)
+    check_numbers(targets, source)
     if task in ("classification", "binary"):
         if targets.ndim == 2 and targets.shape[1] == 1:
             targets = targets[:, 0]
         if targets.ndim != 1 or (targets != np.rint(targets)).any() or targets.min(initial=0) < 0:
             raise ValueError(
-                f"{where} has shape {list(targets.shape)} and values {targets.min(initial=0):g} … "
+                f"{source} has shape {list(targets.shape)} and values {targets.min(initial=0):g} … "
                 f"{targets.max(initial=0):g}; expected class numbers 0, 1, 2, …, one an example, "
                 f"for task={task}"
             )
         if task == "binary" and targets.max(initial=0) > 1:
-            raise ValueError(f"{where} goes up to {targets.max():g}; expected 0 or 1 (task=binary)")
+            raise ValueError(
+                f"{source} goes up to {targets.max():g}; expected 0 or 1 (task=binary)"
+            )
         return torch.from_numpy(targets.astype(np.int64))
     if task == "multilabel" and (targets.ndim != 2 or not np.isin(targets, (0, 1)).all()):
         raise ValueError(
-            f"{where} has shape {list(targets.shape)}; expected zeros and ones [N, labels] for "
+            f"{source} has shape {list(targets.shape)}; expected zeros and ones [N, labels] for "
             "task=multilabel"
         )
     columns = targets[:, None] if targets.ndim == 1 else targets
     if columns.ndim != 2:
-        raise ValueError(f"{where} has shape {list(targets.shape)}; expected [N] or [N, targets]")
+        raise ValueError(f"{source} has shape {list(targets.shape)}; expected [N] or [N, targets]")
     return torch.from_numpy(columns.astype(np.float32))

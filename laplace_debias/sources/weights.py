@@ -54,15 +54,15 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
             f"{type(model).__name__} ({', '.join(names[:3])}, …); name the network that it was "
             "saved from, with its arguments as --model_args.KEY=VALUE"
         )
-    others = {name: tensor for name, tensor in tensors.items() if name.startswith("split.")}
+    split = {name: tensor for name, tensor in tensors.items() if name.startswith("split.")}
     try:
-        model.load_state_dict({k: v for k, v in tensors.items() if k not in others})
+        model.load_state_dict({k: v for k, v in tensors.items() if k not in split})
     except RuntimeError as error:
         raise ValueError(
             f"{path} does not belong to this {type(model).__name__}: "
             f"{' '.join(str(error).split())[:600]}; build the model that it was saved from"
         ) from error
-    return others
+    return split
 
 
 def _pickled(path: Path) -> Any:
@@ -79,18 +79,20 @@ def _pickled(path: Path) -> Any:
         raise ValueError(f"{path} is damaged or no file of torch.save: fetch it again") from error
 
 
-def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
-    """The state dict in what a file holds."""
-    while isinstance(found, Mapping):
-        tensors = {k: v for k, v in found.items() if isinstance(v, Tensor)}
-        nested = [k for k in _NESTS if isinstance(found.get(k), Mapping)]
+def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
+    """The state dict in the content of a file."""
+    while isinstance(content, Mapping):
+        tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)}
+        nested = [k for k in _NESTS if isinstance(content.get(k), Mapping)]
         if nested:
-            found = found[nested[0]]
+            content = content[nested[0]]
         elif tensors:
             return tensors
         else:
             break
-    keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+    keys = type(content).__name__
+    if isinstance(content, Mapping):
+        keys = ", ".join(map(str, content))
     raise ValueError(
         f"{path} holds no state dict, but {keys[:200]}; save torch.save(model.state_dict(), PATH)"
     )

@@ -30,7 +30,7 @@ def with_others(loaded, number):
     for model in others:
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return replace(loaded, others=tuple(others))
+    return replace(loaded, further_models=tuple(others))
 
 
 def column(folder, method, name, of="test"):
@@ -56,7 +56,7 @@ def test_the_rows_are_the_means_of_their_members(task, tmp_path):
     loaded = with_others(data_of(task), 2)
     folder = assess(loaded, tmp_path / "run", METHODS)
     x = torch.cat([x for x, _ in loaded.test])
-    models = [loaded.model, *loaded.others]
+    models = [loaded.model, *loaded.further_models]
     paths = [folder / f"posteriors/mixture-{number}.safetensors" for number in (1, 2, 3)]
     mixture = Mixture([Laplace.load(p, m) for p, m in zip(paths, models, strict=True)])
     predicted, each = mixture.predict(x), [model(x).detach().double() for model in models]

@@ -8,7 +8,7 @@ import torch
 from bring import every
 
 from laplace_debias.sources import SourceSettings, load, split_by_seed
-from laplace_debias.sources.tables import read_table
+from laplace_debias.sources.table_files import read_table
 
 
 @pytest.fixture

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from laplace_debias.sources.parts import (
+from laplace_debias.sources.settings import SourceSettings, nearest
+from laplace_debias.sources.splits import (
     Columns,
     Examples,
-    Parts,
+    Splits,
     check_complete,
     numbers,
-    parted,
+    split_indices,
 )
-from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.targets import as_targets
 from laplace_debias.sources.task import REGRESSIONS, Task
 
@@ -24,16 +24,16 @@ MOST_CLASSES = 20
 
 
 def table_files(path: Path) -> dict[str, Path] | None:
-    """The tables of a path by part, `all` for one table without parts; None if it is no table."""
+    """The tables of a path by split, `all` for one table without; None if it is no table."""
     if path.suffix in SUFFIXES and path.is_file():
         return {"all": path}
-    found = {
-        part: path / f"{part}{suffix}"
-        for part in ("train", "val", "test")
+    files = {
+        split: path / f"{split}{suffix}"
+        for split in ("train", "val", "test")
         for suffix in SUFFIXES
-        if (path / f"{part}{suffix}").is_file()
+        if (path / f"{split}{suffix}").is_file()
     }
-    return found or None
+    return files or None
 
 
 def read_table(path: Path) -> Any:
@@ -52,43 +52,45 @@ def read_table(path: Path) -> Any:
     return table.reset_index(drop=True)
 
 
-def table_parts(files: dict[str, Path], settings: SourceSettings) -> Parts:
-    """The parts of a table, standardised by its training rows."""
+def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
+    """The splits of a table, standardised by its training rows."""
     first = next(iter(files.values()))
-    missing = [part for part in ("train", "test") if part not in files and "all" not in files]
+    missing = [split for split in ("train", "test") if split not in files and "all" not in files]
     if missing:
         raise ValueError(f"{first.parent} has no {missing[0]}.csv or {missing[0]}.parquet")
-    tables = {part: read_table(path) for part, path in files.items()}
+    tables = {split: read_table(path) for split, path in files.items()}
     notes: tuple[str, ...] = ()
     target = _target(tables, files, settings)
     features = settings.features or tuple(
         name for name in next(iter(tables.values())).columns if name != target
     )
-    for part, table in tables.items():
-        check_complete(table, (*features, target), str(files[part]))
-    whole = tables.pop("all", None)
-    if whole is not None:
-        indices, note = parted(len(whole), settings, str(first), "rows")
-        tables = {part: whole.iloc[i.numpy()] for part, i in indices.items()}
+    for split, table in tables.items():
+        check_complete(table, (*features, target), str(files[split]))
+    undivided = tables.pop("all", None)
+    if undivided is not None:
+        indices, note = split_indices(len(undivided), settings, str(first), "rows")
+        tables = {split: undivided.iloc[i.numpy()] for split, i in indices.items()}
         notes = (note,)
     train = tables["train"]
     if target in features:
         raise ValueError(f"target {target} is one of the features; leave it out of them")
     values = numbers(train, features, str(first))
-    mean, std = np.zeros(len(features)), np.ones(len(features))
+    mean = np.zeros(len(features))
+    std = np.ones(len(features))
     if settings.standardise:
-        mean, spread = values.mean(0), values.std(0)
-        std = np.where(spread > 1e-12 * np.abs(mean).clip(1e-300), spread, 1.0)
+        mean = values.mean(0)
+        deviation = values.std(0)
+        std = np.where(deviation > 1e-12 * np.abs(mean).clip(1e-300), deviation, 1.0)
     columns = Columns(features, mean, std, target)
     classes, task = _meaning(train[target], settings.task, target)
     examples = {
-        part: Examples(
-            columns.inputs(table, str(files.get(part, first))),
-            _targets(table[target], classes, task, f"{target} of {files.get(part, first)}"),
+        split: Examples(
+            columns.inputs(table, str(files.get(split, first))),
+            _targets(table[target], classes, task, f"{target} of {files.get(split, first)}"),
         )
-        for part, table in tables.items()
+        for split, table in tables.items()
     }
-    return Parts(
+    return Splits(
         train=examples["train"],
         validation=examples.get("val"),
         test=examples["test"],
@@ -97,7 +99,7 @@ def table_parts(files: dict[str, Path], settings: SourceSettings) -> Parts:
         classes=None if classes is None else tuple(map(str, classes)),
         input_name="row",
         columns=columns,
-        was_whole=whole is not None,
+        was_whole=undivided is not None,
         notes=notes,
     )
 
@@ -109,10 +111,10 @@ def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSett
             f"which column of {next(iter(files.values()))} is predicted is not known; give "
             f"--target, one of {', '.join(names[:20])}"
         )
-    for part, table in tables.items():
+    for split, table in tables.items():
         if settings.target not in table.columns:
             raise ValueError(
-                f"{files[part]} has no column {settings.target}"
+                f"{files[split]} has no column {settings.target}"
                 f"{nearest(settings.target, list(table.columns))}; its columns are "
                 f"{', '.join(list(table.columns)[:20])}: give another --target"
             )
@@ -154,14 +156,14 @@ def _num_outputs(task: Task, classes: list[Any] | None) -> int:
     return 2 if task == "heteroscedastic" else 1
 
 
-def _targets(column: Any, classes: list[Any] | None, task: Task, where: str) -> Tensor:
+def _targets(column: Any, classes: list[Any] | None, task: Task, source: str) -> Tensor:
     if classes is None:
-        return as_targets(column.to_numpy(dtype=np.float64), task, where)
+        return as_targets(column.to_numpy(dtype=np.float64), task, source)
     number = {value: label for label, value in enumerate(classes)}
     unknown = [value for value in column.unique().tolist() if value not in number]
     if unknown:
         raise ValueError(
-            f"{where} has {unknown[0]!r}, which no training row has; expected "
+            f"{source} has {unknown[0]!r}, which no training row has; expected "
             f"{', '.join(map(str, classes[:10]))}"
         )
-    return as_targets(column.map(number).to_numpy(dtype=np.int64), task, where)
+    return as_targets(column.map(number).to_numpy(dtype=np.int64), task, source)

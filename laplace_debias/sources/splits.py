@@ -1,4 +1,4 @@
-"""Data in parts, and the batches that are made of it."""
+"""Data in splits (training, validation, test), and the batches that are made of it."""
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.task import Task
 
-Part = Dataset[Any] | Iterable[Any]
+ExampleSource = Dataset[Any] | Iterable[Any]
 """Examples one by one, or batches of them."""
 
 USUAL_BATCH = 64
@@ -36,30 +36,30 @@ class Columns:
         values = x.double().numpy() * self.std + self.mean
         return dict(zip(self.names, values.tolist(), strict=True))
 
-    def inputs(self, table: Any, where: str) -> Float[Tensor, "rows columns"]:
+    def inputs(self, table: Any, source: str) -> Float[Tensor, "rows columns"]:
         """Rows as inputs, float32."""
-        values = numbers(table, self.names, where)
+        values = numbers(table, self.names, source)
         return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32))
 
 
-def numbers(table: Any, names: tuple[str, ...], where: str) -> np.ndarray:
+def numbers(table: Any, names: tuple[str, ...], source: str) -> np.ndarray:
     """Columns as float64 `[rows, columns]`."""
     for name in names:
         if name not in table.columns:
             raise ValueError(
-                f"{where} has no column {name}{nearest(name, list(table.columns))}; expected the "
+                f"{source} has no column {name}{nearest(name, list(table.columns))}; expected the "
                 f"columns {', '.join(names[:20])}"
             )
         if table[name].dtype.kind not in "iufb":
             raise ValueError(
-                f"column {name} of {where} holds {table[name].dtype}, no numbers; encode it, or "
+                f"column {name} of {source} holds {table[name].dtype}, no numbers; encode it, or "
                 "name the columns that the network takes by --features"
             )
-    check_complete(table, names, where)
+    check_complete(table, names, source)
     return table[list(names)].to_numpy(dtype=np.float64)
 
 
-def check_complete(table: Any, names: Iterable[str], where: str) -> None:
+def check_complete(table: Any, names: Iterable[str], source: str) -> None:
     """Require columns without missing and infinite values; columns that do not exist pass."""
     columns = [name for name in dict.fromkeys(names) if name in table.columns]
     is_bad = table[columns].isna() | table[columns].isin([np.inf, -np.inf])
@@ -70,22 +70,22 @@ def check_complete(table: Any, names: Iterable[str], where: str) -> None:
     # Rows are counted from 1, without the header.
     first_row = int(is_bad.any(axis=1).to_numpy().argmax())
     raise ValueError(
-        f"{where} has values that are missing or infinite: {listed}; the first is in data row "
+        f"{source} has values that are missing or infinite: {listed}; the first is in data row "
         f"{int(table.index[first_row]) + 1}. Fill them in or remove these rows."
     )
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
-    """Data before it is batched; None stands for what it does not have or tell.
+class Splits:
+    """Data before it is batched; None stands for what it lacks or what is not known.
 
-    `was_whole` says that validation and test examples were chosen here, by the seed.
+    With `was_whole` validation and test examples were chosen here, by the seed.
     """
 
-    train: Part
-    validation: Part | None
-    test: Part
-    ood: Mapping[str, Part] = field(default_factory=dict)
+    train: ExampleSource
+    validation: ExampleSource | None
+    test: ExampleSource
+    ood: Mapping[str, ExampleSource] = field(default_factory=dict)
     task: Task | None = None
     num_outputs: int | None = None
     classes: tuple[str, ...] | None = None
@@ -138,62 +138,67 @@ def split_by_seed(
     Raises:
         ValueError: If a part would be empty.
     """
-    held = round(number * held_out)
-    if held < 1 or number - 2 * held < 1:
+    num_held_out = round(number * held_out)
+    num_train = number - 2 * num_held_out
+    if num_held_out < 1 or num_train < 1:
         raise ValueError(
             f"{number} examples are too few to hold out {held_out:g} of them twice; give more, or "
             "data in parts"
         )
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
-    train, validation, test = order.split([number - 2 * held, held, held])
+    train, validation, test = order.split([num_train, num_held_out, num_held_out])
     return train.sort().values, validation.sort().values, test.sort().values
 
 
-def parted(
-    number: int, settings: SourceSettings, where: str, what: str
-) -> tuple[dict[str, Int64[Tensor, " part"]], str]:
-    """Indices by part (`train`, `val`, `test`) of data that has none, and a note that says so."""
+def split_indices(
+    number: int, settings: SourceSettings, source: str, unit: str
+) -> tuple[dict[str, Int64[Tensor, " split"]], str]:
+    """Indices by split (`train`, `val`, `test`) of data that has none, and a note on it."""
     train, validation, test = split_by_seed(number, settings.seed, settings.held_out)
     note = (
-        f"{where} has no parts: {len(validation)} validation and {len(test)} test {what} are "
+        f"{source} has no parts: {len(validation)} validation and {len(test)} test {unit} "
+        "are "
         f"chosen by the seed {settings.seed}. The network must not have been trained on them."
     )
     return {"train": train, "val": validation, "test": test}, note
 
 
 def batches_of(
-    part: Part, settings: SourceSettings, limit: str | None = None, *, mixed: bool = False
+    examples: ExampleSource,
+    settings: SourceSettings,
+    limit: str | None = None,
+    *,
+    mixed: bool = False,
 ) -> tuple[Batches, int | None]:
-    """Batches in an order that is the same each time, and how many examples the part has.
+    """Batches in an order that is the same each time, and the number of examples.
 
-    `limit` names the setting that says how many are taken; the number includes those left out, and
-    is None if the part does not tell. With `mixed` the seed draws the order.
+    `limit` names the setting with the number of examples that are taken; the number that is
+    returned includes those left out, and is None if it is not known. With `mixed` the seed draws
+    the order.
     """
     name = "data" if limit is None else f"{limit.removesuffix('_examples')} data"
-    wanted = None if limit is None else getattr(settings, limit)
+    max_examples = None if limit is None else getattr(settings, limit)
     options: dict[str, Any] = {}
-    size, workers = settings.batch_size, settings.workers
-    dataset: Any = part
-    if isinstance(part, DataLoader):
-        sampler = part.sampler
-        plain = isinstance(sampler, RandomSampler | SequentialSampler) and part.batch_size
-        # What an `__iter__` of its own yields is not what the data set holds.
-        plain = plain and type(part).__iter__ is DataLoader.__iter__
-        if not plain or len(sampler) != len(part.dataset):  # type: ignore[arg-type]
-            return _as_they_are(part, settings, limit, name)
-        dataset = part.dataset
-        options = {"collate_fn": part.collate_fn, "worker_init_fn": part.worker_init_fn}
-        size, workers = size or part.batch_size, workers or part.num_workers
-    elif not (hasattr(part, "__getitem__") and isinstance(part, Dataset)):
-        return _as_they_are(part, settings, limit, name)
+    size = settings.batch_size
+    workers = settings.workers
+    dataset: Any = examples
+    if isinstance(examples, DataLoader):
+        if not _is_reorderable(examples):
+            return _unchanged(examples, settings, limit, name)
+        dataset = examples.dataset
+        options = {"collate_fn": examples.collate_fn, "worker_init_fn": examples.worker_init_fn}
+        size = size or examples.batch_size
+        workers = workers or examples.num_workers
+    elif not (hasattr(examples, "__getitem__") and isinstance(examples, Dataset)):
+        return _unchanged(examples, settings, limit, name)
     number = len(dataset)
     if number == 0:
         raise ValueError(f"the {name} is empty; expected at least one example")
     # The number of examples of OOD sets is one for all, and some may be smaller.
-    if wanted is not None and wanted > number and limit != "ood_examples":
-        raise ValueError(f"{limit} is {wanted}; the {name} has {number} examples: lower it")
+    if max_examples is not None and max_examples > number and limit != "ood_examples":
+        raise ValueError(f"{limit} is {max_examples}; the {name} has {number} examples: lower it")
     generator = torch.Generator().manual_seed(settings.seed)
-    indices = torch.randperm(number, generator=generator)[:wanted]
+    indices = torch.randperm(number, generator=generator)[:max_examples]
     indices = indices if mixed else indices.sort().values
     loader: DataLoader[Any] = DataLoader(
         Subset(dataset, indices.tolist()),
@@ -206,28 +211,42 @@ def batches_of(
     return loader, number
 
 
-def _as_they_are(
-    part: Any, settings: SourceSettings, limit: str | None, name: str
+def _is_reorderable(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's batches are those of its data set, in an order of its sampler."""
+    sampler = loader.sampler
+    return (
+        isinstance(sampler, RandomSampler | SequentialSampler)
+        and loader.batch_size is not None
+        # An `__iter__` of its own may yield other examples than the data set has.
+        and type(loader).__iter__ is DataLoader.__iter__
+        and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    )
+
+
+def _unchanged(
+    batches: Any, settings: SourceSettings, limit: str | None, name: str
 ) -> tuple[Batches, int | None]:
     """Batches of a user's own, which cannot be put into another order."""
     for option in (limit, "batch_size", "workers"):
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
-                f"{option} is given, but the {name} is batches of {type(part).__name__}; "
+                f"{option} is given, but the {name} is batches of {type(batches).__name__}; "
                 "return a data set or a plain DataLoader of one, or leave the option out"
             )
-    if not isinstance(part, Iterable):
+    if not isinstance(batches, Iterable):
         raise ValueError(
-            f"the {name} is of type {type(part).__name__}; expected a DataLoader, a data set "
+            f"the {name} is of type {type(batches).__name__}; expected a DataLoader, a data set "
             "or a list of batches"
         )
-    if iter(part) is part:
+    if iter(batches) is batches:
         raise ValueError(
             f"the {name} is an iterator, which can be read only once; return a DataLoader, a "
             "data set or a list of batches"
         )
-    dataset = getattr(part, "dataset", None)
+    dataset = getattr(batches, "dataset", None)
     if isinstance(dataset, Sized):
-        return part, len(dataset)
-    # A list of batches is in memory, so counting it costs nothing.
-    return part, sum(len(batch[1]) for batch in part) if isinstance(part, Sequence) else None
+        return batches, len(dataset)
+    if isinstance(batches, Sequence):
+        # A list of batches is in memory, so counting it costs nothing.
+        return batches, sum(len(batch[1]) for batch in batches)
+    return batches, None

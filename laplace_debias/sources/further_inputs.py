@@ -1,0 +1,103 @@
+"""More inputs of the kind that the network takes: out-of-distribution sets, data to predict."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from laplace_debias.sources.arrays import as_inputs, read_archive
+from laplace_debias.sources.image_files import ImageFiles, View, header, images_below, unchanged
+from laplace_debias.sources.imports import called, imported, is_import_path
+from laplace_debias.sources.pixels import Pixels
+from laplace_debias.sources.splits import Examples, ExampleSource, Splits
+from laplace_debias.sources.table_files import SUFFIXES, read_table
+
+
+@dataclass(frozen=True, eq=False)
+class FurtherInputs:
+    """More inputs, whose labels mean nothing; names are paths in the folder, or None."""
+
+    examples: ExampleSource
+    names: tuple[str, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def read_further_inputs(
+    splits: Splits, shape: tuple[int, ...] | None, source: str | Path, option: str
+) -> FurtherInputs:
+    """Inputs of a folder of images, a `.npz` file, a table or an import path.
+
+    They are of a `shape`, for a network that was trained on `splits`.
+    """
+    if is_import_path(str(source)):
+        return FurtherInputs(called(str(source), imported(str(source), option), {}, option))
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"{option}: nothing is at {path}: check the path")
+    if path.suffix == ".npz":
+        return _from_archive(splits, shape, path, option)
+    if path.suffix in SUFFIXES:
+        if splits.columns is None:
+            raise ValueError(f"{option}: {path} is a table, but the network was not trained on one")
+        return FurtherInputs(_unlabelled(splits.columns.inputs(read_table(path), str(path))))
+    if path.is_dir():
+        return _from_folder(splits, shape, path, option)
+    raise ValueError(
+        f"{option}: {path} has an unknown format; expected a folder of images, a .npz file, a "
+        ".csv or .parquet table, or an import path my_pkg.data:make"
+    )
+
+
+def _from_folder(
+    splits: Splits, shape: tuple[int, ...] | None, path: Path, option: str
+) -> FurtherInputs:
+    files = images_below(path)
+    if not files:
+        raise ValueError(f"{option}: {path} has no images (.jpg, .png, …): check the path")
+    if splits.pixels is None or shape is None or len(shape) != 3:
+        known_shape = "that is not known" if shape is None else list(shape)
+        raise ValueError(
+            f"{option}: {path} is a folder of images, but the network takes inputs of shape "
+            f"{known_shape}; for images of loaders of your own give --mean and --std"
+        )
+    channels, height, width = shape
+    view = splits.view
+    if view is None or not view.any_size:
+        view = View(unchanged, splits.pixels, channels == 1).resized_to(height, width)
+    (wide, high), _ = header(files[0])
+    notes: tuple[str, ...] = ()
+    if (high, wide) != (height, width):
+        notes = (f"{option}: images of {high} × {wide} pixels are resized to {height} × {width}.",)
+    names = tuple(str(file.relative_to(path)) for file in files)
+    return FurtherInputs(ImageFiles(tuple((file, 0) for file in files), view), names, notes)
+
+
+def _from_archive(
+    splits: Splits, shape: tuple[int, ...] | None, path: Path, option: str
+) -> FurtherInputs:
+    arrays = read_archive(path)
+    name = next((name for name in ("x", "x_test") if name in arrays), None)
+    if name is None:
+        raise ValueError(
+            f"{option}: {path} has {', '.join(arrays) or 'no array'}; expected an array x or x_test"
+        )
+    x = as_inputs(arrays[name], str(path))
+    pixels = None
+    if x.dtype == torch.uint8 and x.ndim == 4:
+        if splits.pixels is None:
+            raise ValueError(
+                f"{option}: {path} holds images of bytes, but how the network's are normalised "
+                "is not known; give --mean and --std"
+            )
+        pixels = splits.pixels
+    if shape is not None and tuple(x.shape[1:]) != shape:
+        raise ValueError(
+            f"{option}: {path} has inputs of shape {list(x.shape[1:])}, the network takes "
+            f"{list(shape)}; give inputs of this shape"
+        )
+    return FurtherInputs(_unlabelled(x, pixels))
+
+
+def _unlabelled(x: Tensor, pixels: Pixels | None = None) -> Examples:
+    return Examples(x, torch.zeros(len(x), dtype=torch.int64), pixels)
