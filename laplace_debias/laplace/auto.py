@@ -100,6 +100,7 @@ class Auto(Scheme):
 
     mode = "auto"
     is_resumable = False
+    reads_all = False
     data: Batches
     tolerance: float = 0.05
     seconds: float | None = None

@@ -111,7 +111,7 @@ def prepare_fit(
     fisher = config.fisher.seeded(generator, ranks)
     scheme = scheme.opened(open_stream)
     streams = [source for source in scheme.sources if isinstance(source, Stream)]
-    parameters, context = examine(before, selected, streams[0], fisher)
+    parameters, context = examine(before, selected, streams, scheme.reads_all, fisher)
     likelihood = before.spec.likelihood
     if likelihood.has_sigma and likelihood.is_assumed:
         likelihood = scheme.estimate_noise(context)

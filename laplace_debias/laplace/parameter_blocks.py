@@ -1,6 +1,6 @@
 """The Bayesian parameters, and the curvature blocks that they make."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,14 +78,20 @@ class ParameterBlocks:
         return cls(names, blocks, replay_modules, order, block_names, size)
 
     def verified(
-        self, tap: Tap, model: nn.Module, config: CurvatureConfig, x: Inputs
+        self,
+        tap: Tap,
+        model: nn.Module,
+        config: CurvatureConfig,
+        x: Inputs,
+        further: Iterable[Inputs] | None,
     ) -> "ParameterBlocks":
-        """Compare the blocks with autograd on an example or two, and return those that hold.
+        """Compare the blocks with autograd on a few examples, and return those that hold.
 
-        A general selection, such as `"all"`, leaves out parameters that the outputs do not depend
-        on, with a warning.
+        The examples come from the first batch `x`, and from `further` batches if it does not use
+        all parameters (None if the data cannot be read again for them). A general selection, such
+        as `"all"`, leaves out parameters that the outputs do not depend on, with a warning.
         """
-        resolved = resolve(tap, self.names, x, config.joint, config.sharing)
+        resolved = resolve(tap, self.names, x, config.joint, config.sharing, further or ())
         names = self.names
         replay_modules = resolved.calls
         if config.params == SUPPORTED and replay_modules:
@@ -93,8 +99,9 @@ class ParameterBlocks:
             replay_modules = {}
         if resolved.unused:
             names = [name for name in names if name not in resolved.unused]
+            outputs = "outputs of the first batch" if further is None else "outputs"
             reason = (
-                f"The outputs do not depend on {list(resolved.unused)} by differentiable "
+                f"The {outputs} do not depend on {list(resolved.unused)} by differentiable "
                 "operations (an unused branch, `detach`, `no_grad`)"
             )
             is_general = isinstance(config.params, str) and config.params != LAST_LAYER

@@ -126,7 +126,7 @@ def plan_of(
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         fisher = state.config.fisher.seeded(None, current())
         stream = state.spec.fit_stream(loader, state.device)
-        _, context = examine(state, selected, stream, fisher)
+        _, context = examine(state, selected, [stream], False, fisher)
         ((x, y, *_),) = stream.first
         # A pass goes through one fold.
         part = slice(0, -(-len(y) // num_folds))

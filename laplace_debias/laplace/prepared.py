@@ -1,6 +1,8 @@
 """A fit that is ready to run: the parameters checked on an example, and the network around them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +59,8 @@ class PreparedFit:
 def examine(
     before: Unfitted | FittedPosterior,
     selected: ParameterBlocks | None,
-    stream: Stream,
+    streams: Sequence[Stream],
+    reads_all: bool,
     fisher: FisherType,
 ) -> tuple[ParameterBlocks, FitContext]:
     """Find the Bayesian parameters, check them on the first batch, and set up the network.
@@ -65,11 +68,13 @@ def examine(
     Args:
         before: The model and the options of the fit.
         selected: The parameters that the model's structure shows; None to find them by an example.
-        stream: Checked pairs, of which the first is looked at and not lost.
+        streams: Checked pairs, of which the first is looked at and not lost.
+        reads_all: Whether the fit reads all of the data, so that all batches may be looked through
+            for parameters that the first one does not use.
         fisher: The Fisher matrix, seeded.
     """
     validate_model(before.spec.model)
-    parameters, tap = _parameters_on_an_example(before, selected, stream)
+    parameters, tap = _parameters_on_examples(before, selected, streams, reads_all)
     config, blocks = before.config, parameters.blocks
     backend = choose_backend(before.spec.plain_model, config.backend, blocks)(tap, blocks)
     likelihood = NegativeLogLikelihood(before.spec.likelihood)
@@ -84,15 +89,18 @@ def examine(
     return parameters, context
 
 
-def _parameters_on_an_example(
-    before: Unfitted | FittedPosterior, selected: ParameterBlocks | None, stream: Stream
+def _parameters_on_examples(
+    before: Unfitted | FittedPosterior,
+    selected: ParameterBlocks | None,
+    streams: Sequence[Stream],
+    reads_all: bool,
 ) -> tuple[ParameterBlocks, Tap]:
     """Return the parameters as the first batch confirms them, and a tap where they are measured.
 
     A process without examples looks at those of the first process that has some.
     """
     spec, config = before.spec, before.config
-    first = _first_batch(stream)
+    first = _first_batch(streams[0])
     x, y, *_ = first[0]
     inputs = move(x, before.device, None)
     targets = y.to(before.device)
@@ -106,7 +114,10 @@ def _parameters_on_an_example(
             )
     tap = Tap(spec.network(selected.names))
     check_first_batch(tap.network, spec.likelihood, inputs, targets, spec.class_dim, config.fisher)
-    return selected.verified(tap, plain, config, inputs), tap
+    further = None
+    if reads_all and all(stream.is_reiterable for stream in streams):
+        further = chain.from_iterable(stream.extra_pass() for stream in streams)
+    return selected.verified(tap, plain, config, inputs, further), tap
 
 
 def _first_batch(stream: Stream) -> list[tuple[Tensor, ...]]:

@@ -38,10 +38,12 @@ class Scheme(ABC):
     Attributes:
         mode: The scheme's name, which the posterior shows.
         is_resumable: Whether the passes of a fit can be saved and resumed.
+        reads_all: Whether a fit reads all batches of its data.
     """
 
     mode: ClassVar[str]
     is_resumable: ClassVar[bool] = True
+    reads_all: ClassVar[bool] = True
 
     @property
     @abstractmethod

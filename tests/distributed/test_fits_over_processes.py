@@ -162,3 +162,12 @@ def test_one_process_saves_and_the_others_wait(processes, tmp_path):
     for found in processes.run(3, tasks.save, str(tmp_path)):
         check(found, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["posterior.safetensors"]
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full"])
+def test_experts_that_only_one_process_sees_are_fitted_as_by_one(processes, curvature):
+    names, trace, variances = tasks.experts_of_processes(0, 1, curvature)
+    for found in processes.run(2, tasks.experts_of_two_processes, curvature):
+        assert found[0] == names
+        assert len(names) == 6
+        check({"trace": found[1], "variances": found[2]}, {"trace": trace, "variances": variances})

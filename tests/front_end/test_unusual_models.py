@@ -355,12 +355,18 @@ def test_experts_that_see_some_examples_have_the_dense_curvature(seed, is_weighe
         Laplace(model, params="last_layer").fit_batches([(x, y)])
 
 
-def test_routing_that_the_first_batch_does_not_show_is_named():
+def test_routing_that_the_first_batch_does_not_show_is_found_in_the_next_one():
     model, x, y = routed(1, False, False)
     alike = model.gate(x).argmax(1) == 0
-    la = Laplace(model)
-    with pytest.raises(NotImplementedError, match=r"\(a mixture of experts\), shuffle the data"):
-        la.fit_batches([(x[alike], y[alike]), (x, y)])
+    batches = [(x[alike], y[alike]), (x, y)]
+    la = Laplace(model, curvature="full").fit_batches(batches)
+    every_x, every_y = torch.cat([x[alike], x]), torch.cat([y[alike], y])
+    expected = dense_ggn(model, nn.CrossEntropyLoss(), every_x, every_y, la.param_names)
+    torch.testing.assert_close(la.posterior.curvature.to_dense(), expected)
+    # Batches that can be read once are not looked through.
+    message = r"\(a mixture of experts\), begin the data of the fit with a batch in which they do"
+    with pytest.raises(NotImplementedError, match=message):
+        Laplace(model).fit_batches(iter(batches), num_data=len(every_x))
 
 
 # ----------------------------------------------------------------- tensors that are no plain ones

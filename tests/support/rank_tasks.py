@@ -498,3 +498,41 @@ def resumed(rank, curvature, options, folder, seed=3):
         la = laplace(curvature, **options)
         la.fit(broken_or_whole(None, seed), generator=generator(5), resume=folder)
     return la.posterior.curvature.to_dense(), skipped[max(skipped)] if skipped else 0
+
+
+class SplitExperts(nn.Module):
+    """Three experts, each called only if an example of the batch takes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, x):
+        choice, outputs = x[:, 0].long(), x.new_zeros(len(x), 3)
+        for number, expert in enumerate(self.experts):
+            takes = choice == number
+            if takes.any():
+                outputs = outputs + takes.unsqueeze(1) * expert(x).tanh()
+        return outputs
+
+
+def experts_of_processes(rank, num_ranks, curvature):
+    """A fit of experts, of which the first process sees the first two and the last one the third.
+
+    Its parameters, the curvature's trace, and variances.
+    """
+    torch.manual_seed(0)
+    model = SplitExperts().double().eval()
+    x, y = torch.randn(40, 4).double(), torch.randint(3, (40,))
+    x[:, 0] = (torch.arange(40) % 2) * 1.0
+    x[30:, 0] = 2.0
+    batches = [(x[n : n + 10], y[n : n + 10]) for n in range(0, 40, 10)]
+    own = batches if num_ranks == 1 else (batches[:2], batches[2:])[rank]
+    la = Laplace(model, curvature=curvature).fit_batches(own)
+    trace = la.posterior.curvature.to_dense().trace()
+    return la.param_names, float(trace), la.functional(x[28:32])[1].flatten().tolist()
+
+
+def experts_of_two_processes(rank, curvature):
+    """The same on two processes."""
+    return experts_of_processes(rank, 2, curvature)

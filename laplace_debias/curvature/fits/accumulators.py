@@ -52,6 +52,17 @@ class Accumulator(ABC):
         except (RuntimeError, MemoryError) as error:
             raise UnfinishedSumError(error) from error
 
+    def skip(self, block: Block, num_examples: int, num_columns: int) -> None:
+        """Account for a block whose Jacobian is zero for a chunk: no output depends on it."""
+        try:
+            self.add_zero(block, num_examples, num_columns)
+        except (RuntimeError, MemoryError) as error:
+            raise UnfinishedSumError(error) from error
+
+    @abstractmethod
+    def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
+        """Add zero to a block's sum, which may not exist yet."""
+
     @abstractmethod
     def measure(self, record: BlockRecord) -> Any:
         """Compute what is added for a record, which changes no sum."""

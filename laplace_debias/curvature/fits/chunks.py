@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits.records import BlockRecord, scale_examples
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
-from laplace_debias.curvature.layers.uses import Masks
+from laplace_debias.curvature.layers.uses import CallUses, Masks, Uses, taking_examples
 from laplace_debias.curvature.network.batches import weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.outputs import MOST_GRANTED, check_outputs, granted
@@ -165,7 +165,7 @@ class ChunkRunner:
             for block_index, layer, uses in reached:
                 block = context.blocks[block_index]
                 if (block, part) not in chunk.added:
-                    block_masks = masks.get(block.layer)
+                    block_masks = self._block_masks(block, uses, masks.get(block.layer))
                     self._accumulator.update(
                         BlockRecord(
                             block=block,
@@ -177,9 +177,27 @@ class ChunkRunner:
                         )
                     )
                 added.add((block, part))
+            for block in context.blocks:
+                if (block, part) not in added:
+                    self._accumulator.skip(block, len(y), len(columns_of_part))
+                    added.add((block, part))
         totals.nll = totals.nll + nll
         weight = len(y) if weights is None else float(weights.double().sum())
         totals.num_outputs += outputs[0].numel() * weight
+
+    def _block_masks(self, block: Block, uses: Uses, masks: Masks | None) -> Masks | None:
+        """The positions that take part, from those that hold no padding; None for all.
+
+        Examples that do not take part in a layer that only some batches call count in no factor.
+        """
+        is_conditional = block.site in self._context.tap.conditional
+        if self._positions is None or block.is_exact or not is_conditional:
+            return masks
+        assert not isinstance(uses, CallUses)
+        own_masks = taking_examples(block, uses)
+        if masks is None:
+            return own_masks
+        return [own & mask for own, mask in zip(own_masks, masks, strict=True)]
 
 
 def _num_columns(context: FitContext, outputs: Tensor) -> int:

@@ -76,6 +76,11 @@ class RowAccumulator(Accumulator):
             self._parts.clear()
             self.add_rows(rows.flatten(0, 1).to(self.context.factor_dtype))
 
+    def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
+        """Add rows of zeros for a block."""
+        first_parameter = self.context.network.get_parameter(block.parameters[0])
+        self.add(block, first_parameter.new_zeros(num_examples, num_columns, block.size))
+
     @abstractmethod
     def add_rows(self, rows: Rows) -> None:
         """Add rows of all parameters to the sums."""

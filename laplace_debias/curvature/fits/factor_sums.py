@@ -97,6 +97,21 @@ class FactorAccumulator(Accumulator):
         for A in parts_of_A:
             self.add_factor(block, _A, A)
 
+    def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
+        """Begin a block's sums if there are none."""
+        self.add_zero_factor(block, _G)
+        if not block.is_exact:
+            self.add_zero_factor(block, _A)
+
+    def add_zero_factor(self, block: Block, side: int) -> None:
+        """Begin the sum of one side, 0 for G and 1 for A, if there is none."""
+        if block in self.sums[side] or block in self.rows[side]:
+            return
+        context, size = self.context, (*block.groups, block.shape[side])
+        zeros = torch.zeros(1, *size, dtype=context.dtype, device=context.device)
+        is_diagonal = len(block.factor_shapes[side]) == 1
+        self.add_factor(block, side, zeros[0] if is_diagonal else GramFactor(zeros))
+
     def add_factor(self, block: Block, side: int, factor: Factor) -> None:
         """Add a factor of one side, 0 for G and 1 for A."""
         dtype = self.context.factor_dtype
@@ -237,6 +252,9 @@ class ForwardPasses:
         masks = self._positions.find(x, y)
         for block in self._blocks:
             inputs = [use.x for use in uses if use.layer == block.layer]
+            if not inputs:
+                accumulator.add_zero_factor(block, _A)
+                continue
             layer = tap.network.get_submodule(block.layer)
             for A in input_factors(
                 layer,

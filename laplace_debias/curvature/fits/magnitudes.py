@@ -142,6 +142,17 @@ class SquaredGradients(Accumulator):
         """Add the squares of a chunk."""
         add_to(self.squares, block, measured.to(self.context.factor_dtype))
 
+    def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
+        """Begin a block's sum if there is none."""
+        if block not in self.squares:
+            shape = list(block.shape)
+            for side, U in enumerate(self._rotations[block]):
+                if is_thin(U):
+                    # The last magnitude is that of all remaining directions.
+                    shape[side] = U.shape[-1] + 1
+            zeros = torch.zeros(*block.groups, *shape, device=self.context.device)
+            self.add(block, zeros)
+
     def reduce(self) -> None:
         """Check that the squares are finite, and add those of all processes."""
         check_finite(self.squares)

@@ -75,7 +75,10 @@ class PositionFinder:
             if use.layer == block.layer and use.z.ndim > 2 and not block.is_exact:
                 positions = use.z[0].numel() // (block.num_groups * block.shape[0])
                 lengths.setdefault(block, set()).add(positions)
-        self._blocks = list(lengths)
+        called = {use.layer for use in uses}
+        uncalled = [b for b in blocks if not b.is_exact and b.layer not in called]
+        # Layers that this example does not call may have positions for others.
+        self._blocks = [*lengths, *uncalled]
         # Outputs have the classes behind their positions, or between them and the examples.
         of_outputs = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
         of_blocks = set[int]().union(*lengths.values())

@@ -1,6 +1,6 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,8 @@ from laplace_debias.curvature.network.layer_types import (
     TRANSPOSED,
     expose_projections,
 )
-from laplace_debias.curvature.network.shared_copy import preserve_attributes
+from laplace_debias.curvature.network.selection import leaving_out
+from laplace_debias.curvature.network.shared_copy import preserve_attributes, requiring_grad
 from laplace_debias.system.memory import is_out_of_memory
 
 
@@ -33,7 +34,8 @@ class Tap:
     Only the part of the graph behind the first tapped layer is recorded, and no gradient with
     respect to a parameter is ever computed. Hooks that record are on the network while it is run
     here alone. `uses` are those in the last `forward`, in its order, and `output_bytes` are of the
-    tapped layers' outputs for one example of it.
+    tapped layers' outputs for one example of it. `conditional` are sites that some pass has not
+    called.
     """
 
     def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
@@ -77,6 +79,7 @@ class Tap:
         self._needs_dims |= any(called)
         self._recorder = CallRecorder(self.network, list(called)) if called else None
         self._dims = ExampleDims()
+        self.conditional: set[Site] = set()
         self.forget()
         return self
 
@@ -96,8 +99,9 @@ class Tap:
     def forward(self, x: Inputs, graph: bool = True, strict: bool = True) -> Tensor:
         """Run the network and record the uses of the tapped layers.
 
-        Nothing can be pushed back without the graph. By site `faults` says what cannot be measured;
-        the first is raised if `strict`.
+        Nothing can be pushed back without the graph. `faults` has an error for each site that
+        cannot be measured; the first is raised if `strict`. A site that is not called is none: its
+        Jacobian is zero for these examples.
         """
         self._has_graph = graph
         if self._needs_dims and not self._dims.is_known:
@@ -107,7 +111,7 @@ class Tap:
             # Sequences of another length, or images of another size, have other dimensions.
             self._learn(x)
             outputs = self._run(x)
-        self.faults = self._faults()
+        self.faults = self._faults() | self._read_without_call(x)
         if strict and self.faults:
             raise next(iter(self.faults.values()))
         return outputs
@@ -183,9 +187,6 @@ class Tap:
     def _faults(self) -> dict[Site, Exception]:
         """The faults at the sites, for the last forward pass."""
         faults: dict[Site, Exception] = {}
-        called = {*self._merged_calls}
-        for one in self._calls:
-            called.add(one.path)
         for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
                 f"{sorted(self._dims.uncopied)} look up the same for all examples, in a way that "
@@ -193,7 +194,6 @@ class Tap:
                 "leave their parameters out with params=."
             )
         for use in self.uses:
-            called.add(use.layer)
             if use.x._version != use.version:
                 faults[Site((use.layer,))] = NotImplementedError(
                     f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
@@ -202,15 +202,44 @@ class Tap:
             elif len(use.x) != self._batch:
                 faults[Site((use.layer,))] = not_batched(use.layer, use.x, self._batch)
         for site in self.layers:
-            if not called.issuperset(site.paths):
-                faults[site] = ValueError(
-                    f"The forward pass does not call {site}: leave its parameters out with params=."
-                )
-            elif site.is_call and self._merged_calls.intersection(site.paths):
+            if site.is_call and self._merged_calls.intersection(site.paths):
                 faults[site] = NotImplementedError(
                     f"Calls of {site} have no dimension of their own for the examples: leave "
                     "their parameters out with params=."
                 )
+        return faults
+
+    def _read_without_call(self, x: Inputs) -> dict[Site, Exception]:
+        """Find sites that were not called, though the outputs depend on their parameters.
+
+        It takes a forward pass for each set of sites that were called in all passes before.
+        """
+        called = {use.layer for use in self.uses} | self._merged_calls
+        called.update(call.path for call in self._calls)
+        idle = [site for site in self.layers if called.isdisjoint(site.paths)]
+        idle = [site for site in idle if site not in self.conditional]
+        if not idle:
+            return {}
+        parameters = [self.network.get_parameter(n) for site in idle for n in self._names[site]]
+        with requiring_grad(parameters), torch.enable_grad(), preserve_attributes(self._modules):
+            outputs = call(self.network, x)
+            gradients: Sequence[Tensor | None] = [None] * len(parameters)
+            if outputs.requires_grad:
+                ones = torch.ones_like(outputs)
+                gradients = torch.autograd.grad(outputs, parameters, ones, allow_unused=True)
+        pairs = zip(parameters, gradients, strict=True)
+        read = {id(parameter) for parameter, gradient in pairs if gradient is not None}
+        faults: dict[Site, Exception] = {}
+        for site in idle:
+            names = [n for n in self._names[site] if id(self.network.get_parameter(n)) in read]
+            if names:
+                faults[site] = NotImplementedError(
+                    f"The outputs of these examples depend on {names}, but the forward pass does "
+                    f"not call {site}, as it does for other examples. Leave these parameters out "
+                    f"with {leaving_out(names)}."
+                )
+            else:
+                self.conditional.add(site)
         return faults
 
     def _learn(self, x: Inputs) -> None:
@@ -258,23 +287,15 @@ class Tap:
         columns: Float[Tensor, "columns batch *outputs"],
         again: bool = False,
         without: Site | None = None,
-        strict: bool = True,
     ) -> Iterator[tuple[int, nn.Module, Uses]]:
         """Push output cotangents back to every tapped layer.
 
         Yields a block's number, its layer, and for each of the layer's uses the input `[B, ...]`
-        and the gradients at the output `[K, B, ...]`, from the last site to the first. With `again`
-        the graph is kept for further cotangents; if not `strict`, sites that are not reached are
-        left out.
+        and the gradients at the output `[K, B, ...]`, from the last site to the first. Sites that
+        the outputs do not depend on are left out: their Jacobian is zero. With `again` the graph is
+        kept for further cotangents.
         """
         reached = self._reached(outputs, columns, again, without)
-        unreached = self.layers.keys() - reached.keys() - {without}
-        if unreached and strict:
-            raise ValueError(
-                f"The outputs do not depend on {sorted(map(str, unreached))} by differentiable "
-                "operations (`detach`, `no_grad`, an unused branch): leave their parameters out "
-                "with params=."
-            )
         if not again:
             # The graph is a circle of references, which would hold all of it for long.
             self.forget()
@@ -387,5 +408,6 @@ def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
         "[batch, positions, features] (attention: batch_first=True), instead of merging them "
         "into the batch, and let position embeddings look up a position for every example; or "
         "leave the layer's parameters out with params=. If only some examples pass through it "
-        "(a mixture of experts), shuffle the data, so that the first batch shows it."
+        "(a mixture of experts), begin the data of the fit with a batch in which they do, and "
+        "others do not."
     )

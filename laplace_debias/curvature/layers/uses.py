@@ -128,6 +128,19 @@ def chosen(
     return rows.where(mask.view(*mask.shape, *[1] * (rows.ndim - 3)), 0).flatten(1, 2)
 
 
+def taking_examples(block: Block, uses: LayerUses) -> Masks:
+    """All positions of the examples that have a gradient at the layer's outputs, by call.
+
+    Whether a batch calls a layer for the others is a matter of how examples are batched.
+    """
+    masks = []
+    has_gradient = torch.stack([(g != 0).flatten(2).any(2).any(0) for _, g in uses]).any(0)
+    for _, g in uses:
+        num_positions = g[0, 0].numel() // (block.num_groups * block.shape[0])
+        masks.append(has_gradient.unsqueeze(1).expand(-1, num_positions))
+    return masks
+
+
 def takes_part(layer: nn.Module, g: Tensor) -> Bool[Tensor, "batch positions"]:
     """Where one cotangent's gradients at a layer's output, `[B, ...]`, do not vanish, `[B, T]`."""
     return (g != 0).any(1 if isinstance(layer, _CHANNELS_FIRST) else -1).flatten(1)

@@ -426,11 +426,26 @@ class Stream:
             yield from chain(self._first, started_pass)
             return
         source = self.source
-        num_workers = 0
-        if isinstance(source, DataLoader) and isinstance(source.dataset, IterableDataset):
-            num_workers = source.num_workers
         if self.progress is not None:
             source = tqdm(source, desc=self.progress, unit="batch", leave=False)
+        yield from self._read_pairs(source)
+
+    @property
+    def is_reiterable(self) -> bool:
+        """Whether the data can certainly be read more than once."""
+        if isinstance(self.source, DataLoader):
+            return not isinstance(self.source.dataset, IterableDataset)
+        return isinstance(self.source, Sized) and not isinstance(self.source, Iterator)
+
+    def extra_pass(self) -> Iterator[Inputs]:
+        """The inputs of all batches, in a pass besides those of the fit."""
+        for x, *_ in self._read_pairs(self.source):
+            yield x
+
+    def _read_pairs(self, source: Batches) -> Iterator[tuple[Any, ...]]:
+        num_workers = 0
+        if isinstance(self.source, DataLoader) and isinstance(self.source.dataset, IterableDataset):
+            num_workers = self.source.num_workers
         with self.randomness:
             steps = iter(source)
         marks = set[str]()

@@ -75,6 +75,19 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
+def requiring_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters of a shared copy require gradients within."""
+    parameters = list(parameters)
+    for parameter in parameters:
+        parameter.requires_grad_()
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+
+
+@contextmanager
 def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Undo what a forward pass leaves in modules' attributes, such as caches.
 

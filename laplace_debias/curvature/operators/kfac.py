@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -160,7 +161,9 @@ class KFAC(Permuted):
             )
         cotangents = Cotangents(of_loss.loss, columns.seeded(generator, current()))
         with torch.inference_mode(False):
-            resolved = resolve(tap, network.names, of_loss.first.inputs, joint, sharing)
+            further = chain.from_iterable((x for x, _ in data) for data in (of_loss, measured))
+            first = of_loss.first.inputs
+            resolved = resolve(tap, network.names, first, joint, sharing, further)
             if resolved.unused:
                 raise ValueError(
                     f"The outputs do not depend on {resolved.unused} by differentiable operations "

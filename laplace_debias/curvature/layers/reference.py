@@ -1,0 +1,253 @@
+"""Gradients of single examples by automatic differentiation, and examples that have some.
+
+Blocks are compared with these gradients. The first two examples of the data may not use all of a
+model: in a mixture of experts each example takes its own way. So further examples are looked for,
+until each parameter has one whose outputs depend on it, or the data ends.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.inputs import (
+    Inputs,
+    call,
+    join,
+    move,
+    num_examples,
+    take,
+    tensors_of,
+)
+from laplace_debias.curvature.network.precision import coarsest_eps
+from laplace_debias.curvature.network.shared_copy import preserve_attributes, requiring_grad
+from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.ranks import current
+
+FIRST_EXAMPLES = 16
+"""Examples of the first batch that are run where not all of a model is used by two."""
+# Examples that are run at a time behind these.
+_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Gradients of a few examples along one random cotangent, by automatic differentiation.
+
+    Attributes:
+        x: The examples.
+        outputs: Their outputs, `[B, ...]`.
+        cotangent: The cotangent, of the outputs' shape.
+        gradients: For each parameter that is compared, `[B, size]`.
+        unused: Parameters that the outputs do not depend on by differentiable operations.
+        without_gradient: Parameters whose gradient is zero for all examples.
+        is_partial: Whether the gradient of some parameter is zero for some example.
+        rounding: Rounding errors in the norm of a gradient.
+        eps: Relative rounding error of one number.
+    """
+
+    x: Inputs
+    outputs: Tensor
+    cotangent: Tensor
+    gradients: Mapping[str, Float[Tensor, "batch size"]]
+    unused: list[str]
+    without_gradient: list[str]
+    is_partial: bool
+    rounding: float
+    eps: float
+
+    @classmethod
+    def of(
+        cls,
+        network: nn.Module,
+        names: Sequence[str],
+        x: Inputs,
+        compared: Collection[str] | None = None,
+    ) -> "Reference":
+        """Run a network on a few examples, and differentiate the outputs in the named parameters.
+
+        `compared` are the parameters whose gradients are kept; None for all.
+        """
+        parameters = [network.get_parameter(name) for name in names]
+        by_example = []
+        with requiring_grad(parameters):
+            outputs = _outputs(network, x)
+            drawn = _random_cotangent(outputs)
+            for example in range(len(drawn)):
+                by_example.append(_gradients(outputs, parameters, _only(drawn, example)))
+        kept: dict[str, Tensor] = {}
+        norms, unused = [], []
+        for name, parameter, *gradients in zip(names, parameters, *by_example, strict=True):
+            rows = []
+            for gradient in gradients:
+                rows.append(
+                    torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+                )
+            by_parameter = torch.stack(rows).reshape(len(rows), -1)
+            norms.append(by_parameter.norm(dim=1))
+            if compared is None or name in compared:
+                kept[name] = by_parameter
+            if all(gradient is None for gradient in gradients):
+                unused.append(name)
+        all_norms, eps = torch.stack(norms), coarsest_eps(network)
+        are_zero = (all_norms == 0).all(1).tolist()
+        without_gradient = [n for n, is_zero in zip(names, are_zero, strict=True) if is_zero]
+        # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
+        rounding = eps**0.5 * float(all_norms.nan_to_num(0.0, 0.0).max())
+        return cls(
+            x=x,
+            outputs=outputs.detach(),
+            cotangent=drawn,
+            gradients=kept,
+            unused=unused,
+            without_gradient=without_gradient,
+            is_partial=bool((all_norms == 0).any()),
+            rounding=rounding,
+            eps=eps,
+        )
+
+
+class _Search:
+    """A search for examples whose outputs depend on parameters that those before do not use.
+
+    Attributes:
+        unused: Parameters that no outputs depended on so far.
+        batches: Batches that were put together: two examples of the data, and behind them those
+            that were found.
+    """
+
+    def __init__(self, network: nn.Module, first: Reference) -> None:
+        self._network = network
+        self._first = first.x
+        self._missing = list(first.without_gradient)
+        self._rounding = first.rounding
+        self.unused = list(first.unused)
+        self.batches: list[Inputs] = []
+
+    def read(self, x: Inputs) -> None:
+        """Look for parameters without gradient so far among the examples of a batch."""
+        missing = [self._network.get_parameter(name) for name in self._missing]
+        with requiring_grad(missing):
+            outputs = _outputs(self._network, x)
+            if not outputs.requires_grad:
+                return
+            cotangent = _random_cotangent(outputs)
+            gradients = dict(
+                zip(self._missing, _gradients(outputs, missing, cotangent), strict=True)
+            )
+            self.unused = [name for name in self.unused if gradients[name] is None]
+            numbers: list[int] = []
+            sought = [name for name, g in gradients.items() if self._is_gradient(g)]
+            for example in range(len(outputs)):
+                if not sought:
+                    break
+                parameters = [self._network.get_parameter(name) for name in sought]
+                single = _gradients(outputs, parameters, _only(cotangent, example))
+                by_name = zip(sought, single, strict=True)
+                covered = {name for name, g in by_name if self._is_gradient(g)}
+                if covered:
+                    numbers.append(example)
+                    sought = [name for name in sought if name not in covered]
+                    self._missing = [name for name in self._missing if name not in covered]
+        if numbers:
+            examples = [take(x, slice(number, number + 1)) for number in numbers]
+            # Beside examples that may take another way.
+            shapes = [[t.shape[1:] for t in tensors_of(inputs)] for inputs in (self._first, x)]
+            beside = self._first if shapes[0] == shapes[1] else take(x, slice(0, 2))
+            self.batches.append(join([beside, *examples]))
+
+    def _is_gradient(self, gradient: Tensor | None) -> bool:
+        return gradient is not None and bool(gradient.to_dense().norm() > self._rounding)
+
+
+def find_references(
+    network: nn.Module,
+    names: Sequence[str],
+    first: Reference,
+    x: Inputs,
+    further: Iterable[Inputs],
+) -> tuple[list[Reference], list[str]]:
+    """Find examples for parameters that the first two examples have no gradient of.
+
+    With several processes, the examples of all are used on each.
+
+    Args:
+        network: The network.
+        names: The parameters' names.
+        first: The reference of the first two examples.
+        x: The first batch.
+        further: Inputs of all batches, which are read as long as some parameter is not used.
+
+    Returns:
+        References of further examples, and the parameters that no outputs depend on.
+    """
+    ranks = current()
+    search = _Search(network, first)
+    if first.is_partial:
+        search.read(take(x, slice(0, FIRST_EXAMPLES)))
+        for inputs in _chunks(chain([x], further)):
+            if not search.unused:
+                break
+            search.read(move(inputs, first.outputs.device, None))
+    batches = search.batches
+    if ranks.size > 1 and any(ranks.exchange(first.is_partial)):
+        own = [move(inputs, torch.device("cpu"), None) for inputs in (first.x, *batches)]
+        of_ranks = ranks.exchange((own, search.unused))
+        batches = [move(b, first.outputs.device, None) for own, _ in of_ranks for b in own]
+        unused = set[str].intersection(*(set(unused) for _, unused in of_ranks))
+        search.unused = [name for name in names if name in unused]
+    references: list[Reference] = []
+    missing = set(first.without_gradient)
+    for inputs in batches:
+        reference = Reference.of(network, names, inputs, missing)
+        missing.intersection_update(reference.without_gradient)
+        references.append(reference)
+    return references, search.unused
+
+
+def _chunks(batches: Iterable[Inputs]) -> Iterator[Inputs]:
+    for inputs in batches:
+        for start in range(0, num_examples(inputs), _AT_ONCE):
+            yield take(inputs, slice(start, start + _AT_ONCE))
+
+
+def _outputs(network: nn.Module, x: Inputs) -> Tensor:
+    with torch.enable_grad(), preserve_attributes(network.modules()):
+        return call(network, x)
+
+
+def _random_cotangent(outputs: Tensor) -> Tensor:
+    generator = torch.Generator(outputs.device).manual_seed(0)
+    return torch.randn(
+        outputs.shape, generator=generator, dtype=outputs.dtype, device=outputs.device
+    )
+
+
+def _only(cotangent: Tensor, example: int) -> Tensor:
+    """A cotangent that is zero at all examples but one."""
+    # Not a batch of one example: some gradients of torch are wrong for that.
+    single = torch.zeros_like(cotangent)
+    single[example] = cotangent[example]
+    return single
+
+
+def _gradients(
+    outputs: Tensor, parameters: Sequence[Tensor], cotangent: Tensor
+) -> Sequence[Tensor | None]:
+    if not outputs.requires_grad:
+        return [None] * len(parameters)
+    try:
+        return torch.autograd.grad(
+            outputs, parameters, cotangent, retain_graph=True, allow_unused=True
+        )
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise NotImplementedError(
+            f"torch cannot differentiate the model's outputs ({error}) Use out-of-place operations "
+            "in its forward pass; with recurrent layers on a GPU make every call within "
+            "`with torch.backends.cudnn.flags(enabled=False):`."
+        ) from error
