@@ -111,7 +111,7 @@ def test_workers_of_batches_that_are_taken_as_they_are_are_refused(here, capsys)
 @pytest.mark.parametrize("curvature", ["diag", "lowrank", "full"])
 def test_sharing_without_kronecker_factors_is_refused(curvature):
     model = nn.Linear(4, 3).eval()
-    with pytest.raises(ValueError, match="sharing='reduce' is for Kronecker factors"):
+    with pytest.raises(ValueError, match="sharing='reduce' applies to Kronecker factors"):
         Laplace(model, curvature=curvature, sharing="reduce")
 
 
