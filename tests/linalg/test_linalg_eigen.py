@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from scipy.sparse.linalg import eigsh as scipy_eigsh
 from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import eigsh, spectral_norm
@@ -155,6 +156,15 @@ def test_pairs_unpack():
     values, vectors = eigsh(A, 3, generator=generator())
     torch.testing.assert_close(values, wanted(SPECTRA["separated"], 3, "largest"))
     assert vectors.shape == (SIZE, 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("which", ["LA", "SA", "LM"])
+def test_names_of_scipy_choose_the_pairs_that_scipy_chooses(which, method):
+    A = symmetric(torch.linspace(-3, 2, 50, dtype=torch.float64))
+    expected = scipy_eigsh(A.matrix.numpy(), 3, which=which, return_eigenvectors=False)
+    result = eigsh(A, 3, method, which, generator=generator())
+    torch.testing.assert_close(result.values, torch.from_numpy(expected).sort(descending=True)[0])
 
 
 @pytest.mark.parametrize("which", ["largest", "smallest", "magnitude"])

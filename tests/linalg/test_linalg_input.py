@@ -197,7 +197,7 @@ A = symmetric(1 + uniform(60))
         (lambda: eigsh(A, 0), "`k` is 0; expected 1 … 60"),
         (lambda: eigsh(A, 61), "`k` is 61; expected 1 … 60"),
         (lambda: eigsh(A, method="lancoz"), "Did you mean 'lanczos'"),
-        (lambda: eigsh(A, which="LA"), "'LA'; expected one of 'largest'"),
+        (lambda: eigsh(A, which="SM"), "'SM'; expected one of 'largest'"),
         (lambda: eigsh(A, tol=0.0), "`tol` is 0.0"),
         (lambda: eigsh(A, 10, max_matvecs=5), "max_matvecs must be at least 10"),
         (lambda: eigsh(A, 3, "power", max_matvecs=5), "the block has 13 vectors"),

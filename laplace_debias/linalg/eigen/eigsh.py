@@ -116,6 +116,7 @@ def arpack_eigenpairs(
         column = torch.from_numpy(vector.ravel()).to(A.device, A.dtype)
         return (products(column) - shift * column).cpu().numpy()
 
+    (scipy_name,) = [name for name, choice in _SCIPY_NAMES.items() if choice == which]
     start = draw(A, 1, "gaussian", generator)[:, 0].cpu().numpy()
     status, message = (
         Status.UNVERIFIED,
@@ -125,7 +126,7 @@ def arpack_eigenpairs(
         _, found = arpack(
             SciPyOperator((n, n), matvec=multiply, dtype=start.dtype),
             k=k,
-            which={"largest": "LA", "smallest": "SA", "magnitude": "LM"}[which],
+            which=scipy_name,
             v0=start,
             ncv=num_vectors,
             maxiter=restarts,
@@ -212,6 +213,7 @@ METHODS = {
     "arpack": arpack_eigenpairs,
     "power": subspace_iteration,
 }
+_SCIPY_NAMES = {"LA": "largest", "SA": "smallest", "LM": "magnitude"}
 _SMALL = 32
 """Operators of at most so many columns are multiplied out."""
 
@@ -249,7 +251,8 @@ def eigsh(
         A: Symmetric operator of shape `[D, D]`.
         k: How many pairs, 1 … D.
         method: `"lanczos"`, `"arpack"` or `"power"`.
-        which: `"largest"` or `"smallest"` algebraically, or the largest in `"magnitude"`.
+        which: `"largest"` or `"smallest"` algebraically, or the largest in `"magnitude"`. SciPy's
+            names `"LA"`, `"SA"` and `"LM"` mean the same.
         tol: Greatest residual norm, relative to the largest |eigenvalue| found; at least ten times
             the dtype's rounding. An eigenvalue whose gap to the others is wide compared to that is
             far more precise: its error is about the residual's square over the gap. Eigenvalues
@@ -275,7 +278,8 @@ def eigsh(
     """
     n = check_square(A, "eigenpairs", generator)
     check_choice(method, METHODS, "method")
-    check_choice(which, ("largest", "smallest", "magnitude"), "which")
+    which = _SCIPY_NAMES.get(which, which)
+    check_choice(which, ("largest", "smallest", "magnitude", *_SCIPY_NAMES), "which")
     if not 1 <= k <= n:
         raise ValueError(
             f"`k` is {k}; expected 1 … {n}, as {type(A).__name__} has shape {A.shape}."
