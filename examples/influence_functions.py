@@ -2,8 +2,10 @@
 
 Some training labels are wrong on purpose. Weighing training example n up by ε changes the trained
 parameters by −ε H⁻¹ ∇ℓ_n, and the test loss by −ε ∇L_test ᵀ H⁻¹ ∇ℓ_n (Koh & Liang, 2017): one
-linear system, by conjugate gradients with K-FAC's exact inverse as the preconditioner, gives that
-of all examples. Mislabelled images should come out as the most harmful.
+linear system, solved by conjugate gradients, gives that of all examples. Mislabelled images should
+come out as the most harmful. K-FAC's exact inverse as the preconditioner saves many products for
+the last layer and few for all parameters; for other networks it costs some
+(`python -m benchmarks.preconditioners`).
 
 Run with `python examples/influence_functions.py`; picture in results/influence_functions.png.
 """
@@ -57,21 +59,27 @@ def main() -> None:
     trained(model, TensorDataset(x, y), EPOCHS)
     loss = nn.CrossEntropyLoss()
 
+    print(f"Training images: {len(y)}, {NUM_WRONG} of them with a wrong label")
     batches = [(x, y)]
-    A = GGN(model, loss, batches)
-    D = A.shape[0]
-    damped = A + DAMPING * Identity(D)
-    gradient = torch.autograd.grad(loss(model(x_test), y_test), list(model.parameters()))
-    b = torch.cat([part.flatten() for part in gradient])
-
-    preconditioner = inverse(KFAC(model, loss, batches) + DAMPING * Identity(D))
-    plain = cg(damped, b, tol=1e-3, max_iter=1000)
-    solution = cg(damped, b, tol=1e-3, max_iter=1000, preconditioner=preconditioner)
-    print(f"Training images: {len(y)}, {NUM_WRONG} of them with a wrong label; {D:,} parameters")
-    print(
-        f"CG on GGN + {DAMPING} I: {plain.num_matvecs} products ({plain.status.value}); with K-FAC "
-        f"as the preconditioner {solution.num_matvecs} ({solution.status.value})"
+    test_gradients = dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(loss(model(x_test), y_test), list(model.parameters())),
+            strict=True,
+        )
     )
+    for params in ("last_layer", "all"):
+        A = GGN(model, loss, batches, params)
+        shift = DAMPING * Identity(A.shape[0])
+        b = A.layout.flatten({name: test_gradients[name] for name in A.layout.names})
+        near = inverse(KFAC(model, loss, batches, params) + shift)
+        plain = cg(A + shift, b, tol=1e-3, max_iter=1000)
+        solution = cg(A + shift, b, tol=1e-3, max_iter=1000, preconditioner=near)
+        print(
+            f"CG on GGN + {DAMPING} I, {params}, {len(b):,} parameters: {plain.num_matvecs} "
+            f"products ({plain.status.value}); with K-FAC as the preconditioner "
+            f"{solution.num_matvecs} ({solution.status.value})"
+        )
 
     # ∇ℓ_nᵀ s for every n at once: the derivative of all losses along s, in one forward pass.
     parameters = {name: p.detach() for name, p in model.named_parameters()}

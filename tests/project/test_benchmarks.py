@@ -1,18 +1,20 @@
 """The benchmarks' harness: turns, ratios, goals, and that every comparison runs."""
 
 import importlib
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import results, timing
+from benchmarks import preconditioners, results, timing
 from benchmarks.__main__ import COMPARISONS, main
 from benchmarks.report import FASTEST_PEER, Goal, comparison_table, goals_table, ratio
 from benchmarks.settings import Settings
 from benchmarks.timing import Contender, Row, measure
 
+ROOT = Path(__file__).parents[2]
 # The peers take part in these where they can.
 OF_TORCHVISION = ("mobilenet_v3_small", "efficientnet_b0", "convnext_tiny")
 QUICK = Settings(quick=True, repetitions=1, threads=1)
@@ -181,3 +183,24 @@ def test_the_command_writes_a_page_and_adds_rounds(tmp_path):
     page.unlink()
     assert main(["--render", "--results", str(tmp_path)]) == 0
     assert page.read_text() == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("network", "saves"), [("linear, 64-10", True), ("two convolutions", False)]
+)
+def test_the_page_shows_when_a_preconditioner_saves_products(network, saves, capsys):
+    preconditioners.main(["--networks", network, "--epochs", "0"])
+    printed = capsys.readouterr().out.splitlines()[-1]
+    page = (ROOT / "docs" / "linear_algebra.md").read_text(encoding="utf-8")
+    shown = next(line for line in page.splitlines() if line.startswith(f"| {network} |"))
+    counts = [_counts(line) for line in (printed, shown)]
+    # Another CPU's arithmetic may take a product more or fewer.
+    assert counts[0] == pytest.approx(counts[1], abs=2, rel=0.05)
+    plain, preconditioned = counts[0][:2]
+    assert (preconditioned < plain) == saves
+
+
+def _counts(row):
+    """The numbers of products in a row, without and with the preconditioner in turn."""
+    return [int(number) for pair in re.findall(r"(\d+) → (\d+)", row) for number in pair]

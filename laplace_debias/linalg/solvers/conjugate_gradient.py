@@ -68,7 +68,8 @@ def cg(
         tol: A right-hand side has converged when ‖b − Ax‖ ≤ tol·‖b‖.
         max_iter: The greatest number of iterations; 10 n if not given, as in SciPy.
         preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
-            function of a matrix `[n, k]`.
+            function of a matrix `[n, k]`. K-FAC's inverse saves products for the GGN of one layer
+            or of a small network, and costs some for that of a deep one.
         x0: Where to start; zero if not given, which saves a product.
         stop: A rule asked after every iteration; see `relative_progress` for one. Returns a
             boolean, or one for each right-hand side.
