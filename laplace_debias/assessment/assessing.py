@@ -66,7 +66,7 @@ def assess(
         "task": loaded.task,
         "seed": seed,
         "settings": dict(settings or {}),
-        "methods": {method.key: dataclasses.asdict(method) for method in methods},
+        "methods": {method.key: _identity(method) for method in methods},
         "model": checksum(loaded.model),
         "others": [checksum(model) for model in loaded.further_models],
         "data": {name: _first_batch_checksums(batches) for name, batches in sets.items()},
@@ -90,9 +90,16 @@ def assess(
     return folder.path
 
 
+def _identity(method: Method) -> dict[str, Any]:
+    """The settings of a method, by the keys that run folders have."""
+    settings = dataclasses.asdict(method)
+    settings["of_all"] = settings.pop("uses_all_checkpoints")
+    return settings
+
+
 def _first_batch_checksums(batches: Batches) -> list[int]:
     """Checksums of a set's first batch, which differ for other data under the same path."""
     batch: Any = next(iter(batches), ())
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    tensors = [x.detach().cpu().contiguous() for part in parts for x in tensors_of(part)]
+    entries = batch.values() if isinstance(batch, Mapping) else batch
+    tensors = [x.detach().cpu().contiguous() for entry in entries for x in tensors_of(entry)]
     return [crc32(x.numpy().tobytes()) for x in tensors]

@@ -142,10 +142,10 @@ class _Verdict:
                 yield f"its accuracy on {inputs} is {accuracy:.3f}, near chance"
             elif gap.lower > _MOST_OVERCONFIDENCE:
                 yield f"on {inputs} it is over-confident by {points(gap.value)} points"
-            for row, where in ((rows["nll"], inputs), (self._metric("nll"), "the test set")):
+            for row, examples in ((rows["nll"], inputs), (self._metric("nll"), "the test set")):
                 if row.lower > training.uniform_nll:
                     yield (
-                        f"its NLL on {where} is {brief(row.value)} nats, worse than the "
+                        f"its NLL on {examples} is {brief(row.value)} nats, worse than the "
                         f"{brief(training.uniform_nll)} of a uniform guess"
                     )
                     break
@@ -225,7 +225,7 @@ class _Verdict:
         unbeaten = [
             key
             for key in remedies
-            if not any(self._is_better(other, key) for other in remedies if other != key)
+            if not any(self._is_better(rival, key) for rival in remedies if rival != key)
         ]
         self._remedy = next(iter(unbeaten or remedies), None)
         if self._remedy is None:
@@ -273,9 +273,9 @@ class _Verdict:
         """Whether a method makes an over-confident network under-confident, or the reverse."""
         if self._is_regression:
             return ""
-        before = self._metric("overconfidence")
-        after = self._metric("overconfidence", key)
-        return f" and is {_confidence(after)}" if before.sign() * after.sign() < 0 else ""
+        gap_of_network = self._metric("overconfidence")
+        gap = self._metric("overconfidence", key)
+        return f" and is {_confidence(gap)}" if gap_of_network.sign() * gap.sign() < 0 else ""
 
     # ------------------------------------------------------- inputs that differ from the test set
 
@@ -307,11 +307,14 @@ class _Verdict:
 
         A score whose AUROC on a set may be 0.5 or less is not recommended for it.
         """
-        names = [part.name for part in self._record.sets if part.role == "ood"]
-        sentences = {name: sentence for name in names if (sentence := self._on_ood_set(name))}
+        sentences = {}
+        for ood_set in self._record.sets_of("ood"):
+            sentence = self._on_ood_set(ood_set.name)
+            if sentence:
+                sentences[ood_set.name] = sentence
         if not sentences:
             return []
-        parts = list(sentences.values())
+        clauses = list(sentences.values())
         recommended = self._recommended
         detected = [name for name in sentences if not self._is_missed(name)]
         if recommended is not None and detected:
@@ -319,8 +322,8 @@ class _Verdict:
             sets = ""
             if len(detected) < len(sentences):
                 sets = f"for {_joined([f'“{name}”' for name in detected])} "
-            parts.insert(0, f"{sets}{score} is recommended")
-        return [f"Foreign inputs: {'; '.join(parts)}."]
+            clauses.insert(0, f"{sets}{score} is recommended")
+        return [f"Foreign inputs: {'; '.join(clauses)}."]
 
     def _named_score(self, score: str | None, method: str) -> str:
         name = SCORES[score or ""]

@@ -34,7 +34,7 @@ def measure(run: RunWriter) -> None:
             for method in run.methods
             for name in run.sets
         }
-        roles = {part.name: part.role for part in run.record.sets}
+        roles = {dataset.name: dataset.role for dataset in run.record.sets}
         comparison = Comparison(tables, roles, run.loaded.task)
         measurements = Measurements(
             rows=comparison.rows(),
@@ -98,9 +98,9 @@ def recommended(methods: Sequence[Method], task: str) -> Recommendation | None:
     return Recommendation(last.key, "entropy")
 
 
-def common(table: Columns, other: Columns) -> Columns:
-    """The rows of a table for examples of another, in ascending order in both."""
-    rows = torch.isin(table["index"], other["index"])
+def common(table: Columns, reference: Columns) -> Columns:
+    """The rows of a table for examples of a reference, in ascending order in both."""
+    rows = torch.isin(table["index"], reference["index"])
     return table if bool(rows.all()) else {name: column[rows] for name, column in table.items()}
 
 
@@ -171,10 +171,10 @@ class Comparison:
                     **row,
                 )
 
-    def _reports(self, method: str, set_name: str, other: str) -> dict[str, metrics.Report]:
-        """A method's reports on examples of another's: by score for an OOD set, else one."""
-        table = common(self._tables[method, set_name], self._tables[other, set_name])
-        test = common(self._tables[method, TEST], self._tables[other, TEST])
+    def _reports(self, method: str, set_name: str, reference: str) -> dict[str, metrics.Report]:
+        """A method's reports on a reference's examples: by score for an OOD set, else one."""
+        table = common(self._tables[method, set_name], self._tables[reference, set_name])
+        test = common(self._tables[method, TEST], self._tables[reference, TEST])
         key = (method, set_name, len(table["index"]), len(test["index"]))
         if key not in self._cached_reports:
             self._cached_reports[key] = self._evaluated(table, test, self._roles[set_name])

@@ -64,8 +64,8 @@ class Method:
         examples: How many examples of each set it predicts, chosen at random, the same ones for
             every method of that many. If None all; of a posterior over more than the last layer as
             many as take about ten minutes. The validation set is limited likewise.
-        of_all: Whether the networks of all checkpoints predict, each with such a posterior, and
-            their predictives are averaged.
+        uses_all_checkpoints: Whether the networks of all checkpoints predict, each with such a
+            posterior, and their predictives are averaged.
 
     Raises:
         ValueError: For a key that is no file name.
@@ -77,7 +77,7 @@ class Method:
     posterior: PosteriorChoice | Path | None = None
     has_temperature: bool = False
     examples: int | None = None
-    of_all: bool = False
+    uses_all_checkpoints: bool = False
 
     def __post_init__(self) -> None:
         if not _KEY.fullmatch(self.key):
@@ -115,14 +115,14 @@ ENSEMBLE = Method(
     key="ensemble",
     label="Ensemble",
     describes="The mean of the predictions of all checkpoints' networks.",
-    of_all=True,
+    uses_all_checkpoints=True,
 )
 MIXTURE = Method(
     key="mixture",
     label="Mixture, last layers",
     describes="The mean of the predictives of a last-layer posterior of each checkpoint.",
     posterior=LAST_LAYER.posterior,
-    of_all=True,
+    uses_all_checkpoints=True,
 )
 
 
@@ -131,10 +131,10 @@ BUILT_IN = {method.key: method for method in (NETWORK, TEMPERATURE, LAST_LAYER, 
 
 
 def default_methods(task: str, has_validation: bool) -> tuple[Method, ...]:
-    """The methods that `report` compares unless it is told otherwise.
+    """The methods that `report` compares by default.
 
-    A posterior of all parameters is on request alone: in `examples/study` the last layer's NLL is
-    ahead of that of temperature scaling on four problems of 14, its own on three.
+    A posterior of all parameters is compared only on request: in `examples/study` the last layer's
+    NLL is better than that of temperature scaling on four problems of 14, its own on three.
 
     Args:
         task: As in `Loaded`. A regression's noise is fitted in any case; it has no temperature.
@@ -184,10 +184,10 @@ def method_of(
     text = "The posterior of a file, as it is there."
     if isinstance(posterior, PosteriorChoice):
         number = posterior.fit_examples
-        most = "" if number is None else f" (at most {number:,} examples)"
+        limit = "" if number is None else f" (at most {number:,} examples)"
         text = (
             f"A Laplace approximation ({posterior.curvature}) over the parameters "
-            f"{posterior.params!r}, mode {posterior.mode!r}{most}."
+            f"{posterior.params!r}, mode {posterior.mode!r}{limit}."
         )
     return Method(key=key, label=label, describes=text, posterior=posterior, examples=examples)
 

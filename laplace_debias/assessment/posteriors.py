@@ -85,7 +85,7 @@ def _first_batches(loaded: Loaded, size: int, num_batches: int | None) -> Batche
     y = torch.cat([y for _, y in pairs])
     size = len(y) // num_batches
     slices = [slice(number * size, (number + 1) * size) for number in range(num_batches)]
-    return [(take(x, part), y[part]) for part in slices]
+    return [(take(x, rows), y[rows]) for rows in slices]
 
 
 def tune_posterior(

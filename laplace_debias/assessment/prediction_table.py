@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ def prediction_columns(
     Args:
         la: The posterior.
         loaded: Its network and data.
-        batches: What is predicted.
+        batches: Inputs to predict, with targets.
         method: Predictive; this and `samples` are those of `Laplace.predict`.
         samples: Number of draws.
         seed: Seed of the draws.
@@ -53,7 +54,7 @@ def prediction_columns(
     """
     has_draws = method in ("glm-mc", "nn") or samples is not None
     generator = Generator(la.mean.device).manual_seed(seed)
-    parts: list[tuple[int, dict[str, Tensor], Tensor]] = []
+    own_tables: list[tuple[int, dict[str, Tensor], Tensor]] = []
     # Draws follow the order of all batches, so the first process makes them all.
     takes_part = current().rank == 0 or not has_draws
     with alone() if has_draws else contextlib.nullcontext():
@@ -61,20 +62,21 @@ def prediction_columns(
         bar = tqdm(own_batches, "predicting", unit="batch", leave=False, disable=not progress)
         for number, _, x, y in bar:
             columns = _batch_columns(la, loaded, x, method, samples, generator)
-            parts.append((number, {name: v.detach().cpu() for name, v in columns.items()}, y))
+            own_tables.append((number, {name: v.detach().cpu() for name, v in columns.items()}, y))
     # In the order of the batches, which were dealt to the processes.
-    all_parts = sorted(itertools.chain(*current().exchange(parts)), key=lambda part: part[0])
-    if not all_parts:
+    exchanged = itertools.chain.from_iterable(current().exchange(own_tables))
+    tables = sorted(exchanged, key=operator.itemgetter(0))
+    if not tables:
         raise ValueError("there is no input to predict: give at least one")
-    names = list(all_parts[0][1])
+    _, first, _ = tables[0]
     table: dict[str, Any] = {
-        name: torch.cat([part[name] for _, part, _ in all_parts]).numpy() for name in names
+        name: torch.cat([columns[name] for _, columns, _ in tables]).numpy() for name in first
     }
     if "prediction" in table and loaded.classes is not None:
         table["prediction"] = [loaded.classes[label] for label in table["prediction"]]
     if not has_targets:
         return table
-    return _target_columns(torch.cat([y for _, _, y in all_parts]), loaded) | table
+    return _target_columns(torch.cat([y for _, _, y in tables]), loaded) | table
 
 
 def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:

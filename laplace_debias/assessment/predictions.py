@@ -1,8 +1,8 @@
 """Predictions of a method for a set: tensors by name, each with a row per example.
 
-Of classes and labels they are `log_probs` (logarithms of probabilities `[n, C]`; for binary and
+For classes and labels they are `log_probs` (logarithms of probabilities `[n, C]`; for binary and
 several labels the logits), `aleatoric` (nats) and the scores of `SCORES`, `[n]`, NaN where they are
-not known; of a regression `mean`, `standard_deviation` (with the noise) and `epistemic` (without),
+not known; for a regression `mean`, `standard_deviation` (with the noise) and `epistemic` (without),
 `[n, C]`. All are float64 on the CPU; `index`, positions in the set, and `targets` come with them.
 """
 
@@ -152,11 +152,11 @@ def _posterior_scores(
     root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     points = links.normal_points(mean.shape[1])
     draws = mean.cpu() + torch.einsum("bij,sj->sbi", root, points)
-    parts = uncertainty_of_draws([la.likelihood], [draws])
+    uncertainty = uncertainty_of_draws([la.likelihood], [draws])
     scores = scores_of_moments(la.likelihood, mean.unsqueeze(0), covariance.unsqueeze(0))
     return {
-        "aleatoric": parts.aleatoric,
-        "mutual_information": parts.epistemic,
+        "aleatoric": uncertainty.aleatoric,
+        "mutual_information": uncertainty.epistemic,
         **{name: score.cpu() for name, score in scores.items()},
     }
 
@@ -173,7 +173,7 @@ def predict_set(
     Returns:
         The predictions, and the seconds of the slowest process, without reading data.
     """
-    parts: dict[str, list[Tensor]] = {}
+    batch_columns: dict[str, list[Tensor]] = {}
     seconds = 0.0
     for first, x, y in SelectedBatches(loaded.model, batches, positions).with_positions():
         start = time.perf_counter()
@@ -185,13 +185,12 @@ def predict_set(
         batch["targets"] = y.detach().cpu()
         batch["index"] = torch.arange(first, first + len(y))
         for name, column in batch.items():
-            parts.setdefault(name, []).append(column)
-    own_part = {name: torch.cat(columns) for name, columns in parts.items()}
-    rank_parts = [part for part in current().exchange(own_part) if part]
-    if not rank_parts:
+            batch_columns.setdefault(name, []).append(column)
+    own_predictions = {name: torch.cat(columns) for name, columns in batch_columns.items()}
+    gathered = [columns for columns in current().exchange(own_predictions) if columns]
+    if not gathered:
         raise ValueError("a set holds no example: give it some, or leave it out")
-    names = list(rank_parts[0])
-    predictions = {name: torch.cat([part[name] for part in rank_parts]) for name in names}
+    predictions = {name: torch.cat([columns[name] for columns in gathered]) for name in gathered[0]}
     order = predictions["index"].argsort()
     predictions = {name: column[order] for name, column in predictions.items()}
     if positions is not None:
@@ -225,7 +224,7 @@ def mean_of_members(members: Sequence[Predictions], task: str) -> Predictions:
         return shared | {"mean": mean, **deviations}
     log_probs = mean_logits(columns["log_probs"], exclusive=task == "classification")
     total = entropy(log_probs, task)
-    mean_entropy = torch.stack([entropy(part, task) for part in columns["log_probs"]]).mean(0)
+    mean_entropy = torch.stack([entropy(member, task) for member in columns["log_probs"]]).mean(0)
     # The chain rule: label and member, and given the member its parameters.
     between_members = (total - mean_entropy).clamp(min=0)
     within_members = columns["mutual_information"].nan_to_num(0).mean(0)
@@ -245,7 +244,7 @@ def entropy(log_probs: Tensor, task: str) -> Float[Tensor, " n"]:
 def columns_to_write(predictions: Predictions, task: str, has_labels: bool) -> Predictions:
     """The columns of `predictions/METHOD/SET.parquet`."""
     columns = {"index": predictions["index"]}
-    others = {
+    scores = {
         name: column
         for name, column in predictions.items()
         if name not in ("index", "targets", "log_probs")
@@ -254,12 +253,12 @@ def columns_to_write(predictions: Predictions, task: str, has_labels: bool) -> P
         if has_labels:
             shape = predictions["mean"].shape
             columns["target"] = predictions["targets"].double().reshape(shape)
-        return {name: _squeezed(column) for name, column in {**columns, **others}.items()}
+        return {name: _squeezed(column) for name, column in {**columns, **scores}.items()}
     if has_labels:
         columns["label"] = _squeezed(predictions["targets"].long())
     columns["probs"] = probabilities(predictions["log_probs"], task)
     columns["entropy"] = entropy(predictions["log_probs"], task)
-    return {**columns, **others}
+    return {**columns, **scores}
 
 
 def probabilities(log_probs: Float[Tensor, "n outputs"], task: str) -> Float[Tensor, "n classes"]:

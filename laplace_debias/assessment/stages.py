@@ -76,7 +76,7 @@ def fit(run: RunWriter) -> dict[str, list[Member]]:
         run.write()
         for method in run.methods:
             models = [run.loaded.model]
-            if method.of_all:
+            if method.uses_all_checkpoints:
                 models += run.loaded.further_models
             members[method.key] = [
                 Member(replace(run.loaded, model=model), _posterior(run, method, model, number))
@@ -108,14 +108,14 @@ def _posterior(run: RunWriter, method: Method, model: nn.Module, number: int) ->
     choice = method.posterior
     if choice is None:
         return None
-    name = f"{method.key}-{number}" if method.of_all else method.key
+    name = f"{method.key}-{number}" if method.uses_all_checkpoints else method.key
     path = run.folder.posterior(name)
     if not current().from_rank(path.exists(), 0):
         _make_posterior(run, method, choice, model, number)
     # It is also read by the run that wrote it, so that one that resumes gives the same numbers.
     la = Laplace.load(path, model)
     record = run.method_record(method)
-    if not method.of_all:
+    if not method.uses_all_checkpoints:
         record.prior_precision = la.prior_precision.tolist()
         record.link = None if la.link is None else str(la.link)
     record.prior_precision_at_limit = run.folder.read_sweep(name).is_at_limit
@@ -128,9 +128,9 @@ def _make_posterior(
 ) -> None:
     """Fit and tune the posterior of a checkpoint, and write its search and its file."""
     loaded = replace(run.loaded, model=model)
-    name = f"{method.key}-{number}" if method.of_all else method.key
+    name = f"{method.key}-{number}" if method.uses_all_checkpoints else method.key
     verb = "Reading" if isinstance(choice, Path) else "Fitting"
-    checkpoint = f", checkpoint {number}" if method.of_all else ""
+    checkpoint = f", checkpoint {number}" if method.uses_all_checkpoints else ""
     run.log(f"{verb} {method.label}{checkpoint}")
     with run.stage("fit", method):
         resume = run.folder.state / f"{name}.fit"
@@ -235,7 +235,7 @@ def _find_temperature(run: RunWriter, method: Method) -> None:
 def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
     """Seconds that the prediction of one example takes, measured on the first test batch.
 
-    Where the batch takes long, its first examples are measured.
+    If the batch takes long, only its first examples are measured.
     """
     with alone():
         x, _ = next(iter(SelectedBatches(loaded.model, loaded.test)))
@@ -254,24 +254,26 @@ def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
 
 def predict(run: RunWriter, members: Mapping[str, Sequence[Member]]) -> None:
     """Write the predictions of every method for every set, unless they are complete."""
-    for part in run.record.sets:
+    for dataset in run.record.sets:
         with run.stage("predict"):
             network_predictions: tuple[Predictions, float] | None = None
             for method in run.methods:
-                if run.summary(method, part.name) is not None:
+                if run.summary(method, dataset.name) is not None:
                     continue
-                run.log(f"Predicting {part.name}: {method.label}")
-                is_network = method.posterior is None and not method.of_all
+                run.log(f"Predicting {dataset.name}: {method.label}")
+                is_network = method.posterior is None and not method.uses_all_checkpoints
                 if is_network and network_predictions is not None:
                     predictions, seconds = network_predictions
                 else:
-                    predictions, seconds = _predicted(run, method, part.name, members[method.key])
+                    predictions, seconds = _predicted(
+                        run, method, dataset.name, members[method.key]
+                    )
                 if is_network:
                     network_predictions = predictions, seconds
-                _write_predictions(run, method, part.name, predictions, seconds)
-            summary = run.summary(run.methods[0], part.name)
+                _write_predictions(run, method, dataset.name, predictions, seconds)
+            summary = run.summary(run.methods[0], dataset.name)
             assert summary is not None
-            part.num_examples = summary.num_examples
+            dataset.num_examples = summary.num_examples
 
 
 def _write_predictions(
@@ -308,7 +310,7 @@ def _predicted(
         for member in members
     ]
     seconds = sum(seconds for _, seconds in results)
-    if not method.of_all:
+    if not method.uses_all_checkpoints:
         predictions, _ = results[0]
         return predictions, seconds
-    return mean_of_members([part for part, _ in results], run.loaded.task), seconds
+    return mean_of_members([predictions for predictions, _ in results], run.loaded.task), seconds

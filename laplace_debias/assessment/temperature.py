@@ -24,7 +24,7 @@ def fit_temperature(
 
     Args:
         logits: Logits, or logarithms of predicted probabilities, which differ from logits by a
-            constant of each example. Of `binary` `[n, 1]`.
+            constant of each example; for `binary` `[n, 1]`.
         labels: Class indices `[n]`; for `binary` `[n]` and for `multilabel` `[n, outputs]` zeros
             and ones.
         kind: Task of the logits: `classification`, `binary` or `multilabel`.
@@ -37,16 +37,18 @@ def fit_temperature(
     """
     if not len(logits):
         raise ValueError("there are no validation examples to fit a temperature on")
-    z, y = logits.detach().double().cpu(), labels.detach().cpu().long()
+    z = logits.detach().double().cpu()
+    y = labels.detach().cpu().long()
     if not z.isfinite().all():
         raise ValueError("a temperature cannot be fitted to logits that are not finite")
 
     if kind != "classification":  # each label is a problem of two classes with the logits 0 and z
-        z, y = torch.stack([z.new_zeros(z.numel()), z.flatten()], 1), y.flatten()
-    of_labels = z.gather(1, y[:, None])[:, 0]
+        z = torch.stack([z.new_zeros(z.numel()), z.flatten()], 1)
+        y = y.flatten()
+    label_logits = z.gather(1, y[:, None])[:, 0]
 
     def slope(temperature: float) -> float:
         # The derivative in β, which falls as T grows.
-        return (((z / temperature).softmax(1) * z).sum(1) - of_labels).mean().item()
+        return (((z / temperature).softmax(1) * z).sum(1) - label_logits).mean().item()
 
     return root_between(BOUNDS, slope, tolerance=1e-12)

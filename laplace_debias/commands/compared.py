@@ -89,11 +89,11 @@ def _rows(
             row = by_key.get((method.key, "test", metric, None))
             if row is not None:
                 line[metric] = _cell(row, with_intervals)
-        for part in record.sets:
+        for dataset in record.sets:
             for score in _SCORES:
-                row = by_key.get((method.key, part.name, "auroc", score))
+                row = by_key.get((method.key, dataset.name, "auroc", score))
                 if row and (score == "entropy" or record.is_regression):
-                    line[f"AUROC\n{part.name}"] = _cell(row, with_intervals)
+                    line[f"AUROC\n{dataset.name}"] = _cell(row, with_intervals)
         line["examples"] = f"{by_key[method.key, 'test', 'nll', None].num_examples:,}"
         table.append(line)
     return table

@@ -4,7 +4,7 @@ The help, the types and the defaults are those of the dataclass; each field's te
 docstring's `Attributes`. Further facts are class attributes, all of which may be missing:
 
 - `option_names`: names on the command line by field, where they differ;
-- `repeated`: by field, the field of type list that takes an option which is given again;
+- `repeated`: by field, the field of type list that takes an option which is option_values again;
 - `groups`: headings of the help, each with fields; `metavars`: what stands for values there;
 - `unused`: fields that the command has no use for, with the reason; the help leaves them out;
 - `usage`: examples that end the help; `needed_by_most`: fields that most calls need.
@@ -67,9 +67,9 @@ class Option:
         field: Name of the field.
         name: Name on the command line, without dashes.
         kind: Type of its value.
-        default: Value where it is not given; `dataclasses.MISSING` if it is required.
-        text: What it does.
-        metavar: What stands for its value in the help.
+        default: Value where it is not option_values; `dataclasses.MISSING` if it is required.
+        text: Description.
+        metavar: Placeholder of its value in the help.
     """
 
     field: str
@@ -87,7 +87,7 @@ class Option:
 
 
 @dataclass
-class Given:
+class OptionValues:
     """Values of fields so far, and the fields that the command line itself has."""
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class CommandLine(Generic[Settings]):
     Args:
         settings: The class of its settings.
         program: How the command is called.
-        summary: What it does, a sentence.
+        summary: Its purpose, a sentence.
     """
 
     def __init__(self, settings: type[Settings], program: str, summary: str) -> None:
@@ -125,27 +125,27 @@ class CommandLine(Generic[Settings]):
             print(self.help(), end="")
             return None
         words = [word for word in arguments if word != "--print_config"]
-        given = self._read(words)
+        values_read = self._read(words)
         if len(words) < len(arguments):
-            print(self._as_yaml(given.values), end="")
+            print(self._as_yaml(values_read.values), end="")
             return None
-        self._check_required(given.values)
-        settings = self._settings(**given.values)
-        return settings, self._unused_lines(settings, given.on_line)
+        self._check_required(values_read.values)
+        settings = self._settings(**values_read.values)
+        return settings, self._unused_lines(settings, values_read.on_line)
 
     # ------------------------------------------------------------------------- reading
 
-    def _read(self, words: Sequence[str]) -> Given:
+    def _read(self, words: Sequence[str]) -> OptionValues:
         """Files first, in their order, then the options of the line."""
         pairs = list(self._pairs(words))
-        given = Given()
+        option_values = OptionValues()
         for name, text in pairs:
             if name == "config":
-                self._read_file(Path(text), given)
+                self._read_file(Path(text), option_values)
         for name, text in pairs:
             if name != "config":
-                self._read_option(name, text, given)
-        return given
+                self._read_option(name, text, option_values)
+        return option_values
 
     def _pairs(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Names of options and their texts, as `--name=text`, `--name text` or `--name` alone."""
@@ -175,7 +175,7 @@ class CommandLine(Generic[Settings]):
         example = f", for example --{name} digits=PATH" if name == "ood" else ""
         return f"--{name}{separator}{metavar}{example}"
 
-    def _read_option(self, name: str, text: str, given: Given) -> None:
+    def _read_option(self, name: str, text: str, option_values: OptionValues) -> None:
         option = self._by_name.get(name)
         key = ""
         if option is None:
@@ -184,22 +184,22 @@ class CommandLine(Generic[Settings]):
             if option is None or not key or option.container is not dict:
                 raise ValueError(self._unknown(f"--{name}{key and '.'}{key}", "--"))
         repeated: Mapping[str, str] = getattr(self._settings, "repeated", {})
-        if option.field in given.on_line and option.field in repeated:
+        if option.field in option_values.on_line and option.field in repeated:
             option = self._by_name[repeated[option.field]]
-        given.on_line.add(option.field)
+        option_values.on_line.add(option.field)
         value: Any
         try:
             if option.container is dict:
                 entries = {key: text} if key else self._entries(option, text)
-                earlier = given.values.get(option.field, {})
+                earlier = option_values.values.get(option.field, {})
                 value = {**earlier, **converted(entries, option.kind)}
             elif option.container is list:
-                value = [*given.values.get(option.field, []), *converted(text, option.kind)]
+                value = [*option_values.values.get(option.field, []), *converted(text, option.kind)]
             else:
                 value = converted(text, option.kind)
         except UnexpectedValueError as error:
             raise ValueError(f"--{name}{key and '.'}{key} {text}: expected {error}") from error
-        given.values[option.field] = value
+        option_values.values[option.field] = value
 
     def _entries(self, option: Option, text: str) -> Any:
         """The entries of a mapping, from `KEY=VALUE` or from JSON or YAML."""
@@ -210,7 +210,7 @@ class CommandLine(Generic[Settings]):
             raise ValueError(f"--{option.name}: expected {self._form(option.name)}")
         return {key: value}
 
-    def _read_file(self, path: Path, given: Given) -> None:
+    def _read_file(self, path: Path, option_values: OptionValues) -> None:
         if not path.is_file():
             raise FileNotFoundError(f"--config: no file is at {path}. Check the path.")
         content = _yaml(path.read_text(encoding="utf-8"), str(path))
@@ -224,7 +224,7 @@ class CommandLine(Generic[Settings]):
             if option is None:
                 raise ValueError(f"{path}: {self._unknown(str(name), '')}")
             try:
-                given.values[option.field] = converted(value, option.kind)
+                option_values.values[option.field] = converted(value, option.kind)
             except UnexpectedValueError as error:
                 raise ValueError(f"{path}: {name} {value}: expected {error}") from error
 
@@ -243,15 +243,15 @@ class CommandLine(Generic[Settings]):
         if not missing:
             return
         message = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} required"
-        most: Sequence[str] = getattr(self._settings, "needed_by_most", ())
-        also = [f"--{name}" for name in most if name not in values]
+        usual: Sequence[str] = getattr(self._settings, "needed_by_most", ())
+        also = [f"--{name}" for name in usual if name not in values]
         raise ValueError(f"{message}; most need {' and '.join(also)} too" if also else message)
 
     def _unused_lines(self, settings: Settings, on_line: set[str]) -> list[str]:
         """A line for each reason why options of a file have no effect; those of the line raise."""
         reasons: dict[str, str] = dict(getattr(self._settings, "unused", {}))
         reasons |= getattr(settings, "without_effect", dict)()
-        names_of: dict[str, list[str]] = {}
+        names_by_reason: dict[str, list[str]] = {}
         for option in self._options:
             reason = reasons.get(option.field)
             if reason is None:
@@ -259,8 +259,10 @@ class CommandLine(Generic[Settings]):
             if option.field in on_line:
                 raise ValueError(f"--{option.name} has no effect here ({reason}): leave it out")
             if getattr(settings, option.field) != option.default:
-                names_of.setdefault(reason, []).append(option.name)
-        return [f"Not used: {', '.join(names)} ({reason})." for reason, names in names_of.items()]
+                names_by_reason.setdefault(reason, []).append(option.name)
+        return [
+            f"Not used: {', '.join(names)} ({reason})." for reason, names in names_by_reason.items()
+        ]
 
     # ------------------------------------------------------------------------- printing
 
@@ -292,8 +294,8 @@ class CommandLine(Generic[Settings]):
         if examples:
             lines += ["", "Examples:"]
             for example in examples:
-                parts = textwrap.wrap(example, width - 8, break_on_hyphens=False)
-                lines.append("  " + " \\\n      ".join(parts))
+                lines_of_example = textwrap.wrap(example, width - 8, break_on_hyphens=False)
+                lines.append("  " + " \\\n      ".join(lines_of_example))
         return "\n".join(lines) + "\n"
 
     def _by_heading(self) -> dict[str, list[Option]]:
@@ -322,17 +324,17 @@ def _options(settings: type) -> Iterator[Option]:
     texts = _texts(settings)
     names: Mapping[str, str] = getattr(settings, "option_names", {})
     metavars: Mapping[str, str] = getattr(settings, "metavars", {})
-    for part in dataclasses.fields(settings):
-        default = part.default
-        if part.default_factory is not dataclasses.MISSING:
-            default = part.default_factory()
+    for entry in dataclasses.fields(settings):
+        default = entry.default
+        if entry.default_factory is not dataclasses.MISSING:
+            default = entry.default_factory()
         yield Option(
-            field=part.name,
-            name=names.get(part.name, part.name),
-            kind=kinds[part.name],
+            field=entry.name,
+            name=names.get(entry.name, entry.name),
+            kind=kinds[entry.name],
             default=default,
-            text=texts.get(part.name, ""),
-            metavar=metavars.get(part.name) or _metavar(kinds[part.name], default),
+            text=texts.get(entry.name, ""),
+            metavar=metavars.get(entry.name) or _metavar(kinds[entry.name], default),
         )
 
 
@@ -360,14 +362,14 @@ def _groups(settings: type) -> dict[str, list[str]]:
     for cls in reversed(settings.__mro__):
         added: Mapping[str, Sequence[str]] = cls.__dict__.get("groups", {})
         moved = {name for names in added.values() for name in names}
-        kept = {
+        inherited = {
             heading: [name for name in names if name not in moved]
             for heading, names in groups.items()
         }
-        headings = list(kept)
-        headings[-3:-3] = [heading for heading in added if heading not in kept]
+        headings = list(inherited)
+        headings[-3:-3] = [heading for heading in added if heading not in inherited]
         groups = {
-            heading: [*added.get(heading, ()), *kept.get(heading, ())] for heading in headings
+            heading: [*added.get(heading, ()), *inherited.get(heading, ())] for heading in headings
         }
     return groups
 
@@ -532,7 +534,7 @@ def _number_or_value(value: Any) -> Any:
     return value
 
 
-def _yaml(text: str, where: str | None = None) -> Any:
+def _yaml(text: str, path: str | None = None) -> Any:
     """The content of YAML, which includes JSON."""
     try:
         return json.loads(text)
@@ -544,9 +546,9 @@ def _yaml(text: str, where: str | None = None) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        if where is None:
+        if path is None:
             raise UnexpectedValueError(f"YAML or JSON ({reason})") from error
-        raise ValueError(f"{where} is no YAML file ({reason}). Correct it.") from error
+        raise ValueError(f"{path} is no YAML file ({reason}). Correct it.") from error
 
 
 def _plain(value: Any) -> Any:

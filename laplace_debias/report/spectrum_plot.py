@@ -26,8 +26,8 @@ def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:
     stand in the picture.
     """
     grid, values, error = (
-        part.detach().to("cpu", torch.float64).numpy()
-        for part in (density.grid, density.density, density.standard_error)
+        values.detach().to("cpu", torch.float64).numpy()
+        for values in (density.grid, density.density, density.standard_error)
     )
     floor = values.max() * 10.0**-_DECADES
     ax.set(xscale=density.scale, yscale="log")

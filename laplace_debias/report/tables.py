@@ -77,7 +77,7 @@ def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
     columns = list(dict.fromkeys(column for row in rows for column in row))
     values = ([row.get(column) for column in columns] for row in rows)
     return columns, [
-        [v.item() if isinstance(v, Tensor | np.generic) else v for v in of] for of in values
+        [v.item() if isinstance(v, Tensor | np.generic) else v for v in row] for row in values
     ]
 
 

@@ -136,7 +136,7 @@ class RunFolder:
             if not record.methods or not record.sets_of("test"):
                 raise ValueError("it has no methods, or no set with the role test")
             names = [method.key for method in record.methods]
-            names += [part.name for part in record.sets]
+            names += [dataset.name for dataset in record.sets]
             for name in names:
                 if not NAME.fullmatch(name):
                     raise ValueError(

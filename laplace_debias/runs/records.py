@@ -217,7 +217,7 @@ class RunRecord:
     @property
     def test(self) -> SetRecord:
         """The test set."""
-        return next(part for part in self.sets if part.role == "test")
+        return next(dataset for dataset in self.sets if dataset.role == "test")
 
     def method(self, key: str) -> MethodRecord:
         """The method of a key."""
@@ -225,8 +225,8 @@ class RunRecord:
 
     def sets_of(self, role: Role) -> list[SetRecord]:
         """The sets of a role, by severity."""
-        sets = [part for part in self.sets if part.role == role]
-        return sorted(sets, key=lambda part: part.severity or 0)
+        sets = [dataset for dataset in self.sets if dataset.role == role]
+        return sorted(sets, key=lambda dataset: dataset.severity or 0)
 
 
 @dataclass
@@ -263,12 +263,11 @@ class Sweep:
         points = self.rows
         if len(points) < 2 or points[0].low is None:
             return False
-        if self.chosen == points[0].prior_precision:
-            best, inner = points[0], points[1]
-        elif self.chosen == points[-1].prior_precision:
-            best, inner = points[-1], points[-2]
-        else:
+        if self.chosen == points[-1].prior_precision:
+            points = points[::-1]
+        if self.chosen != points[0].prior_precision:
             return False
+        best, inner, *_ = points
         assert best.value is not None
         assert inner.value is not None
         assert best.high is not None
@@ -321,11 +320,11 @@ def to_json(value: Any) -> Any:
     """Return a record as dictionaries and lists; optional fields without a value are left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         content = {}
-        for part in dataclasses.fields(value):
-            entry = getattr(value, part.name)
-            if part.metadata.get("optional") and entry in (None, {}):
+        for column in dataclasses.fields(value):
+            entry = getattr(value, column.name)
+            if column.metadata.get("optional") and entry in (None, {}):
                 continue
-            content[part.metadata.get("key", part.name)] = to_json(entry)
+            content[column.metadata.get("key", column.name)] = to_json(entry)
         return content
     if isinstance(value, Mapping):
         return {str(key): to_json(content) for key, content in value.items()}
@@ -345,11 +344,13 @@ def from_json(kind: type[Record], content: Any) -> Record:
         raise TypeError(f"it has {type(content).__name__} instead of an object")
     kinds = get_type_hints(kind)
     values: dict[str, Any] = {}
-    for part in dataclasses.fields(kind):  # type: ignore[arg-type]
-        key = part.metadata.get("key", part.name)
+    for column in dataclasses.fields(kind):  # type: ignore[arg-type]
+        key = column.metadata.get("key", column.name)
         if key in content:
-            values[part.name] = _value(kinds[part.name], content[key])
-        elif part.default is dataclasses.MISSING and part.default_factory is dataclasses.MISSING:
+            values[column.name] = _value(kinds[column.name], content[key])
+        elif (
+            column.default is dataclasses.MISSING and column.default_factory is dataclasses.MISSING
+        ):
             raise KeyError(key)
     return kind(**values)
 

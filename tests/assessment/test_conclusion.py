@@ -290,7 +290,7 @@ def test_the_last_posterior_is_recommended():
     posterior = PosteriorChoice()
     network = Method(key="network", label="n", describes="n.")
     last = Method(key="laplace", label="l", describes="l.", posterior=posterior)
-    ensemble = Method(key="ensemble", label="e", describes="e.", of_all=True)
+    ensemble = Method(key="ensemble", label="e", describes="e.", uses_all_checkpoints=True)
     found = recommended([network, last, ensemble], "classification")
     assert found == Recommendation("laplace", "entropy")
     assert recommended([network, ensemble], "multilabel").method == "network"

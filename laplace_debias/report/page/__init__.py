@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that tells whether a network's uncertainty is any good."""
+"""The page of a run: one HTML file on the quality of a network's uncertainty."""
 
 from laplace_debias.report.page.write import write_page
 

@@ -74,7 +74,7 @@ def _main_columns(run: Run) -> list[tuple[str, str]]:
     test = run.test.name
     names = in_order(run.rows[run.rows["set_name"] == test]["metric"])
     main_names = [name for name in names if name in _MAIN] or names
-    on_ood_sets = [(part.name, "auroc") for part in run.sets("ood")]
+    on_ood_sets = [(dataset.name, "auroc") for dataset in run.sets("ood")]
     return [(test, name) for name in main_names] + on_ood_sets
 
 
@@ -104,11 +104,11 @@ def _table(
             continue
         metric = METRICS[name]
         score_shown = rows["score"].iloc[0]
-        where = [] if data == run.test.name else [data]
+        labels_of_column = [] if data == run.test.name else [data]
         if isinstance(score_shown, str):
-            where.append(SCORES.get(score_shown, score_shown))
+            labels_of_column.append(SCORES.get(score_shown, score_shown))
         unit = metric.unit.replace("the target", run.record.target or "the target")
-        columns.append((replace(metric, unit=unit), ", ".join(where)))
+        columns.append((replace(metric, unit=unit), ", ".join(labels_of_column)))
         cells.append(_cells(rows, differences, keys, metric, reference is not None))
     by_method = list(zip(methods, zip(*cells, strict=True), strict=True)) if cells else []
     return MetricTable(columns, by_method, labels[compared_with])

@@ -36,13 +36,13 @@ SETTINGS: Any = {
     "hatch.linewidth": 0.6,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
-    **{f"{axis}tick.{which}.size": 3 for axis in "xy" for which in ("major", "minor")},
+    **{f"{axis}tick.{level}.size": 3 for axis in "xy" for level in ("major", "minor")},
 }
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a method is drawn, told apart without colour too; marker and dashes as matplotlib's."""
+    """How a method is drawn, distinct without colour too; marker and dashes as matplotlib's."""
 
     key: str
     label: str
@@ -144,9 +144,9 @@ class Panel:
         top = self._figure.get_figheight() * _UNITS_PER_INCH
         points = []
         for ax, method_noted, x, y, text in self._noted:
-            left, bottom = ax.transData.transform((x, y))
+            units_x, units_y = ax.transData.transform((x, y))
             points.append(
-                Point(round(float(left), 1), round(float(top - bottom), 1), method_noted, text)
+                Point(round(float(units_x), 1), round(float(top - units_y), 1), method_noted, text)
             )
         return Picture(
             self.name, title, alt, buffer.getvalue(), tuple(points), method=method, note=note

@@ -87,7 +87,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 def _frame(rows: Sequence[MetricRow], kind: type[MetricRow]) -> pd.DataFrame:
     """Rows as a data frame, whose values and ends of intervals are floats."""
-    columns = [part.name for part in dataclasses.fields(kind)]
+    columns = [column.name for column in dataclasses.fields(kind)]
     frame = pd.DataFrame([dataclasses.asdict(row) for row in rows], columns=columns)
     numbers = {name: pd.to_numeric(frame[name]) for name in ("value", "low", "high")}
     return frame.assign(**numbers)

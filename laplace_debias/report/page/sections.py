@@ -37,15 +37,15 @@ def drawn(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
         ]
     else:
         titles = {"Test set": test}
-        titles |= {f"Severity {part.severity}": part.name for part in shifts[-1:]}
+        titles |= {f"Severity {shift.severity}": shift.name for shift in shifts[-1:]}
         sections["calibration"] = [
             calibration.reliability(run, look, test) for look in looks.values()
         ]
         sections["selective"] = [
             calibration.risk_coverage(run, looks, data, title) for title, data in titles.items()
         ]
-    sections["ood"] = [score_histograms(run, looks, part.name) for part in run.sets("ood")]
-    is_shifted = run.rows["set_name"].isin([part.name for part in shifts])
+    sections["ood"] = [score_histograms(run, looks, dataset.name) for dataset in run.sets("ood")]
+    is_shifted = run.rows["set_name"].isin([shift.name for shift in shifts])
     metrics = in_order(run.rows[is_shifted]["metric"])
     metrics = [name for name in _BY_SEVERITY if name in metrics][:_MOST_METRICS]
     sections["shift"] = [severity(run, looks, name) for name in metrics]
@@ -83,18 +83,18 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
             rows.append((key, *pair))
     if not rows:
         return None
-    most = max(np.quantile(values, 0.999) for _, *pair in rows for values in pair)
-    edges = np.linspace(0, max(float(most), 1e-12), _BINS + 1)
+    largest = max(np.quantile(values, 0.999) for _, *pair in rows for values in pair)
+    edges = np.linspace(0, max(float(largest), 1e-12), _BINS + 1)
     panel = Panel(f"uncertainty-{data}", 0.75 + 0.66 * len(rows))
     ax = panel.axes[0]
     ax.grid(visible=False, axis="y")
     medians = []
-    for index, (key, familiar, other) in enumerate(rows):
+    for index, (key, familiar, foreign) in enumerate(rows):
         look = methods[key]
         base = -_ROW * index
         shares = [
             np.histogram(np.minimum(values, edges[-1]), edges)[0] / len(values)
-            for values in (other, familiar)
+            for values in (foreign, familiar)
         ]
         tallest = max(share.max() for share in shares)
         filled: dict[str, Any] = {"color": look.colour, "alpha": 0.6, "fill": True, "lw": 0}
@@ -110,8 +110,8 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
             ]
             panel.note(ax, key, (edges[places] + edges[places + 1]) / 2, heights[places], texts)
         median_familiar = significant(np.median(familiar), 2)
-        median_other = significant(np.median(other), 2)
-        medians.append(f"{look.label} {median_familiar} and {median_other}")
+        median_foreign = significant(np.median(foreign), 2)
+        medians.append(f"{look.label} {median_familiar} and {median_foreign}")
         panel.assign(key, ax.text(0, base + 1.04, look.label, va="bottom", fontsize=9, color=INK))
     ax.set(xlim=(0, edges[-1]), xlabel=_UNCERTAINTIES[score], yticks=[])
     ax.set_ylim(_ROW * (1 - len(rows)) - 0.05, _ROW - 0.02)
@@ -123,21 +123,21 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
 def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
     """A metric against the severity, with its intervals; severity 0 is the test set as it is."""
     levels = {run.test.name: 0}
-    levels |= {part.name: part.severity or 0 for part in run.sets("shift")}
+    levels |= {shift.name: shift.severity or 0 for shift in run.sets("shift")}
     name = METRICS[metric]
     panel = Panel(f"severity-{metric}", 2.9)
     ax = panel.axes[0]
     ends = []
-    shift = -0.06 * (len(methods) - 1) / 2
+    offset = -0.06 * (len(methods) - 1) / 2
     for key, look in methods.items():
         rows = run.rows.assign(level=run.rows["set_name"].map(levels))
         rows = rows[(rows["method"] == key) & (rows["metric"] == metric)]
         rows = rows.dropna(subset=["value", "level"]).sort_values("level")
         if len(rows) < 2:
             continue
-        x = rows["level"].to_numpy(float) + shift
+        x = rows["level"].to_numpy(float) + offset
         value, low, high = (rows[end].to_numpy(float) for end in ("value", "low", "high"))
-        shift += 0.06
+        offset += 0.06
         panel.assign(key, ax.vlines(x, low, high, color=look.colour, lw=1.4, alpha=0.6))
         panel.assign(key, *ax.plot(x, value, lw=1.5, markersize=4.5, **look.marked))
         texts = [
@@ -182,9 +182,9 @@ def sweep(run: Run, look: Look) -> Picture | None:
     ax = panel.axes[0]
     remarks = []
     if search.flat:
-        left, right = search.flat
-        ax.axvspan(left, right, color=INK, alpha=0.09, lw=0)
-        ends = f"{significant(left, 2)} to {significant(right, 2)}"
+        lowest, highest = search.flat
+        ax.axvspan(lowest, highest, color=INK, alpha=0.09, lw=0)
+        ends = f"{significant(lowest, 2)} to {significant(highest, 2)}"
         remarks.append(f"within one standard error from {ends}")
     ax.fill_between(x, low, high, color=look.colour, alpha=0.22, lw=0)
     ax.plot(x, value, color=look.colour, marker=look.marker, markersize=3.2, lw=1.5)
@@ -213,7 +213,8 @@ def _leave_out_what_hides_the_best(ax: Axes, value: np.ndarray, better: str | No
     finite = value[np.isfinite(value)]
     if better != "lower" or len(finite) < 4:
         return
-    best, middle = finite.min(), np.median(finite)
+    best = finite.min()
+    middle = np.median(finite)
     top = best + 2.5 * max(middle - best, 0.02 * abs(best))
     if finite.max() > top:
         ax.set_ylim(best - 0.08 * (top - best), top)

@@ -84,24 +84,24 @@ def _page(run: Run, by_key: dict[str, Look], shown: dict[str, list[Picture]]) ->
         cell.interval for table in (main, *differences) for _, cells in table.rows for cell in cells
     ]
     num_test = run.test.num_examples
-    parts = {}
+    num_predicted = {}
     for key in by_key:
         index = run.column(key, run.test.name, "index")
         if index is not None and num_test is not None and len(index) < num_test:
-            parts[key] = len(index)
+            num_predicted[key] = len(index)
     return environment.get_template("page.html.j2").render(
         run=run,
         record=run.record,
         main=main,
         differences=differences,
         num_intervals=sum(map(bool, intervals)),
-        full=[(part, full_tables(run, part.name)) for part in run.record.sets],
+        full=[(dataset, full_tables(run, dataset.name)) for dataset in run.record.sets],
         looks=by_key,
         swatch=_swatch,
         pictures=shown,
         first=first_picture(list(itertools.chain(*shown.values()))),
         examples=example_groups(run),
-        parts=parts,
+        parts=num_predicted,
         num_test=num_test,
         config=config.read_text(encoding="utf-8") if config.is_file() else "",
     )
