@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench demo docs examples experiments test test-all test-arithmetic test-python lint format clean
+.PHONY: bench demo docs examples experiments package test test-all test-arithmetic test-python lint format clean
 
 # What is imported is compiled then: all of torch takes a minute.
 PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
@@ -105,6 +105,15 @@ test-python:
 	else $$python -m pip install -q -e '.[dev]'; fi && \
 	OMP_NUM_THREADS=1 $$python -m pytest -n auto --dist worksteal -m "not slow"
 
+# The package as it is uploaded to PyPI, in dist/. The command of the installed wheel prints its version.
+package:
+	rm -rf dist
+	folder=$$(mktemp -d); trap "rm -rf $$folder" EXIT; python=$$folder/bin/python; \
+	$(PYTHON) -m venv $$folder && $$python -m pip install -q --disable-pip-version-check build twine && \
+	$$python -m build && $$python -m twine check --strict dist/* && \
+	$$python -m pip install -q --disable-pip-version-check --no-deps dist/*.whl && \
+	cd $$folder && $$folder/bin/laplace-debias --version
+
 lint: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -115,4 +124,4 @@ format: .venv/.installed
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv results site build *.egg-info
+	rm -rf .venv results site build dist *.egg-info
