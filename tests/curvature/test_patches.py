@@ -6,12 +6,18 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias.curvature.fits import factors
 from laplace_debias.curvature.fits.directions import GramFactor, moments
 from laplace_debias.curvature.fits.factors import input_factors
+from laplace_debias.curvature.layers import patches
 from laplace_debias.curvature.layers.blocks import curvature_blocks
-from laplace_debias.curvature.layers.patches import has_displacements, patch_moments
+from laplace_debias.curvature.layers.patches import (
+    displacements_are_faster,
+    has_displacements,
+    patch_moments,
+)
 from laplace_debias.curvature.layers.uses import activations
 
 pairs = st.tuples(st.integers(1, 4), st.integers(1, 4))
@@ -42,9 +48,12 @@ def unfolded(layer, x, group):
 
 
 def input_factor(layer, block, *inputs):
-    """A of one block as a matrix, also where there are few rows."""
-    (factor,) = input_factors(layer, block, inputs)
-    return moments(factor.rows) if isinstance(factor, GramFactor) else factor
+    """A of one block as a matrix, also where there are few rows, or one factor for each use."""
+    matrices = [
+        moments(factor.rows) if isinstance(factor, GramFactor) else factor
+        for factor in input_factors(layer, block, inputs)
+    ]
+    return torch.stack(matrices).sum(0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,9 +112,53 @@ def test_small_and_large_products_give_the_same_factor(monkeypatch, groups, join
     x = torch.randn(4, 8, 6, 5, dtype=torch.float64)
     names = ["weight", "bias"]
     found = []
-    for large in (0, 2**60):
-        monkeypatch.setattr(factors, "LARGE", large)
+    for are_faster in (True, False):
+        monkeypatch.setattr(
+            factors, "displacements_are_faster", lambda *_, choice=are_faster: choice
+        )
         block = curvature_blocks(layer, names, joint)[0]
         found.append(input_factor(layer, block, x))
         assert len(found[-1]) == (groups if groups > 1 else 72 + joint)
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "size", "stride", "padding", "are_faster"),
+    [
+        (1, 5, 28, 1, 0, False),
+        (6, 5, 12, 1, 0, False),
+        (20, 5, 12, 1, 0, False),
+        (3, 7, 64, 2, 3, False),
+        (3, 11, 64, 4, 2, False),
+        (16, 3, 28, 1, 1, True),
+        (64, 3, 56, 2, 1, True),
+        (96, 3, 32, 1, 1, True),
+        (48, 5, 27, 1, 2, True),
+    ],
+)
+def test_the_way_to_a_factor_is_that_of_fewer_operations(
+    channels, kernel, size, stride, padding, are_faster
+):
+    """Where the two ways differ by a factor of 1.5 and more in benchmarks/patch_shapes.py."""
+    layer = nn.Conv2d(channels, 4, kernel, stride, padding)
+    x = torch.zeros(64, channels, size, size)
+    assert displacements_are_faster(layer, 1, x) == are_faster
+
+
+@settings(max_examples=60, deadline=None)
+@given(convolutions())
+def test_border_products_are_counted_as_they_are_formed(case):
+    layer, x = case
+    assume(has_displacements(layer) and layer.groups == 1)
+    num_products = 0
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            nonlocal num_products
+            num_products += operation in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default)
+            return operation(*args, **(kwargs or {}))
+
+    with Counting():
+        patch_moments(layer, x)
+    axes = patches._axes(layer, tuple(x.shape[2:]))
+    assert num_products <= patches._count_products(*axes).num_border_products

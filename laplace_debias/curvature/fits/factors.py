@@ -20,7 +20,6 @@ Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature 
 network architectures".
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +31,11 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.directions import Factor, GramFactor, add_moments, moments
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.patches import LARGE, has_displacements, patch_moments
+from laplace_debias.curvature.layers.patches import (
+    displacements_are_faster,
+    has_displacements,
+    patch_moments,
+)
 from laplace_debias.curvature.layers.uses import (
     Masks,
     Uses,
@@ -147,19 +150,15 @@ def input_factors(
     d_in = block.shape[1]
     if as_rows:
         return map(GramFactor, parts)
-    # The work is the least that there is in each group of a use.
-    num_positions = 0
-    work = math.inf
-    for x in inputs:
-        num_positions += activations(layer, block, x[:1]).shape[1]
-        work = min(work, x.numel() * x.shape[1] // block.num_groups**2)
+    num_positions = sum(activations(layer, block, x[:1]).shape[1] for x in inputs)
     num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
     if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
         return [GramFactor(torch.cat(list(parts)))]
     is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
     # On a GPU a few large products take less time than many small ones.
-    if is_plain and work >= LARGE and layer.weight.is_cpu and has_displacements(layer):
-        return [_patch_factor(layer, block, x) for x in inputs]
+    if is_plain and layer.weight.is_cpu and has_displacements(layer):
+        if all(displacements_are_faster(layer, block.num_groups, x) for x in inputs):
+            return [_patch_factor(layer, block, x) for x in inputs]
     A = layer.weight.new_zeros(block.factor_shapes[1])
     for rows in parts:
         if block.has_diagonal_A:

@@ -13,7 +13,9 @@ images of two phases: 36 products for a 3×3 kernel with stride 2.
 
 import itertools
 from collections.abc import Iterable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +23,46 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
-LARGE = 2**18
-"""From so many multiplications in a product of two offsets on `patch_moments` is faster.
+# Seconds, measured on one thread of a processor with AVX-512 in single precision; only their ratios
+# matter. `python -m benchmarks.patch_shapes` compares the choice with the time of both ways.
+_SECONDS_PER_BORDER_PRODUCT = 1e-4
+_SECONDS_PER_PAIR = 6e-5
+_SECONDS_PER_PAIR_ENTRY = 1.5e-8
+_SECONDS_PER_DISPLACED_PIXEL = 1.7e-9
+_SECONDS_PER_DISPLACED_MULTIPLICATION = 2e-11
+_SECONDS_PER_UNFOLDED_ENTRY = 9e-9
+_SECONDS_PER_UNFOLDED_MULTIPLICATION = 2.2e-11
+_SECONDS_TO_UNFOLD = 5e-4
 
-It takes a few products for every pair of offsets. Where these are small, as with one channel per
-group, they cost more than the unfolded patches do.
-"""
+
+def displacements_are_faster(
+    layer: nn.Conv1d | nn.Conv2d, num_groups: int, x: Float[Tensor, "batch channels *space"]
+) -> bool:
+    """Estimate from shapes whether `patch_moments` takes less time than unfolding.
+
+    It takes a few operations for every pair of offsets and for every row and column at the border.
+    With few channels or without padding these cost more than the unfolded patches.
+    """
+    axes = _axes(layer, tuple(x.shape[2:]))
+    counts = _count_products(*axes)
+    channels = x.shape[1] // num_groups
+    squared_channels = channels**2
+    pixels = len(x) * (counts.displaced_pixels + counts.border_pixels)
+    displaced = (
+        counts.num_border_products * _SECONDS_PER_BORDER_PRODUCT
+        + counts.num_pairs * _SECONDS_PER_PAIR
+        + counts.num_pairs * squared_channels * _SECONDS_PER_PAIR_ENTRY
+        + pixels * channels * _SECONDS_PER_DISPLACED_PIXEL
+        + pixels * squared_channels * _SECONDS_PER_DISPLACED_MULTIPLICATION
+    )
+    d_in = channels * prod(axis.size for axis in axes)
+    num_rows = len(x) * prod(axis.num_positions for axis in axes)
+    unfolded = (
+        num_rows * d_in**2 * _SECONDS_PER_UNFOLDED_MULTIPLICATION
+        + num_rows * d_in * _SECONDS_PER_UNFOLDED_ENTRY
+        + _SECONDS_TO_UNFOLD
+    )
+    return num_groups * displaced < num_groups * unfolded
 
 
 def has_displacements(layer: nn.Module) -> bool:
@@ -42,107 +78,206 @@ def patch_moments(
     layer: nn.Conv1d | nn.Conv2d, x: Float[Tensor, "batch channels *space"]
 ) -> Float[Tensor, "d_in d_in"]:
     """`Σ_n Σ_t a aᵀ` over the patches of one group, in `unfold`'s order, exact to rounding."""
-    # As F.pad takes it: the last dimension first, before and behind.
-    padding = layer._reversed_padding_repeated_twice
-    margins = zip(padding[-2::-2], padding[::-2], strict=True)
-    geometry = layer.kernel_size, layer.dilation, layer.stride, x.shape[2:], margins
-    along = [_Offsets(*key) for key in zip(*geometry, strict=True)]
+    rows, columns = _axes(layer, tuple(x.shape[2:]))
     if x.ndim == 3:
-        x, along = x.unsqueeze(2), [_Offsets(1, 1, 1, 1, (0, 0)), *along]
-    rows, columns = along
-    channels, sizes = x.shape[1], (rows.size, columns.size)
+        x = x.unsqueeze(2)
+    channels = x.shape[1]
+    sizes = rows.size, columns.size
     A = x.new_zeros(*sizes, *sizes, channels, channels)
     phases = itertools.product(sorted(set(rows.phases)), sorted(set(columns.phases)))
-    layouts = torch.channels_last, torch.contiguous_format
-    layout = layouts[not x.is_contiguous(memory_format=torch.channels_last)]
-    images = [(of, x[:, :, of[0] :: rows.stride, of[1] :: columns.stride]) for of in phases]
-    images = [(of, part.contiguous(memory_format=layout)) for of, part in images if part.numel()]
-    for here, there in itertools.combinations_with_replacement(images, 2):
-        _write(A, rows, columns, here, there)
+    layout = torch.contiguous_format
+    if x.is_contiguous(memory_format=torch.channels_last):
+        layout = torch.channels_last
+    images = []
+    for row_phase, column_phase in phases:
+        image = x[:, :, row_phase :: rows.stride, column_phase :: columns.stride]
+        if image.numel():
+            images.append(((row_phase, column_phase), image.contiguous(memory_format=layout)))
+    for first, second in itertools.combinations_with_replacement(images, 2):
+        _write(A, rows, columns, first, second)
     return A.permute(4, 0, 1, 5, 2, 3).reshape(channels * rows.size * columns.size, -1)
 
 
+def _axes(layer: nn.Conv1d | nn.Conv2d, shape: tuple[int, ...]) -> tuple["_Offsets", "_Offsets"]:
+    """Return the kernel's offsets along rows and columns; a 1-D convolution has one row."""
+    # `F.pad` takes the last dimension first, and the margins before and behind.
+    padding = layer._reversed_padding_repeated_twice
+    margins = zip(padding[-2::-2], padding[::-2], strict=True)
+    geometry = zip(layer.kernel_size, layer.dilation, layer.stride, shape, margins, strict=True)
+    axes = [_Offsets(*along) for along in geometry]
+    if len(axes) == 1:
+        return _Offsets(1, 1, 1, 1, (0, 0)), axes[0]
+    return axes[0], axes[1]
+
+
+@dataclass(frozen=True)
+class _ProductCounts:
+    """How many products `patch_moments` forms.
+
+    Attributes:
+        num_pairs: Pairs of kernel offsets whose product is written.
+        num_border_products: Products of rows and columns at the border, which are subtracted.
+        displaced_pixels: Pixels of one image in the products at all displacements.
+        border_pixels: Pixels of one image in the border products.
+    """
+
+    num_pairs: int
+    num_border_products: int
+    displaced_pixels: int
+    border_pixels: int
+
+
+@cache
+def _count_products(rows: "_Offsets", columns: "_Offsets") -> _ProductCounts:
+    num_pairs = num_border_products = displaced_pixels = border_pixels = 0
+    phases = list(itertools.product(sorted(set(rows.phases)), sorted(set(columns.phases))))
+    for first, second in itertools.combinations_with_replacement(phases, 2):
+        row_pairs = rows.pairs(first[0], second[0])
+        column_pairs = columns.pairs(first[1], second[1])
+        if first == second:
+            row_pairs = {pair: down for pair, down in row_pairs.items() if down >= 0}
+        num_pairs += len(row_pairs) * len(column_pairs)
+        num_displacements = len(rows.between(row_pairs.values())) * len(
+            columns.between(column_pairs.values())
+        )
+        height = rows.num_pixels(first[0])
+        width = columns.num_pixels(first[1])
+        displaced_pixels += num_displacements * height * width
+        # One product for each row and each column, and for each pixel where they cross.
+        confined_rows = rows.confined(row_pairs)
+        confined_columns = columns.confined(column_pairs)
+        unconfined = len(set(row_pairs.values())) * len(set(column_pairs.values()))
+        num_products = len(confined_rows) * len(confined_columns) - unconfined
+        num_border_products += num_products
+        border_pixels += num_products * max(height, width) // 2
+    return _ProductCounts(num_pairs, num_border_products, displaced_pixels, border_pixels)
+
+
+@dataclass(frozen=True)
 class _Offsets:
     """Kernel offsets along one dimension of the image.
 
-    From output position t offset k sees pixel `t·stride + k·dilation − before`: of the pixels of
-    its phase, `x[phase::stride]`, that at `t + place`.
+    From output position t offset k reads pixel `t·stride + k·dilation − before`. Among the pixels
+    of its phase, `x[phase::stride]`, this is number `t + shift`.
+
+    Attributes:
+        size: How many offsets there are.
+        dilation: The distance between two offsets.
+        stride: The distance between two output positions.
+        length: The image's size.
+        margins: The padding before and behind the image.
     """
 
-    def __init__(
-        self, size: int, dilation: int, stride: int, length: int, margins: tuple[int, int]
-    ) -> None:
-        self.size, self.stride, self._length = size, stride, length
-        # That between displacements.
-        self.step = dilation if stride == 1 else 1
-        seen = [divmod(k * dilation - margins[0], stride) for k in range(size)]
-        self._places, self.phases = zip(*seen, strict=True)
-        self._positions = (length + sum(margins) - (size - 1) * dilation - 1) // stride + 1
+    size: int
+    dilation: int
+    stride: int
+    length: int
+    margins: tuple[int, int]
 
-    def pairs(self, here: int, there: int) -> dict[tuple[int, int], int]:
-        """Pairs of offsets, the first of one phase, the second of another: their displacement."""
-        pairs = itertools.product(range(self.size), repeat=2)
-        wanted = here, there
+    @property
+    def step(self) -> int:
+        """The distance between displacements."""
+        return self.dilation if self.stride == 1 else 1
+
+    @cached_property
+    def _shifts_and_phases(self) -> list[tuple[int, int]]:
+        before = self.margins[0]
+        return [divmod(k * self.dilation - before, self.stride) for k in range(self.size)]
+
+    @cached_property
+    def shifts(self) -> list[int]:
+        """For each offset, the number of the pixel that it reads from output position 0."""
+        return [shift for shift, _ in self._shifts_and_phases]
+
+    @cached_property
+    def phases(self) -> list[int]:
+        """For each offset, the phase of the pixels that it reads."""
+        return [phase for _, phase in self._shifts_and_phases]
+
+    @property
+    def num_positions(self) -> int:
+        """How many output positions there are."""
+        reach = (self.size - 1) * self.dilation
+        return (self.length + sum(self.margins) - reach - 1) // self.stride + 1
+
+    def num_pixels(self, phase: int) -> int:
+        """Count the pixels of a phase."""
+        return len(range(phase, self.length, self.stride))
+
+    def pairs(self, first_phase: int, second_phase: int) -> dict[tuple[int, int], int]:
+        """Return pairs of offsets, one of each phase, with their displacement."""
         return {
-            (i, k): self._places[k] - self._places[i]
-            for i, k in pairs
-            if (self.phases[i], self.phases[k]) == wanted
+            (i, k): self.shifts[k] - self.shifts[i]
+            for i, k in itertools.product(range(self.size), repeat=2)
+            if (self.phases[i], self.phases[k]) == (first_phase, second_phase)
         }
 
     def between(self, displacements: Iterable[int]) -> range:
-        """All from the least to the greatest, 0 among them."""
-        found = [0, *displacements]
-        return range(min(found), max(found) + 1, self.step)
+        """Return all displacements from the least to the greatest, with 0 among them."""
+        with_zero = [0, *displacements]
+        return range(min(with_zero), max(with_zero) + 1, self.step)
 
     def excluded(self, i: int, k: int) -> list[int]:
-        """Pixels r of its phase that a pair must not count.
+        """Return the pixels of its phase that a pair must not count.
 
-        Of all r for which r and its displaced partner lie in the image, those that offset i does
-        not see from any output position.
+        These are the pixels that lie in the image, as does their displaced partner, but that offset
+        i reads from no output position.
         """
-        shift, first = self._places[k] - self._places[i], self._places[i]
-        n, m = (len(range(self.phases[of], self._length, self.stride)) for of in (i, k))
-        inside = range(max(0, -shift), min(n, m - shift))
-        return [r for r in inside if not first <= r < first + self._positions]
+        shift = self.shifts[k] - self.shifts[i]
+        first = self.shifts[i]
+        num_pixels = self.num_pixels(self.phases[i])
+        num_partners = self.num_pixels(self.phases[k])
+        inside = range(max(0, -shift), min(num_pixels, num_partners - shift))
+        return [r for r in inside if not first <= r < first + self.num_positions]
+
+    def confined(self, pairs: dict[tuple[int, int], int]) -> set[tuple[int, int | None]]:
+        """Return displacements, each with no pixel and with every pixel that a pair excludes."""
+        confined: set[tuple[int, int | None]] = set()
+        for (i, k), displacement in pairs.items():
+            confined.add((displacement, None))
+            confined.update((displacement, pixel) for pixel in self.excluded(i, k))
+        return confined
 
 
 def _write(
     A: Float[Tensor, "height width height width channels channels"],
     rows: _Offsets,
     columns: _Offsets,
-    *images: tuple[tuple[int, int], Float[Tensor, "batch channels _ _"]],
+    first: tuple[tuple[int, int], Float[Tensor, "batch channels _ _"]],
+    second: tuple[tuple[int, int], Float[Tensor, "batch channels _ _"]],
 ) -> None:
-    """Write the products of offsets of two phases, and their transposes."""
-    phases, (here, there) = zip(*images, strict=True)
-    (of_rows, of_columns) = (
-        along.pairs(*of)
-        for along, of in zip((rows, columns), zip(*phases, strict=True), strict=True)
-    )
-    if phases[0] == phases[1]:
+    """Write the products of the offsets of two phases, and their transposes."""
+    first_phases, image = first
+    second_phases, partner = second
+    row_pairs = rows.pairs(first_phases[0], second_phases[0])
+    column_pairs = columns.pairs(first_phases[1], second_phases[1])
+    if first_phases == second_phases:
         # One of each two opposite displacements.
-        of_rows = {pair: down for pair, down in of_rows.items() if down >= 0}
-    down, right = rows.between(of_rows.values()), columns.between(of_columns.values())
+        row_pairs = {pair: down for pair, down in row_pairs.items() if down >= 0}
+    down = rows.between(row_pairs.values())
+    right = columns.between(column_pairs.values())
     # A product at every displacement is the weight gradient of a convolution, of which one image is
     # the input and the other the output gradients.
-    behind = [here.shape[dim] - there.shape[dim] for dim in (2, 3)]
-    whole = conv2d_weight(
-        F.pad(there, (-right[0], right[-1] + behind[1], -down[0], down[-1] + behind[0])),
-        (here.shape[1], here.shape[1], len(down), len(right)),
-        here,
+    below = image.shape[2] - partner.shape[2]
+    beside = image.shape[3] - partner.shape[3]
+    products = conv2d_weight(
+        F.pad(partner, (-right[0], right[-1] + beside, -down[0], down[-1] + below)),
+        (image.shape[1], image.shape[1], len(down), len(right)),
+        image,
         dilation=(rows.step, columns.step),
     )
-    whole = whole.permute(2, 3, 0, 1).contiguous()
+    products = products.permute(2, 3, 0, 1).contiguous()
 
     @cache
     def confined(dy: int, dx: int, row: int | None, column: int | None) -> Tensor:
-        (y, y_there), (z, z_there) = (
-            _slices(at, shift, here.shape[dim], there.shape[dim])
-            for at, shift, dim in ((row, dy, 2), (column, dx, 3))
-        )
-        return torch.einsum("nchw,ndhw->cd", here[:, :, y, z], there[:, :, y_there, z_there])
+        """Compute the product at a displacement within one row, one column, or where they cross."""
+        y, partner_y = _slices(row, dy, image.shape[2], partner.shape[2])
+        z, partner_z = _slices(column, dx, image.shape[3], partner.shape[3])
+        return torch.einsum("nchw,ndhw->cd", image[:, :, y, z], partner[:, :, partner_y, partner_z])
 
-    for ((i, k), dy), ((j, m), dx) in itertools.product(of_rows.items(), of_columns.items()):
-        total = whole[down.index(dy), right.index(dx)].clone()
+    all_pairs = itertools.product(row_pairs.items(), column_pairs.items())
+    for ((i, k), dy), ((j, m), dx) in all_pairs:
+        total = products[down.index(dy), right.index(dx)].clone()
         # By inclusion and exclusion.
         border = itertools.product((None, *rows.excluded(i, k)), (None, *columns.excluded(j, m)))
         for row, column in list(border)[1:]:
@@ -151,8 +286,12 @@ def _write(
         A[k, m, i, j] = total.T
 
 
-def _slices(at: int | None, shift: int, here: int, there: int) -> tuple[slice, slice]:
-    """The pixels of one row or column, all if None, and their displaced partners."""
-    start = max(0, -shift) if at is None else at
-    stop = max(start, min(here, there - shift)) if at is None else at + 1
+def _slices(pixel: int | None, shift: int, size: int, partner_size: int) -> tuple[slice, slice]:
+    """Return the slice of one pixel, or of all if None, and that of their displaced partners."""
+    if pixel is None:
+        start = max(0, -shift)
+        stop = max(start, min(size, partner_size - shift))
+    else:
+        start = pixel
+        stop = pixel + 1
     return slice(start, stop), slice(start + shift, stop + shift)
