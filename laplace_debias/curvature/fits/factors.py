@@ -156,9 +156,9 @@ def input_factors(
         return [GramFactor(torch.cat(list(parts)))]
     is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
     # On a GPU a few large products take less time than many small ones.
-    if is_plain and layer.weight.is_cpu and has_displacements(layer):
-        if all(displacements_are_faster(layer, block.num_groups, x) for x in inputs):
-            return [_patch_factor(layer, block, x) for x in inputs]
+    may_displace = is_plain and layer.weight.is_cpu and has_displacements(layer)
+    if may_displace and all(displacements_are_faster(layer, block.num_groups, x) for x in inputs):
+        return [_patch_factor(layer, block, x) for x in inputs]
     A = layer.weight.new_zeros(block.factor_shapes[1])
     for rows in parts:
         if block.has_diagonal_A:
