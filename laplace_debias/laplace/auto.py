@@ -24,7 +24,8 @@ from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.laplace.fit import build_posterior
 from laplace_debias.laplace.fit_report import FitReport
-from laplace_debias.laplace.functional.linearised import asked_of, map_outputs, moments
+from laplace_debias.laplace.functional.context import map_outputs, prediction_context
+from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.importance_sampler import ImportanceSampler
 from laplace_debias.laplace.noise import estimate_noise
 from laplace_debias.laplace.prepared import PreparedFit
@@ -397,8 +398,8 @@ def _variances(
 ) -> Float[Tensor, "grid inputs outputs"]:
     """Compute variances of the largest outputs with another curvature and other priors."""
     fitted = replace(fitted, posterior=fitted.posterior.changed(curvature=curvature))
-    with asked_of(fitted, take(x, slice(0, 1))) as asked:
-        size = map_outputs(asked.network, asked.x).numel()
+    with prediction_context(fitted, take(x, slice(0, 1))) as context:
+        size = map_outputs(context.network, context.x).numel()
     _, variances = moments(fitted, x, deltas, diagonal=True, outputs=min(_NUM_OUTPUTS, size))
     return variances.double()
 

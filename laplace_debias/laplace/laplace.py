@@ -26,8 +26,9 @@ from laplace_debias.laplace.description import describe
 from laplace_debias.laplace.export import export
 from laplace_debias.laplace.fit import fit
 from laplace_debias.laplace.fit_report import FitReport
+from laplace_debias.laplace.functional.context import OutputChoice
 from laplace_debias.laplace.functional.joint import joint_moments
-from laplace_debias.laplace.functional.linearised import OutputChoice, moments
+from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.laplace_torch_names import (
     CURVATURES,
     EQUIVALENTS,

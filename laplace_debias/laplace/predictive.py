@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,12 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, take
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
+from laplace_debias.laplace.functional.context import (
+    PredictionContext,
+    map_outputs,
+    prediction_context,
+)
+from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.functional.sampled_outputs import linearised_outputs, network_outputs
 from laplace_debias.laplace.links import Link, tempered
 from laplace_debias.laplace.posterior import standard_normal
@@ -102,8 +109,8 @@ class LinkedFit:
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "batch *outputs"]:
         """Outputs of the trained network, `[B, ..., C]`, logits divided by the temperature."""
-        with linearised.asked_of(self.fitted, x, method.positions, lambda _: True) as asked:
-            outputs = asked.shaped(linearised.map_outputs(asked.network, asked.x), None)
+        with self._context(x, method.positions) as context:
+            outputs = context.by_position(map_outputs(context.network, context.x), None)
         return tempered(self.link, outputs)
 
     def draws(
@@ -113,11 +120,12 @@ class LinkedFit:
         if method.name == "glm":
             mean, covariance = self.moments(x, method, diagonal=False)
             return self.draws_of_moments(mean, covariance, method)
-        with linearised.asked_of(self.fitted, x, method.positions, lambda _: True) as asked:
+        with self._context(x, method.positions) as context:
             parameters = self.fitted.posterior.sample(method.num_samples, method.generator)
             names = self.fitted.parameters.names
             sampled = linearised_outputs if method.name == "glm-mc" else network_outputs
-            outputs = asked.shaped(sampled(asked.network, names, asked.x, parameters), None)
+            draws = sampled(context.network, names, context.x, parameters)
+            outputs = context.by_position(draws, None)
         return tempered(self.link, outputs)
 
     def draws_of_moments(
@@ -133,6 +141,12 @@ class LinkedFit:
         noise = standard_normal((method.num_samples, *flat.shape), mean, method.generator)
         draws = flat + torch.einsum("bij,sbj->sbi", root, noise)
         return tempered(self.link, draws.unflatten(2, mean.shape[1:]))
+
+    def _context(
+        self, x: Inputs | Record, positions: Positions | None
+    ) -> AbstractContextManager[PredictionContext]:
+        """Prepare a forward pass in which a head may be applied only at the positions."""
+        return prediction_context(self.fitted, x, positions, restricts_head=lambda path: True)
 
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """The predictive distribution."""
@@ -288,7 +302,7 @@ def predictives_by_links(
         points.append(torch.zeros_like(covariances[0]))
     for index, covariance in enumerate(points):
         try:
-            linearised.check_covariance(covariance, grid[index : index + 1])
+            check_covariance(covariance, grid[index : index + 1])
         except ValueError as error:
             yield index, error
             continue
@@ -305,8 +319,8 @@ def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
     """The link of a fit that none was chosen for, by the outputs of the first example."""
     shape = torch.Size()
     if fitted.likelihood.activation == "softmax":
-        with linearised.asked_of(fitted, x) as asked:
-            shape = linearised.map_outputs(asked.network, take(asked.x, slice(1))).shape
+        with prediction_context(fitted, x) as context:
+            shape = map_outputs(context.network, take(context.x, slice(1))).shape
     return links.default_link(fitted.likelihood, shape)
 
 

@@ -9,7 +9,7 @@ from torch.func import functional_call, jacrev
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.layers import blocks
-from laplace_debias.laplace.functional import linearised
+from laplace_debias.laplace.functional import request as covariance_request
 
 transformers = pytest.importorskip("transformers")
 
@@ -167,7 +167,7 @@ def test_samples_at_positions_are_those_of_all(fitted):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_large_vocabulary_of_a_shared_weight_is_refused_with_the_remedy(tied, monkeypatch):
     la = Laplace(build("gpt2", tied), fisher="mc").fit([batch_of()])
-    monkeypatch.setattr(linearised, "MOST_GRANTED", 100)
+    monkeypatch.setattr(covariance_request, "MOST_GRANTED", 100)
     x = inputs_of(batch_of())
     assert la.functional(x, positions=-1, outputs=3)[0].shape == (B, 3)
     if not tied:

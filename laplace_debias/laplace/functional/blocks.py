@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
-from laplace_debias.curvature.layers.tap import Tap, Use
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
-from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
 
 # From so many prior precisions on, products of pairs of outputs are formed once for all of them.
 _PAIRS_FROM = 3
@@ -60,62 +60,38 @@ class BlockMoments:
             self._operators.append(operator)
         self._alike: dict[int, AlikeColumns] = {}
 
+    def last_layer_inputs(self, tap: Tap, outputs: Tensor) -> dict[int, Tensor]:
+        """Return the input of the last layer for each of its blocks, by the block's index.
+
+        It is empty unless the outputs `[B, C]` are those of a tapped linear layer.
+        """
+        last = tap.last_layer(outputs)
+        if last is None or outputs.ndim > 2:
+            return {}
+        if not isinstance(tap.network.get_submodule(last.layer), nn.Linear):
+            return {}
+        site = Site((last.layer,))
+        return {index: last.x for index, block in enumerate(self.blocks) if block.site == site}
+
     def add_last_layer(
         self,
         into: Float[Tensor, "grid batch columns *again"],
-        tap: Tap,
-        outputs: Tensor,
+        inputs: dict[int, Tensor],
         chosen: Int[Tensor, "batch k"] | None,
-    ) -> list[int]:
-        r"""Add the blocks of a linear layer whose outputs are the network's, `[B, C]`.
-
-        With its input φ its Jacobian is $J = I \otimes \phi^\top$, which takes no backward pass.
-
-        Returns:
-            The numbers of these blocks: none of another layer.
-        """
-        last, added = tap.last_layer(outputs), list[int]()
-        if last is None or outputs.ndim > 2:
-            return added
-        if isinstance(tap.network.get_submodule(last.layer), nn.Linear):
-            for index, block in enumerate(self.blocks):
-                if block.site == Site((last.layer,)):
-                    self._add_linear(into, index, last, chosen)
-                    added.append(index)
-        return added
-
-    def _add_linear(
-        self, total: Tensor, index: int, last: Use, chosen: Int[Tensor, "batch k"] | None
     ) -> None:
-        r"""Add $U_G\,\mathrm{diag}\big(\sum_j (U_A^\top\phi)_j^2 / P_{ij}\big)_i\,U_G^\top$."""
-        block = self.blocks[index]
-        phi = last.x if not block.is_exact else last.x.new_ones(len(last.x), 1)
-        if block.is_joint:
-            phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
-        operator = self._operators[index]
-        curvature = self.posterior.data_weight * operator.in_frame
-        precisions = curvature + self.prior_precisions[:, index, None, None]
-        rotated = coordinates(phi, operator.U_A)
-        along = rotated.square() @ precisions.reciprocal().mT  # [P, B, d_out]
-        if operator.U_G is None:
-            if chosen is not None:
-                along = along.gather(-1, chosen.expand(len(along), -1, -1))
-            if self._diagonal:
-                total += along
-            elif chosen is None:
-                total += torch.diag_embed(along)
-            else:
-                # An output may be asked for twice.
-                total += along.unsqueeze(-1) * (chosen.unsqueeze(-1) == chosen.unsqueeze(-2))
-            return
-        # [C, d_out] for every example alike, or its own choice of rows [B, k, d_out].
-        rows = frame(operator.U_G)
-        rows = rows if chosen is None else rows[chosen]
-        if self._diagonal:
-            total += (rows.square() @ along.unsqueeze(-1)).squeeze(-1)
-            return
-        for point, variances in zip(total, along, strict=True):
-            point += (rows * variances.unsqueeze(1)) @ rows.mT
+        """Add the covariances, or variances, of the last layer's blocks, without a backward pass.
+
+        Args:
+            into: The sums.
+            inputs: `last_layer_inputs`.
+            chosen: Indices of the outputs; None for all.
+        """
+        for index, phi in inputs.items():
+            head = LinearHead.of_posterior(self.blocks[index], self.posterior)
+            variances = head.variances(self.prior_precisions[:, index])
+            covariances = head.covariance(phi, variances, chosen, self._diagonal)
+            for total, covariance in zip(into, covariances, strict=True):
+                total += covariance
 
     def add(
         self,

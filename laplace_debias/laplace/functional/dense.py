@@ -48,13 +48,9 @@ class DenseMoments:
         self.posterior = posterior
         self._directions = _directions(posterior).split([block.size for block in blocks])
         self._root = orthonormaliser(posterior)
-        self._deltas = prior_precisions[:, 0].double()
+        self.prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
-
-    def add_last_layer(self, *_: object) -> list[int]:
-        """None: directions mix the last layer with all others."""
-        return []
 
     def add(
         self,
@@ -79,7 +75,8 @@ class DenseMoments:
         if self._root is not None:
             along = torch.linalg.solve_triangular(self._root.mT, along, upper=True, left=False)
             rest = self._rest(gram, along, of_all.shape[0])
-        for point, delta in zip(into, self._deltas, strict=True):
+        deltas = self.prior_precisions[:, 0].double()
+        for point, delta in zip(into, deltas, strict=True):
             weights = 1 / (self.posterior.data_weight * magnitudes + delta)
             total = self._product(along * weights, along)
             point += (total if rest is None else total + rest / delta).to(point)

@@ -1,0 +1,144 @@
+"""A network and inputs, prepared for a prediction of the outputs at the requested positions."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.chosen_positions import (
+    ChosenPositions,
+    Positions,
+    choose_positions,
+)
+from laplace_debias.curvature.network.inputs import Inputs, Record, call
+from laplace_debias.curvature.network.outputs import check_outputs, explain_unbatched
+from laplace_debias.laplace.state import FittedPosterior
+
+OutputChoice = Tensor | Sequence[Sequence[int]] | int
+"""Indices of outputs, one choice per example `[B, k]`, or the number of the largest ones."""
+
+
+@dataclass(frozen=True)
+class PredictionContext:
+    """A network that returns the outputs at the requested positions, and its inputs.
+
+    Attributes:
+        network: The network, with outputs `[B, ..., C]`, or `[B, p, C]` at chosen positions.
+        x: Its inputs.
+        positions: The positions; None for all.
+        head: Path of the linear layer that is only applied at the chosen positions; None if the
+            positions are chosen from all outputs.
+    """
+
+    network: nn.Module
+    x: Inputs
+    positions: ChosenPositions | None = None
+    head: str | None = None
+
+    def output_indices(self, outputs: OutputChoice) -> Int[Tensor, "batch k"]:
+        """Compute indices of requested outputs among an example's flattened ones.
+
+        With several positions, those of the first position come first.
+
+        Raises:
+            ValueError: If there are no such outputs.
+        """
+        values = map_outputs(self.network, self.x)
+        # One row per example, or per position of an example.
+        if self.positions is None:
+            rows = values.flatten(1)
+            shape = values.shape[:1]
+        else:
+            rows = values.flatten(0, 1)
+            shape = values.shape[: 1 if self.positions.is_single else 2]
+        num_outputs = rows.shape[1]
+        if isinstance(outputs, int):
+            if not 1 <= outputs <= num_outputs:
+                raise ValueError(
+                    f"outputs={outputs}: the model has {num_outputs} outputs per example."
+                )
+            indices = rows.topk(outputs, dim=1).indices
+        else:
+            choice = _as_indices(outputs, shape, num_outputs)
+            indices = choice.to(rows.device, torch.long).flatten(0, -2)
+        if self.positions is None:
+            return indices
+        by_position = indices.unflatten(0, (len(values), -1))
+        starts = num_outputs * torch.arange(by_position.shape[1], device=indices.device)
+        return (by_position + starts[:, None]).flatten(1)
+
+    def by_position(
+        self, values: Float[Tensor, "..."], num_outputs: int | None
+    ) -> Float[Tensor, "..."]:
+        """Reshape means or variances to the requested positions, `[..., B, p, k]`.
+
+        For a single position, it is `[..., B, k]`.
+
+        Args:
+            values: `[..., B, p · k]`, or `[..., B, p, C]` for all outputs.
+            num_outputs: The number of requested outputs, p · k; None for all.
+        """
+        if self.positions is None:
+            return values
+        if num_outputs is not None:
+            values = values.unflatten(-1, (self.positions.columns.shape[1], -1))
+        return values.squeeze(-2) if self.positions.is_single else values
+
+
+@contextmanager
+def prediction_context(
+    fitted: FittedPosterior,
+    x: Inputs | Record,
+    positions: Positions | None = None,
+    restricts_head: Callable[[str], bool] = lambda path: False,
+) -> Iterator[PredictionContext]:
+    """Prepare the network and the inputs; an error within is explained if x has no batch dimension.
+
+    Args:
+        fitted: The fit.
+        x: Inputs as the user passed them.
+        positions: The positions; None for all.
+        restricts_head: Whether the linear layer at a path may be applied only at the chosen
+            positions, if the outputs are its own. Layers that are measured one by one may not.
+    """
+    with torch.inference_mode(False):
+        x = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
+        network = fitted.network()
+        try:
+            if positions is None:
+                yield PredictionContext(network, x)
+                return
+            chosen = choose_positions(network, x, positions)
+            head = chosen.head
+            if head is not None and not restricts_head(head):
+                head = None
+            at_positions = chosen.network(network, before_head=head is not None)
+            yield PredictionContext(at_positions, chosen.inputs(x), chosen, head)
+        except Exception as error:
+            explain_unbatched(error, network, x)
+            raise
+
+
+def map_outputs(network: nn.Module, x: Inputs) -> Float[Tensor, "batch *outputs"]:
+    """Compute the trained network's outputs, `[B, ..., C]`."""
+    with torch.no_grad():
+        outputs = call(network, x)
+    check_outputs(outputs)
+    return outputs
+
+
+def _as_indices(
+    outputs: Tensor | Sequence[Sequence[int]], shape: torch.Size, num_outputs: int
+) -> Int[Tensor, "*shape k"]:
+    """Convert a user's choice of outputs to a tensor of indices, which exist."""
+    choice = torch.as_tensor(outputs)
+    is_index = not choice.is_floating_point() and choice.shape[:-1] == shape
+    if not is_index or choice.numel() == 0 or choice.min() < 0 or choice.max() >= num_outputs:
+        raise ValueError(
+            f"outputs must be indices of shape ({', '.join(map(str, shape))}, k) in 0 … "
+            f"{num_outputs - 1}, or a number; got {choice.dtype} of shape {tuple(choice.shape)}."
+        )
+    return choice

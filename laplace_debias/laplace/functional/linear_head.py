@@ -1,0 +1,262 @@
+r"""Covariance of a linear layer's outputs from its own parameters, without a backward pass.
+
+An output at position t is $f_{tc} = w_c^\top h_t + b_c$. Its Jacobian row for the weight is
+$e_c \otimes h_t$, and $e_c$ for the bias.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.operators import EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import coordinates, frame
+
+# Entries of a weight's rows that are used together.
+_SLICE = 2**22
+
+
+@dataclass(frozen=True)
+class HeadOutputs:
+    """Requested outputs of a linear layer at several positions.
+
+    Attributes:
+        weight: The layer's weight, `[C, d]`.
+        h: Its inputs, `[B, p, d]`.
+        positions: The position of each output, `[B, k]`.
+        classes: Its index at that position, `[B, k]`.
+    """
+
+    weight: Float[Tensor, "classes d"]
+    h: Float[Tensor, "batch p d"]
+    positions: Int[Tensor, "batch k"]
+    classes: Int[Tensor, "batch k"]
+
+    @classmethod
+    def from_indices(
+        cls, weight: Tensor, h: Tensor, indices: Int[Tensor, "batch k"] | None
+    ) -> "HeadOutputs":
+        """Build it from indices into an example's flattened outputs `[p · C]`; None for all."""
+        num_classes = len(weight)
+        if indices is None:
+            indices = torch.arange(h.shape[1] * num_classes, device=h.device).expand(len(h), -1)
+        return cls(weight, h.detach(), indices // num_classes, indices % num_classes)
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs of each example."""
+        return self.classes.shape[1]
+
+    @property
+    def exceeds_inputs(self) -> bool:
+        """Whether an example has more outputs than entries of h."""
+        return self.num_outputs > self.h[0].numel()
+
+    @property
+    def num_columns(self) -> int:
+        """The number of vectors that `input_gradients` has: the fewest that determine all."""
+        return min(self.num_outputs, self.h[0].numel())
+
+    def narrowed(self, columns: slice) -> "HeadOutputs":
+        """Return some of each example's outputs."""
+        return replace(self, positions=self.positions[:, columns], classes=self.classes[:, columns])
+
+    def input_gradients(self, columns: slice) -> Float[Tensor, "columns batch p d"]:
+        """Build vectors to push back from h: a weight's row per output, or units if fewer."""
+        batch, p, d = self.h.shape
+        if self.exceeds_inputs:
+            units = torch.eye(p * d, dtype=self.h.dtype, device=self.h.device)[columns]
+            return units.unflatten(1, (p, d)).unsqueeze(1).expand(-1, batch, -1, -1)
+        outputs = self.narrowed(columns)
+        vectors = self.h.new_zeros(outputs.num_outputs, batch, p, d)
+        index = outputs.positions.T[:, :, None, None].expand(-1, -1, 1, d)
+        return vectors.scatter_(2, index, self.weight[outputs.classes.T].unsqueeze(2))
+
+    def covariance(
+        self, covariances: Float[Tensor, "grid batch *columns"], diagonal: bool
+    ) -> Float[Tensor, "grid batch *outputs"]:
+        r"""Compute covariances $w_c^\top \Sigma_h w_{c'}$ from those of the `input_gradients`."""
+        if not self.exceeds_inputs:
+            return covariances
+        multiply = self._variances_of_example if diagonal else self._covariance_of_example
+        by_example = [multiply(example, covariances[:, example]) for example in range(len(self.h))]
+        return torch.stack(by_example, 1)
+
+    def _covariance_of_example(
+        self, example: int, covariance: Float[Tensor, "grid p_d p_d"]
+    ) -> Float[Tensor, "grid k k"]:
+        positions = self.positions[example]
+        rows = self.weight.new_zeros(len(positions), *self.h.shape[1:])
+        index = torch.arange(len(positions), device=positions.device)
+        rows[index, positions] = self.weight[self.classes[example]]
+        rows = rows.flatten(1)
+        return rows @ covariance @ rows.mT
+
+    def _variances_of_example(
+        self, example: int, covariance: Float[Tensor, "grid p_d p_d"]
+    ) -> Float[Tensor, "grid k"]:
+        p, d = self.h.shape[1:]
+        by_position = covariance.unflatten(-1, (p, d)).unflatten(-3, (p, d))
+        variances = covariance.new_zeros(len(covariance), self.num_outputs)
+        for t in range(p):
+            (indices,) = (self.positions[example] == t).nonzero(as_tuple=True)
+            for part in indices.split(max(1, _SLICE // d)):
+                rows = self.weight[self.classes[example, part]]
+                variances[..., part] = ((rows @ by_position[:, t, :, t]) * rows).sum(-1)
+        return variances
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    r"""A parameter block of a linear layer whose outputs are the network's.
+
+    In the eigenbasis the covariance of outputs at one position with input φ (1 for a bias) is
+
+    $$\Sigma = U_G\,\mathrm{diag}\Big(\sum_j \frac{(U_A^\top\phi)_j^2}{P_{ij}}\Big)_i\,U_G^\top.$$
+
+    Attributes:
+        block: The block.
+        magnitudes: Λ in the frames of the directions, `[rows, columns]`.
+        data_weight: N / T.
+        U_G: The frame of the output directions, `[C, rows]`; None for the coordinate axes.
+        U_A: The input directions, `[d, r]`; None for the coordinate axes.
+    """
+
+    block: Block
+    magnitudes: Float[Tensor, "rows columns"]
+    data_weight: float
+    U_G: Float[Tensor, "classes rows"] | None
+    U_A: Float[Tensor, "d r"] | None
+
+    @classmethod
+    def of_posterior(cls, block: Block, posterior: GaussianPosterior) -> "LinearHead":
+        """Take a block's curvature and directions from a posterior."""
+        operator = posterior.curvature.blocks[block.name]
+        assert isinstance(operator, EigenKronecker)
+        U_G = None if operator.U_G is None else frame(operator.U_G)
+        return cls(block, operator.in_frame, posterior.data_weight, U_G, operator.U_A)
+
+    def rotated_inputs(self, phi: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch columns"]:
+        """Compute the layer's inputs in coordinates of their directions."""
+        if self.block.is_exact:
+            phi = phi.new_ones(*phi.shape[:-1], 1)
+        if self.block.is_joint:
+            phi = torch.nn.functional.pad(phi, (0, 1), value=1.0)
+        return coordinates(phi, self.U_A)
+
+    def variances(
+        self, prior_precisions: Float[Tensor, "*grid"], rows: Int[Tensor, " k"] | None = None
+    ) -> Float[Tensor, "*grid rows columns"]:
+        """Compute the posterior variances 1/P in the eigenbasis, or some rows of them."""
+        magnitudes = self.magnitudes if rows is None else self.magnitudes[rows]
+        precisions = self.data_weight * magnitudes + prior_precisions[..., None, None]
+        return precisions.reciprocal()
+
+    def covariance(
+        self,
+        phi: Float[Tensor, "*batch d"],
+        variances: Float[Tensor, "grid rows columns"],
+        outputs: Int[Tensor, "batch k"] | None = None,
+        diagonal: bool = False,
+    ) -> Iterator[Float[Tensor, "..."]]:
+        """Compute the covariance of the outputs at each position, or their variances.
+
+        It consists of operations that `torch.export` can trace.
+
+        Args:
+            phi: The layer's inputs.
+            variances: `variances` at every prior precision.
+            outputs: Indices of the outputs, `[B, k]`; None for all C.
+            diagonal: Whether to compute only variances.
+
+        Yields:
+            For one prior precision after the other, as not all may fit into memory,
+            `[*batch, k, k]` or `[*batch, k]`.
+        """
+        # Variances of the outputs' coordinates along U_G.
+        for along in self.rotated_inputs(phi).square() @ variances.mT:
+            if self.U_G is None:
+                yield _between_equal(along, outputs, diagonal)
+                continue
+            rows = self.U_G if outputs is None else self.U_G[outputs]
+            if diagonal:
+                yield (rows.square() @ along.unsqueeze(-1)).squeeze(-1)
+            else:
+                yield (rows * along.unsqueeze(-2)) @ rows.mT
+
+    def covariance_between_positions(
+        self,
+        outputs: HeadOutputs,
+        prior_precisions: Float[Tensor, " grid"],
+        diagonal: bool,
+    ) -> Float[Tensor, "grid batch *covariance"]:
+        """Compute the covariances of outputs at several positions, or their variances."""
+        inputs = self.rotated_inputs(outputs.h)
+        multiply = self._variances_of_example if diagonal else self._covariance_of_example
+        by_point = []
+        for delta in prior_precisions:
+            # One example and one prior precision at a time: a weight may be 50,000 by 1,000.
+            by_example = [
+                multiply(
+                    inputs[example], outputs.positions[example], outputs.classes[example], delta
+                )
+                for example in range(len(inputs))
+            ]
+            by_point.append(torch.stack(by_example))
+        return torch.stack(by_point)
+
+    def _variances_of_example(
+        self,
+        inputs: Float[Tensor, "p columns"],
+        positions: Int[Tensor, " k"],
+        classes: Int[Tensor, " k"],
+        delta: Float[Tensor, ""],
+    ) -> Float[Tensor, " k"]:
+        if self.U_G is not None:
+            along = inputs.square() @ self.variances(delta).mT
+            return (self.U_G[classes].square() * along[positions]).sum(-1)
+        step = max(1, _SLICE // inputs.shape[-1])
+        parts = []
+        for position, c in zip(positions.split(step), classes.split(step), strict=True):
+            parts.append((inputs[position].square() * self.variances(delta, c)).sum(-1))
+        return torch.cat(parts)
+
+    def _covariance_of_example(
+        self,
+        inputs: Float[Tensor, "p columns"],
+        positions: Int[Tensor, " k"],
+        classes: Int[Tensor, " k"],
+        delta: Float[Tensor, ""],
+    ) -> Float[Tensor, "k k"]:
+        if self.U_G is None:
+            rows = inputs[positions]
+            products = (rows * self.variances(delta, classes)) @ rows.mT
+            return products * (classes[:, None] == classes)
+        variances = self.variances(delta)
+        rows = self.U_G[classes]
+        total = inputs.new_zeros(len(classes), len(classes))
+        for t, s in torch.cartesian_prod(*[torch.arange(len(inputs), device=inputs.device)] * 2):
+            along = (inputs[t] * inputs[s]) @ variances.mT
+            is_pair = (positions == t)[:, None] & (positions == s)
+            total += ((rows * along) @ rows.mT) * is_pair
+        return total
+
+
+def _between_equal(
+    variances: Float[Tensor, "*batch classes"],
+    outputs: Int[Tensor, "batch k"] | None,
+    diagonal: bool,
+) -> Float[Tensor, "..."]:
+    """Compute the covariance of outputs that are independent unless they are the same."""
+    if outputs is not None:
+        variances = variances.gather(-1, outputs)
+    if diagonal:
+        return variances
+    if outputs is None:
+        return torch.diag_embed(variances)
+    # An output may be requested twice.
+    return variances.unsqueeze(-1) * (outputs.unsqueeze(-1) == outputs.unsqueeze(-2))

@@ -1,0 +1,181 @@
+"""The requested part of the outputs' covariance, and how much of it is computed together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.network.outputs import MEMORY_BOUND, MOST_GRANTED, granted
+from laplace_debias.system.memory import ROOM
+
+# A chunk's output gradients may use the memory bound, in addition to the forward pass and slices of
+# Jacobians. More bytes than this per block make calls no cheaper.
+_CHUNK_BYTES_PER_BLOCK = 2**21
+
+
+@dataclass(frozen=True)
+class ChunkSize:
+    """How much is differentiated together.
+
+    Attributes:
+        examples: The number of examples.
+        columns: The number of outputs of each example.
+    """
+
+    examples: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class CovarianceRequest:
+    """The requested part of the outputs' covariance.
+
+    Attributes:
+        diagonal: Whether only variances are requested.
+        outputs: Indices of the requested outputs of each example, `[B, k]`; None for all.
+        memory_bound: Bytes for output gradients, or for one block's Jacobian; None as in `granted`.
+        differences: Whether only covariances of differences of outputs are used, as by a softmax.
+            Then one output fewer is differentiated.
+    """
+
+    diagonal: bool
+    outputs: Int[Tensor, "batch k"] | None
+    memory_bound: int | None
+    differences: bool = False
+
+    def num_columns(self, num_outputs: int) -> int:
+        """Compute the number of outputs of an example that are differentiated."""
+        return num_outputs - 1 if self.differences and num_outputs > 1 else num_outputs
+
+    def zeros(
+        self, outputs: Float[Tensor, "batch *outputs"], num_columns: int, num_points: int
+    ) -> Float[Tensor, "grid batch *covariance"]:
+        """Return zeros for the covariances, or variances, of some columns at each grid point."""
+        columns = [num_columns] if self.diagonal else [num_columns, num_columns]
+        return outputs.new_zeros(num_points, len(outputs), *columns)
+
+    def granted_bytes(
+        self,
+        num_columns: int,
+        bytes_per_column: int,
+        device: torch.device,
+        *,
+        subject: str = "an example's output gradients and Jacobians",
+        remedy: str | None = None,
+    ) -> int:
+        """Compute the bytes that may be used to differentiate some outputs.
+
+        Raises:
+            ValueError: If they do not suffice for one variance, or for all covariances.
+        """
+        if remedy is None:
+            remedy = ", ask for variances (diagonal=True) or for some outputs"
+            if self.diagonal:
+                remedy = ""
+        needed = bytes_per_column if self.diagonal else num_columns * bytes_per_column
+        return granted(self.memory_bound, needed, subject, device, remedy)
+
+    def chunk_size(
+        self,
+        num_columns: int,
+        gradient_bytes: int,
+        num_blocks: int,
+        bytes_per_column: int | None,
+        device: torch.device,
+        remedy: str | None = None,
+    ) -> ChunkSize:
+        """Decide how many examples, and outputs of each, are differentiated together.
+
+        Args:
+            num_columns: Outputs of an example to differentiate.
+            gradient_bytes: Bytes of the layers' output gradients, per output of an example.
+            num_blocks: The number of parameter blocks.
+            bytes_per_column: Bytes per output of an example; None if nothing is differentiated.
+            device: Where.
+            remedy: What else to do if the memory bound is too small.
+
+        Raises:
+            ValueError: As `granted_bytes` does.
+        """
+        columns = num_columns
+        bound = self.memory_bound or MEMORY_BOUND * ROOM[device.type]
+        if bytes_per_column is not None:
+            bound = self.granted_bytes(num_columns, bytes_per_column, device, remedy=remedy)
+            columns = min(num_columns, bound // bytes_per_column)
+        bound = min(bound, _CHUNK_BYTES_PER_BLOCK * ROOM[device.type] * num_blocks)
+        return ChunkSize(max(1, bound // (gradient_bytes * columns)), columns)
+
+    def check_size(
+        self, num_outputs: int, outputs: Float[Tensor, "batch *outputs"], free_positions: int
+    ) -> None:
+        """Require outputs whose covariance can be computed.
+
+        Args:
+            num_outputs: The number of requested outputs of an example.
+            outputs: The network's outputs.
+            free_positions: How many positions with all their outputs are accepted.
+
+        Raises:
+            ValueError: If an example's covariance does not fit into memory, or if it would take
+                hours to differentiate all outputs at all positions.
+        """
+        num_bytes = num_outputs**2 * outputs.element_size()
+        if num_bytes <= MOST_GRANTED:
+            return
+        if outputs.ndim > 2 and outputs.shape[1] > free_positions and self.outputs is None:
+            raise ValueError(
+                f"The model has {num_outputs} outputs per example, of shape "
+                f"{tuple(outputs.shape[1:])}, and each would be differentiated by itself. Ask for "
+                "some positions (positions=-1 is the last token) or for some outputs "
+                "(functional(x, positions=-1, outputs=k) for the k largest). Where an embedding "
+                "shares the head's weight, leave that weight out of params."
+            )
+        if not self.diagonal:
+            raise ValueError(
+                f"The covariance of {num_outputs} outputs takes {num_bytes} bytes per example. Ask "
+                "for variances (diagonal=True) or for some outputs (outputs=k for the k largest)."
+            )
+
+
+def bytes_per_column(gradient_bytes: int, blocks: Sequence[Block], element_size: int) -> int:
+    """Compute the bytes of one output of an example: its gradients, or a block's Jacobian."""
+    # Only the rows of an embedding that are looked up have a Jacobian.
+    sizes = [block.size * element_size for block in blocks if block.role != "table"]
+    return max(gradient_bytes, *sizes) if sizes else gradient_bytes
+
+
+def unit_columns(
+    outputs: Float[Tensor, "batch *outputs"],
+    indices: Int[Tensor, "batch k"] | None,
+    columns: slice = slice(None),
+) -> Float[Tensor, "columns batch *outputs"]:
+    """Build unit vectors at some of the requested outputs, to push back through the network."""
+    batch = len(outputs)
+    size = outputs[0].numel()
+    if indices is None:
+        positions = torch.arange(size, device=outputs.device)[columns].unsqueeze(1)
+        units = outputs.new_zeros(len(positions), size).scatter_(1, positions, 1.0)
+        vectors = units.unsqueeze(1).expand(-1, batch, -1)
+    else:
+        positions = indices.T[columns].unsqueeze(2)
+        vectors = outputs.new_zeros(len(positions), batch, size).scatter_(2, positions, 1.0)
+    return vectors.unflatten(2, outputs.shape[1:])
+
+
+def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
+    """Require finite covariances.
+
+    Raises:
+        ValueError: If they are not: the posterior is in range, but its products with the Jacobian
+            of these inputs are not.
+    """
+    if not torch.stack(torch.aminmax(covariance)).isfinite().all():
+        raise ValueError(
+            f"The covariance of the outputs overflows {covariance.dtype}: the squared Jacobian of "
+            f"these inputs over the prior precision (from {float(prior_precisions.min()):.3g}) is "
+            "too large. Rescale the inputs, use a larger prior precision, or convert the model to "
+            "a wider dtype."
+        )
