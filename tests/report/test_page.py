@@ -257,7 +257,7 @@ def test_what_is_not_there_is_left_out(run_of_images, tmp_path):
         (lambda f: change(f / "run.json", status="running"), ValueError, "not complete"),
         (lambda f: change(f / "run.json", methods=[]), ValueError, "it has no methods"),
         (
-            lambda f: change(f / "run.json", methods=[{"key": "../a"}]),
+            lambda f: change(f / "run.json", methods=[{"key": "../a", "label": "A"}]),
             ValueError,
             "the name '../a'",
         ),
