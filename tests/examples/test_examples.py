@@ -30,7 +30,9 @@ CONSTANTS = {
     "quickstart": {"EPOCHS": 2},
     "spectrum": {"NUM_STEPS": 1, "EVERY": 2, "NUM_PRODUCTS": 10, "NUM_PROBES": 1, "TOL": 0.3},
 }
-WITH_PICTURES = {"active_learning", "regression_1d", *CONSTANTS} - {"quickstart"}
+WITH_PICTURES = {"active_learning", "regression_1d", "unfamiliar_inputs", *CONSTANTS} - {
+    "quickstart"
+}
 
 
 @pytest.fixture
@@ -102,6 +104,19 @@ def test_classification_tunes_the_nll_and_prints_what_it_returns(example):
     assert laplace["auroc_no_digits"] > 0.7
     for name, metrics in found.items():
         assert metrics["nll"] == pytest.approx(numbers_of(printed, f"{name}:")[1], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_posterior_separates_unfamiliar_inputs_that_a_temperature_does_not(example, tmp_path):
+    means, printed = example("unfamiliar_inputs", ["--seeds", "1"])
+    network, tempered, posterior = (means[name] for name in ("network", "temperature", "Laplace"))
+    assert posterior["auroc"] > 0.2 + max(network["auroc"], tempered["auroc"])
+    assert posterior["nll"] < tempered["nll"] < network["nll"]
+    for name, scores in means.items():
+        assert numbers_of(printed, f"mean, {name}:") == pytest.approx(
+            [scores["nll"], scores["auroc"]], abs=1e-3
+        )
+    check_pictures("unfamiliar_inputs", tmp_path, printed)
 
 
 def test_regression_is_less_certain_between_the_data_and_beyond(example, tmp_path):
