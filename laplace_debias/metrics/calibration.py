@@ -135,7 +135,7 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
         Błasiok, Nakkiran. Smooth ECE: principled reliability diagrams via kernel smoothing. ICLR,
         2024, definitions 3 and 4.
     """
-    whole(num_points, "num_points", least=2)
+    whole(num_points, "num_points", minimum=2)
     confidences, right = confidence_and_right(probs, labels)
     position = confidences * num_points
     lower = position.long().clamp(0, num_points - 1)

@@ -11,8 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def whole(value: Any, name: str, least: int = 1, most: int = 2**53) -> int:
-    """An argument as an `int`, of any integer type but bool; float64 holds all up to 2**53."""
+def whole(value: Any, name: str, minimum: int = 1, maximum: int = 2**53) -> int:
+    """Read an argument as an `int`, of any integer type but bool.
+
+    float64 represents all integers up to 2**53.
+    """
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
     try:
         number = None if is_bool else operator.index(value)
@@ -23,10 +26,10 @@ def whole(value: Any, name: str, least: int = 1, most: int = 2**53) -> int:
             f"{name} must be a whole number, got {reprlib.repr(value)} of type "
             f"{type(value).__name__}: pass an int, such as 10**9 instead of 1e9."
         )
-    if not least <= number <= most:
-        told = "2**53" if most == 2**53 else most
+    if not minimum <= number <= maximum:
+        limit = "2**53" if maximum == 2**53 else maximum
         raise ValueError(
-            f"{name} must be at least {least} and at most {told}, got {reprlib.repr(number)}."
+            f"{name} must be at least {minimum} and at most {limit}, got {reprlib.repr(number)}."
         )
     return number
 
@@ -65,8 +68,8 @@ def checked_weights(
 def check_is(value: object, name: str, *kinds: Any) -> None:
     """Require an argument of one of some types."""
     if not isinstance(value, kinds):
-        told = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
-        raise TypeError(f"{name} must be {told}, got {type(value).__name__}.")
+        allowed = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+        raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}.")
 
 
 def check_generator(generator: object) -> None:

@@ -92,12 +92,12 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
 def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
     """The error of the same kind in a sentence; `str` of it is that sentence alone."""
     reason = error if error.errno is None else os.strerror(error.errno)
-    told = (
+    message = (
         f"{path} cannot be written ({reason}): choose another name or place, or free some space "
         "there."
     )
     kind = type(error) if error.errno is None else type(OSError(error.errno, ""))
-    explained = kind(told)
+    explained = kind(message)
     explained.errno = error.errno
     return explained
 
@@ -118,42 +118,50 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
     Not by the library, which writes texts in no fixed order and needs memory for all tensors once
     more; this needs it for one of them, on the CPU. No text may be called `checksum`.
     """
-    described: dict[str, Any] = {"__metadata__": {**texts, "checksum": _BLANK}}
-    # Wide entries first: so each tensor is aligned.
-    names, start = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)), 0
+    entries: dict[str, Any] = {"__metadata__": {**texts, "checksum": _BLANK}}
+    # Wide entries come first, so that each tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    start = 0
     for name in names:
-        of, end = tensors[name], start + tensors[name].nbytes
-        offsets = {"shape": list(of.shape), "data_offsets": [start, end]}
-        described[name], start = {"dtype": _DTYPES[of.dtype], **offsets}, end
-    header = json.dumps(described, separators=(",", ":")).encode()
+        tensor = tensors[name]
+        end = start + tensor.nbytes
+        entries[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     digest = hashlib.blake2b(digest_size=32)
     with path.open("wb") as file:
-        parts: list[Any] = [len(header).to_bytes(8, "little"), header, *map(tensors.get, names)]
-        for part in parts:
-            if isinstance(part, Tensor):
-                part = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            digest.update(part)
-            file.write(part)
-        found = _CHECKSUM.search(header)
-        assert found is not None
-        file.seek(8 + found.start(1))
+        for content in (len(header).to_bytes(8, "little"), header):
+            digest.update(content)
+            file.write(content)
+        for name in names:
+            tensor = tensors[name].detach().cpu().contiguous()
+            values = tensor.reshape(-1).view(torch.uint8).numpy().data
+            digest.update(values)
+            file.write(values)
+        checksum = _CHECKSUM.search(header)
+        assert checksum is not None
+        file.seek(8 + checksum.start(1))
         file.write(digest.hexdigest().encode())
 
 
 def read_sealed(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The texts and the tensors (on the CPU) of a file, which must be as it was written."""
+    """Read a file's texts and tensors (on the CPU); it must be as it was written."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DamagedFileError("it is a device or a pipe")
     raw = path.read_bytes()
     end = 8 + int.from_bytes(raw[:8], "little")
-    found = _CHECKSUM.search(raw[8:end])
-    if found is None:
+    checksum = _CHECKSUM.search(raw[8:end])
+    if checksum is None:
         raise DamagedFileError("it has no checksum")
-    start = 8 + found.start(1)
+    start = 8 + checksum.start(1)
     digest = hashlib.blake2b(raw[:start] + _BLANK.encode(), digest_size=32)
     digest.update(memoryview(raw)[start + len(_BLANK) :])
-    if digest.hexdigest().encode() != found[1]:
+    if digest.hexdigest().encode() != checksum[1]:
         raise DamagedFileError("its checksum is not that of its content")
     try:
         texts = json.loads(raw[8:end])["__metadata__"]
@@ -162,27 +170,36 @@ def read_sealed(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise DamagedFileError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
-_MOST = 5
+_MOST_SHOWN_DIFFERENCES = 5
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Settings that differ, as `seed was 0, is 1; ...`; empty if none does."""
-    there, here = _leaves(before), _leaves(now)
-    told = []
-    for key in {**there, **here}:
-        was, is_now = there.get(key), here.get(key)
+def differences(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """Describe the settings that differ, as `seed was 0, is 1; ...`; empty if none does."""
+    earlier_leaves = _leaves(earlier)
+    present_leaves = _leaves(present)
+    lines = []
+    for key in {**earlier_leaves, **present_leaves}:
+        was = earlier_leaves.get(key)
+        is_now = present_leaves.get(key)
         if was != is_now:
-            texts = [t if len(t) <= 60 else f"{t[:60]}…" for t in (str(was), str(is_now))]
-            told.append(f"{key} was {texts[0]}, is {texts[1]}")
-    more = [f"and {len(told) - _MOST} more"] if len(told) > _MOST else []
-    return "; ".join(told[:_MOST] + more)
+            lines.append(f"{key} was {_shortened(was)}, is {_shortened(is_now)}")
+    num_hidden = len(lines) - _MOST_SHOWN_DIFFERENCES
+    if num_hidden > 0:
+        lines = [*lines[:_MOST_SHOWN_DIFFERENCES], f"and {num_hidden} more"]
+    return "; ".join(lines)
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
 
 
 def _leaves(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Settings within settings by their names, e.g. `methods.laplace.examples`."""
+    """Collect settings within settings by their names, e.g. `methods.laplace.examples`."""
     if not isinstance(values, Mapping):
         return {prefix: values}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _leaves(value, f"{prefix}.{key}" if prefix else key)
-    return found
+        name = f"{prefix}.{key}" if prefix else key
+        leaves.update(_leaves(value, name))
+    return leaves

@@ -18,13 +18,13 @@ def attributes_from(
         modules: Public names by the module that defines them.
         subpackages: Names of subpackages that are attributes of the package without an import.
     """
-    module_of = {name: module for module, names in modules.items() for name in names}
+    module_by_name = {name: module for module, names in modules.items() for name in names}
 
     def attribute(name: str) -> Any:
         if name in subpackages:
             return importlib.import_module(f"{package}.{name}")
-        if name not in module_of:
+        if name not in module_by_name:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module_of[name]), name)
+        return getattr(importlib.import_module(module_by_name[name]), name)
 
     return attribute

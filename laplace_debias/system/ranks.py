@@ -1,11 +1,11 @@
 """Several processes that share one piece of work: sums over them, and errors that reach all.
 
-`current()` is nothing without a process group of `torch.distributed`: `ALONE`, whose methods give
-back what they are given. With one it is the ranks of that group.
+`current()` returns the ranks of torch's process group. Without a process group it returns `ALONE`,
+whose methods return their arguments.
 
 All ranks make the same exchanges in the same order. A rank with an error makes one more exchange
-with it, and the others find it in place of what they wait for: at the end of a pass at the latest.
-One that is gone is found by the group's own timeout.
+with it, which the others receive in place of the value that they wait for, at the end of a pass at
+the latest. The group's own timeout detects a rank that is gone.
 """
 
 import os
@@ -22,8 +22,8 @@ from torch import Tensor
 from laplace_debias.system.errors import RankError
 
 Key = TypeVar("Key", bound=Hashable)
-# Of each key some tensors; None stands for one that there is not.
-Parts = Mapping[Key, Sequence[Tensor | None]]
+# Some tensors for each key; None stands for a missing one.
+TensorsByKey = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
 
 
@@ -32,46 +32,46 @@ _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError, RuntimeError)
 }
 _IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
-# Of a verb of all ranks, set once the others have left it, and need not be told of an error.
+# An event of the collective call, set once the others have left it and need no error any more.
 _VERB: ContextVar[Event | None] = ContextVar("verb", default=None)
 
 
 class Ranks:
-    """The processes that share the work: here one alone."""
+    """The processes that share the work: this base class is a single one."""
 
     rank = 0
     size = 1
 
     def exchange(self, value: Any) -> list[Any]:
-        """Collects what every rank says, in their order; an agreement that none has failed.
+        """Collect a value of every rank, in their order.
 
-        Otherwise it raises the error of the rank that has failed, with its number, or `RankError`.
+        If a rank has failed, this raises its error with its number, or `RankError`.
         """
         return [value]
 
     def require_same(self, **marks: Any) -> None:
-        """Require all ranks to have the same of something.
+        """Require that marks are the same on all ranks.
 
-        A mark that is a function is called only where there are several ranks.
+        A mark that is a function is called only if there are several ranks.
         """
 
     def from_rank(self, value: Any, rank: int) -> Any:
-        """Gives what one rank says; raises as `exchange`."""
+        """Return the value of one rank; raises what `exchange` raises."""
         return self.exchange(value if rank == self.rank else None)[rank]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over all ranks, in place, to the same bits; raises as `exchange`."""
+        """Sum tensors over all ranks, in place, to the same bits."""
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
         """Sum tensors to one rank each; the keys are the same, in the same order, on all ranks."""
         return dict(sums)
 
-    def share(self, parts: Parts, owners: Mapping[Key, int]) -> Shared:
-        """Gives what each owner has, on all ranks, where keys are the same in the same order."""
-        return {key: tuple(parts[key]) for key in owners}
+    def share(self, owned: TensorsByKey, owners: Mapping[Key, int]) -> Shared:
+        """Send each owner's tensors to all ranks; keys are the same, in the same order, on all."""
+        return {key: tuple(owned[key]) for key in owners}
 
     def on_all(self, tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Rows of all ranks, joined in the order of ranks; None if no rank has any."""
+        """Join the rows of all ranks, in the order of ranks; None if no rank has any."""
         return None if tensors is None else list(tensors)
 
 
@@ -82,99 +82,105 @@ class Group(Ranks):
     """The ranks of torch's default process group."""
 
     def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
 
     def exchange(self, value: Any, error: BaseException | None = None) -> list[Any]:
-        """As `Ranks.exchange`; a rank with an error says that, and hears of no other's."""
-        told = None if error is None else (type(error).__name__, str(error))
-        said: list[Any] = [None] * self.size
-        with _talking():
-            dist.all_gather_object(said, (told, value))
-        for rank, (of_rank, _) in enumerate(said):
-            if of_rank is not None:
+        """Collect a value of every rank; a rank with an error sends that, and raises no other's."""
+        failure = None if error is None else (type(error).__name__, str(error))
+        by_rank: list[Any] = [None] * self.size
+        with _collective_errors():
+            dist.all_gather_object(by_rank, (failure, value))
+        for rank, (failure_of_rank, _) in enumerate(by_rank):
+            if failure_of_rank is not None:
                 _leave()
                 if error is None:
-                    kind, text = of_rank
+                    kind, text = failure_of_rank
                     raise _KINDS.get(kind, RankError)(f"Rank {rank} failed with {kind}: {text}")
-        return [of_rank for _, of_rank in said]
+        return [value_of_rank for _, value_of_rank in by_rank]
 
     def require_same(self, **marks: Any) -> None:
-        """As `Ranks.require_same`."""
+        """Require that marks are the same on all ranks, by their texts."""
         texts = {n: str(mark() if callable(mark) else mark) for n, mark in marks.items()}
-        said = self.exchange({name: " ".join(text.split()) for name, text in texts.items()})
-        for name, of_first in said[0].items():
-            for rank, of_rank in enumerate(said):
-                if of_rank[name] != of_first:
+        by_rank = self.exchange({name: " ".join(text.split()) for name, text in texts.items()})
+        for name, first_text in by_rank[0].items():
+            for rank, texts_of_rank in enumerate(by_rank):
+                if texts_of_rank[name] != first_text:
                     raise ValueError(
-                        f"{name} differs between the ranks: {of_first} on rank 0, {of_rank[name]} "
-                        f"on rank {rank}. All of them work on the same together: pass the same on "
-                        "each, generators of one seed where something is drawn."
+                        f"{name} differs between the ranks: {first_text} on rank 0, "
+                        f"{texts_of_rank[name]} on rank {rank}. All of them work on the same "
+                        "together: pass the same on each, generators of one seed where something "
+                        "is drawn."
                     )
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """As `Ranks.sum`."""
+        """Sum tensors over all ranks, in place, to the same bits."""
         self.exchange(None)
         for tensor in tensors:
             total = tensor.contiguous()
-            with _talking():
+            with _collective_errors():
                 dist.all_reduce(total)
             if total is not tensor:
                 tensor.copy_(total)
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
-        """As `Ranks.sum_to_owners`."""
+        """Sum tensors to one rank each; the keys are the same, in the same order, on all ranks."""
         self.exchange(None)
-        found: dict[Key, Tensor] = {}
-        for key, of_rank in sums.items():
-            total = of_rank.clone(memory_format=torch.contiguous_format)
-            with _talking():
+        totals: dict[Key, Tensor] = {}
+        for key, summand in sums.items():
+            total = summand.clone(memory_format=torch.contiguous_format)
+            with _collective_errors():
                 dist.reduce(total, owners[key])
             if owners[key] == self.rank:
-                found[key] = total
-        return found
+                totals[key] = total
+        return totals
 
-    def share(self, parts: Parts, owners: Mapping[Key, int]) -> Shared:
-        """As `Ranks.share`."""
-        mine = [
-            [None if x is None else (x.shape, x.dtype, x.device.type) for x in parts[key]]
+    def share(self, owned: TensorsByKey, owners: Mapping[Key, int]) -> Shared:
+        """Send each owner's tensors to all ranks; keys are the same, in the same order, on all."""
+        own_specs = [
+            [None if x is None else (x.shape, x.dtype, x.device.type) for x in owned[key]]
             for key in owners
             if owners[key] == self.rank
         ]
-        specs = [iter(of_rank) for of_rank in self.exchange(mine)]
+        specs_by_rank = [iter(specs) for specs in self.exchange(own_specs)]
         shared: Shared = {}
         for key, owner in owners.items():
-            of_key = next(specs[owner])
+            specs = next(specs_by_rank[owner])
             if owner == self.rank:
-                shared[key] = tuple(None if x is None else x.contiguous() for x in parts[key])
+                shared[key] = tuple(None if x is None else x.contiguous() for x in owned[key])
             else:
-                shared[key] = tuple(map(_empty, of_key))
+                shared[key] = tuple(map(_empty, specs))
             for x in shared[key]:
                 if x is not None:
-                    with _talking():
+                    with _collective_errors():
                         dist.broadcast(x, owner)
         return shared
 
     def on_all(self, tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """As `Ranks.on_all`."""
+        """Join the rows of all ranks, in the order of ranks; None if no rank has any."""
         owners = {rank: rank for rank in range(self.size)}
-        of_ranks = self.share({self.rank: tensors or ()}, owners)
-        some = [of_rank for of_rank in of_ranks.values() if of_rank]
-        return [torch.cat(parts) for parts in zip(*some, strict=True)] if some else None
+        shared = self.share({self.rank: tensors or ()}, owners)
+        by_rank = [tensors_of_rank for tensors_of_rank in shared.values() if tensors_of_rank]
+        if not by_rank:
+            return None
+        return [torch.cat(rows) for rows in zip(*by_rank, strict=True)]
 
 
 def current() -> Ranks:
-    """The ranks that share the work: those of torch's default process group, or `ALONE`."""
+    """Return the ranks that share the work: those of torch's process group, or `ALONE`."""
     if _IS_ALONE.get() or not dist.is_available() or not dist.is_initialized():
         return ALONE
-    return ALONE if dist.get_world_size() == 1 else Group()
+    if dist.get_world_size() == 1:
+        return ALONE
+    return Group()
 
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Work on this process's data alone, although there is a process group.
+    """Work only on this process's data, although there is a process group.
 
-    Without it the methods that read data (`fit`, `tune`, `evaluate`, `save`, curvature operators)
-    must be called on every rank, and are of all ranks' data together.
+    Outside of it, the methods that read data (`fit`, `tune`, `evaluate`, `save`, curvature
+    operators) must be called on every rank, and work on all ranks' data together.
 
     Example:
         >>> from laplace_debias import alone
@@ -189,7 +195,7 @@ def alone() -> Iterator[None]:
 
 
 def check_joined() -> None:
-    """Require a process group, or `alone()`, where a launcher has started several processes."""
+    """Require a process group, or `alone()`, if a launcher has started several processes."""
     size = os.environ.get("WORLD_SIZE", "1")
     is_joined = _IS_ALONE.get() or (dist.is_available() and dist.is_initialized())
     if "RANK" in os.environ and size not in ("0", "1") and not is_joined:
@@ -201,30 +207,30 @@ def check_joined() -> None:
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
-    """All ranks do this: an error of one is raised on all.
+def together(verb: str) -> Iterator[None]:
+    """Make a call on all ranks: an error of one is raised on all.
 
-    Within another one it is part of that.
+    A collective call within another one belongs to that.
     """
     ranks = current()
     if not isinstance(ranks, Group) or _VERB.get() is not None:
         yield
         return
-    verb = Event()
-    token = _VERB.set(verb)
+    has_left = Event()
+    token = _VERB.set(has_left)
     try:
-        names = ranks.exchange(what)
-        if len(set(names)) > 1:
-            told = ", ".join(f"rank {rank} in {name}" for rank, name in enumerate(names))
+        verbs = ranks.exchange(verb)
+        if len(set(verbs)) > 1:
+            listed = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(verbs))
             raise RankError(
-                f"The ranks are in different calls: {told}. All of them must make the same "
-                "calls in the same order; those of one alone belong into "
+                f"The ranks made different calls: {listed}. Every rank must make the same calls in "
+                "the same order. Put calls that only one rank makes inside "
                 "`laplace_debias.alone()`."
             )
         yield
         ranks.exchange(None)
     except BaseException as error:
-        if not verb.is_set():
+        if not has_left.is_set():
             # On a rank that stops here, the error itself is what counts.
             with suppress(RankError):
                 ranks.exchange(None, error)
@@ -233,36 +239,38 @@ def together(what: str) -> Iterator[None]:
         _VERB.reset(token)
 
 
-def refuse_ranks(what: str, instead: str) -> None:
-    """Refuse what is not there for several processes."""
+def refuse_ranks(subject: str, advice: str) -> None:
+    """Raise an error if several processes share the data."""
     if current().size > 1:
         raise NotImplementedError(
-            f"{what} is not there for data that several processes share ({instead}): use it on one "
-            "process's data, within `laplace_debias.alone()`."
+            f"{subject} is not supported for data that several processes share ({advice}). Use it "
+            "on one process's data, inside `laplace_debias.alone()`."
         )
 
 
 def _leave() -> None:
-    """The ranks part: an error that follows on one of them reaches no other."""
-    if (verb := _VERB.get()) is not None:
-        verb.set()
+    """Note that the ranks part: an error that follows on one of them reaches no other."""
+    has_left = _VERB.get()
+    if has_left is not None:
+        has_left.set()
 
 
 @contextmanager
-def _talking() -> Iterator[None]:
-    """A collective is within."""
+def _collective_errors() -> Iterator[None]:
+    """Explain the errors of torch's collective operations."""
     try:
         yield
     except RuntimeError as error:
         _leave()
         raise RankError(
             f"The processes do not reach each other: {error}. One of them was killed, has failed "
-            "or is elsewhere: look at the first error in their logs, and start all of them again."
+            "or is in another call. Look at the first error in their logs, and start all of them "
+            "again."
         ) from error
 
 
 def _empty(spec: tuple[torch.Size, torch.dtype, str] | None) -> Tensor | None:
-    """Room for another rank's tensor, on a device of the same kind: collectives differ by kind."""
+    """Allocate another rank's tensor, on a device of the same kind: collectives differ by kind."""
     if spec is None:
         return None
     shape, dtype, kind = spec

@@ -12,17 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-_FEW = 3
+_MOST_SHOWN_VALUES = 3
 
 
 def one_line(value: Any) -> str:
-    """The class of an object and its attributes but for empty ones, long tensors by shape alone."""
-    parts = [
-        f"{name}={_short(part)}"
-        for name, part in vars(value).items()
-        if not (name.startswith("_") or part is None or (isinstance(part, Mapping) and not part))
-    ]
-    return f"{type(value).__name__}({', '.join(parts)})"
+    """Format an object's class and its attributes, without empty ones; long tensors by shape."""
+    attributes = []
+    for name, attribute in vars(value).items():
+        is_empty = attribute is None or (isinstance(attribute, Mapping) and not attribute)
+        if not (name.startswith("_") or is_empty):
+            attributes.append(f"{name}={_short(attribute)}")
+    return f"{type(value).__name__}({', '.join(attributes)})"
 
 
 def _short(value: Any) -> str:
@@ -39,18 +39,19 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = dict.fromkeys(map(_short, value))
-        return ", ".join(parts) if len(parts) <= _FEW else f"[{len(value)}]"
+        texts = dict.fromkeys(map(_short, value))
+        return ", ".join(texts) if len(texts) <= _MOST_SHOWN_VALUES else f"[{len(value)}]"
     return repr(value)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows with columns of one width; the first to the left, others to the right."""
+    """Align columns of rows: the first one to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])])
-        for first, *others in rows
-    )
+    lines = []
+    for title, *values in rows:
+        cells = [value.rjust(width) for value, width in zip(values, widths[1:], strict=True)]
+        lines.append("  ".join([title.ljust(widths[0]), *cells]))
+    return "\n".join(lines)
 
 
 def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
@@ -67,21 +68,22 @@ def _line(tag: str, cells: Sequence[object]) -> str:
     return f"<tr>{texts}</tr>"
 
 
-# What may lie between that line and the one that warns: this package, and what wraps functions.
-_WITHIN = {"laplace_debias", "torch", "contextlib", "functools", "beartype", "jaxtyping"}
+# Packages whose frames may lie between the user's line and the one that warns.
+_PASSED_PACKAGES = {"laplace_debias", "torch", "contextlib", "functools", "beartype", "jaxtyping"}
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of a line of the user's code: the nearest one that is not within this package."""
+    """Warn at a line of the user's code: the nearest one outside of this package."""
     frame: FrameType | None = sys._getframe(1)
     # Level 1 is this function.
     level = 2
     while frame is not None:
         module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         # Functions that beartype makes have names of no file.
-        if module not in _WITHIN and not frame.f_code.co_filename.startswith("<@beartype"):
+        if module not in _PASSED_PACKAGES and not frame.f_code.co_filename.startswith("<@beartype"):
             break
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, category, stacklevel=level)
 
 

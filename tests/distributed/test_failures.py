@@ -46,7 +46,7 @@ def test_a_process_that_is_killed_ends_all(processes):
         for rank in (0, 1):
             kind, message = processes.result(rank)
             assert kind == "RankError"
-            assert "was killed, has failed or is elsewhere" in message, message
+            assert "was killed, has failed or is in another call" in message, message
             assert "start all of them again" in message
     finally:
         processes.close()

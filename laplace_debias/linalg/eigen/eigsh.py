@@ -288,7 +288,7 @@ def eigsh(
         raise ValueError(f"`tol` is {tol}; expected a positive relative residual.")
     if max_matvecs is None:
         max_matvecs = max(10_000, 1000 * k) if method == "power" else max(1000, 50 * k)
-    whole(max_matvecs, "max_matvecs", least=k)
+    whole(max_matvecs, "max_matvecs", minimum=k)
     closed_form = exact_eigh(A)
     if closed_form is not None:
         no_residuals = torch.zeros_like(closed_form[0])

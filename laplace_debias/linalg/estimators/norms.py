@@ -106,7 +106,7 @@ def spectral_norm(
     check_operator(A, generator)
     if not tol > 0:
         raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
-    whole(max_matvecs, "max_matvecs", least=2)
+    whole(max_matvecs, "max_matvecs", minimum=2)
     check_finite(A)
     closed_form = exact_spectral_norm(A)
     if closed_form is not None:

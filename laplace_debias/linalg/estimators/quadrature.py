@@ -81,7 +81,7 @@ def lanczos_quadrature(
     """
     n = check_square(A, "spectrum", generator)
     whole(num_probes, "num_probes")
-    whole(num_steps, "num_steps", least=2)
+    whole(num_steps, "num_steps", minimum=2)
     values = eigenvalues(A)
     if values is not None:
         return _of_eigenvalues(values, 0)

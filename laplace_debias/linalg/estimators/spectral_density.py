@@ -85,7 +85,7 @@ def spectral_density(
         Papyan. The full spectrum of deepnet Hessians at scale. 2018 (logarithmic scale).
     """
     check_choice(scale, ("linear", "log"), "scale")
-    whole(num_points, "num_points", least=2)
+    whole(num_points, "num_points", minimum=2)
     if width is not None and not width > 0:
         raise ValueError(f"`width` is {width}; expected a positive standard deviation.")
     if floor is not None and scale == "linear":
