@@ -17,7 +17,7 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.curvature.network.shards import check_shared
 from laplace_debias.metrics.checks import check_level
-from laplace_debias.metrics.definitions import of_log_probs, of_rmse
+from laplace_debias.metrics.definitions import nll_statistic, rmse_statistic
 from laplace_debias.metrics.evaluation import separation
 from laplace_debias.metrics.report import report_of
 from laplace_debias.system.ranks import current
@@ -99,7 +99,7 @@ def evaluate_predictions(
     if not has_probabilities:
         targets = targets.reshape(values.shape).to(values.dtype)
     if not has_probabilities and not deviations:
-        statistics = {"nll": of_log_probs(log_probs), "rmse": of_rmse(values, targets)}
+        statistics = {"nll": nll_statistic(log_probs), "rmse": rmse_statistic(values, targets)}
         if ood:
 
             def mean_variance(x: Inputs) -> Tensor:

@@ -162,14 +162,17 @@ def _smoothed_error(residuals: Float[Tensor, " points"]) -> Float[Tensor, ""]:
     frequencies = math.pi * torch.arange(
         num_intervals + 1, dtype=residuals.dtype, device=residuals.device
     )
-    low, high = torch.zeros_like(residuals[0]), torch.ones_like(residuals[0])
+    low = torch.zeros_like(residuals[0])
+    high = torch.ones_like(residuals[0])
     for _ in range(_STEPS):
         sigma = (low + high) / 2
         damped = spectrum * (-(frequencies * sigma).square() / 2).exp()
         # Values are sums over a grid cell, so the trapezoidal rule needs no width.
         smoothed = torch.fft.irfft(damped, n=2 * num_intervals)[: num_intervals + 1].abs()
         error = smoothed.sum() - (smoothed[0] + smoothed[-1]) / 2
-        low, high = torch.where(error > sigma, sigma, low), torch.where(error > sigma, high, sigma)
+        is_below = error > sigma  # the fixed point is above sigma
+        low = torch.where(is_below, sigma, low)
+        high = torch.where(is_below, high, sigma)
     return (low + high) / 2
 
 
@@ -228,14 +231,14 @@ def confidence_and_right(
 def error_probability(probs: Float[Tensor, "n classes"]) -> Float[Tensor, " n"]:
     """The probability that the most probable class is wrong, `1 - max_c p_c`, float64.
 
-    Where the largest probability is near 1 it is the sum of the others: they keep the digits that
-    float32 rounds away in a number near 1, so that sure predictions keep their order.
+    Near 0 it is computed as the sum of the other classes' probabilities, which keep the digits that
+    float32 rounds away in a number near 1. So sure predictions keep their order.
     """
     probs = probs.double()
     confidences, predictions = probs.max(dim=1)
-    others = probs.scatter(1, predictions[:, None], 0).sum(dim=1)
+    summed = probs.scatter(1, predictions[:, None], 0).sum(dim=1)
     # Elsewhere the difference, so that equal confidences have equal error probabilities.
-    return torch.where(confidences > _NEAR_ONE, others, 1 - confidences)
+    return torch.where(confidences > _NEAR_ONE, summed, 1 - confidences)
 
 
 def _equal_bins(values: Float[Tensor, "*n"], num_bins: int) -> Integer[Tensor, "*n"]:

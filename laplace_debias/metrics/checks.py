@@ -1,4 +1,4 @@
-"""Checks of what metrics are given, before they compute anything."""
+"""Checks of the arguments of metrics, before anything is computed."""
 
 from collections.abc import Mapping
 
@@ -99,13 +99,13 @@ def check_scores(scores: Float[Tensor, " n"], name: str) -> None:
 
 
 def check_same_device(
-    first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."], name: str, other: str
+    first: Shaped[Tensor, "..."], second: Shaped[Tensor, "..."], first_name: str, second_name: str
 ) -> None:
     """Checks that two tensors are on one device."""
     if first.device != second.device:
         raise ValueError(
-            f"`{name}` is on {first.device} and `{other}` on {second.device}; expected one device. "
-            "Move one of them with `.to(...)`."
+            f"`{first_name}` is on {first.device} and `{second_name}` on {second.device}; expected "
+            "one device. Move one of them with `.to(...)`."
         )
 
 
@@ -134,18 +134,18 @@ def _check_numbers(values: Shaped[Tensor, "..."], name: str) -> None:
 
 def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
     """Check numbers of a regression, by name: finite, of one shape, on one device."""
-    (name, first), *_ = tensors.items()
-    for other, values in tensors.items():
-        _check_numbers(values, other)
+    (first_name, first), *_ = tensors.items()
+    for name, values in tensors.items():
+        _check_numbers(values, name)
         if values.shape != first.shape:
             raise ValueError(
-                f"`{other}` has shape {list(values.shape)} and `{name}` {list(first.shape)}; "
+                f"`{name}` has shape {list(values.shape)} and `{first_name}` {list(first.shape)}; "
                 "expected the same. Squeeze or expand one of them."
             )
-        check_same_device(first, values, name, other)
+        check_same_device(first, values, first_name, name)
         if not values.isfinite().all():
             raise ValueError(
-                f"`{other}` holds NaN or Inf; expected finite numbers. Drop those examples, or "
+                f"`{name}` holds NaN or Inf; expected finite numbers. Drop those examples, or "
                 "look at the outputs of the network."
             )
 

@@ -25,7 +25,7 @@ def accuracy(
 ) -> Float[Tensor, "..."]:
     """Fraction of examples whose most probable class is the label.
 
-    Of several most probable classes, the one that `Tensor.argmax` returns counts.
+    If several classes are most probable, the one that `Tensor.argmax` returns counts.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -85,10 +85,11 @@ def overconfidence(
     *,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, "..."]:
-    """Mean confidence less accuracy, `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`.
+    """Mean confidence minus accuracy, `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`.
 
-    Above zero the network is surer than it is right. Of a binary problem the confidence is that of
-    the more probable class. The result is float64; arguments and errors are those of `accuracy`.
+    It is positive if the network is more confident than accurate. In a binary problem the
+    confidence is that of the more probable class. The result is float64; arguments and errors are
+    those of `accuracy`.
     """
     confidences, right = confidence_and_right(probs, labels)
     return reduced(confidences - right, reduction)

@@ -1,4 +1,4 @@
-"""Every metric's definition: its name, its unit, and what makes its statistic."""
+"""The definition of every metric: its name, its unit and its statistic."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from laplace_debias.metrics.statistics import Area, Mean, Proportion, Statistic
 _MEANINGS = {
     "nll": "Mean negative log-probability of the label: how surprising the truth is.",
     "rmse": "Root of the mean squared error.",
-    "bias": "Mean of prediction less target, over all outputs; it should be 0.",
+    "bias": "Mean of prediction minus target, over all outputs; it should be 0.",
     "scaled_error": "Root mean square error in predicted SDs: too narrow above 1, too wide below.",
     "crps": "Distance of the predicted distribution from the target; if certain, the error.",
     "coverage": "Share of targets in the predictive's central interval; it should be its level.",
@@ -44,9 +44,9 @@ _MEANINGS = {
     "quantile_calibration_error": "Mean gap of levels and shares of targets below them.",
     "accuracy": "Share of examples whose most probable class is the label.",
     "brier": "Mean squared distance of the probabilities from the label, between 0 and 2.",
-    "overconfidence": "Mean confidence less accuracy: above 0 too sure, below 0 not sure enough.",
+    "overconfidence": "Mean confidence minus accuracy: above 0 too sure, below 0 not sure enough.",
     "ece": "Mean gap of confidence and accuracy over 15 equal intervals of the confidence.",
-    "mean_entropy": "How uncertain the predictive says that it is.",
+    "mean_entropy": "Mean uncertainty of the predictive.",
     "ece_equal_mass": "Mean gap of confidence and accuracy over 15 groups of equal size.",
     "smooth_ece": "Gap of confidence and accuracy after smoothing, with no bins to choose.",
     "mce": "Largest gap of confidence and accuracy of 15 bins, often that of the smallest bin.",
@@ -58,11 +58,11 @@ _MEANINGS = {
     "aupr_in": "Mean precision in finding examples of the test set; by chance it is their share.",
     "fpr95": "Share of the test set taken for OOD where 95 % of the OOD examples are found.",
 }
-_MEAN = "Where the mean over many test examples lies, by Student's t corrected for skewness (Hall)."
-_SHARE = "Where the share among many test examples lies (Wilson)."
-_ROOT = "Root of the interval of the mean square over many test examples (Hall's t)."
-_AREA = "Where it lies for many examples of both kinds, by the normal approximation of its logit."
-_NONE = "None: no interval is known that holds the truth as often as it promises."
+_MEAN = "For the mean over many test examples, by Student's t corrected for skewness (Hall)."
+_SHARE = "For the share among many test examples (Wilson)."
+_ROOT = "Root of the interval for the mean square over many test examples (Hall's t)."
+_AREA = "For many examples of both kinds, by the normal approximation of the logit."
+_NONE = "None: no interval is known that has its nominal coverage."
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Metric:
     """A metric of a predictive.
 
     Attributes:
-        name: As reports have it.
+        name: Name in reports.
         label: Name in tables and on axes.
-        statistic: Makes it of probabilities and labels, of scores of ID and OOD examples, or of
-            mean, standard deviation, targets and the level of the interval.
-        better: Whether `lower` or `higher` is better, `level` if it should be the level of the
-            interval that it measures, `ideal` if there is a number that it should be (differences
-            are then of the distances from it, and lower is better), None if none is.
-        unit: Of its values; "" for numbers between 0 and 1.
+        statistic: Computes it from probabilities and labels, from scores of ID and OOD examples, or
+            from mean, standard deviation, targets and the level of the interval.
+        better: Whether `lower` or `higher` is better; `level` if it should equal the level of the
+            interval that it measures; `ideal` if it should be a certain number (differences are
+            then those of the distances from it, and lower is better); None if nothing is better.
+        unit: Unit of the values; "" for numbers between 0 and 1.
         interval: One sentence on what its interval means.
     """
 
@@ -97,14 +97,14 @@ class Metric:
 # ------------------------------------------------------------- probabilities and labels
 
 
-def share_of(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
+def proportion_statistic(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
     """The statistic of a function whose value is the share of examples with a property."""
     return lambda probs, labels: Proportion(
         function(probs, labels).item(), function(probs, labels, reduction="none")
     )
 
 
-def mean_of(
+def mean_statistic(
     function: Callable[..., Tensor], **options: Any
 ) -> Callable[[Tensor, Tensor], Statistic]:
     """The statistic of a function whose value is the mean of examples' values."""
@@ -113,17 +113,17 @@ def mean_of(
     )
 
 
-def alone(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
-    """The statistic of a function of which no interval is known that holds."""
+def without_interval(function: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Statistic]:
+    """The statistic of a function whose value has no known interval of nominal coverage."""
     return lambda probs, labels: Statistic(function(probs, labels).item(), labels)
 
 
-def _of_aurc(probs: Tensor, labels: Tensor) -> Statistic:
+def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
     """`aurc`, a mean to first order.
 
-    With the risk R and the coverage S at each example's confidence, an example with error e adds
-    `R + mean over those that are at most as confident of (e - R)/S`: the influence function of
-    `E[R]`.
+    With the risk R and the coverage S at each example's confidence, an example with error e adds R
+    and the mean of `(e - R)/S` over the examples that are at most as confident: the influence
+    function of `E[R]`.
     """
     probs, labels = check_classification(probs, labels)
     _, right = confidence_and_right(probs, labels)
@@ -145,12 +145,12 @@ def _of_aurc(probs: Tensor, labels: Tensor) -> Statistic:
     return Mean(risks.mean().item(), influence, lowest=0)
 
 
-OF_PROBS = (
-    Metric("accuracy", "Accuracy", share_of(accuracy), "higher", interval=_SHARE),
-    Metric("nll", "NLL", mean_of(nll, lowest=0), unit="nats"),
-    Metric("brier", "Brier score", mean_of(brier, lowest=0)),
-    Metric("overconfidence", "Over-confidence", mean_of(overconfidence, ideal=0), "ideal"),
-    Metric("ece", "ECE", alone(ece), interval=_NONE),
+CLASSIFICATION_METRICS = (
+    Metric("accuracy", "Accuracy", proportion_statistic(accuracy), "higher", interval=_SHARE),
+    Metric("nll", "NLL", mean_statistic(nll, lowest=0), unit="nats"),
+    Metric("brier", "Brier score", mean_statistic(brier, lowest=0)),
+    Metric("overconfidence", "Over-confidence", mean_statistic(overconfidence, ideal=0), "ideal"),
+    Metric("ece", "ECE", without_interval(ece), interval=_NONE),
     Metric(
         "mean_entropy",
         "Mean entropy",
@@ -158,14 +158,14 @@ OF_PROBS = (
         better=None,
         unit="nats",
     ),
-    Metric("ece_equal_mass", "ECE (equal mass)", alone(ece_equal_mass), interval=_NONE),
-    Metric("smooth_ece", "Smooth ECE", alone(smooth_ece), interval=_NONE),
-    Metric("mce", "MCE", alone(mce), interval=_NONE),
-    Metric("classwise_ece", "Classwise ECE", alone(classwise_ece), interval=_NONE),
-    Metric("aurc", "AURC", _of_aurc),
+    Metric("ece_equal_mass", "ECE (equal mass)", without_interval(ece_equal_mass), interval=_NONE),
+    Metric("smooth_ece", "Smooth ECE", without_interval(smooth_ece), interval=_NONE),
+    Metric("mce", "MCE", without_interval(mce), interval=_NONE),
+    Metric("classwise_ece", "Classwise ECE", without_interval(classwise_ece), interval=_NONE),
+    Metric("aurc", "AURC", _aurc_statistic),
 )
 
-# ----------------------------------------------- labels of which several may apply, [n, labels]
+# ------------------------------------------------------ several labels per example, [n, labels]
 
 
 def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> Statistic:
@@ -185,8 +185,8 @@ def over_labels(statistic: Statistic, shape: torch.Size, num_terms: int = 1) -> 
     )
 
 
-def _of_exact_match(probs: Tensor, labels: Tensor) -> Statistic:
-    # torchmetrics takes seconds to import: only what uses it waits for it.
+def _exact_match_statistic(probs: Tensor, labels: Tensor) -> Statistic:
+    # Imported here, because torchmetrics takes seconds to import.
     from torchmetrics.functional.classification import multilabel_exact_match
 
     hits = accuracy(probs.flatten(), labels.flatten(), reduction="none").view(probs.shape)
@@ -194,92 +194,108 @@ def _of_exact_match(probs: Tensor, labels: Tensor) -> Statistic:
     return Proportion(exact.item(), hits.amin(1))
 
 
-EXACT_MATCH = Metric("exact_match", "Exact match", _of_exact_match, "higher", interval=_SHARE)
+EXACT_MATCH = Metric(
+    "exact_match", "Exact match", _exact_match_statistic, "higher", interval=_SHARE
+)
 
 # ------------------------------------------------------------- scores of ID and OOD examples
 
 
-def _of_auroc(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
+def _auroc_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     """`auroc` with DeLong's placement values.
 
     Reference:
         DeLong, DeLong, Clarke-Pearson. Comparing the areas under two or more correlated receiver
         operating characteristic curves. Biometrics, 1988.
     """
-    above_id, below = (
-        (_share_below(reference, scores) + _share_below(reference, scores, or_at_it=True)) / 2
-        for reference, scores in ((scores_id, scores_ood), (scores_ood, scores_id))
-    )
-    return Area(auroc(scores_id, scores_ood).item(), 1 - below, above_id)
+    ood_below = _share_below_or_tied(scores_ood, scores_id)
+    id_below = _share_below_or_tied(scores_id, scores_ood)
+    return Area(auroc(scores_id, scores_ood).item(), 1 - ood_below, id_below)
 
 
-def _of_aupr(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
-    of_ood, of_id = _average_precision(scores_ood, scores_id)
-    return Area(aupr(scores_id, scores_ood).item(), of_id, of_ood)
+def _aupr_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
+    influence_ood, influence_id = _average_precision_influences(scores_ood, scores_id)
+    return Area(aupr(scores_id, scores_ood).item(), influence_id, influence_ood)
 
 
-def _of_aupr_in(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
-    return Area(aupr_in(scores_id, scores_ood).item(), *_average_precision(-scores_id, -scores_ood))
+def _aupr_in_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
+    influence_id, influence_ood = _average_precision_influences(-scores_id, -scores_ood)
+    return Area(aupr_in(scores_id, scores_ood).item(), influence_id, influence_ood)
 
 
-def _average_precision(positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-    """The influence of positive and negative examples on the mean precision.
+def _average_precision_influences(
+    positive: Tensor, negative: Tensor
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " m"]]:
+    """The influence of positive and of negative examples on the mean precision.
 
-    With A and B the shares of positive and negative examples at or above a threshold and λ how many
-    negative ones there are for a positive one, the precision is `A / (A + λB)`. A positive example
-    adds the precision at its own score, and each example what it changes in A or B of the others'.
+    With A and B the shares of positive and negative examples at or above a threshold and λ the
+    number of negative examples per positive one, the precision is `A / (A + λB)`. A positive
+    example adds the precision at its own score. Every example also changes A or B, and so the
+    precision at the scores below its own.
     """
     ratio = len(negative) / len(positive)
     at_least = 1 - _share_below(positive, positive)
     false = ratio * (1 - _share_below(negative, positive))
     precision = at_least / (at_least + false)
-    by_true = false / (at_least + false).square()
-    by_false = -ratio * at_least / (at_least + false).square()
-    of_positive = precision + _sum_upto(positive, by_true, positive) / len(positive)
-    return of_positive, _sum_upto(positive, by_false, negative) / len(positive)
+    positive_slopes = false / (at_least + false).square()
+    negative_slopes = -ratio * at_least / (at_least + false).square()
+    changes = _sum_up_to(positive, positive_slopes, positive) / len(positive)
+    return precision + changes, _sum_up_to(positive, negative_slopes, negative) / len(positive)
 
 
-def _of_fpr95(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
+def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     """`fpr95` with its influence function.
 
     An OOD example below the threshold moves it down by 1/n of the OOD examples, and the false
-    alarms along the ROC curve. The slope there is that between the thresholds that find two
+    alarms along the ROC curve. The slope there is estimated between the thresholds that detect two
     standard errors more and fewer of the OOD examples.
     """
-    ordered, m = scores_ood.sort().values, len(scores_ood)
+    ordered = scores_ood.sort().values
+    m = len(scores_ood)
     missed = 0.05 + 1e-8
     step = 2 * (missed * (1 - missed) / m) ** 0.5
-    low, high = max(0.0, missed - step), min(1.0, missed + step)
+    low = max(0.0, missed - step)
+    high = min(1.0, missed + step)
     threshold, lower, upper = (ordered[min(m - 1, int(q * m))] for q in (missed, low, high))
-    lost = ((scores_id >= lower).double().mean() - (scores_id >= upper).double().mean()).item()
-    slope, false = lost / (high - low), (scores_id >= threshold).double()
-    missing = (scores_ood < threshold).double()
-    return Area(fpr95(scores_id, scores_ood).item(), false, slope * missing)
+    alarms_at_lower = (scores_id >= lower).double().mean()
+    alarms_at_upper = (scores_id >= upper).double().mean()
+    slope = (alarms_at_lower - alarms_at_upper).item() / (high - low)
+    is_alarm = (scores_id >= threshold).double()
+    is_missed = (scores_ood < threshold).double()
+    return Area(fpr95(scores_id, scores_ood).item(), is_alarm, slope * is_missed)
 
 
 def _share_below(
-    reference: Float[Tensor, " m"], values: Float[Tensor, " n"], or_at_it: bool = False
+    reference: Float[Tensor, " m"], values: Float[Tensor, " n"], with_equal: bool = False
 ) -> Float[Tensor, " n"]:
-    """The share of a set that lies below each value, or at it."""
-    places = torch.searchsorted(reference.sort().values, values.contiguous(), right=or_at_it)
-    return places.double() / len(reference)
+    """The share of a set that is less than each value, or equal to it."""
+    counts = torch.searchsorted(reference.sort().values, values.contiguous(), right=with_equal)
+    return counts.double() / len(reference)
 
 
-def _sum_upto(keys: Tensor, weights: Tensor, values: Tensor) -> Float[Tensor, " n"]:
+def _share_below_or_tied(
+    reference: Float[Tensor, " m"], values: Float[Tensor, " n"]
+) -> Float[Tensor, " n"]:
+    """The share of a set that is less than each value; equal ones count half."""
+    below = _share_below(reference, values)
+    return (below + _share_below(reference, values, with_equal=True)) / 2
+
+
+def _sum_up_to(keys: Tensor, weights: Tensor, values: Tensor) -> Float[Tensor, " n"]:
     """For each value the sum of the weights whose keys are at most it."""
     ordered, order = keys.sort()
     sums = torch.nn.functional.pad(weights[order].cumsum(0), (1, 0))
     return sums[torch.searchsorted(ordered, values.contiguous(), right=True)]
 
 
-OF_SCORES = (
-    Metric("auroc", "AUROC", _of_auroc, "higher", interval=_AREA),
-    Metric("aupr_out", "AUPR (out)", _of_aupr, "higher", interval=_AREA),
-    Metric("aupr_in", "AUPR (in)", _of_aupr_in, "higher", interval=_AREA),
+OOD_METRICS = (
+    Metric("auroc", "AUROC", _auroc_statistic, "higher", interval=_AREA),
+    Metric("aupr_out", "AUPR (out)", _aupr_statistic, "higher", interval=_AREA),
+    Metric("aupr_in", "AUPR (in)", _aupr_in_statistic, "higher", interval=_AREA),
     Metric(
         "fpr95",
         "FPR95",
-        _of_fpr95,
+        _fpr95_statistic,
         interval=f"{_AREA} Too narrow near 1 for fewer than some 200 OOD examples.",
     ),
 )
@@ -296,62 +312,68 @@ def _mean(values: Float[Tensor, "n *outputs"], **options: Any) -> Mean:
     return Mean(values.mean().item(), per_example(values), **options)
 
 
-def _of_nll(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
+def _gaussian_nll_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     terms = gaussian_nll(mean, sd, targets, reduction="none")
-    return of_log_probs(-(terms.flatten(1).sum(1) if terms.ndim > 1 else terms))
+    if terms.ndim > 1:
+        terms = terms.flatten(1).sum(1)
+    return nll_statistic(-terms)
 
 
-def of_log_probs(log_probs: Float[Tensor, " n"]) -> Statistic:
+def nll_statistic(log_probs: Float[Tensor, " n"]) -> Statistic:
     """The mean of negative log-probabilities, in nats."""
     return _mean(-log_probs.double())
 
 
-def of_rmse(mean: Tensor, targets: Tensor) -> Statistic:
+def rmse_statistic(mean: Tensor, targets: Tensor) -> Statistic:
     """`rmse`, the root of a mean."""
     squares = (mean - targets).square().double()
     return Mean(squares.mean().sqrt().item(), per_example(squares), squared=True)
 
 
-def _of_scaled_error(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
+def _scaled_error_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     squares = per_example(((mean - targets) / sd).square())
     return Mean(squares.mean().sqrt().item(), squares, squared=True, ideal=1)
 
 
 def widths(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
     """The width of each target's central interval."""
-    return interval_width(*gaussian_interval(mean, sd, level), reduction="none")
+    low, high = gaussian_interval(mean, sd, level)
+    return interval_width(low, high, reduction="none")
 
 
 def covered(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
     """1 where a target is in its central interval, else 0."""
-    return interval_coverage(*gaussian_interval(mean, sd, level), targets, reduction="none")
+    low, high = gaussian_interval(mean, sd, level)
+    return interval_coverage(low, high, targets, reduction="none")
 
 
-def _of_coverage(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
+def _coverage_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     inside = covered(mean, sd, targets, level)
     if inside.numel() == len(inside):
         return Proportion(inside.mean().item(), per_example(inside))
     return _mean(inside, lowest=0)
 
 
-def _of_quantiles(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
+def _quantile_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
     return Statistic(quantile_calibration_error(gaussian_pit(mean, sd, targets)).item(), targets)
 
 
 _UNIT = "units of the target"
 
-OF_GAUSSIANS = (
-    Metric("nll", "NLL", _of_nll, unit="nats"),
-    Metric("rmse", "RMSE", lambda m, sd, y, level: of_rmse(m, y), unit=_UNIT, interval=_ROOT),
-    Metric("bias", "Bias", lambda m, sd, y, level: _mean(m - y, ideal=0), "ideal", _UNIT),
-    Metric("scaled_error", "Error in SDs", _of_scaled_error, "ideal", interval=_ROOT),
+REGRESSION_METRICS = (
+    Metric("nll", "NLL", _gaussian_nll_statistic, unit="nats"),
+    Metric(
+        "rmse", "RMSE", lambda m, sd, y, level: rmse_statistic(m, y), unit=_UNIT, interval=_ROOT
+    ),
+    Metric("bias", "Bias", lambda m, sd, y, level: _mean(m - y, ideal=0), "ideal", unit=_UNIT),
+    Metric("scaled_error", "Error in SDs", _scaled_error_statistic, "ideal", interval=_ROOT),
     Metric(
         "crps",
         "CRPS",
         lambda m, sd, y, level: _mean(crps(m, sd, y, reduction="none"), lowest=0),
         unit=_UNIT,
     ),
-    Metric("coverage", "Coverage", _of_coverage, "level", interval=_SHARE),
+    Metric("coverage", "Coverage", _coverage_statistic, "level", interval=_SHARE),
     Metric(
         "width",
         "Interval width",
@@ -359,11 +381,15 @@ OF_GAUSSIANS = (
         unit=_UNIT,
     ),
     Metric(
-        "quantile_calibration_error", "Quantile calibration error", _of_quantiles, interval=_NONE
+        "quantile_calibration_error",
+        "Quantile calibration error",
+        _quantile_statistic,
+        interval=_NONE,
     ),
 )
 
 METRICS: dict[str, Metric] = {
-    metric.name: metric for metric in (*OF_GAUSSIANS, *OF_PROBS, EXACT_MATCH, *OF_SCORES)
+    metric.name: metric
+    for metric in (*REGRESSION_METRICS, *CLASSIFICATION_METRICS, EXACT_MATCH, *OOD_METRICS)
 }
 """The metrics by name, in the order in which they are shown."""

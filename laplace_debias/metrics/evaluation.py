@@ -13,11 +13,11 @@ from laplace_debias.metrics.checks import (
     check_tensor,
 )
 from laplace_debias.metrics.definitions import (
+    CLASSIFICATION_METRICS,
     EXACT_MATCH,
-    OF_GAUSSIANS,
-    OF_PROBS,
-    OF_SCORES,
-    of_log_probs,
+    OOD_METRICS,
+    REGRESSION_METRICS,
+    nll_statistic,
     over_labels,
     per_example,
 )
@@ -80,10 +80,12 @@ def evaluate(
         True
     """
     probs, labels = check_classification(probs, labels)
-    checked = _checked_sets(ood, probs, check_probs, "classes")
-    statistics = {metric.name: metric.statistic(probs, labels) for metric in OF_PROBS}
-    scores = {name: entropy(other) for name, other in checked.items()}
-    statistics |= _further(log_probs, len(labels), entropy(probs), scores)
+    ood_probs = _checked_sets(ood, probs, check_probs, "classes")
+    statistics = {metric.name: metric.statistic(probs, labels) for metric in CLASSIFICATION_METRICS}
+    if log_probs is not None:
+        statistics["nll"] = _nll_of_log_probs(log_probs, len(labels))
+    scores_ood = {name: entropy(set_probs) for name, set_probs in ood_probs.items()}
+    statistics |= separation(entropy(probs), scores_ood)
     return report_of(statistics, labels, level, intervals)
 
 
@@ -132,22 +134,24 @@ def evaluate_multilabel(
     """
     probs = _checked_table(probs, "probs")
     if not isinstance(labels, Tensor) or labels.shape != probs.shape:
-        came = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
+        form = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(
-            f"`labels` is {came}; expected a tensor of the shape of `probs`, {list(probs.shape)}, "
+            f"`labels` is {form}; expected a tensor of the shape of `probs`, {list(probs.shape)}, "
             "0 or 1 for every label."
         )
-    checked = _checked_sets(ood, probs, _checked_table, "labels")
-    flat = check_classification(probs.flatten(), labels.flatten())
+    ood_probs = _checked_sets(ood, probs, _checked_table, "labels")
+    flat_probs, flat_labels = check_classification(probs.flatten(), labels.flatten())
     statistics: dict[str, Statistic] = {}
-    for metric in OF_PROBS:
+    for metric in CLASSIFICATION_METRICS:
         if metric.name in _MULTILABEL:
             num_terms = probs.shape[1] if metric.name in _SUMMED_OVER_LABELS else 1
-            per_label = metric.statistic(*flat)
+            per_label = metric.statistic(flat_probs, flat_labels)
             statistics[metric.name] = over_labels(per_label, probs.shape, num_terms)
     statistics["exact_match"] = EXACT_MATCH.statistic(probs, labels)
-    scores = {name: label_entropy(other) for name, other in checked.items()}
-    statistics |= _further(log_probs, len(labels), label_entropy(probs), scores)
+    if log_probs is not None:
+        statistics["nll"] = _nll_of_log_probs(log_probs, len(labels))
+    scores_ood = {name: label_entropy(set_probs) for name, set_probs in ood_probs.items()}
+    statistics |= separation(label_entropy(probs), scores_ood)
     return report_of(statistics, labels, level, intervals)
 
 
@@ -165,12 +169,12 @@ def evaluate_regression(
 
     Args:
         mean: `[n]` or `[n, outputs]`.
-        standard_deviation: Of the same shape, positive, the noise included.
-        targets: Of the same shape.
+        standard_deviation: Positive, in the same shape, with the noise included.
+        targets: Numbers in the same shape.
         ood: By the name of each out-of-distribution set, the standard deviations predicted on it,
             `[m]` or `[m, outputs]`.
         log_probs: Log-densities of the targets of each example, `[n]`, where outputs are
-            correlated; by default the sum over the outputs of each alone.
+            correlated; by default the sum over the outputs.
         intervals: Whether to make confidence intervals.
         level: Coverage that they aim at, and of the predictive's intervals that `coverage` and
             `width` measure.
@@ -189,13 +193,19 @@ def evaluate_regression(
     """
     check_level(level)
     check_gaussian(mean, standard_deviation, targets)
-    given = mean.double(), standard_deviation.double(), targets.double()
-    statistics = {metric.name: metric.statistic(*given, level) for metric in OF_GAUSSIANS}
-    variances = {}
-    for name, deviation in (ood or {}).items():
-        check_gaussian(deviation, deviation)
-        variances[name] = per_example(deviation.double().square())
-    statistics |= _further(log_probs, len(mean), per_example(given[1].square()), variances)
+    means = mean.double()
+    deviations = standard_deviation.double()
+    statistics = {
+        metric.name: metric.statistic(means, deviations, targets.double(), level)
+        for metric in REGRESSION_METRICS
+    }
+    if log_probs is not None:
+        statistics["nll"] = _nll_of_log_probs(log_probs, len(means))
+    variances_ood = {}
+    for name, ood_deviation in (ood or {}).items():
+        check_gaussian(ood_deviation, ood_deviation)
+        variances_ood[name] = per_example(ood_deviation.double().square())
+    statistics |= separation(per_example(deviations.square()), variances_ood)
     return report_of(statistics, targets, level, intervals)
 
 
@@ -206,7 +216,7 @@ def evaluate_ood(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """How well any score tells OOD examples from ID ones.
+    """Separation of OOD and ID examples by any score.
 
     Scores are higher where an example is more OOD: `entropy`, `max_probability`, the epistemic part
     of `uncertainty`. Intervals and their level are those of `evaluate`.
@@ -219,48 +229,40 @@ def evaluate_ood(
         TypeError: An argument is not a tensor.
         ValueError: Scores are empty, not one-dimensional, or hold NaN; as `evaluate`.
     """
-    statistics = {metric.name: metric.statistic(scores_id, scores_ood) for metric in OF_SCORES}
+    statistics = {metric.name: metric.statistic(scores_id, scores_ood) for metric in OOD_METRICS}
     return report_of(statistics, None, level, intervals)
 
 
-def separation(scores_id: Tensor, sets: Mapping[str, Tensor]) -> dict[str, Statistic]:
+def separation(scores_id: Tensor, scores_ood: Mapping[str, Tensor]) -> dict[str, Statistic]:
     """`auroc_<name>`, `aupr_<name>`, `aupr_in_<name>`, `fpr95_<name>` of each OOD set's scores."""
     return {
         f"{metric.name.removesuffix('_out')}_{name}": metric.statistic(scores_id, scores)
-        for name, scores in sets.items()
-        for metric in OF_SCORES
+        for name, scores in scores_ood.items()
+        for metric in OOD_METRICS
     }
 
 
-def _further(
-    log_probs: Float[Tensor, " n"] | None,
-    num_examples: int,
-    scores_id: Tensor,
-    sets: Mapping[str, Tensor],
-) -> dict[str, Statistic]:
-    """The separation of OOD sets, and the NLL of log-probabilities that were given."""
-    statistics = separation(scores_id, sets)
-    if log_probs is not None:
-        if log_probs.shape != (num_examples,):
-            raise ValueError(
-                f"`log_probs` has shape {list(log_probs.shape)}; expected that of the label of "
-                f"each of the {num_examples} examples, [{num_examples}]."
-            )
-        statistics["nll"] = of_log_probs(log_probs)
-    return statistics
+def _nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Statistic:
+    """The NLL by log-probabilities of the labels."""
+    if log_probs.shape != (num_examples,):
+        raise ValueError(
+            f"`log_probs` has shape {list(log_probs.shape)}; expected that of the label of "
+            f"each of the {num_examples} examples, [{num_examples}]."
+        )
+    return nll_statistic(log_probs)
 
 
 def _checked_sets(
-    ood: Sets | None, probs: Tensor, check: Callable[[Tensor, str], Tensor], what: str
+    ood: Sets | None, probs: Tensor, check: Callable[[Tensor, str], Tensor], columns: str
 ) -> dict[str, Tensor]:
-    """OOD probabilities that fit those of the test set."""
+    """OOD probabilities that fit those of the test set, whose columns are classes or labels."""
     checked = {}
-    for name, other in (ood or {}).items():
-        checked[name] = check(other, f"ood[{name!r}]")
-        check_same_device(probs, other, "probs", f"ood[{name!r}]")
+    for name, ood_probs in (ood or {}).items():
+        checked[name] = check(ood_probs, f"ood[{name!r}]")
+        check_same_device(probs, ood_probs, "probs", f"ood[{name!r}]")
         if checked[name].shape[1] != probs.shape[1]:
             raise ValueError(
-                f"`ood[{name!r}]` has {checked[name].shape[1]} {what} and `probs` "
+                f"`ood[{name!r}]` has {checked[name].shape[1]} {columns} and `probs` "
                 f"{probs.shape[1]}; expected as many. Predict both with the same model."
             )
     return checked

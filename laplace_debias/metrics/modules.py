@@ -47,38 +47,50 @@ __all__ = [
 
 
 class _OverBatches(Metric):
-    """A function of what all batches hold."""
+    """A function of the tensors of all batches.
+
+    Attributes:
+        _function: The metric as a function of these tensors.
+        _check: Checks a batch of them.
+        _num_inputs: Their number.
+        _option_defaults: Options of the function, by name.
+    """
 
     is_differentiable = False
     full_state_update = False
-    _of: Callable[..., Tensor]
+    _function: Callable[..., Tensor]
     _check: Callable[..., object]
     _num_inputs: int
-    _own: Mapping[str, Any]
+    _option_defaults: Mapping[str, Any]
 
     def __init__(self, **options: Any) -> None:
-        self._options = {name: options.pop(name, self._own[name]) for name in self._own}
+        self._options = {
+            name: options.pop(name, self._option_defaults[name]) for name in self._option_defaults
+        }
         for name, value in self._options.items():
-            check_level(value) if name == "level" else whole(value, name)
+            if name == "level":
+                check_level(value)
+            else:
+                whole(value, name)
         super().__init__(**options)
         for number in range(self._num_inputs):
             self.add_state(f"given_{number}", [], dist_reduce_fx="cat")
 
     def update(self, *batch: Tensor) -> None:
-        """Adds a batch of what the function takes; of scores `[n]` and 1 where OOD, 0 where not."""
+        """Add a batch of the function's arguments; of scores `[n]` and 1 if OOD, else 0."""
         self._check(*batch)
-        for number, part in enumerate(batch):
-            getattr(self, f"given_{number}").append(part.detach())
+        for number, tensor in enumerate(batch):
+            getattr(self, f"given_{number}").append(tensor.detach())
 
     def compute(self) -> Float[Tensor, ""]:
         """The function of the examples of all batches; ValueError if there were none."""
-        given = [getattr(self, f"given_{number}") for number in range(self._num_inputs)]
-        if isinstance(given[0], list) and not given[0]:
-            raise ValueError(f"{type(self).__name__} saw no example: call `update` first.")
-        return self._of(*map(dim_zero_cat, given), **self._options)
+        batches = [getattr(self, f"given_{number}") for number in range(self._num_inputs)]
+        if isinstance(batches[0], list) and not batches[0]:
+            raise ValueError(f"{type(self).__name__} has no example. Call `update` first.")
+        return self._function(*map(dim_zero_cat, batches), **self._options)
 
 
-def _check_both(scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> None:
+def _check_labelled_scores(scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> None:
     check_scores(scores, "scores")
     if is_ood.shape != scores.shape or not ((is_ood == 0) | (is_ood == 1)).all():
         raise ValueError(
@@ -87,14 +99,14 @@ def _check_both(scores: Float[Tensor, " n"], is_ood: Integer[Tensor, " n"]) -> N
         )
 
 
-def _class_of(
+def _metric_class(
     check: Callable[..., object],
     metric: str,
     name: str,
     function: Callable[..., Tensor],
     **defaults: Any,
 ) -> Any:
-    """The class of one of `METRICS`: its function over batches."""
+    """The class of a metric of `METRICS`: its function over batches."""
     definition = METRICS[metric]
     return type(
         name,
@@ -102,56 +114,67 @@ def _class_of(
         {
             "__doc__": f"{definition.label} over batches. {definition.meaning}",
             "__module__": __name__,
-            "_of": staticmethod(function),
+            "_function": staticmethod(function),
             "_check": staticmethod(check),
             "_num_inputs": 3 if check is regression.check_gaussian else 2,
-            "_own": MappingProxyType(defaults),
+            "_option_defaults": MappingProxyType(defaults),
             "higher_is_better": {"higher": True, "lower": False}.get(definition.better or ""),
         },
     )
 
 
-def _of_scores(metric: str, name: str, function: Callable[..., Tensor]) -> Any:
-    def of_both(scores: Tensor, is_ood: Tensor) -> Tensor:
+def _ood_class(metric: str, name: str, function: Callable[..., Tensor]) -> Any:
+    """The class of a function of the scores of ID and of OOD examples."""
+
+    def by_label(scores: Tensor, is_ood: Tensor) -> Tensor:
         return function(scores[is_ood == 0], scores[is_ood == 1])
 
-    return _class_of(_check_both, metric, name, of_both)
+    return _metric_class(_check_labelled_scores, metric, name, by_label)
 
 
-_of_probs = partial(_class_of, check_classification)
-_of_gaussians = partial(_class_of, regression.check_gaussian)
+def _calibration_error_of_quantiles(
+    mean: Tensor, standard_deviation: Tensor, targets: Tensor, num_levels: int
+) -> Tensor:
+    pit = regression.gaussian_pit(mean, standard_deviation, targets)
+    return regression.quantile_calibration_error(pit, num_levels)
 
-Accuracy = _of_probs("accuracy", "Accuracy", classification.accuracy)
-NLL = _of_probs("nll", "NLL", classification.nll)
-Brier = _of_probs("brier", "Brier", classification.brier)
-ECE = _of_probs("ece", "ECE", calibration.ece, num_bins=15)
-EqualMassECE = _of_probs("ece_equal_mass", "EqualMassECE", calibration.ece_equal_mass, num_bins=15)
-MCE = _of_probs("mce", "MCE", calibration.mce, num_bins=15)
-ClasswiseECE = _of_probs("classwise_ece", "ClasswiseECE", calibration.classwise_ece, num_bins=15)
-SmoothECE = _of_probs("smooth_ece", "SmoothECE", calibration.smooth_ece)
-AURC = _of_probs("aurc", "AURC", selective.aurc)
 
-AUROC = _of_scores("auroc", "AUROC", ood.auroc)
-AUPR = _of_scores("aupr_out", "AUPR", ood.aupr)
-AuprIn = _of_scores("aupr_in", "AuprIn", ood.aupr_in)
-FPR95 = _of_scores("fpr95", "FPR95", ood.fpr95)
+_classification_class = partial(_metric_class, check_classification)
+_regression_class = partial(_metric_class, regression.check_gaussian)
 
-GaussianNLL = _of_gaussians("nll", "GaussianNLL", regression.gaussian_nll)
-CRPS = _of_gaussians("crps", "CRPS", regression.crps)
-IntervalCoverage = _of_gaussians(
+Accuracy = _classification_class("accuracy", "Accuracy", classification.accuracy)
+NLL = _classification_class("nll", "NLL", classification.nll)
+Brier = _classification_class("brier", "Brier", classification.brier)
+ECE = _classification_class("ece", "ECE", calibration.ece, num_bins=15)
+EqualMassECE = _classification_class(
+    "ece_equal_mass", "EqualMassECE", calibration.ece_equal_mass, num_bins=15
+)
+MCE = _classification_class("mce", "MCE", calibration.mce, num_bins=15)
+ClasswiseECE = _classification_class(
+    "classwise_ece", "ClasswiseECE", calibration.classwise_ece, num_bins=15
+)
+SmoothECE = _classification_class("smooth_ece", "SmoothECE", calibration.smooth_ece)
+AURC = _classification_class("aurc", "AURC", selective.aurc)
+
+AUROC = _ood_class("auroc", "AUROC", ood.auroc)
+AUPR = _ood_class("aupr_out", "AUPR", ood.aupr)
+AuprIn = _ood_class("aupr_in", "AuprIn", ood.aupr_in)
+FPR95 = _ood_class("fpr95", "FPR95", ood.fpr95)
+
+GaussianNLL = _regression_class("nll", "GaussianNLL", regression.gaussian_nll)
+CRPS = _regression_class("crps", "CRPS", regression.crps)
+IntervalCoverage = _regression_class(
     "coverage",
     "IntervalCoverage",
     lambda m, sd, y, level: covered(m, sd, y, level).mean(),
     level=0.95,
 )
-IntervalWidth = _of_gaussians(
+IntervalWidth = _regression_class(
     "width", "IntervalWidth", lambda m, sd, y, level: widths(m, sd, y, level).mean(), level=0.95
 )
-QuantileCalibrationError = _of_gaussians(
+QuantileCalibrationError = _regression_class(
     "quantile_calibration_error",
     "QuantileCalibrationError",
-    lambda *given, num_levels: regression.quantile_calibration_error(
-        regression.gaussian_pit(*given), num_levels
-    ),
+    _calibration_error_of_quantiles,
     num_levels=99,
 )

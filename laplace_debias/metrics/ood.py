@@ -1,4 +1,4 @@
-"""How well a score tells out-of-distribution (OOD) examples from in-distribution (ID) ones.
+"""Detection of out-of-distribution (OOD) among in-distribution (ID) examples by a score.
 
 ID is the negative class (0), OOD the positive one (1): a good score, such as the entropy of the
 predictive, is higher on OOD examples. Only the order of the scores counts.
@@ -45,10 +45,11 @@ def auroc(
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
         in neural networks. ICLR, 2017.
     """
-    # torchmetrics takes seconds to import: only what uses it waits for it.
+    # Imported here, because torchmetrics takes seconds to import.
     from torchmetrics.functional.classification import binary_auroc
 
-    return binary_auroc(*_ranked(scores_id, scores_ood), validate_args=False)
+    ranks, target = _ranked(scores_id, scores_ood)
+    return binary_auroc(ranks, target, validate_args=False)
 
 
 def aupr(
@@ -62,7 +63,8 @@ def aupr(
     """
     from torchmetrics.functional.classification import binary_average_precision
 
-    return binary_average_precision(*_ranked(scores_id, scores_ood), validate_args=False)
+    ranks, target = _ranked(scores_id, scores_ood)
+    return binary_average_precision(ranks, target, validate_args=False)
 
 
 def aupr_in(
@@ -92,8 +94,9 @@ def fpr95(
     """
     from torchmetrics.functional.classification import binary_specificity_at_sensitivity
 
+    ranks, target = _ranked(scores_id, scores_ood)
     specificity, _ = binary_specificity_at_sensitivity(
-        *_ranked(scores_id, scores_ood), min_sensitivity=0.95, validate_args=False
+        ranks, target, min_sensitivity=0.95, validate_args=False
     )
     return 1 - specificity
 
@@ -101,10 +104,10 @@ def fpr95(
 def _ranked(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> tuple[Float[Tensor, " n"], Integer[Tensor, " n"]]:
-    """Scores as ranks in [0, 1], and what they belong to (ID = 0, OOD = 1).
+    """Scores as ranks in [0, 1], and whether each is of an OOD example (1) or not (0).
 
-    torchmetrics would take scores outside [0, 1] for logits and squash them, which merges large
-    ones; their ranks keep the order and the ties exactly.
+    torchmetrics would take scores outside [0, 1] for logits and squash them, which makes large
+    scores equal. Ranks keep the order and the ties exactly.
     """
     check_scores(scores_id, "scores_id")
     check_scores(scores_ood, "scores_ood")

@@ -1,4 +1,4 @@
-"""How good Gaussian predictives of real numbers are, and intervals.
+"""Metrics of Gaussian predictives of real numbers, and their intervals.
 
 Targets are `[n]` or `[n, outputs]`. A predictive is its mean and standard deviation of that shape,
 the noise included. Functions give a scalar over all targets, or with `reduction="none"` one value
@@ -24,12 +24,12 @@ def gaussian_nll(
 ) -> Float[Tensor, "..."]:
     """Negative log-density of a Gaussian predictive, `½ log(2πσ²) + (y - μ)²/(2σ²)`, in nats.
 
-    Of several outputs it is the mean, not the sum.
+    For several outputs it is their mean, not their sum.
 
     Args:
         mean: `[n]` or `[n, outputs]`.
-        standard_deviation: Of the same shape, positive, the noise included.
-        targets: Of the same shape.
+        standard_deviation: Positive, in the same shape, with the noise included.
+        targets: Numbers in the same shape.
         reduction: `"mean"`, or `"none"` for a value per target.
 
     Raises:
@@ -48,7 +48,7 @@ def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
 
     Args:
         mean: `[n]` or `[n, outputs]`.
-        targets: Of the same shape.
+        targets: Numbers in the same shape.
 
     Raises:
         TypeError: An argument is not a tensor.
@@ -84,7 +84,7 @@ def gaussian_interval(
 
     Args:
         mean: `[n]` or `[n, outputs]`.
-        standard_deviation: Of the same shape, positive.
+        standard_deviation: Positive, in the same shape.
         level: Probability between the ends, between 0 and 1.
 
     Raises:
@@ -93,8 +93,9 @@ def gaussian_interval(
     """
     check_level(level)
     check_gaussian(mean, standard_deviation)
-    half = standard_deviation * ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
-    return mean - half, mean + half
+    quantile = ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
+    half_width = standard_deviation * quantile
+    return mean - half_width, mean + half_width
 
 
 def interval_coverage(
@@ -105,7 +106,7 @@ def interval_coverage(
     Args:
         low: Lower ends, `[n]` or `[n, outputs]`.
         high: Upper ends, of the same shape.
-        targets: Of the same shape.
+        targets: Numbers in the same shape.
         reduction: `"mean"`, or `"none"` for 1 or 0 of each target.
 
     Raises:
@@ -168,8 +169,10 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
 
 def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = None) -> None:
     """Checks a Gaussian predictive, with targets or without."""
-    given = {"mean": mean, "standard_deviation": standard_deviation}
-    check_real(given if targets is None else given | {"targets": targets})
+    tensors = {"mean": mean, "standard_deviation": standard_deviation}
+    if targets is not None:
+        tensors["targets"] = targets
+    check_real(tensors)
     if standard_deviation.min() <= 0:
         raise ValueError(
             f"`standard_deviation` has a least entry of {standard_deviation.min():.4g}; expected "

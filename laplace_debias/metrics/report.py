@@ -20,7 +20,7 @@ class Report(dict[str, Interval]):
     """Metrics by name, each a float with the ends of its confidence interval.
 
     It keeps what each example contributes, for `compare`. Copied into a plain `dict` or written as
-    JSON it is the numbers alone.
+    JSON it holds only the numbers.
 
     Attributes:
         level: Coverage aimed at.
@@ -102,8 +102,8 @@ def report_of(
 def compare(a: Report, b: Report) -> Report:
     """Differences a - b of every metric that both reports have, paired over the examples.
 
-    Both methods meet the same easy and hard examples, so that the difference is known better than
-    either metric: its interval may leave out 0 where the two intervals overlap. Where a metric
+    Both methods predict the same easy and hard examples, so that the difference is known better
+    than either metric: its interval may exclude 0 although the two intervals overlap. If a metric
     should be a certain number (`overconfidence` and `bias` 0, `scaled_error` 1) the difference is
     that of the distances from it.
 
@@ -145,17 +145,21 @@ def compare(a: Report, b: Report) -> Report:
                 "same examples in the same order. Evaluate both on the same loader, one that does "
                 "not shuffle."
             )
-    mine, its = a._statistics, b._statistics
-    common = [name for name in mine if name in its]
+    statistics = a._statistics
+    references = b._statistics
+    common = [name for name in statistics if name in references]
     if not common:
         raise ValueError(
-            f"`a` has {list(mine)} and `b` {list(its)}; expected a metric in common. Compare "
-            "predictives of one task."
+            f"`a` has {list(statistics)} and `b` {list(references)}; expected a metric in common. "
+            "Compare predictives of one task."
         )
     for name in common:
-        if mine[name].sizes != its[name].sizes:
+        sizes = statistics[name].sizes
+        reference_sizes = references[name].sizes
+        if sizes != reference_sizes:
             raise ValueError(
-                f"`{name}` is over {mine[name].sizes} examples in `a` and {its[name].sizes} in "
-                "`b`; expected the same examples. Evaluate both on the same loaders."
+                f"`{name}` is over {sizes} examples in `a` and {reference_sizes} in `b`; expected "
+                "the same examples. Evaluate both on the same loaders."
             )
-    return Report({name: mine[name].difference(its[name], a.level) for name in common}, a.level)
+    differences = {name: statistics[name].difference(references[name], a.level) for name in common}
+    return Report(differences, a.level)

@@ -27,9 +27,9 @@ def risk_coverage_curve(
 ) -> RiskCoverageCurve:
     """Answer examples in the order of their confidence, and follow the error rate.
 
-    Where the confidence is near 1 the order is that of the other classes' summed probability, which
-    rounds less. Equally confident examples each count as their mean error: the expectation over
-    their order.
+    Near a confidence of 1 the order is that of the other classes' summed probability, which rounds
+    less. Equally confident examples each count as their mean error: the expectation over their
+    order.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.

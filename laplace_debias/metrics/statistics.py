@@ -1,7 +1,7 @@
 """A metric of one set of predictions: its value, its interval, its difference to another's.
 
-Which kind of interval it has depends on what the metric is: a proportion, (to first order) a mean,
-or an area under a curve. Of some no interval is known that holds what it promises: they have none.
+The kind of its interval depends on the metric: a proportion, (to first order) a mean, or an area
+under a curve. Some metrics have none, because no interval is known that has its nominal coverage.
 """
 
 import math
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from laplace_debias.metrics.intervals import (
     Interval,
+    area_interval,
+    mean_interval,
     normal_quantile,
-    of_area,
-    of_mean,
-    of_paired_proportions,
-    of_proportion,
+    paired_proportions_interval,
+    proportion_interval,
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Statistic:
-    """One metric of one set of predictions, of which no interval is known.
+    """A metric of a set of predictions, without an interval.
 
     Attributes:
         value: The metric.
@@ -36,42 +36,43 @@ class Statistic:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many examples it is of: of one set, or of in- and out-of-distribution."""
+        """Numbers of examples: of one set, or in and out of distribution."""
         return (len(self.influence),)
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
         return Interval(self.value)
 
-    def difference(self, other: Any, level: float) -> Interval:
-        """This minus another method's statistic of the same metric on the same examples."""
-        return Interval(self.value - other.value)
+    def difference(self, reference: Any, level: float) -> Interval:
+        """This metric minus a reference method's, on the same examples."""
+        return Interval(self.value - reference.value)
 
 
 @dataclass(frozen=True, eq=False)
 class Proportion(Statistic):
-    """The share of examples with a property; `influence` is 1 or 0 of each."""
+    """The share of examples with a property; `influence` is 1 or 0 for each."""
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
-        ends = of_proportion(self.influence.double().sum().item(), len(self.influence), level)
-        return Interval(self.value, *ends)
+        num_hits = self.influence.double().sum().item()
+        low, high = proportion_interval(num_hits, len(self.influence), level)
+        return Interval(self.value, low, high)
 
-    def difference(self, other: "Proportion", level: float) -> Interval:
-        """This minus another method's, on the same examples."""
-        ends = of_paired_proportions(self.influence - other.influence, level)
-        return Interval(self.value - other.value, *ends)
+    def difference(self, reference: "Proportion", level: float) -> Interval:
+        """This metric minus a reference method's, on the same examples."""
+        low, high = paired_proportions_interval(self.influence - reference.influence, level)
+        return Interval(self.value - reference.value, low, high)
 
 
 @dataclass(frozen=True, eq=False)
 class Mean(Statistic):
-    """A mean over examples, or what is one to first order; `influence` are the values of a mean.
+    """A mean over examples, to first order at least; `influence` are the values of a mean.
 
     Attributes:
         lowest: A bound of the metric from below.
-        squared: Whether `influence` is that of the metric's square, as of a root mean square.
-        ideal: Best value of the metric, where neither lower nor higher is better: differences are
-            then of the distances from it.
+        squared: Whether `influence` belongs to the metric's square, as for a root mean square.
+        ideal: Best value of the metric, where neither lower nor higher is better. Differences are
+            then those of the distances from it.
     """
 
     lowest: float = -math.inf
@@ -81,49 +82,60 @@ class Mean(Statistic):
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
         if self.squared:
-            low, high = of_mean(self.value**2, self.influence, level)
+            low, high = mean_interval(self.value**2, self.influence, level)
             return Interval(self.value, math.sqrt(max(0.0, low)), math.sqrt(max(0.0, high)))
-        low, high = of_mean(self.value, self.influence, level)
+        low, high = mean_interval(self.value, self.influence, level)
         return Interval(self.value, max(low, self.lowest), high)
 
-    def difference(self, other: "Mean", level: float) -> Interval:
-        """This minus another method's, on the same examples."""
-        (mine, my_influence), (its, its_influence) = self._compared(), other._compared()
-        return Interval(mine - its, *of_mean(mine - its, my_influence - its_influence, level))
+    def difference(self, reference: "Mean", level: float) -> Interval:
+        """This metric minus a reference method's, on the same examples."""
+        value, influence = self._distance()
+        reference_value, reference_influence = reference._distance()
+        difference = value - reference_value
+        low, high = mean_interval(difference, influence - reference_influence, level)
+        return Interval(difference, low, high)
 
-    def _compared(self) -> tuple[float, Float[Tensor, " n"]]:
-        """The number compared, and how much each example contributes to it, to first order."""
-        slope = 1 / max(2 * self.value, torch.finfo(torch.float64).tiny) if self.squared else 1.0
+    def _distance(self) -> tuple[float, Float[Tensor, " n"]]:
+        """The value, or its distance from the ideal, with each example's influence on it."""
+        slope = 1.0
+        if self.squared:
+            slope = 1 / max(2 * self.value, torch.finfo(torch.float64).tiny)
         if self.ideal is None:
             return self.value, self.influence.double() * slope
-        slope = -slope if self.value < self.ideal else slope
+        if self.value < self.ideal:
+            slope = -slope
         return abs(self.value - self.ideal), self.influence.double() * slope
 
 
 @dataclass(frozen=True, eq=False)
 class Area(Statistic):
-    """A quantity in [0, 1] that compares two sets of examples; `influence` is of the first."""
+    """A quantity in [0, 1] of two sets of examples; `influence` is that of the first."""
 
-    of_ood: Float[Tensor, " m"]
+    influence_ood: Float[Tensor, " m"]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many examples it is of."""
-        return len(self.influence), len(self.of_ood)
+        """Numbers of examples in and out of distribution."""
+        return len(self.influence), len(self.influence_ood)
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
-        error = _standard_error(self.influence, self.of_ood)
-        return Interval(self.value, *of_area(self.value, error, min(self.sizes), level))
+        error = _standard_error(self.influence, self.influence_ood)
+        low, high = area_interval(self.value, error, min(self.sizes), level)
+        return Interval(self.value, low, high)
 
-    def difference(self, other: "Area", level: float) -> Interval:
-        """This minus another method's, on the same examples."""
-        error = _standard_error(self.influence - other.influence, self.of_ood - other.of_ood)
-        half, value = normal_quantile(level) * error, self.value - other.value
-        return Interval(value, max(-1.0, value - half), min(1.0, value + half))
+    def difference(self, reference: "Area", level: float) -> Interval:
+        """This metric minus a reference method's, on the same examples."""
+        error = _standard_error(
+            self.influence - reference.influence, self.influence_ood - reference.influence_ood
+        )
+        half_width = normal_quantile(level) * error
+        value = self.value - reference.value
+        return Interval(value, max(-1.0, value - half_width), min(1.0, value + half_width))
 
 
 def _standard_error(*influences: Tensor) -> float:
     if min(map(len, influences)) < 2:
         return math.nan
-    return math.sqrt(sum(part.double().var().item() / len(part) for part in influences))
+    variances = (influence.double().var().item() / len(influence) for influence in influences)
+    return math.sqrt(sum(variances))

@@ -1,7 +1,7 @@
-"""How uncertain a predictive is, and how much of it is about the parameters.
+"""The uncertainty of a predictive, and the part of it that is about the parameters.
 
-Every score is higher where the predictive is more uncertain: it can tell out-of-distribution
-examples, as `auroc` and the like take them.
+Every score is higher if the predictive is more uncertain, so that it can detect
+out-of-distribution examples; `auroc` and the like take such scores.
 """
 
 import math
@@ -25,7 +25,7 @@ class Uncertainty:
     units of the targets. It unpacks into the three.
 
     Attributes:
-        total: Of the predictive: the entropy, or the variance.
+        total: The entropy of the predictive, or its variance.
         aleatoric: Uncertainty that would remain if the parameters were known.
         epistemic: The rest, which more training data would take away: the mutual information of
             label and parameters (BALD), or the variance of the mean.
@@ -102,7 +102,7 @@ def energy(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
     """The free energy `-log Σ_c exp f_c`: higher where no class has any evidence.
 
     Args:
-        logits: Of the network, `[..., C]`.
+        logits: The network's logits, `[..., C]`.
 
     Raises:
         TypeError: `logits` is not a tensor.
@@ -131,7 +131,7 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
     A shift of all logits together changes no probability, so its variance does not count.
 
     Args:
-        covariance: Of the logits, `[..., C, C]`.
+        covariance: The logits' covariance, `[..., C, C]`.
 
     Raises:
         TypeError: `covariance` is not a tensor.
@@ -140,8 +140,8 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
     check_real({"covariance": covariance})
     _check_covariance(covariance, (*covariance.shape[:-2], *2 * covariance.shape[-1:]))
     sigma = covariance.double()  # The common part may be large.
-    own = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
-    return (own - sigma.mean((-2, -1))).clamp(min=0).to(covariance.dtype)
+    mean_variance = sigma.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return (mean_variance - sigma.mean((-2, -1))).clamp(min=0).to(covariance.dtype)
 
 
 def instability(
@@ -150,11 +150,11 @@ def instability(
     """Log-probability that the posterior prefers the runner-up to the predicted class, in nats.
 
     `log Φ(-m / s)` with m the margin between the two largest mean logits and s its standard
-    deviation: at most `log ½`. As a logarithm it tells apart decisions of which all are safe.
+    deviation: at most `log ½`. The logarithm distinguishes decisions that are all safe.
 
     Args:
         mean: Mean logits, `[..., C]`, of at least two classes.
-        covariance: Of the logits, `[..., C, C]`.
+        covariance: The logits' covariance, `[..., C, C]`.
 
     Returns:
         `[...]`, in nats; minus infinity where the margin has no variance.
@@ -197,8 +197,8 @@ def mixture_instability(
     variances = torch.einsum("...i,m...ij,...j->m...", difference, covariances.double(), difference)
     # A tie is a tie whatever its variance.
     ratios = torch.where(margins != 0, -margins / variances.clamp(min=0).sqrt(), 0)
-    of_members = special.log_ndtr(ratios)
-    return (of_members.logsumexp(0) - math.log(len(means))).to(means.dtype)
+    log_probs = special.log_ndtr(ratios)
+    return (log_probs.logsumexp(0) - math.log(len(means))).to(means.dtype)
 
 
 def _check_covariance(covariance: Tensor, shape: tuple[int, ...]) -> None:

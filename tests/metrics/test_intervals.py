@@ -13,7 +13,7 @@ from sklearn.metrics import average_precision_score
 
 from laplace_debias import metrics
 from laplace_debias.metrics.definitions import METRICS
-from laplace_debias.metrics.intervals import of_area, of_mean, of_proportion
+from laplace_debias.metrics.intervals import area_interval, mean_interval, proportion_interval
 
 
 def predictions(n, generator):
@@ -77,21 +77,23 @@ def test_text_has_the_digits_that_tell_the_ends_apart():
 @pytest.mark.parametrize(("successes", "total"), [(0, 5), (3, 5), (5, 5), (190, 200)])
 def test_the_interval_of_a_proportion_is_wilsons(successes, total):
     expected = stats.binomtest(successes, total).proportion_ci(0.9, "wilson")
-    assert of_proportion(successes, total, 0.9) == pytest.approx((expected.low, expected.high))
+    assert proportion_interval(successes, total, 0.9) == pytest.approx(
+        (expected.low, expected.high)
+    )
 
 
 def test_the_interval_of_a_mean_without_skewness_is_students():
     values = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])
     expected = stats.t.interval(0.95, 4, 0, stats.sem(values.numpy()))
-    assert of_mean(0.0, values, 0.95) == pytest.approx(expected)
-    assert all(math.isnan(end) for end in of_mean(0.0, values[:1], 0.95))
-    assert of_mean(3.0, torch.full((4,), 3.0), 0.95) == (3.0, 3.0)
+    assert mean_interval(0.0, values, 0.95) == pytest.approx(expected)
+    assert all(math.isnan(end) for end in mean_interval(0.0, values[:1], 0.95))
+    assert mean_interval(3.0, torch.full((4,), 3.0), 0.95) == (3.0, 3.0)
 
 
 def test_the_interval_of_a_skewed_mean_solves_halls_equation():
     """At its ends g(T) = T + γT²/3 + γ²T³/27 + γ/(6n) is ± the quantile of t over √n."""
     values = torch.rand(40, generator=seeded(), dtype=torch.float64).log().neg()
-    ends = of_mean(values.mean().item(), values, 0.95)
+    ends = mean_interval(values.mean().item(), values, 0.95)
     n, deviation = 40, values.std(correction=0).item()
     gamma = stats.skew(values.numpy())
     # The deviation of T is the one over n - 1.
@@ -142,7 +144,7 @@ def test_influence_on_average_precision_is_the_slope_in_a_weight(metric):
     a, _, is_ood = scores(25, seeded())
     part = a.round(decimals=1)
     statistic = statistic_of(metric, part, is_ood)
-    found = torch.cat([statistic.influence, statistic.of_ood]).numpy()
+    found = torch.cat([statistic.influence, statistic.influence_ood]).numpy()
     sign, positive = (1, is_ood) if metric == "aupr_out" else (-1, 1 - is_ood)
 
     def weighted(index, step):
@@ -175,7 +177,7 @@ def test_influence_on_the_aurc_is_what_leaving_an_example_out_changes():
 
 @pytest.mark.parametrize(("value", "exact"), [(1 + 2**-52, 1.0), (-(2**-60), 0.0)])
 def test_an_area_a_rounding_error_beyond_its_ends_has_their_interval(value, exact):
-    assert of_area(value, 0.0, 50, 0.95) == of_proportion(50 * exact, 50, 0.95)
+    assert area_interval(value, 0.0, 50, 0.95) == proportion_interval(50 * exact, 50, 0.95)
 
 
 def test_a_metric_with_an_ideal_is_compared_by_its_distance_from_it():
@@ -193,12 +195,12 @@ def test_a_metric_with_an_ideal_is_compared_by_its_distance_from_it():
     assert found.value == pytest.approx(gaps[0].value - gaps[2].value)
     difference = confidences[0] - confidences[2]
     assert (found.low, found.high) == pytest.approx(
-        of_mean(difference.mean().item(), difference, 0.95)
+        mean_interval(difference.mean().item(), difference, 0.95)
     )
     turned = metrics.compare(under, over)["overconfidence"]
     assert turned.value == pytest.approx(-gaps[1].value - gaps[0].value)
     sums = 2 * (right == labels).double() - confidences[0] - confidences[1]
-    assert (turned.low, turned.high) == pytest.approx(of_mean(sums.mean().item(), sums, 0.95))
+    assert (turned.low, turned.high) == pytest.approx(mean_interval(sums.mean().item(), sums, 0.95))
     scaled = [
         metrics.evaluate_regression(0 * noise[0], torch.full((200,), s).double(), noise[0] - 0.01)
         for s in (0.004, 0.02)
@@ -235,8 +237,8 @@ def test_intervals_do_not_depend_on_the_order_of_the_examples():
 
 # -------------------------------------------------------------------------- simulation
 
-OF_PROBS = ["accuracy", "nll", "brier", "overconfidence", "aurc"]
-OF_SCORES = ["auroc", "aupr_out", "aupr_in", "fpr95"]
+CLASSIFICATION_METRICS = ["accuracy", "nll", "brier", "overconfidence", "aurc"]
+OOD_METRICS = ["auroc", "aupr_out", "aupr_in", "fpr95"]
 
 
 @pytest.mark.slow
@@ -250,7 +252,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
     n, generator = 200, seeded(200)
     many = (*predictions(10**6, generator),), (*scores(10**6, generator),)
     truths = {}
-    for group, (a, b, y) in zip((OF_PROBS, OF_SCORES), many, strict=True):
+    for group, (a, b, y) in zip((CLASSIFICATION_METRICS, OOD_METRICS), many, strict=True):
         for name in group:
             value, other = (statistic_of(name, part, y).value for part in (a, b))
             distances = (abs(value), abs(other)) if name == "overconfidence" else (value, other)
@@ -258,7 +260,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
     covered = {name: [] for name in truths}
     for _ in range(1500):
         drawn = predictions(n, generator), scores(n, generator)
-        for group, (a, b, y) in zip((OF_PROBS, OF_SCORES), drawn, strict=True):
+        for group, (a, b, y) in zip((CLASSIFICATION_METRICS, OOD_METRICS), drawn, strict=True):
             for name in group:
                 mine, its = (statistic_of(name, part, y) for part in (a, b))
                 intervals = mine.interval(0.95), mine.difference(its, 0.95)

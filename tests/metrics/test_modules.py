@@ -8,7 +8,7 @@ from torchmetrics import Metric
 from laplace_debias import metrics
 from laplace_debias.metrics import modules
 
-OF_PROBS = {
+CLASSIFICATION_METRICS = {
     modules.Accuracy: metrics.accuracy,
     modules.NLL: metrics.nll,
     modules.Brier: metrics.brier,
@@ -19,13 +19,13 @@ OF_PROBS = {
     modules.SmoothECE: metrics.smooth_ece,
     modules.AURC: metrics.aurc,
 }
-OF_SCORES = {
+OOD_METRICS = {
     modules.AUROC: metrics.auroc,
     modules.AUPR: metrics.aupr,
     modules.AuprIn: metrics.aupr_in,
     modules.FPR95: metrics.fpr95,
 }
-OF_GAUSSIANS = {
+REGRESSION_METRICS = {
     modules.GaussianNLL: metrics.gaussian_nll,
     modules.CRPS: metrics.crps,
     modules.IntervalCoverage: lambda m, s, y: metrics.interval_coverage(
@@ -50,13 +50,13 @@ def data():
 def cases():
     """Each class with its arguments and the function's value on all of them."""
     probs, labels, scores, is_ood = data()
-    for kind, function in OF_PROBS.items():
+    for kind, function in CLASSIFICATION_METRICS.items():
         yield kind, (probs, labels), function(probs, labels)
-    for kind, function in OF_SCORES.items():
+    for kind, function in OOD_METRICS.items():
         expected = function(scores[is_ood == 0], scores[is_ood == 1])
         yield kind, (scores, is_ood), expected
     mean, y = probs[:, :2], scores[:, None].expand(70, 2)
-    for kind, function in OF_GAUSSIANS.items():
+    for kind, function in REGRESSION_METRICS.items():
         yield kind, (mean, 1 + mean, y), function(mean, 1 + mean, y)
 
 
@@ -72,13 +72,13 @@ def test_batches_and_resets(kind, arguments, expected):
     metric = kind()
     assert isinstance(metric, Metric)
     for _ in range(2):
-        with pytest.raises(ValueError, match="saw no example"):
+        with pytest.raises(ValueError, match="has no example"):
             metric.compute()
         metric.reset()
         for start, stop in ((0, 1), (1, 50), (50, 70)):
             # What a training loop logs of a step is that batch alone.
             step = [part[start:stop] for part in arguments]
-            if kind not in OF_SCORES:
+            if kind not in OOD_METRICS:
                 metric(*step)
             else:
                 metric.update(*step)
@@ -91,7 +91,7 @@ def test_options_have_an_effect():
     for kind in (modules.ECE, modules.EqualMassECE, modules.MCE, modules.ClasswiseECE):
         metric = kind(num_bins=3)
         metric.update(probs, labels)
-        expected = OF_PROBS[kind](probs, labels, 3)
+        expected = CLASSIFICATION_METRICS[kind](probs, labels, 3)
         torch.testing.assert_close(metric.compute(), expected)
         with pytest.raises(ValueError, match="num_bins must be at least 1"):
             kind(num_bins=0)

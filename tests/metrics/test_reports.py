@@ -154,5 +154,7 @@ def test_a_new_metric_of_classes_leaves_the_report_on_labels_as_it_is(monkeypatc
     inserted = metrics.Metric(
         "inserted", "Inserted", lambda p, y: Statistic(p.mean().item(), y), interval="None."
     )
-    monkeypatch.setattr(evaluation, "OF_PROBS", (inserted, *evaluation.OF_PROBS))
+    monkeypatch.setattr(
+        evaluation, "CLASSIFICATION_METRICS", (inserted, *evaluation.CLASSIFICATION_METRICS)
+    )
     assert metrics.evaluate_multilabel(probs, labels).rows() == expected.rows()
