@@ -32,16 +32,17 @@ _EARLIER = (
     "A posterior of an earlier version, or one in a folder, becomes such a file by Laplace.load "
     "and la.save(path) of version 0.2.0."
 )
-_OWN = "own"
+_USER_CLASS = "own"
 
 
 @dataclass(frozen=True)
 class Header:
-    """The facts that a file says besides its tensors.
+    """The facts in a file besides its tensors; the fields' names are the keys of its JSON.
 
-    The `nll` is summed over the N examples, in nats. The `rank` is the one asked for, a number or a
-    share: data of lower rank give fewer directions. The `noise` of a regression are
-    `FittedPosterior.num_targets` and 2, the power of 1/σ that the curvature goes with.
+    The `nll` is summed over the N examples, in nats. The `rank` is the requested one, a number or a
+    fraction: data of lower rank give fewer directions. The `others` are the fingerprint of the
+    tensors that are not Bayesian. The `noise` of a regression are `FittedPosterior.num_targets`
+    and 2, the power of 1/σ that the curvature is proportional to.
     """
 
     likelihood: dict[str, Any]
@@ -63,28 +64,39 @@ class Header:
     thinned_at: list[float] | None = None
 
     @classmethod
-    def of(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
-        """The header of a fit; arguments and errors as `likelihood_to_json`."""
-        config, sharing = fitted.config, fitted.config.sharing
+    def from_fit(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
+        """Collect the header of a fit; arguments and errors as `likelihood_to_json`."""
+        config, parameters = fitted.config, fitted.parameters
+        noise = None
+        if fitted.num_targets is not None:
+            noise = {"num_targets": fitted.num_targets, "power": 2}
         return cls(
-            likelihood_to_json(fitted.likelihood, own_likelihood),
-            config.structure.name,
-            bool(config.joint),
-            sharing if isinstance(sharing, str) else dict(sharing),
-            fitted.parameters.names,
-            fitted.parameters.block_names,
-            fitted.posterior.num_data,
-            fitted.nll,
-            config.structure.rank,
-            fitted.frozen_fingerprint,
-            fitted.spec.class_dim,
-            fitted.mode,
-            dict(fitted.parameters.replay_modules),
-            None if fitted.num_targets is None else {"num_targets": fitted.num_targets, "power": 2},
-            fitted.posterior.temperature,
-            None if fitted.link is None else asdict(fitted.link),
-            None if fitted.thinned_at is None else list(fitted.thinned_at),
+            likelihood=likelihood_to_json(fitted.likelihood, own_likelihood),
+            curvature=config.structure.name,
+            joint=bool(config.joint),
+            sharing=config.sharing if isinstance(config.sharing, str) else dict(config.sharing),
+            param_names=parameters.names,
+            block_names=parameters.block_names,
+            num_data=fitted.posterior.num_data,
+            nll=fitted.nll,
+            rank=config.structure.rank,
+            others=fitted.frozen_fingerprint,
+            class_dim=fitted.spec.class_dim,
+            mode=fitted.mode,
+            calls=dict(parameters.replay_modules),
+            noise=noise,
+            temperature=fitted.posterior.temperature,
+            link=None if fitted.link is None else asdict(fitted.link),
+            thinned_at=None if fitted.thinned_at is None else list(fitted.thinned_at),
         )
+
+    def to_json(self) -> str:
+        """Write the header as JSON, without fields that have their default."""
+        values = asdict(self)
+        for header_field in fields(self):
+            if values[header_field.name] == header_field.default:
+                del values[header_field.name]
+        return json.dumps(values, allow_nan=False)
 
 
 def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> None:
@@ -92,26 +104,23 @@ def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> N
 
     The same posterior gives the same bytes. All processes call it, and rank 0 writes.
     """
-    ranks, posterior = current(), fitted.posterior
-    told = asdict(Header.of(fitted, own_likelihood))
-    for known in fields(Header):  # `noise`, `temperature` and `link` where they are no defaults
-        if told[known.name] == known.default:
-            del told[known.name]
-    texts = {"format": FORMAT, "header": json.dumps(told, allow_nan=False)}
+    ranks = current()
+    header = Header.from_fit(fitted, own_likelihood).to_json()
     if ranks.rank == 0:
+        tensors = tensors_of(fitted.posterior, fitted.config.structure)
         with written_atomically(path, make_folders=False) as temporary:
-            write_sealed(temporary, texts, tensors_of(posterior, fitted.config.structure))
+            write_sealed(temporary, {"format": FORMAT, "header": header}, tensors)
     ranks.exchange(None)
 
 
 def tensors_of(posterior: GaussianPosterior, structure: CurvatureStructure) -> dict[str, Tensor]:
-    """The tensors of a file; directions that are the axes are not in it."""
+    """Collect the tensors of a file, without directions that are the axes."""
     tensors = {"prior_precision": posterior.prior_precision, "mean": posterior.mean}
     if posterior.prior_mean is not None:
         tensors["prior_mean"] = posterior.prior_mean
     for index, block in enumerate(posterior.curvature.blocks.values()):
-        for part, values in structure.tensors(block).items():
-            tensors[f"{index}.{part}"] = values
+        for key, tensor in structure.tensors(block).items():
+            tensors[f"{index}.{key}"] = tensor
     return tensors
 
 
@@ -125,10 +134,10 @@ def load(
     memory_bound: int | None,
     batch: BatchHook | None,
 ) -> FittedPosterior:
-    """The fit that a file holds, as `Laplace.load` describes it."""
+    """Read the fit that a file holds; see `Laplace.load`."""
     header, tensors = read(path)
-    # What an earlier version's file says of sharing without factors had no effect. That blocks are
-    # joint says how the entries are ordered, in one block of all parameters too.
+    # Without factors, the sharing in an earlier version's file had no effect. `joint` also decides
+    # how the entries are ordered in one block of all parameters.
     structure = curvature_structure(header.curvature, header.rank)
     sharing = header.sharing if structure.has_factors else "expand"
     config = CurvatureConfig(
@@ -148,46 +157,29 @@ def load(
     assert parameters is not None  # They are named.
     plain = spec.plain_model
     mean = parameters.flattened(plain)
-    others = fingerprint(plain, parameters.names)
+    frozen_fingerprint = fingerprint(plain, parameters.names)
     if header.block_names != parameters.block_names:
         raise ValueError(
             f"The file's curvature blocks {reprlib.repr(header.block_names)} are not the "
             f"model's {reprlib.repr(parameters.block_names)}: it was saved for another model. "
             f"{_EARLIER}"
         )
-    saved, differing = tensors["mean"], sorted(header.others.items() ^ others.items())
-    if saved.numel() != mean.numel():
-        raise ValueError(
-            f"The file's posterior is over {saved.numel():,} parameters, but the model has "
-            f"{mean.numel():,} of these names. Build the model with the layer sizes of the fit."
-        )
-    if saved.dtype != mean.dtype:
-        raise ValueError(
-            f"The file's posterior is of a model in {saved.dtype}, but the model is in "
-            f"{mean.dtype}. Convert it: model.to({saved.dtype})."
-        )
-    wrong = f"{differing[0][0]} is not that" if differing else None
-    if not torch.equal(saved.to(mean.device), mean):
-        wrong = "parameters are not those"
-    if wrong is not None:
-        raise ValueError(
-            f"The model's {wrong} of the fit: load the checkpoint that the posterior was fitted on."
-        )
-    # In another layout than a fit leaves, products add in another order.
-    placed = {
-        name: part.to(mean.device).mT.contiguous().mT if ".U" in name else part.to(mean.device)
-        for name, part in tensors.items()
-    }
+    _check_same_parameters(tensors["mean"], mean, header.others, frozen_fingerprint)
+    tensors = {name: tensor.to(mean.device) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if ".U" in name:
+            # Products of another layout than that of a fit would add in another order.
+            tensors[name] = tensor.mT.contiguous().mT
     operators: dict[str, CurvatureBlock] = {}
     for index, name in enumerate(header.block_names):
         prefix = f"{index}."
         block_tensors = {
             key.removeprefix(prefix): tensor
-            for key, tensor in placed.items()
+            for key, tensor in tensors.items()
             if key.startswith(prefix)
         }
         operators[name] = structure.from_tensors(block_tensors)
-    prior = Prior.checked(placed["prior_precision"], placed.get("prior_mean", 0.0), mean.device)
+    prior = Prior.checked(tensors["prior_precision"], tensors.get("prior_mean", 0.0), mean.device)
     posterior = GaussianPosterior(
         mean=mean,
         curvature=BlockDiagonal(operators),
@@ -205,7 +197,7 @@ def load(
         parameters=parameters,
         posterior=posterior,
         nll=float(header.nll),
-        frozen_fingerprint=others,
+        frozen_fingerprint=frozen_fingerprint,
         mode=header.mode,
         num_targets=num_targets,
         link=None if header.link is None else Link(**header.link),
@@ -213,8 +205,38 @@ def load(
     )
 
 
+def _check_same_parameters(
+    saved_mean: Tensor,
+    mean: Tensor,
+    saved_fingerprint: Mapping[str, int],
+    frozen_fingerprint: Mapping[str, int],
+) -> None:
+    """Require that the model holds the parameters that the posterior was fitted around."""
+    if saved_mean.numel() != mean.numel():
+        raise ValueError(
+            f"The file's posterior is over {saved_mean.numel():,} parameters, but the model has "
+            f"{mean.numel():,} of these names. Build the model with the layer sizes of the fit."
+        )
+    if saved_mean.dtype != mean.dtype:
+        raise ValueError(
+            f"The file's posterior is of a model in {saved_mean.dtype}, but the model is in "
+            f"{mean.dtype}. Convert it: model.to({saved_mean.dtype})."
+        )
+    differing = sorted(saved_fingerprint.items() ^ frozen_fingerprint.items())
+    if not torch.equal(saved_mean.to(mean.device), mean):
+        difference = "parameters are not those"
+    elif differing:
+        difference = f"{differing[0][0]} is not that"
+    else:
+        return
+    raise ValueError(
+        f"The model's {difference} of the fit: load the checkpoint that the posterior was fitted "
+        "on."
+    )
+
+
 def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
-    """The header of a file, and its tensors, on the CPU."""
+    """Read the header of a file, and its tensors, on the CPU."""
     try:
         texts, tensors = read_sealed(path)
         if texts.get("format") not in _FORMATS:
@@ -235,51 +257,65 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
         ) from error
 
 
-def likelihood_to_json(likelihood: Likelihood, own: bool = False) -> dict[str, Any]:
-    """A likelihood as plain data: its name and arguments, or of a user's class its import path."""
+def likelihood_to_json(likelihood: Likelihood, may_be_own: bool = False) -> dict[str, Any]:
+    """Describe a likelihood as plain data: name and options, or the import path of a user's class.
+
+    Args:
+        likelihood: The likelihood.
+        may_be_own: Whether a user's class is allowed.
+    """
     if likelihood.name in LIKELIHOODS:
         return {"name": likelihood.name, **likelihood.options()}
-    if not own:
+    if not may_be_own:
         raise ValueError(
             f"A {type(likelihood).__name__} cannot be written to a file: only "
             f"{', '.join(map(repr, LIKELIHOODS))} can. To write the import path of a "
             "class of your own, which `Laplace.load(..., likelihood=)` must then be given an "
             "instance of, use `save(path, own_likelihood=True)`."
         )
-    of_class = f"{type(likelihood).__module__}:{type(likelihood).__qualname__}"
-    return {"name": _OWN, "class": of_class, "options": _options_of(likelihood)}
+    class_path = f"{type(likelihood).__module__}:{type(likelihood).__qualname__}"
+    return {"name": _USER_CLASS, "class": class_path, "options": _json_options(likelihood)}
 
 
-def likelihood_from_json(data: Mapping[str, Any], own: Likelihood | None = None) -> Likelihood:
-    """The inverse of `likelihood_to_json`; no code is imported on the word of a file."""
+def likelihood_from_json(
+    data: Mapping[str, Any], user_likelihood: Likelihood | None = None
+) -> Likelihood:
+    """Build the likelihood that `likelihood_to_json` describes; imports no code.
+
+    Args:
+        data: The description.
+        user_likelihood: An instance of the user's class that the description names.
+    """
     options = dict(data)
     name = options.pop("name")
-    if name != _OWN:
-        if own is None:
+    if name != _USER_CLASS:
+        if user_likelihood is None:
             return LIKELIHOODS[name].from_options(options)
         raise ValueError(
-            f"The file has a likelihood of its own, {name!r}: leave out "
-            f"likelihood={type(own).__name__}(...)."
+            f"The file has a likelihood of its own, {name!r}. Remove "
+            f"likelihood={type(user_likelihood).__name__}(...)."
         )
     # The module is not compared: a script's classes have another one where it is imported.
-    of_class = options["class"].rpartition(":")[2]
-    given = None if own is None else (type(own).__qualname__, _options_of(own))
-    if own is not None and given is not None and given[0] == of_class:
-        own_options = given[1]
+    class_name = options["class"].rpartition(":")[2]
+    description = None
+    if user_likelihood is not None:
+        user_options = _json_options(user_likelihood)
+        description = type(user_likelihood).__qualname__, user_options
         # An earlier version's file has no options of a class that inherits them.
-        has_same = [own_options.get(key) == value for key, value in options["options"].items()]
-        if all(has_same):
-            return own
+        saved_options = options["options"].items()
+        has_same_options = all(user_options.get(key) == value for key, value in saved_options)
+        if type(user_likelihood).__qualname__ == class_name and has_same_options:
+            return user_likelihood
     raise ValueError(
         f"The posterior was fitted with the likelihood {options['class']!r} of options "
-        f"{reprlib.repr(options['options'])}, which a file does not hold; likelihood= is {given}. "
-        "Pass an instance of that class with the arguments of the fit, "
-        f"Laplace.load(path, model, likelihood={of_class}(...))."
+        f"{reprlib.repr(options['options'])}, which a file does not hold; likelihood= is "
+        f"{description}. Pass an instance of that class with the arguments of the fit, "
+        f"Laplace.load(path, model, likelihood={class_name}(...))."
     )
 
 
-def _options_of(likelihood: Likelihood) -> dict[str, Any]:
-    """The `options` as a file holds them."""
+def _json_options(likelihood: Likelihood) -> dict[str, Any]:
+    """Return the `options` as a file holds them."""
     options = likelihood.options()
     try:
         return dict(json.loads(json.dumps(options, allow_nan=False)))

@@ -27,7 +27,7 @@ from laplace_debias.system.ranks import Ranks, current
 
 
 def fit(
-    before: Unfitted | FittedPosterior,
+    state: Unfitted | FittedPosterior,
     selected: ParameterBlocks | None,
     scheme: Scheme,
     size: TrainingSize,
@@ -40,7 +40,7 @@ def fit(
     """Fit a posterior's curvature.
 
     Args:
-        before: The model, the options of the fit, and the prior.
+        state: The model, the options of the fit, and the prior.
         selected: The parameters that the model's structure shows; None to find them by an example.
         scheme: Which data give the directions and the magnitudes.
         size: N, as far as it is known before the fit.
@@ -49,9 +49,9 @@ def fit(
         resume: The folder of the checkpoint.
         progress: Whether to show progress bars.
     """
-    check_before_fit(before, scheme, mode, generator, resume)
+    check_before_fit(state, scheme, mode, generator, resume)
     with torch.inference_mode(False):
-        prepared, scheme = prepare_fit(before, selected, scheme, size, mode, generator, progress)
+        prepared, scheme = prepare_fit(state, selected, scheme, size, mode, generator, progress)
         if resume is None:
             return build_posterior(prepared, scheme.fit(prepared))
         identity = fit_identity(prepared, generator, getattr(scheme, "folds", None))
@@ -64,7 +64,7 @@ def fit(
 
 
 def check_before_fit(
-    before: Unfitted | FittedPosterior,
+    state: Unfitted | FittedPosterior,
     scheme: Scheme,
     mode: str,
     generator: torch.Generator | None,
@@ -75,9 +75,9 @@ def check_before_fit(
     if resume is not None:
         if not scheme.is_resumable:
             raise ValueError(f'mode="{mode}" saves no state: leave out resume.')
-        check_resumable(resume, before.config.fisher.kind, generator, scheme.sources)
-    scheme.check(before.config.structure)
-    device = before.device
+        check_resumable(resume, state.config.fisher.kind, generator, scheme.sources)
+    scheme.check(state.config.structure)
+    device = state.device
     check_no_autocast(device)
     if device.type == "cuda" and _rounds_to_tf32():
         raise RuntimeError(
@@ -92,7 +92,7 @@ def _rounds_to_tf32() -> bool:
 
 
 def prepare_fit(
-    before: Unfitted | FittedPosterior,
+    state: Unfitted | FittedPosterior,
     selected: ParameterBlocks | None,
     scheme: Scheme,
     size: TrainingSize,
@@ -101,21 +101,21 @@ def prepare_fit(
     progress: bool,
 ) -> tuple[PreparedFit, Scheme]:
     """Open the data, check the model on its first batch, and make sure that the posterior fits."""
-    ranks, config = current(), before.config
+    ranks, config = current(), state.config
     bar = "fit" if progress else None
 
     def open_stream(data: Batches, description: str) -> Stream:
-        return before.spec.fit_stream(data, before.device, generator, description, bar)
+        return state.spec.fit_stream(data, state.device, generator, description, bar)
 
     # The labels' seed is drawn before the order of what is still to be read.
     fisher = config.fisher.seeded(generator, ranks)
     scheme = scheme.opened(open_stream)
     streams = [source for source in scheme.sources if isinstance(source, Stream)]
-    parameters, context = examine(before, selected, streams, scheme.reads_all, fisher)
-    likelihood = before.spec.likelihood
+    parameters, context = examine(state, selected, streams, scheme.reads_all, fisher)
+    likelihood = state.spec.likelihood
     if likelihood.has_sigma and likelihood.is_assumed:
         likelihood = scheme.estimate_noise(context)
-        before = replace(before, spec=replace(before.spec, likelihood=likelihood))
+        state = replace(state, spec=replace(state.spec, likelihood=likelihood))
         loss = NegativeLogLikelihood(likelihood)
         context = replace(context, cotangents=replace(context.cotangents, loss=loss))
     size = _size_with_weights(size, mode, streams[0], ranks)
@@ -125,14 +125,14 @@ def prepare_fit(
             # Labels are keyed by an example's index among those of all processes.
             for stream in streams:
                 stream.first_index_among_all = first_index_of_batch(ranks, stream)
-        model = checksum(before.spec.plain_model)
+        model = checksum(state.spec.plain_model)
         ranks.require_same(model=model, blocks=parameters.block_names)
         if not size.is_shared:
             _check_different_data(ranks, streams[0].first)
     purpose = f"Nothing was fitted: the posterior of curvature={config.structure.name!r} takes"
     num_bytes = posterior_bytes(context, config.structure)
     check_room(num_bytes, available_memory(context.device), purpose)
-    return PreparedFit(before, parameters, context, size, mode), scheme
+    return PreparedFit(state, parameters, context, size, mode), scheme
 
 
 def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ranks) -> TrainingSize:
@@ -166,34 +166,34 @@ def _check_different_data(ranks: Ranks, first: list[tuple[Tensor, ...]]) -> None
 
 def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> FittedPosterior:
     """Build the posterior of a curvature, around the model's parameters and under its prior."""
-    before, parameters = prepared.before, prepared.parameters
+    state, parameters = prepared.state, prepared.parameters
     data = curvature_fit.totals
     num_data = _num_data(prepared.size, data.weight, prepared.mode)
     scale = num_data / data.weight
     num_targets = None
-    if before.spec.likelihood.has_sigma and before.config.fisher.kind != "empirical":
+    if state.spec.likelihood.has_sigma and state.config.fisher.kind != "empirical":
         num_targets = data.num_outputs * scale
-    plain = before.spec.plain_model
+    plain = state.spec.plain_model
     mean, order = parameters.flattened(plain), parameters.order
-    prior = before.prior.to(mean.device).fitting(len(parameters.block_names), parameters.size)
+    prior = state.prior.to(mean.device).fitting(len(parameters.block_names), parameters.size)
     posterior = GaussianPosterior(
         mean=mean,
         curvature=curvature_fit.curvature,
         num_data=num_data,
         prior=prior,
         order=None if order is None else order.to(mean.device),
-        temperature=before.temperature,
+        temperature=state.temperature,
     )
     return FittedPosterior(
-        spec=before.spec,
-        config=before.config,
+        spec=state.spec,
+        config=state.config,
         parameters=parameters,
         posterior=posterior,
         nll=data.nll * scale,
         frozen_fingerprint=fingerprint(plain, parameters.names),
         mode=prepared.mode,
         num_targets=num_targets,
-        link=before.link,
+        link=state.link,
         report=curvature_fit.report,
     )
 

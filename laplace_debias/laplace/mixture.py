@@ -99,6 +99,6 @@ def _options(likelihood: Likelihood) -> dict[str, Any]:
     """The options that members must share: all but the noise of a regression."""
     if likelihood.has_sigma:
         return {}
-    config = likelihood_to_json(likelihood, own=True)
+    config = likelihood_to_json(likelihood, may_be_own=True)
     own_options = config.pop("options", {})
     return config | own_options

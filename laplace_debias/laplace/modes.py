@@ -38,7 +38,7 @@ def check_mode(mode: str, folds: int | None) -> None:
 
 
 def scheme_of_mode(
-    before: Unfitted | FittedPosterior,
+    state: Unfitted | FittedPosterior,
     loader: Batches,
     mode: str,
     num_data: SupportsIndex | None,
@@ -55,9 +55,9 @@ def scheme_of_mode(
     if mode == "auto":
         return Auto(loader), size
     if resume is not None:
-        check_resumable(resume, before.config.fisher.kind, generator, [loader])
+        check_resumable(resume, state.config.fisher.kind, generator, [loader])
     num_batches, scheme_of_batches = _FIRST_BATCHES[mode]
-    stream = before.spec.stream(loader, before.device, generator)
+    stream = state.spec.stream(loader, state.device, generator)
     with stream.randomness:
         batches = list(itertools.islice(stream.source, num_batches))
     num_read = max(current().exchange(len(batches)))

@@ -37,14 +37,14 @@ class PreparedFit:
     """A fit before its passes over the data.
 
     Attributes:
-        before: The state that the fit replaces; its prior, temperature and link stay.
+        state: The state that the fit replaces; its prior, temperature and link stay.
         parameters: The Bayesian parameters, checked on an example.
         context: The network with its blocks, as the passes run it.
         size: N, the number of training examples.
         mode: The name of the fitting scheme.
     """
 
-    before: Unfitted | FittedPosterior
+    state: Unfitted | FittedPosterior
     parameters: ParameterBlocks
     context: FitContext
     size: TrainingSize
@@ -53,11 +53,11 @@ class PreparedFit:
     @property
     def config(self) -> CurvatureConfig:
         """The options of the fit."""
-        return self.before.config
+        return self.state.config
 
 
 def examine(
-    before: Unfitted | FittedPosterior,
+    state: Unfitted | FittedPosterior,
     selected: ParameterBlocks | None,
     streams: Sequence[Stream],
     reads_all: bool,
@@ -66,20 +66,20 @@ def examine(
     """Find the Bayesian parameters, check them on the first batch, and set up the network.
 
     Args:
-        before: The model and the options of the fit.
+        state: The model and the options of the fit.
         selected: The parameters that the model's structure shows; None to find them by an example.
         streams: Checked pairs, of which the first is looked at and not lost.
         reads_all: Whether the fit reads all of the data, so that all batches may be looked through
             for parameters that the first one does not use.
         fisher: The Fisher matrix, seeded.
     """
-    validate_model(before.spec.model)
-    parameters, tap = _parameters_on_examples(before, selected, streams, reads_all)
-    config, blocks = before.config, parameters.blocks
-    backend = choose_backend(before.spec.plain_model, config.backend, blocks)(tap, blocks)
-    likelihood = NegativeLogLikelihood(before.spec.likelihood)
+    validate_model(state.spec.model)
+    parameters, tap = _parameters_on_examples(state, selected, streams, reads_all)
+    config, blocks = state.config, parameters.blocks
+    backend = choose_backend(state.spec.plain_model, config.backend, blocks)(tap, blocks)
+    likelihood = NegativeLogLikelihood(state.spec.likelihood)
     context = FitContext(
-        cotangents=Cotangents(likelihood, fisher, before.spec.class_dim),
+        cotangents=Cotangents(likelihood, fisher, state.spec.class_dim),
         blocks=blocks,
         backend=backend,
         factor_dtype=config.factor_dtype,
@@ -90,7 +90,7 @@ def examine(
 
 
 def _parameters_on_examples(
-    before: Unfitted | FittedPosterior,
+    state: Unfitted | FittedPosterior,
     selected: ParameterBlocks | None,
     streams: Sequence[Stream],
     reads_all: bool,
@@ -99,17 +99,17 @@ def _parameters_on_examples(
 
     A process without examples looks at those of the first process that has some.
     """
-    spec, config = before.spec, before.config
+    spec, config = state.spec, state.config
     first = _first_batch(streams[0])
     x, y, *_ = first[0]
-    inputs = move(x, before.device, None)
-    targets = y.to(before.device)
+    inputs = move(x, state.device, None)
+    targets = y.to(state.device)
     plain = spec.plain_model
     if selected is None or config.params == LAST_LAYER:
         selected = ParameterBlocks.selected(plain, config, inputs)
-        if before.parameters is not None and before.parameters.names != selected.names:
+        if state.parameters is not None and state.parameters.names != selected.names:
             raise ValueError(
-                f'params="last_layer" was {before.parameters.names}, but now the outputs come '
+                f'params="last_layer" was {state.parameters.names}, but now the outputs come '
                 f"from {selected.names}. The model has changed: build a new Laplace."
             )
     tap = Tap(spec.network(selected.names))

@@ -49,7 +49,7 @@ def fit_identity(
     prepared: PreparedFit, generator: torch.Generator | None, folds: int | None
 ) -> dict[str, Any]:
     """Collect what makes two fits the same, as plain data."""
-    spec, config, context = prepared.before.spec, prepared.config, prepared.context
+    spec, config, context = prepared.state.spec, prepared.config, prepared.context
     state = b"" if generator is None else generator.get_state().numpy().tobytes()
     # Objects without a text of their own show their address.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(spec.plain_model))
@@ -83,9 +83,9 @@ def fit_identity(
 
 
 def _likelihood_identity(prepared: PreparedFit) -> Any:
-    likelihood = prepared.before.spec.likelihood
+    likelihood = prepared.state.spec.likelihood
     try:
-        return likelihood_to_json(likelihood, own=True)
+        return likelihood_to_json(likelihood, may_be_own=True)
     except ValueError:
         return type(likelihood).__qualname__
 
