@@ -1,6 +1,6 @@
-"""The rooms of the package, and who may import whom: read from the source, nothing is imported.
+"""The layers of the package and what may import what, read from the source: nothing is imported.
 
-`FLOORS` is the table. The picture in CONTRIBUTING.md is made of it: `picture()`.
+`LAYERS` is the table. CONTRIBUTING.md shows it as text: `table_of_layers()`.
 """
 
 import ast
@@ -15,10 +15,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "laplace_debias"
 
-# Floors from top to bottom, rooms with what they are for. A module may import its own room and the
-# rooms of the floors below; rooms of one floor do not see each other. The package itself is the
-# room of its `__init__.py`.
-FLOORS = (
+# Layers from top to bottom: packages with their purposes. A module may import its own package and
+# the packages of lower layers; packages of one layer do not import each other. The whole package
+# is the package of its `__init__.py`.
+LAYERS = (
     {"commands": "the command line: one file per command"},
     {"assessment": "is a network's uncertainty any good: methods compared, the run folder"},
     {"sources": "anybody's network and data, from names and paths"},
@@ -44,21 +44,21 @@ FLOORS = (
     {"operators": "linear operators and their algebra"},
     {"system": "files, threads, processes, random numbers"},
 )
-# Rooms beside the others: who may import them, and what they may import.
+# Packages outside of the layers: which packages may import them, and what they may import.
 ASIDE = {"metrics": (("commands", "assessment", "report", "runs", "laplace"), ("system",))}
-# Files that belong to the room of another name.
+# Modules that belong to a package of another name.
 MEMBERS = {"cli": "commands", "__main__": "commands", "curvature": "curvature.operators"}
-ROOMS = [room for floor in FLOORS for room in floor] + list(ASIDE)
+PACKAGES = [package for layer in LAYERS for package in layer] + list(ASIDE)
 
 
-def picture():
-    """The floors as text, as CONTRIBUTING.md shows them: a line for each room."""
+def table_of_layers():
+    """The layers as text, as CONTRIBUTING.md shows them: a line for each package."""
     lines = []
-    for number, floor in enumerate(reversed(FLOORS)):
-        rooms = [f"{number:4}  {room:22}{purpose}" for room, purpose in floor.items()]
-        lines = rooms + lines
-    for room, (users, used) in ASIDE.items():
-        lines += [f"   –  {room:22}used by {', '.join(users)}; uses {', '.join(used)}"]
+    for number, layer in enumerate(reversed(LAYERS)):
+        packages = [f"{number:4}  {package:22}{purpose}" for package, purpose in layer.items()]
+        lines = packages + lines
+    for package, (users, used) in ASIDE.items():
+        lines += [f"   –  {package:22}used by {', '.join(users)}; uses {', '.join(used)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -67,25 +67,25 @@ def path_of(module):
     return module.partition(".")[2] or PACKAGE
 
 
-def room_of(module):
-    """The room that a module belongs to; None if it has none."""
+def package_of(module):
+    """The package that a module belongs to; None if it has none."""
     path = path_of(module)
     if path in MEMBERS:
         return MEMBERS[path]
     above = [path, *(path.rsplit(".", cut)[0] for cut in range(1, path.count(".") + 1))]
-    return next((room for room in above if room in ROOMS), None)
+    return next((package for package in above if package in PACKAGES), None)
 
 
-def may_import(room, other):
-    """Whether a module of one room may import one of another."""
-    if room == other:
+def may_import(package, other):
+    """Whether a module of one package may import one of another."""
+    if package == other:
         return True
     if other in ASIDE:
-        return room.partition(".")[0] in ASIDE[other][0]
-    if room in ASIDE:
-        return other in ASIDE[room][1]
-    floor = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-    return floor[room] < floor[other]
+        return package.partition(".")[0] in ASIDE[other][0]
+    if package in ASIDE:
+        return other in ASIDE[package][1]
+    positions = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    return positions[package] < positions[other]
 
 
 @functools.cache
@@ -121,19 +121,19 @@ def graph():
     return found
 
 
-def test_every_module_has_a_room():
-    assert [module for module in sources() if room_of(module) is None] == []
-    assert {room_of(module) for module in sources()} <= set(ROOMS)
+def test_every_module_has_a_package():
+    assert [module for module in sources() if package_of(module) is None] == []
+    assert {package_of(module) for module in sources()} <= set(PACKAGES)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_only_go_down(room):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_only_go_down(package):
     upward = [
         f"{module} -> {other}"
         for module, others in graph().items()
-        if room_of(module) == room
+        if package_of(module) == package
         for other in others
-        if not may_import(room, room_of(other))
+        if not may_import(package, package_of(other))
     ]
     assert not upward, "\n".join(upward)
 
@@ -145,13 +145,13 @@ def test_no_module_imports_itself_in_a_circle():
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
-def test_functions_import_third_party_packages_alone():
+def test_functions_import_only_third_party_packages():
     """An import of our own within a function hides a circle. The command line starts fast by it."""
     ours = {PACKAGE, *sys.stdlib_module_names}
     hidden = [
         f"{module}, line {node.lineno}: {name}"
         for module, tree in sources().items()
-        if room_of(module) != "commands"
+        if package_of(module) != "commands"
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
@@ -161,12 +161,12 @@ def test_functions_import_third_party_packages_alone():
     assert not hidden, "\n".join(hidden)
 
 
-@pytest.mark.parametrize("room", ["operators", "linalg"])
-def test_linear_algebra_knows_no_network(room):
+@pytest.mark.parametrize("package", ["operators", "linalg"])
+def test_linear_algebra_does_not_use_torch_nn(package):
     seen = [
         f"{module}, line {node.lineno}"
         for module, tree in sources().items()
-        if room_of(module) == room
+        if package_of(module) == package
         for node in ast.walk(tree)
         if any(f"{name}.".startswith("torch.nn.") for name in imported(node))
         or (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.nn")
@@ -174,13 +174,15 @@ def test_linear_algebra_knows_no_network(room):
     assert not seen, "\n".join(seen)
 
 
-def test_the_picture_of_the_house_is_this_table():
+def test_contributing_shows_the_table_of_layers():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert f"```text\n{picture()}```" in text, f"CONTRIBUTING.md should have\n\n{picture()}"
+    assert f"```text\n{table_of_layers()}```" in text, (
+        f"CONTRIBUTING.md should have\n\n{table_of_layers()}"
+    )
 
 
 @pytest.mark.parametrize(
-    ("room", "other", "is_allowed"),
+    ("package", "other", "is_allowed"),
     [
         ("laplace", "curvature.network", True),
         ("curvature.network", "laplace", False),
@@ -190,12 +192,12 @@ def test_the_picture_of_the_house_is_this_table():
         ("system", "operators", False),
     ],
 )
-def test_what_the_table_says(room, other, is_allowed):
-    assert may_import(room, other) is is_allowed
+def test_what_the_table_says(package, other, is_allowed):
+    assert may_import(package, other) is is_allowed
 
 
 @pytest.mark.parametrize(
-    ("module", "room"),
+    ("module", "package"),
     [
         (PACKAGE, PACKAGE),
         (f"{PACKAGE}.cli", "commands"),
@@ -204,8 +206,8 @@ def test_what_the_table_says(room, other, is_allowed):
         (f"{PACKAGE}.curvature.nowhere", None),
     ],
 )
-def test_the_room_of_a_module(module, room):
-    assert room_of(module) == room
+def test_the_package_of_a_module(module, package):
+    assert package_of(module) == package
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_ci_builds_the_site():
     ("document", "link", "translated"),
     [
         ("docs/guide.md", "../examples/spectrum.py", "source/examples/spectrum.py.md"),
-        ("docs/experiments/bias.md", "../../CONTRIBUTING.md#habits", "../contributing.md#habits"),
+        ("docs/experiments/bias.md", "../../CONTRIBUTING.md#words", "../contributing.md#words"),
         ("docs/experiments/bias.md", "../debiasing.md", "../debiasing.md"),
         ("CHANGELOG.md", "docs/guide.md#options", "guide.md#options"),
         ("docs/guide.md", "missing.md", "missing.md"),
