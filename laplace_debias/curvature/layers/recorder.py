@@ -30,35 +30,123 @@ class Use:
     version: int
 
 
-# Dimensions of the examples in a call's arguments, and in its outputs.
-Dims = tuple[list[int | None], list[int | None]]
+@dataclass(frozen=True)
+class CallForm:
+    """The form of a call: its shapes, and the dimension that the examples lie in.
+
+    Attributes:
+        shapes: Shapes of the arguments and the outputs; None for an argument that is no tensor.
+        dims: For each argument the dimension of the examples; None if all have it in common.
+        output_dims: The dimension of the examples in each output.
+        copied_outputs: Indices of outputs that all examples have in common, `[1, ...]`. Each
+            example is given a copy: what its own outputs owe to the call is seen there.
+    """
+
+    shapes: list[torch.Size | None]
+    dims: list[int | None]
+    output_dims: list[int]
+    copied_outputs: list[int]
+
+    @classmethod
+    def of(cls, call: Call, doubled: Call, batch: int) -> "CallForm | None":
+        """Compare a call for some examples with that for each of them twice; None if unclear."""
+        if len(call.leaves) != len(doubled.leaves) or len(call.outputs) != len(doubled.outputs):
+            return None
+        dims = [_growing(a, b, batch) for a, b in zip(call.leaves, doubled.leaves, strict=True)]
+        output_dims: list[int] = []
+        copied_outputs: list[int] = []
+        for index, (z, of_doubled) in enumerate(zip(call.outputs, doubled.outputs, strict=True)):
+            dim = _growing(z, of_doubled, batch)
+            if dim is None:
+                if z.shape[:1] != (1,):
+                    return None
+                copied_outputs.append(index)
+                dim = 0
+            output_dims.append(dim)
+        if _NO_DIM in (*dims, *output_dims) or not output_dims:
+            return None
+        return cls(_shapes(call), dims, output_dims, copied_outputs)
+
+    def fits(self, call: Call, batch: int) -> bool:
+        """Whether another call has this form, of which the numbers of positions may differ."""
+        shapes = _shapes(call)
+        if len(shapes) != len(self.shapes):
+            return False
+        dims: list[int | None] = [*self.dims, *self.output_dims]
+        for index in self.copied_outputs:
+            dims[len(self.dims) + index] = None
+        for shape, own_shape, dim in zip(shapes, self.shapes, dims, strict=True):
+            if shape is None or own_shape is None:
+                if shape is not own_shape:
+                    return False
+            elif not has_form(shape, own_shape, dim, batch):
+                return False
+        return True
+
+
+def has_form(shape: torch.Size, own_shape: torch.Size, dim: int | None, batch: int) -> bool:
+    """Whether a tensor's examples lie where those of another one do; no if it is unclear."""
+    if len(shape) != len(own_shape):
+        return False
+    if dim is not None:
+        return shape[dim] == batch
+    # What was common to all examples may have become each one's own.
+    sizes = zip(shape, own_shape, strict=True)
+    return batch == 1 or not any(size == batch != own_size for size, own_size in sizes)
+
+
+def _shapes(call: Call) -> list[torch.Size | None]:
+    values = (*call.leaves, *call.outputs)
+    return [value.shape if isinstance(value, Tensor) else None for value in values]
+
+
+_NO_DIM = -1
+
+
+def _growing(value: Any, doubled: Any, batch: int) -> int | None:
+    """The dimension that the examples lie in; None if there is none, `_NO_DIM` if unclear."""
+    if not isinstance(value, Tensor) or not isinstance(doubled, Tensor):
+        return None if type(value) is type(doubled) else _NO_DIM
+    if value.shape == doubled.shape:
+        return None
+    if value.ndim != doubled.ndim:
+        return _NO_DIM
+    sizes = list(zip(value.shape, doubled.shape, strict=True))
+    dims = [dim for dim, (size, of_doubled) in enumerate(sizes) if size != of_doubled]
+    return dims[0] if len(dims) == 1 and sizes[dims[0]] == (batch, 2 * batch) else _NO_DIM
 
 
 # Calls by the module's path and their number among its calls.
-_Calls = dict[tuple[str, int], Call]
+RecordedCalls = dict[tuple[str, int], Call]
 
 
 class CallRecorder:
     """Records the calls of some modules.
 
-    `loops` are paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its
-    own; `seen` the calls of modules inside the network in the last pass, in their order.
+    Attributes:
+        paths: The modules' paths.
+        loops: Paths of modules that `vmap` does not run, or, as recurrent layers, in a loop of its
+            own.
+        calls: The calls of modules inside the network in the last pass, in their order.
     """
 
     def __init__(self, network: nn.Module, paths: Sequence[str]) -> None:
-        self.paths, self._network = paths, network
+        self.paths = paths
+        self._network = network
         self.loops: set[str] = set()
         for path in paths:
             parts = network.get_submodule(path).modules()
             if any(isinstance(part, nn.RNNBase) for part in parts):
                 self.loops.add(path)
-        self._dims: dict[tuple[str, int], Dims] = {}
-        self.seen: _Calls = {}
+        self._forms: dict[tuple[str, int], list[CallForm]] = {}
+        self.calls: RecordedCalls = {}
 
-    def hook(self) -> list[RemovableHandle]:
-        """Hooks for one forward pass of the network."""
+    def hook(self, batch: int) -> list[RemovableHandle]:
+        """Hooks for one forward pass of the network on a batch of some size."""
         handles = []
-        self.seen, self._open = {}, list[Call]()
+        self.calls = {}
+        self._batch = batch
+        self._open: list[tuple[str, int]] = []
         self._counts = Counter[str]()
         for path in filter(None, self.paths):
             module, begin = self._network.get_submodule(path), partial(self._begin, path)
@@ -73,72 +161,69 @@ class CallRecorder:
         leaves, structure = pytree.tree_flatten((args, named))
         # Copies: the call may overwrite what it is given.
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        self._open.append(Call(path, module, copies, structure))
-        self.seen[path, self._counts[path]] = self._open[-1]
+        key = path, self._counts[path]
+        self._open.append(key)
+        self.calls[key] = Call(path, module, copies, structure)
         self._counts[path] += 1
 
     def _end(self, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
         # A call inside of another ends before it.
-        seen = self._open.pop()
+        key = self._open.pop()
+        call = self.calls[key]
         leaves, structure = pytree.tree_flatten(output)
-        handed_on = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                z = leaf if leaf.requires_grad else leaf.detach().requires_grad_()
-                seen.outputs.append(z)
-                # The forward pass goes on with a copy, which it may overwrite.
-                leaf = z.clone()
-            handed_on.append(leaf)
+        is_output = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
+        call.outputs = [leaf for leaf, is_one in zip(leaves, is_output, strict=True) if is_one]
+        form = next((f for f in self._forms.get(key, ()) if f.fits(call, self._batch)), None)
+        if form is not None:
+            call.dims = form.dims
+            call.output_dims = form.output_dims
+            for index in form.copied_outputs:
+                z = call.outputs[index]
+                call.outputs[index] = z.expand(self._batch, *z.shape[1:]).clone()
+        call.outputs = [z if z.requires_grad else z.detach().requires_grad_() for z in call.outputs]
+        # The forward pass goes on with copies, which it may overwrite.
+        outputs = iter([z.clone() for z in call.outputs])
+        handed_on = [
+            next(outputs) if is_one else leaf
+            for leaf, is_one in zip(leaves, is_output, strict=True)
+        ]
         return pytree.tree_unflatten(handed_on, structure)
 
-    def learn(self, one: _Calls, two: _Calls) -> None:
-        """Find the dimensions of the examples by what `seen` was after one and after two."""
-        self._dims = {}
-        for key in one.keys() & two.keys():
-            first, second = one[key], two[key]
-            if len(first.leaves) != len(second.leaves) or len(first.outputs) != len(second.outputs):
-                continue
-            leaves = [_growing(a, b) for a, b in zip(first.leaves, second.leaves, strict=True)]
-            outputs = [_growing(a, b) for a, b in zip(first.outputs, second.outputs, strict=True)]
-            if _NO_DIM not in (*leaves, *outputs) and any(d is not None for d in outputs):
-                self._dims[key] = (leaves, outputs)
+    def learn(self, batch: int, calls: RecordedCalls, doubled: RecordedCalls) -> bool:
+        """Learn the forms of calls from those for a batch, and for each of its examples twice.
 
-    def calls(self, x: Inputs, outputs: Tensor, batch: int) -> tuple[list[Call], set[str]]:
+        Returns:
+            Whether outputs are copied now that were not before, which changes further calls' forms.
+        """
+        has_more_copies = False
+        for key in calls.keys() & doubled.keys():
+            forms = self._forms.setdefault(key, [])
+            if not any(form.fits(calls[key], batch) for form in forms):
+                form = CallForm.of(calls[key], doubled[key], batch)
+                if form is not None:
+                    forms.append(form)
+                    has_more_copies |= bool(form.copied_outputs)
+        return has_more_copies
+
+    def forget_copies(self) -> None:
+        """Let calls whose outputs would be copied have no form."""
+        for forms in self._forms.values():
+            forms[:] = [form for form in forms if not form.copied_outputs]
+
+    def recorded(self, x: Inputs, outputs: Tensor) -> tuple[list[Call], set[str]]:
         """The recorded calls, and paths where the examples have no dimension of their own."""
-        calls, merged = list[Call](), set[str]()
+        calls = list[Call]()
+        without_form = set[str]()
         if "" in self.paths:
             leaves, structure = pytree.tree_flatten(x)
             dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
             calls.append(Call("", self._network, leaves, structure, [outputs], dims, [0]))
-        for key, seen in self.seen.items():
-            seen.dims, seen.output_dims = self._dims.get(key, ((), ()))
-            if _fits(seen, batch):
-                calls.append(seen)
+        for call in self.calls.values():
+            if call.output_dims:
+                calls.append(call)
             else:
-                merged.add(seen.path)
-        return calls, merged
-
-
-_NO_DIM = -1
-
-
-def _growing(one: Any, two: Any) -> int | None:
-    """The dimension that has one entry for one example and two for two; `_NO_DIM` if unclear."""
-    if not isinstance(one, Tensor) or one.shape == two.shape:
-        return None
-    if one.ndim != two.ndim:
-        return _NO_DIM
-    pairs = list(zip(one.shape, two.shape, strict=True))
-    dims = [dim for dim, (a, b) in enumerate(pairs) if a != b]
-    return dims[0] if len(dims) == 1 and pairs[dims[0]] == (1, 2) else _NO_DIM
-
-
-def _fits(seen: Call, batch: int) -> bool:
-    """Whether a call is as the dimensions of its examples say."""
-    values, dims = (*seen.leaves, *seen.outputs), (*seen.dims, *seen.output_dims)
-    return 0 < len(values) == len(dims) and all(
-        dim is None or value.shape[dim] == batch for value, dim in zip(values, dims, strict=True)
-    )
+                without_form.add(call.path)
+        return calls, without_form
 
 
 class OperandRecorder(TorchFunctionMode):
@@ -211,7 +296,7 @@ _WITH_POSITIONS = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 
 @dataclass
 class ExampleDims:
-    """The dimensions of examples that inputs for one example and for two tell.
+    """The dimensions of examples in the inputs of layers.
 
     Attributes:
         common: Paths of embeddings whose input has no dimension for the examples, such as positions
@@ -220,27 +305,43 @@ class ExampleDims:
             them, such as windows of an image; with their number for each example.
         uncopied: Embeddings as in `common`, where the forward pass does not let examples have
             copies.
-        is_known: Whether one example and two were run.
+        shapes: The shapes of all inputs of the embeddings.
+        is_known: Whether some examples were run, once and twice each.
     """
 
     common: set[str] = field(default_factory=set)
     merged: dict[str, int] = field(default_factory=dict)
     uncopied: set[str] = field(default_factory=set)
+    shapes: dict[str, list[torch.Size]] = field(default_factory=dict)
     is_known: bool = False
 
     @classmethod
     def of(
-        cls, network: nn.Module, one: Mapping[str, list[int]], two: Mapping[str, list[int]]
+        cls,
+        network: nn.Module,
+        batch: int,
+        inputs: Mapping[str, list[torch.Size]],
+        doubled: Mapping[str, list[torch.Size]],
     ) -> "ExampleDims":
-        """From the leading sizes of all inputs of the layers, for one example and for two."""
+        """Compare the shapes of layers' inputs for a batch, and for each of its examples twice."""
         dims = cls(is_known=True)
-        for path in one.keys() & two.keys():
-            layer, (size, *others) = network.get_submodule(path), one[path]
+        for path in inputs.keys() & doubled.keys():
+            layer = network.get_submodule(path)
+            sizes = [shape[0] for shape in inputs[path]]
+            sizes_of_doubled = [shape[0] for shape in doubled[path]]
             if isinstance(layer, nn.Embedding):
-                if {size, *others} != {1} or set(two[path]) != {2}:
+                dims.shapes[path] = inputs[path]
+                if set(sizes) != {batch} or set(sizes_of_doubled) != {2 * batch}:
                     dims.common.add(path)
             elif isinstance(layer, _WITH_POSITIONS) or is_hugging_face_conv1d(layer):
-                is_double = two[path] == [2 * n for n in one[path]]
-                if size > 1 and set(others) <= {size} and is_double:
-                    dims.merged[path] = size
+                is_double = sizes_of_doubled == [2 * size for size in sizes]
+                num_merged, remainder = divmod(sizes[0], batch)
+                if num_merged > 1 and not remainder and len(set(sizes)) == 1 and is_double:
+                    dims.merged[path] = num_merged
         return dims
+
+    def is_clear(self, path: str, shape: torch.Size, batch: int) -> bool:
+        """Whether an embedding's input has its examples where those before had them."""
+        dim = None if path in self.common else 0
+        shapes = self.shapes.get(path)
+        return shapes is None or any(has_form(shape, own, dim, batch) for own in shapes)

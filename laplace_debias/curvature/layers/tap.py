@@ -14,9 +14,15 @@ from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layers.blocks import Block, Site
 from laplace_debias.curvature.layers.calls import Call, CallUses
-from laplace_debias.curvature.layers.recorder import CallRecorder, ExampleDims, OperandRecorder, Use
+from laplace_debias.curvature.layers.recorder import (
+    CallRecorder,
+    ExampleDims,
+    OperandRecorder,
+    RecordedCalls,
+    Use,
+)
 from laplace_debias.curvature.layers.uses import Uses
-from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, quiet, take
+from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, quiet, take
 from laplace_debias.curvature.network.layer_types import (
     CONVOLUTIONS,
     NORMS,
@@ -26,6 +32,11 @@ from laplace_debias.curvature.network.layer_types import (
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import preserve_attributes, requiring_grad
 from laplace_debias.system.memory import is_out_of_memory
+
+# Rounds in which the forms of calls are learned, with copies of what examples have in common.
+_MOST_ROUNDS = 4
+# In the place of a size, where it is not clear which dimension has the examples.
+_UNCLEAR = -1
 
 
 class Tap:
@@ -94,7 +105,7 @@ class Tap:
         # Modules with calls whose examples have no dimension of their own.
         self._merged_calls: set[str] = set()
         if self._recorder is not None:
-            self._recorder.seen = {}
+            self._recorder.calls = {}
 
     def forward(self, x: Inputs, graph: bool = True, strict: bool = True) -> Tensor:
         """Run the network and record the uses of the tapped layers.
@@ -119,7 +130,7 @@ class Tap:
     def _run(self, x: Inputs) -> Tensor:
         self.forget()
         self._batch = num_examples(x)
-        handles = [] if self._recorder is None else self._recorder.hook()
+        handles = [] if self._recorder is None else self._recorder.hook(self._batch)
         for site, layer in self.layers.items():
             if not site.is_call and site.paths[0] not in self._operands:
                 # Before any hook of the user's that may replace the output: what they do to it is
@@ -147,7 +158,7 @@ class Tap:
         if self._recorder is not None:
             if "" in self._recorder.paths and not outputs.requires_grad:
                 outputs = outputs.detach().requires_grad_()
-            self._calls, self._merged_calls = self._recorder.calls(x, outputs, self._batch)
+            self._calls, self._merged_calls = self._recorder.recorded(x, outputs)
         for use in self.uses:
             self._targets[id(use.z)] = use.z
             self._sizes.add(len(use.x))
@@ -166,7 +177,9 @@ class Tap:
         output: Tensor,
     ) -> Tensor:
         x = inputs[0] if inputs else next(iter(named.values()))
-        if path in self._dims.common:
+        if not self._dims.is_clear(path, x.shape, self._batch):
+            self._sizes.add(_UNCLEAR)
+        elif path in self._dims.common:
             # A copy for each example of what all have in common, `[T, ...]` or `[1, T, ...]`.
             x, output = (t if len(t) == 1 and t.ndim > 1 else t.unsqueeze(0) for t in (x, output))
             x, output = (t.expand(self._batch, *t.shape[1:]).clone() for t in (x, output))
@@ -243,25 +256,44 @@ class Tap:
         return faults
 
     def _learn(self, x: Inputs) -> None:
-        """Find which inputs of the layers have examples, from one and the same one twice."""
-        one = take(x, slice(0, 1))
-        two = join([one, one])
+        """Find which inputs of the layers have examples, from a batch and each example twice."""
+        has_graph = self._has_graph
+        self._has_graph = False
+        # Neighbours: some models need sequences in the order of their lengths.
+        doubled = take(x, torch.arange(num_examples(x)).repeat_interleave(2))
         self._dims = ExampleDims()
-        outputs, inputs, calls = [], [], []
-        for few in (one, two):
-            outputs.append(self._run(few))
-            of_layers: dict[str, list[int]] = {}
+        expected, shapes, calls = self._run_both(x, doubled)
+        self._dims = ExampleDims.of(self.network, num_examples(x), *shapes)
+        if self._dims.common and not self._takes_copies(doubled, expected):
+            self._dims = replace(self._dims, common=set(), uncopied=self._dims.common)
+        if self._recorder is not None:
+            has_copies = self._recorder.learn(num_examples(x), *calls) or bool(self._dims.common)
+            for _ in range(_MOST_ROUNDS):
+                if not has_copies:
+                    break
+                if not self._takes_copies(doubled, expected):
+                    self._recorder.forget_copies()
+                    break
+                # Copies for one call change the forms of those behind it.
+                *_, calls = self._run_both(x, doubled)
+                has_copies = self._recorder.learn(num_examples(x), *calls)
+        self._has_graph = has_graph
+
+    def _run_both(
+        self, x: Inputs, doubled: Inputs
+    ) -> tuple[Tensor, list[dict[str, list[torch.Size]]], list[RecordedCalls]]:
+        """Outputs of the second inputs, and shapes of layers' inputs and calls for both."""
+        shapes: list[dict[str, list[torch.Size]]] = []
+        calls: list[RecordedCalls] = []
+        for inputs in (x, doubled):
+            outputs = self._run(inputs)
+            shapes.append({})
             for use in self.uses:
                 if use.layer not in self._operands:
-                    of_layers.setdefault(use.layer, []).append(len(use.x))
-            inputs.append(of_layers)
+                    shapes[-1].setdefault(use.layer, []).append(use.x.shape)
             if self._recorder is not None:
-                calls.append(self._recorder.seen)
-        if self._recorder is not None:
-            self._recorder.learn(*calls)
-        self._dims = ExampleDims.of(self.network, *inputs)
-        if self._dims.common and not self._takes_copies(two, outputs[1]):
-            self._dims = replace(self._dims, common=set(), uncopied=self._dims.common)
+                calls.append(self._recorder.calls)
+        return outputs, shapes, calls
 
     def _takes_copies(self, x: Inputs, expected: Tensor) -> bool:
         """Whether outputs stay the same with a copy for each example of what all have in common."""
