@@ -7,6 +7,7 @@ is written.
 import inspect
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,11 +24,11 @@ from laplace_debias.curvature.network.inputs import (
     call,
     join,
 )
-from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.laplace.functional.linear_head import LinearHead
+from laplace_debias.laplace.links import Link, link_from, required_moments
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import EigenKronecker
-from laplace_debias.operators.structures.eigen_kronecker import frame
 from laplace_debias.system.files import check_target, written_atomically
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
@@ -72,34 +73,28 @@ def export(
 
 
 class _Predictive(nn.Module):
-    r"""The closed form of a posterior over a linear last layer with inputs φ.
-
-    The covariance of the outputs is the sum over the layer's blocks of
-    $U_G\,\mathrm{diag}\big(\sum_j (U_A^\top\phi)_j^2/P_{ij}\big)_i U_G^\top$.
-    """
+    """The closed form of a posterior over a linear last layer, as `LinearHead` computes it."""
 
     def __init__(self, fitted: FittedPosterior, example: Inputs, link: Link | None) -> None:
         super().__init__()
-        self.network, self.likelihood = fitted.network(), fitted.likelihood
+        self.network = fitted.network()
+        self.likelihood = fitted.likelihood
         self._layer = _last_linear_layer(fitted, example)
-        self._link, self._blocks = link, fitted.parameters.blocks
+        self._link = link
+        self._heads: list[LinearHead] = []
         posterior = fitted.posterior
-        deltas = posterior.deltas()
-        for index, (block, delta) in enumerate(zip(self._blocks, deltas, strict=True)):
-            operator = posterior.curvature.blocks.get(block.name)
-            if not isinstance(operator, EigenKronecker):
+        blocks = zip(fitted.parameters.blocks, posterior.deltas(), strict=True)
+        for index, (block, delta) in enumerate(blocks):
+            if not isinstance(posterior.curvature.blocks.get(block.name), EigenKronecker):
                 raise NotImplementedError(
                     "The closed form is exported of curvature kfac, ekfac and diag alone: fit one "
                     "of these."
                 )
-            held = {"variances": 1 / (posterior.data_weight * operator.in_frame + delta)}
-            for name, U in (("U_G", operator.U_G), ("U_A", operator.U_A)):
-                if U is not None:
-                    held[name] = frame(U)
-            for name, value in held.items():
-                # A copy: of a view the file would hold what it is a view of.
-                copy = value.clone(memory_format=torch.contiguous_format)
-                self.register_buffer(f"{name}_{index}", copy)
+            head = LinearHead.of_posterior(block, posterior)
+            self._heads.append(head)
+            self._store(f"variances_{index}", head.variances(delta))
+            self._store(f"U_G_{index}", head.U_G)
+            self._store(f"U_A_{index}", head.U_A)
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Answers:
             is_whole = isinstance(example, OneArgument)
@@ -125,9 +120,8 @@ class _Predictive(nn.Module):
             mean = call(self.network, inputs)
         finally:
             handle.remove()
-        diagonal = self.likelihood.variances_suffice
-        if self._link is not None and self.likelihood.activation == "softmax":
-            diagonal = self._link.name == "probit"
+        links = [] if self._link is None else [self._link]
+        diagonal = required_moments(self.likelihood, links) == "variances"
         covariance = self._covariance(read[0], diagonal)
         if self._link is None:
             return self.likelihood.exported(mean, covariance)
@@ -136,23 +130,24 @@ class _Predictive(nn.Module):
         probs = self.likelihood.probabilities(logits)
         return {"logits": mean, "variance": variance, "probs": probs}
 
+    def _store(self, name: str, value: Tensor | None) -> None:
+        """Register a tensor, of which the program has a copy."""
+        if value is not None:
+            # For a view the file would contain the tensor that it is a view of.
+            copy = value.clone(memory_format=torch.contiguous_format)
+            self.register_buffer(name, copy)
+
     def _covariance(self, phi: Tensor, diagonal: bool) -> Float[Tensor, "..."]:
-        """The covariance of the layer's outputs, `[B, ..., C, C]`, or its diagonal."""
-        one = torch.ones_like(phi[..., :1])
-        parts = []
-        for index, block in enumerate(self._blocks):
-            U_G, U_A = (getattr(self, f"{name}_{index}", None) for name in ("U_G", "U_A"))
-            x = torch.cat([phi, one], dim=-1) if block.is_joint else phi
-            x = one if block.is_exact else x
-            rotated = x if U_A is None else x @ U_A
-            along = rotated.square() @ getattr(self, f"variances_{index}").mT
-            if diagonal:
-                parts.append(along if U_G is None else along @ U_G.square().mT)
-            elif U_G is None:
-                parts.append(torch.diag_embed(along))
-            else:
-                parts.append((U_G * along.unsqueeze(-2)) @ U_G.mT)
-        return sum(parts[1:], parts[0])
+        """Compute the covariance of the layer's outputs, `[B, ..., C, C]`, or its diagonal."""
+        stored = dict(self.named_buffers(recurse=False))
+        covariances = []
+        for index, block_head in enumerate(self._heads):
+            head = replace(
+                block_head, U_G=stored.get(f"U_G_{index}"), U_A=stored.get(f"U_A_{index}")
+            )
+            along = head.eigen_variances(phi, stored[f"variances_{index}"])
+            covariances.append(head.covariance(along, diagonal=diagonal))
+        return sum(covariances[1:], covariances[0])
 
 
 # ------------------------------------------------------------------- tracing, and the check

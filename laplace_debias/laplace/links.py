@@ -6,9 +6,10 @@ for the closed form; the temperature divides the logits wherever they become pro
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -71,13 +72,30 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
     return (torch.logsumexp(log_p, 0) - math.log(len(z))).to(mean.dtype)
 
 
-FORMULAS: dict[str, Callable[[Logits, Covariance], Logits]] = {
-    "pairwise": pairwise,
-    "probit": probit,
-    "exact": exact,
+RequiredMoments = Literal["variances", "differences", "covariance"]
+"""The part of the outputs' covariance that a predictive depends on; `"differences"`: covariances of
+differences of outputs."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula for the expected softmax of Gaussian logits.
+
+    Attributes:
+        logits: From the mean and the required moments to logits of probabilities.
+        required_moments: The part of the covariance that the formula uses.
+    """
+
+    logits: Callable[[Logits, Float[Tensor, "..."]], Logits]
+    required_moments: RequiredMoments
+
+
+FORMULAS = {
+    "pairwise": Formula(pairwise, "differences"),
+    "probit": Formula(probit, "variances"),
+    "exact": Formula(exact, "differences"),
 }
-"""By their names; `"probit"` (MacKay, 1992) shrinks each logit by its own variance, and needs no
-more than the variances."""
+"""By their names; `"probit"` (MacKay, 1992) shrinks each logit by its own variance."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +131,7 @@ class Link:
         """Logits of the probabilities."""
         mean, covariance = tempered_moments(self, mean, covariance)
         if likelihood.activation == "softmax":
-            return FORMULAS[self.name](mean, covariance)
+            return FORMULAS[self.name].logits(mean, covariance)
         if self.name != "exact":
             return probit(mean, covariance)
         # A label that applies or not is a choice between its logit and zero.
@@ -165,6 +183,16 @@ def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
     if likelihood.activation == "softmax" and len(shape) == 2 and shape[1] <= MOST_CLASSES:
         return Link("pairwise")
     return Link("probit")
+
+
+def required_moments(likelihood: Likelihood, by: Collection[Link]) -> RequiredMoments:
+    """Determine the part of the outputs' covariance that suffices for the predictives by links."""
+    if by and likelihood.activation == "softmax":
+        required = {FORMULAS[link.name].required_moments for link in by}
+        if len(required) > 1:
+            return "covariance"
+        return required.pop()
+    return "variances" if likelihood.variances_suffice else "covariance"
 
 
 def predictive(

@@ -151,8 +151,8 @@ class LinkedFit:
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """The predictive distribution."""
         if method.is_closed:
-            names = [] if self.link is None else [self.link.name]
-            mean, covariances = _moments_for_links(self.fitted, x, None, names, method.positions)
+            by = [] if self.link is None else [self.link]
+            mean, covariances = _moments_for_links(self.fitted, x, None, by, method.positions)
             return links.predictive(self.likelihood, self.link, mean, covariances[0])
         with torch.inference_mode(False):
             if method.name == "map":
@@ -244,29 +244,21 @@ def _moments_for_links(
     fitted: FittedPosterior,
     x: Inputs | Record,
     prior_precisions: Tensor | None,
-    names: Collection[str],
+    by: Collection[Link],
     positions: Positions | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mean, and as much of the covariances as the named links need, within each position.
-
-    The probit needs only variances, another softmax only the covariances of differences of logits.
-    """
-    likelihood = fitted.likelihood
-    diagonal = likelihood.variances_suffice
-    differences = False
-    if names and likelihood.activation == "softmax":
-        diagonal = set(names) == {"probit"}
-        differences = "probit" not in names
+    """Compute the mean, and as much of the covariances as links need, within each position."""
+    required = links.required_moments(fitted.likelihood, by)
     mean, covariances = linearised.moments(
         fitted,
         x,
         prior_precisions,
-        diagonal,
+        diagonal=required == "variances",
         positions=positions,
-        differences=differences,
+        differences=required == "differences",
         may_overflow=prior_precisions is not None,
     )
-    if mean.ndim > 2 and not diagonal:
+    if mean.ndim > 2 and required != "variances":
         covariances = within_positions(covariances, mean.shape)
     return mean, covariances
 
@@ -286,7 +278,7 @@ def predictives_by_links(
     temperatures = dict[str, list[float]]()
     for link in by:
         temperatures.setdefault(link.name, []).append(link.temperature)
-    mean, covariances = _moments_for_links(fitted, x, grid, temperatures)
+    mean, covariances = _moments_for_links(fitted, x, grid, by)
     chunk_size = max(1, _MAX_ENTRIES // covariances[0].numel())
     # Divided by several temperatures at once, for formulas at temperature 1.
     chunks: list[tuple[Link | None, Tensor, Tensor]] = []

@@ -119,6 +119,7 @@ CASES = {
     "binary, ekfac": lambda: Case(plain, vectors, "binary", curvature="ekfac"),
     "two inputs": lambda: Case(Pair, pair, "multilabel"),
     "without bias, diag": lambda: Case(Pair, pair, "regression", curvature="diag"),
+    "with a bias, diag": lambda: Case(plain, vectors, "regression", curvature="diag"),
     "joint": lambda: Case(plain, vectors, "regression", joint=True),
     "named inputs, probit": lambda: Case(Named, named, export={"link": "probit"}),
     "regression at positions": lambda: Case(Named, named, "regression"),

@@ -89,9 +89,9 @@ class BlockMoments:
         for index, phi in inputs.items():
             head = LinearHead.of_posterior(self.blocks[index], self.posterior)
             variances = head.variances(self.prior_precisions[:, index])
-            covariances = head.covariance(phi, variances, chosen, self._diagonal)
-            for total, covariance in zip(into, covariances, strict=True):
-                total += covariance
+            # One prior precision after the other: not all covariances may fit into memory.
+            for total, along in zip(into, head.eigen_variances(phi, variances), strict=True):
+                total += head.covariance(along, chosen, self._diagonal)
 
     def add(
         self,

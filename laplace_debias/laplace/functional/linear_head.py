@@ -4,7 +4,6 @@ An output at position t is $f_{tc} = w_c^\top h_t + b_c$. Its Jacobian row for t
 $e_c \otimes h_t$, and $e_c$ for the bias.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,37 +155,48 @@ class LinearHead:
         precisions = self.data_weight * magnitudes + prior_precisions[..., None, None]
         return precisions.reciprocal()
 
+    def eigen_variances(
+        self, phi: Float[Tensor, "*batch d"], variances: Float[Tensor, "*grid rows columns"]
+    ) -> Float[Tensor, "..."]:
+        """Compute the variances of the outputs' coordinates along U_G, `[*grid, *batch, rows]`.
+
+        Args:
+            phi: The layer's inputs.
+            variances: `variances` at one prior precision, or at several for inputs `[B, d]`.
+        """
+        return self.rotated_inputs(phi).square() @ variances.mT
+
     def covariance(
         self,
-        phi: Float[Tensor, "*batch d"],
-        variances: Float[Tensor, "grid rows columns"],
+        eigen_variances: Float[Tensor, "*batch rows"],
         outputs: Int[Tensor, "batch k"] | None = None,
         diagonal: bool = False,
-    ) -> Iterator[Float[Tensor, "..."]]:
+    ) -> Float[Tensor, "..."]:
         """Compute the covariance of the outputs at each position, or their variances.
 
         It consists of operations that `torch.export` can trace.
 
         Args:
-            phi: The layer's inputs.
-            variances: `variances` at every prior precision.
+            eigen_variances: `eigen_variances` at one prior precision.
             outputs: Indices of the outputs, `[B, k]`; None for all C.
-            diagonal: Whether to compute only variances.
+            diagonal: Whether to return only variances.
 
-        Yields:
-            For one prior precision after the other, as not all may fit into memory,
-            `[*batch, k, k]` or `[*batch, k]`.
+        Returns:
+            `[*batch, k, k]`, or `[*batch, k]`.
         """
-        # Variances of the outputs' coordinates along U_G.
-        for along in self.rotated_inputs(phi).square() @ variances.mT:
-            if self.U_G is None:
-                yield _between_equal(along, outputs, diagonal)
-                continue
+        if self.U_G is not None:
             rows = self.U_G if outputs is None else self.U_G[outputs]
             if diagonal:
-                yield (rows.square() @ along.unsqueeze(-1)).squeeze(-1)
-            else:
-                yield (rows * along.unsqueeze(-2)) @ rows.mT
+                return (rows.square() @ eigen_variances.unsqueeze(-1)).squeeze(-1)
+            return (rows * eigen_variances.unsqueeze(-2)) @ rows.mT
+        if outputs is not None:
+            eigen_variances = eigen_variances.gather(-1, outputs)
+        if diagonal:
+            return eigen_variances
+        if outputs is None:
+            return torch.diag_embed(eigen_variances)
+        # An output may be requested twice.
+        return eigen_variances.unsqueeze(-1) * (outputs.unsqueeze(-1) == outputs.unsqueeze(-2))
 
     def covariance_between_positions(
         self,
@@ -244,19 +254,3 @@ class LinearHead:
             is_pair = (positions == t)[:, None] & (positions == s)
             total += ((rows * along) @ rows.mT) * is_pair
         return total
-
-
-def _between_equal(
-    variances: Float[Tensor, "*batch classes"],
-    outputs: Int[Tensor, "batch k"] | None,
-    diagonal: bool,
-) -> Float[Tensor, "..."]:
-    """Compute the covariance of outputs that are independent unless they are the same."""
-    if outputs is not None:
-        variances = variances.gather(-1, outputs)
-    if diagonal:
-        return variances
-    if outputs is None:
-        return torch.diag_embed(variances)
-    # An output may be requested twice.
-    return variances.unsqueeze(-1) * (outputs.unsqueeze(-1) == outputs.unsqueeze(-2))
