@@ -23,10 +23,11 @@ from torch.distributions import Distribution
 from laplace_debias import Laplace
 from laplace_debias.assessment.temperature import fit_temperature
 from laplace_debias.curvature.losses.likelihoods import Categorical
+from laplace_debias.curvature.losses.likelihoods.base import probit
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.linearised import moments
-from laplace_debias.laplace.links import FORMULAS, Link
+from laplace_debias.laplace.links import FORMULAS, Formula, Link
 from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, links_to_try, look, search
 from laplace_debias.metrics import auroc
 from laplace_debias.sources import SourceSettings, load
@@ -79,7 +80,7 @@ def projected(mean: Tensor, covariance: Tensor) -> Tensor:
     """The probit of the logits with their common part projected out."""
     centred = covariance - covariance.mean(-1, keepdim=True)
     centred = centred - centred.mean(-2, keepdim=True)
-    return FORMULAS["probit"](mean - mean.mean(-1, keepdim=True), centred)
+    return probit(mean - mean.mean(-1, keepdim=True), centred)
 
 
 def tuned(
@@ -295,7 +296,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=1000)
     parser.add_argument("--output", type=Path, default=Path("results/links.json"))
     options = parser.parse_args()
-    FORMULAS["projected"] = projected
+    FORMULAS["projected"] = Formula(projected, "differences")
     found = {}
     if options.checkpoint:
         cache(options.cache, options.kind, options.checkpoint, options.examples)
