@@ -56,7 +56,9 @@ def test_two_classes_are_the_binary_case_of_their_difference(scale):
     weights = (-z.square() / 2).exp() / (-z.square() / 2).exp().sum()
     integral = ((d[:, None] + variance.sqrt()[:, None] * z).sigmoid() * weights).sum(1)
     same(exact(mean, covariance).softmax(-1)[:, 0], integral, rtol=0, atol=1e-3)
-    assert (FORMULAS["probit"](mean, covariance).softmax(-1)[:, 0] - expected).abs().max() > 1e-3
+    assert (
+        FORMULAS["probit"].logits(mean, covariance).softmax(-1)[:, 0] - expected
+    ).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,9 @@ def test_exact_is_near_a_hundred_thousand_draws(num_classes, scale, most):
     found = exact(mean, covariance)
     assert 0 <= divergence(expected, found.exp()) < most
     same(found.exp().sum(-1), torch.ones(8).double())
-    others = [divergence(expected, FORMULAS[n](mean, covariance).softmax(-1)) for n in FORMULAS]
+    others = [
+        divergence(expected, FORMULAS[n].logits(mean, covariance).softmax(-1)) for n in FORMULAS
+    ]
     assert min(others) == others[list(FORMULAS).index("exact")]
 
 
@@ -86,7 +90,7 @@ def test_what_all_logits_have_in_common_cancels(formula, dtype):
         found = formula((mean + 3).to(dtype), (covariance + common).to(dtype))
         assert found.dtype == dtype
         same(found.softmax(-1).double(), expected, rtol=0, atol=1e-4)
-    least = FORMULAS["probit"](mean, covariance + 1e6).softmax(-1)
+    least = FORMULAS["probit"].logits(mean, covariance + 1e6).softmax(-1)
     assert (least - expected).abs().max() > 0.1
 
 
@@ -94,22 +98,22 @@ def test_what_all_logits_have_in_common_cancels(formula, dtype):
 def test_classes_permute_and_zero_covariance_is_the_softmax(name):
     mean, covariance = gaussians(7)
     order = torch.randperm(7, generator=generator())
-    found = FORMULAS[name](mean, covariance).softmax(-1)
-    permuted = FORMULAS[name](mean[:, order], covariance[:, order][:, :, order]).softmax(-1)
+    found = FORMULAS[name].logits(mean, covariance).softmax(-1)
+    permuted = FORMULAS[name].logits(mean[:, order], covariance[:, order][:, :, order]).softmax(-1)
     same(permuted, found[:, order])
     for least in (0.0, 1e-30):
-        same(FORMULAS[name](mean, covariance * least).softmax(-1), mean.softmax(-1))
+        same(FORMULAS[name].logits(mean, covariance * least).softmax(-1), mean.softmax(-1))
 
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_batch_dimensions_and_large_logits(name):
     mean, covariance = gaussians(4, 6, rank=1)
-    found = FORMULAS[name](mean.view(2, 3, 4), covariance.view(2, 3, 4, 4))
+    found = FORMULAS[name].logits(mean.view(2, 3, 4), covariance.view(2, 3, 4, 4))
     for n in range(6):
-        same(found[n // 3, n % 3], FORMULAS[name](mean[n : n + 1], covariance[n : n + 1])[0])
+        same(found[n // 3, n % 3], FORMULAS[name].logits(mean[n : n + 1], covariance[n : n + 1])[0])
     for dtype in (torch.float32, torch.float64):
         for factor in (1e-30, 1.0, 1e4):
-            log_p = FORMULAS[name]((mean * 1e4).to(dtype), (covariance * factor).to(dtype))
+            log_p = FORMULAS[name].logits((mean * 1e4).to(dtype), (covariance * factor).to(dtype))
             assert log_p.log_softmax(-1).isfinite().all()
 
 
@@ -136,7 +140,7 @@ def test_predict_takes_the_formula_of_the_functional_covariance():
     for name, logits in expected.items():
         same(la.predict(x, link=name).probs, logits.softmax(-1))
         at = Link(name, 1.7)
-        tempered = FORMULAS[name](mean / 1.7, covariance / 1.7**2).softmax(-1)
+        tempered = FORMULAS[name].logits(mean / 1.7, covariance / 1.7**2).softmax(-1)
         same(la.predict(x, link=at).probs, tempered)
     same(la.predict(x).probs, expected["pairwise"].softmax(-1))
     la.prior_precision = 1e12
@@ -154,7 +158,7 @@ def test_labels_that_apply_or_not_are_choices_of_two(likelihood, size):
             two = torch.stack([torch.zeros(len(x)).double(), mean[:, label] / 1.3], 1)
             sigma = torch.zeros(len(x), 2, 2).double()
             sigma[:, 1, 1] = variances[:, label] / 1.3**2
-            same(found[:, label], FORMULAS[name](two, sigma).softmax(-1)[:, 1])
+            same(found[:, label], FORMULAS[name].logits(two, sigma).softmax(-1)[:, 1])
     same(la.predict(x).mean, la.predict(x, link="probit").mean, rtol=0, atol=0)
     with mock.patch.object(linearised, "moments", wraps=linearised.moments) as moments:
         la.predict(x, link="exact")
