@@ -236,7 +236,7 @@ def test_what_does_not_go_together_is_refused():
     la = Laplace(model).fit_batches([(x, y)])
     with pytest.raises(ValueError, match="'kind', 'block' or None"):
         la.tune(method="marglik", per="layer")
-    with pytest.raises(ValueError, match="use tune_evidence"):
+    with pytest.raises(ValueError, match="Use tune_evidence"):
         la.tune([(x, y)], per="kind")
     for curvature in ("full", "lowrank"):
         dense = Laplace(nn.Linear(4, 2).double(), curvature=curvature)

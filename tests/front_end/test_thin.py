@@ -546,7 +546,7 @@ def test_what_a_thin_posterior_cannot_do_is_said(is_saved, tmp_path):
         assert "thinned" not in la.tune(data, grid=[delta]).message
     # Another fit has all its directions again.
     la.fit(data)
-    assert la.tune(data, grid=[0.1]).notes == ()
+    assert not any("thinned" in note for note in la.tune(data, grid=[0.1]).notes)
     assert la.tune_evidence().value > evidence
 
 
