@@ -202,3 +202,19 @@ def test_docstring_examples_run(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_the_files_and_names_to_change_exist():
+    """The page on additions names places in the source, which may move."""
+    text = (ROOT / "docs" / "how-to-add.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    quoted = set(re.findall(r"`([^`\n]+)`", prose))
+    paths = {name for name in quoted if re.fullmatch(r"[\w/]+(?:\.py|/)", name)}
+    folders = (ROOT, ROOT / "laplace_debias")
+    assert [path for path in paths if not any((f / path).exists() for f in folders)] == [
+        path for path in paths if "NAME" in path
+    ]
+    files = [*(ROOT / "laplace_debias").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    words = set(re.findall(r"\w+", " ".join(file.read_text(encoding="utf-8") for file in files)))
+    names = {name for name in quoted if re.fullmatch(r"_?[A-Za-z]\w{2,}", name)}
+    assert names - words == set()
