@@ -1,4 +1,4 @@
-"""Checks of what the algorithms are given, before any product."""
+"""Checks of the arguments of the algorithms, before any product."""
 
 import difflib
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from laplace_debias.system import checks
 
 
 def check_operator(A: object, generator: torch.Generator | None = None) -> None:
-    """Checks that an argument is an operator, and that random numbers can be drawn where it is."""
+    """Check that an argument is an operator, and a generator on its device."""
     if not isinstance(A, LinearOperator):
         raise TypeError(
             f"expected a LinearOperator, got {type(A).__name__}: wrap a tensor as `Dense(matrix)`, "
@@ -26,15 +26,15 @@ def check_operator(A: object, generator: torch.Generator | None = None) -> None:
         )
 
 
-def check_square(A: LinearOperator, what: str, generator: torch.Generator | None = None) -> int:
-    """Checks that an operator is square, and where random numbers come from; gives its size."""
+def check_square(A: LinearOperator, result: str, generator: torch.Generator | None = None) -> int:
+    """Check that an operator is square, and a generator on its device; returns its size."""
     check_operator(A, generator)
-    base.check_square(A, f"the {what}")
+    base.check_square(A, f"the {result}")
     return A.shape[0]
 
 
 def check_choice(value: str, choices: Collection[str], name: str) -> None:
-    """Checks the name of a method or another choice."""
+    """Check the name of a method or another choice."""
     if value in choices:
         return
     nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
@@ -45,7 +45,7 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
 
 
 def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> None:
-    """Checks entries that symmetry makes equal."""
+    """Check entries that symmetry makes equal."""
     deviation = float(differences.max()) if differences.numel() else 0.0
     if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
         raise ValueError(
@@ -57,7 +57,7 @@ def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> Non
 
 
 def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int = 1) -> None:
-    """Checks a right-hand side against an operator: its shape, dtype, device and entries."""
+    """Check the shape, dtype, device and entries of an operator's right-hand side."""
     if not isinstance(b, Tensor):
         raise TypeError(
             f"`{name}` is a {type(b).__name__}; expected a tensor. Join named parameters by "

@@ -13,7 +13,7 @@ def draw(
     distribution: str,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "columns count"]:
-    """Draw probes one by one, so that they do not depend on how many are drawn at once.
+    """Draw probes one by one, so that they do not depend on the number drawn at once.
 
     `"rademacher"`: entries ±1; `"gaussian"`: standard normal entries; `"spherical"`: uniform on the
     sphere of radius √n.
@@ -26,7 +26,7 @@ def draw(
             probe.bernoulli_(generator=generator).mul_(2).sub_(1)
         else:
             probe.normal_(generator=generator)
-        probes[:, column] = (
-            probe * (n**0.5 / probe.norm()) if distribution == "spherical" else probe
-        )
+        if distribution == "spherical":
+            probe *= n**0.5 / probe.norm()
+        probes[:, column] = probe
     return probes

@@ -15,7 +15,7 @@ _CHUNK_ELEMENTS = 2**26
 
 
 class Products:
-    """Multiplies with an operator and counts products; the progress bar ends with the context."""
+    """Products with an operator, counted; the progress bar ends with the context."""
 
     def __init__(
         self,
@@ -49,30 +49,31 @@ class Products:
         """The operator times a vector or a matrix."""
         if matrix.ndim == 1:
             return self(matrix[:, None])[:, 0]
-        parts = []
-        for part in matrix.split(self._chunk, dim=1):
-            product = self.operator @ part
+        products = []
+        for columns in matrix.split(self._chunk, dim=1):
+            product = self.operator @ columns
             if not product.isfinite().all():
                 first = int((~product.isfinite()).any(dim=0).nonzero()[0])
                 raise not_finite_error(
                     f"product {self.count + first + 1} with {type(self.operator).__name__}"
                 )
-            self.count += part.shape[1]
-            self._bar.update(part.shape[1])
-            parts.append(product)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            self.count += columns.shape[1]
+            self._bar.update(columns.shape[1])
+            products.append(product)
+        return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
     def chunks(self, columns: int) -> Iterator[int]:
-        """Cuts a number of columns into chunks' sizes."""
+        """The sizes of chunks of a number of columns."""
         for start in range(0, columns, self._chunk):
             yield min(self._chunk, columns - start)
 
     def columns(self) -> Iterator[tuple[slice, Float[Tensor, "rows k"]]]:
-        """All columns of the operator, chunk by chunk, each with its place."""
-        n, start = self.operator.shape[1], 0
+        """All columns of the operator, chunk by chunk, each with the rows of its unit vectors."""
+        n = self.operator.shape[1]
+        start = 0
         for size in self.chunks(n):
-            places = slice(start, start + size)
+            rows = slice(start, start + size)
             unit = torch.zeros(n, size, dtype=self.operator.dtype, device=self.operator.device)
-            unit[places] = torch.eye(size, dtype=unit.dtype, device=unit.device)
-            yield places, self(unit)
+            unit[rows] = torch.eye(size, dtype=unit.dtype, device=unit.device)
+            yield rows, self(unit)
             start += size

@@ -1,4 +1,4 @@
-"""Results of the algorithms: why they stopped, what they found and how well."""
+"""Results of the algorithms: values, their errors, and the reasons to stop."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ class Status(StrEnum):
 
     @property
     def is_success(self) -> bool:
-        """Whether the result is as precise as was asked for."""
+        """Whether the result is as precise as requested."""
         return self in (Status.EXACT, Status.CONVERGED, Status.UNVERIFIED)
 
 
@@ -70,7 +70,7 @@ _REMEDIES = {
 }
 
 
-# What each entry of a history is: a number for a vector of right-hand sides, [k] for a matrix.
+# Each entry of a history is a number for a single right-hand side, and [k] for k of them.
 History = Sequence[Tensor]
 
 
@@ -114,12 +114,12 @@ class LinearSolution(Result):
 
     @property
     def message(self) -> str:
-        """Why it stopped and what to do about it, a line for each reason."""
+        """The reason to stop and the remedy, a line for each reason."""
         lines = []
         for status in dict.fromkeys(self.statuses):
             count = self.statuses.count(status)
-            which = "" if len(self.statuses) == 1 else f" ({count} of {len(self.statuses)})"
-            lines.append(f"{status.value}{which}: {self.advice.get(status, _REMEDIES[status])}")
+            share = "" if len(self.statuses) == 1 else f" ({count} of {len(self.statuses)})"
+            lines.append(f"{status.value}{share}: {self.advice.get(status, _REMEDIES[status])}")
         return "\n".join(lines)
 
 
@@ -127,7 +127,7 @@ class LinearSolution(Result):
 class Solution(LinearSolution):
     """A solution of A x = b, or of k of them at once, with its history of T iterations.
 
-    A right-hand side that is done before the others rests: its steps are zero. Its slopes and
+    If a right-hand side is done before the others, its further steps are zero. Its slopes and
     curvatures are NaN, because they are no longer measured.
 
     Attributes:
@@ -162,7 +162,7 @@ class DebiasedSolution(Result):
     Attributes:
         debiased: Directions from the first quadratic, step sizes from the second (Eq. 8); its
             slopes, curvatures, values and residuals are those of the second quadratic.
-        single: Conjugate gradients on the first quadratic alone.
+        single: Conjugate gradients on the first quadratic.
     """
 
     debiased: Solution
@@ -186,13 +186,13 @@ class DebiasedSolution(Result):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Iterate(Result):
-    """A solver at work, for stopping rules and callbacks.
+    """The state of a solver, for stopping rules and callbacks.
 
-    The histories grow from call to call: look at their last entries, and copy what is to be kept.
+    The histories grow from call to call: read their last entries, and copy what you keep.
 
     Attributes:
         iteration: Steps taken so far, t; 0 at the start.
-        x: Where it stands, of the right-hand sides' shape.
+        x: The iterate, in the right-hand sides' shape.
         direction: The normalised direction of the last step (zero for a right-hand side that is
             done), None at the start.
         residual_norms: ‖b − A x_t‖, t + 1 entries.
@@ -214,7 +214,7 @@ class Iterate(Result):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Estimate(Result):
-    """A value that is known up to a standard error.
+    """A value with a standard error.
 
     `float(estimate)` is the value of a scalar estimate, `estimate.interval(0.95)` an interval for
     the quantity.
@@ -222,12 +222,12 @@ class Estimate(Result):
     Args:
         value: The estimate.
         standard_error: Its standard error, of the same shape: 0 if the value is exact, infinite
-            if it rests on a single sample, which does not show its own spread.
-        num_matvecs: How many products with the operator (or its adjoint) it took.
-        converged: False if a tolerance was asked for and missed.
-        degrees_of_freedom: How well the standard error itself is known, of the value's shape or
-            one number for all: its square has the relative variance of a χ² variable with so many
-            degrees of freedom, 2/ν. Infinite for an exact value, 0 for a single sample.
+            for a single sample, which does not show its own spread.
+        num_matvecs: Number of products with the operator (or its adjoint).
+        converged: False if a requested tolerance was missed.
+        degrees_of_freedom: The precision of the standard error itself, in the value's shape or as
+            one number for all: its square has the relative variance of a χ² variable with ν degrees
+            of freedom, 2/ν. Infinite for an exact value, 0 for a single sample.
     """
 
     value: Float[Tensor, "*shape"]
@@ -294,15 +294,15 @@ class SpectralDensity(Result):
     r"""A smoothed spectral density, and the quadrature that it was made of.
 
     Args:
-        grid: Where the density is given, ascending eigenvalues λ, `[points]`; on a logarithmic
+        grid: Ascending eigenvalues λ at which the density is given, `[points]`; on a logarithmic
             scale evenly spaced in log₁₀ |λ|.
         density: Fraction of the eigenvalues per unit of λ, or on a logarithmic scale per decade,
             `[points]`. Its integral over λ, or log₁₀ |λ|, is 1 − `null_fraction`.
-        standard_error: Standard error, `[points]`; it joins, in squares, that of the mean over
-            probes and `quadrature_error`. Infinite from a single probe.
-        quadrature_error: How far the density of Lanczos' few nodes is from that of all eigenvalues,
-            both smoothed by `width`, `[points]`; an estimate, 0 if all are known.
-        degrees_of_freedom: How well the standard error is known, as in `Estimate`, `[points]`.
+        standard_error: Standard error, `[points]`; its square is the sum of those of the mean over
+            probes and of `quadrature_error`. Infinite for a single probe.
+        quadrature_error: Estimated distance of the density of Lanczos' few nodes from that of all
+            eigenvalues, both smoothed by `width`, `[points]`; 0 if all are known.
+        degrees_of_freedom: The precision of the standard error, as in `Estimate`, `[points]`.
         nodes: Ritz values, `[probes, steps]`.
         weights: Their weights, `[probes, steps]`, that sum to 1 for each probe.
         scale: `"linear"` or `"log"`.
@@ -312,7 +312,7 @@ class SpectralDensity(Result):
         negative_fraction: Fraction of eigenvalues below −`floor`, which a logarithmic scale shows
             by their absolute values.
         floor: Largest modulus that counts as zero.
-        num_matvecs: How many products it took.
+        num_matvecs: Number of products.
     """
 
     grid: Float[Tensor, " points"]
@@ -332,24 +332,24 @@ class SpectralDensity(Result):
     def interval(
         self, level: float = 0.95
     ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
-        """Where the smoothed density lies, point by point, as `Estimate.interval` has it."""
+        """Confidence intervals for the smoothed density, point by point."""
         margin = half_width(self.standard_error, self.degrees_of_freedom, level)
         return (self.density - margin).clamp(min=0), self.density + margin
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EigenPairs(Result):
-    """Some eigenpairs of a symmetric operator; unpacks as `values, vectors`.
+    """Eigenpairs of a symmetric operator; unpacks as `values, vectors`.
 
     Args:
         values: Eigenvalues, descending, `[k]`; from ARPACK fewer where it did not converge.
         vectors: Orthonormal eigenvectors as columns, `[D, k]`.
-        residuals: A bound of ‖A v − λ v‖ for each pair, `[k]`: some eigenvalue is at most so far
-            from λ.
-        num_matvecs: How many products it took.
-        status: `EXACT`, `CONVERGED`, `UNVERIFIED` (converged, but the search for what the pairs
-            may have missed did not come to its end) or `MAX_ITER` (not all converged).
-        message: The status in words; where something is amiss, with what to do.
+        residuals: A bound of ‖A v − λ v‖ for each pair, `[k]`: the distance of some eigenvalue
+            from λ is at most that.
+        num_matvecs: Number of products.
+        status: `EXACT`, `CONVERGED`, `UNVERIFIED` (converged, but the search for missed pairs did
+            not end) or `MAX_ITER` (not all converged).
+        message: The status in words, with the remedy if there is one.
     """
 
     values: Float[Tensor, " k"]
@@ -361,7 +361,7 @@ class EigenPairs(Result):
 
     @property
     def converged(self) -> bool:
-        """Whether all residuals came below the tolerance."""
+        """Whether all residuals are below the tolerance."""
         return self.status.is_success
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -404,7 +404,9 @@ def test_two_systems_must_fit_each_other(unchecked):
     I3, I4 = Counted(torch.eye(3).double()), Counted(torch.eye(4).double())
     b = torch.ones(3).double()
     for other, right in ((I4, torch.ones(4).double()), (Counted(torch.eye(3)), b.float())):
-        with pytest.raises(ValueError, match="two systems must be alike, got"):
+        with pytest.raises(
+            ValueError, match="two systems must have one shape, dtype and device, got"
+        ):
             debiased_cg(I3, other, b, right)
     with pytest.raises(ValueError, match="must be positive"):
         relative_progress(epsilon=0.0)

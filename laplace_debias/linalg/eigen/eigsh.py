@@ -1,6 +1,5 @@
 """Extreme eigenpairs of a symmetric operator: Lanczos, ARPACK, subspace iteration."""
 
-import math
 from typing import Any
 
 import numpy as np
@@ -24,45 +23,80 @@ _BOUND_STEPS = 12
 
 
 def select(
-    values: Tensor, vectors: Any, residuals: Tensor, k: int, which: str
+    values: Tensor, vectors: Any, residuals: Tensor, *, k: int, end: str
 ) -> tuple[Tensor, Any, Tensor]:
-    """The k most wanted pairs with their residuals, by descending value.
+    """The k pairs at an end of the spectrum with their residuals, by descending value.
 
     The vectors are columns of a tensor or of an operator.
     """
-    wanted = order(values, which).argsort(descending=True, stable=True)[:k]
-    chosen = wanted[values[wanted].argsort(descending=True, stable=True)]
-    return values[chosen], vectors[:, chosen], residuals[chosen]
+    outermost = order(values, end).argsort(descending=True, stable=True)[:k]
+    selected = outermost[values[outermost].argsort(descending=True, stable=True)]
+    return values[selected], vectors[:, selected], residuals[selected]
 
 
-def dense_eigenpairs(products: Products, k: int, which: str) -> EigenPairs:
-    """All eigenpairs from the operator multiplied out, of which the k most wanted."""
+def selected_pairs(
+    values: Tensor,
+    vectors: Tensor,
+    residuals: Tensor,
+    *,
+    k: int,
+    end: str,
+    num_matvecs: int,
+    status: Status,
+    message: str,
+) -> EigenPairs:
+    """The result with the k pairs at an end of the spectrum."""
+    values, vectors, residuals = select(values, vectors, residuals, k=k, end=end)
+    return EigenPairs(
+        values=values,
+        vectors=vectors,
+        residuals=residuals,
+        num_matvecs=num_matvecs,
+        status=status,
+        message=message,
+    )
+
+
+def dense_eigenpairs(products: Products, k: int, end: str) -> EigenPairs:
+    """The k pairs at an end of the spectrum, from the operator multiplied out."""
     A = products.operator
     matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
     check_symmetric(A, (matrix - matrix.T).abs(), float(matrix.norm(dim=0).max()))
     values, vectors = eigh((matrix + matrix.T) / 2, "the operator")
     residuals = (matrix @ vectors - vectors * values).norm(dim=0)
-    selected = select(values, vectors, residuals, k, which)
-    return EigenPairs(*selected, products.count, Status.CONVERGED, "converged")
+    return selected_pairs(
+        values,
+        vectors,
+        residuals,
+        k=k,
+        end=end,
+        num_matvecs=products.count,
+        status=Status.CONVERGED,
+        message="converged",
+    )
 
 
 def lanczos_eigenpairs(
     products: Products,
     k: int,
-    which: str,
+    end: str,
+    *,
     tol: float,
     max_matvecs: int,
     generator: torch.Generator | None,
 ) -> EigenPairs:
     """Eigenpairs by thick-restart Lanczos from a random start."""
-    A, n = products.operator, products.operator.shape[0]
-    basis = KrylovBasis(A, products, n, capacity(n, k, A.dtype.itemsize), generator)
-    # Where all columns fit, multiplying them out is the better way to end a long search.
+    A = products.operator
+    n = A.shape[0]
+    num_vectors = capacity(n, k, A.dtype.itemsize)
+    basis = KrylovBasis(A, products, size=n, capacity=num_vectors, generator=generator)
+    # If all columns fit, multiplying them out is the better end of a long search.
     limit = n if basis.capacity == n and 2 * n <= max_matvecs else max_matvecs
-    result = search(basis, products, k=k, which=which, tol=tol, max_matvecs=limit)
+    result = search(basis, products, k=k, end=end, tol=tol, max_matvecs=limit)
     if limit < max_matvecs and not result.was_verified:
-        return dense_eigenpairs(products, k, which)
-    status, message = Status.CONVERGED, "converged"
+        return dense_eigenpairs(products, k, end)
+    status = Status.CONVERGED
+    message = "converged"
     if not result.has_converged:
         status = Status.MAX_ITER
         message = _unconverged(result.pairs.residuals[:k], result.goal, products.count)
@@ -73,57 +107,63 @@ def lanczos_eigenpairs(
             "further copy of a multiple eigenvalue, or one beyond the last of these, is not "
             "verified to be absent; raise it to be sure"
         )
-    pairs, device = result.pairs, basis.vectors.device
-    rotation = pairs.combinations[:, :k].to(basis.vectors)
-    values, residuals = (part[:k].to(basis.vectors) for part in (pairs.values, pairs.residuals))
-    selected = select(values, basis.vectors.T @ rotation, residuals.to(device), k, which)
-    return EigenPairs(*selected, products.count, status, message)
+    rotation = result.pairs.combinations[:, :k].to(basis.vectors)
+    return selected_pairs(
+        result.pairs.values[:k].to(basis.vectors),
+        basis.vectors.T @ rotation,
+        result.pairs.residuals[:k].to(basis.vectors),
+        k=k,
+        end=end,
+        num_matvecs=products.count,
+        status=status,
+        message=message,
+    )
 
 
 def _unconverged(residuals: Tensor, goal: float, count: int) -> str:
-    done = int((residuals <= goal).sum())
+    num_converged = int((residuals <= goal).sum())
     return (
-        f"{done} of {len(residuals)} eigenpairs converged in {count} products (greatest residual "
-        f"{float(residuals.max()):.3g}, expected {goal:.3g}): raise `max_matvecs` or `tol`, or ask "
-        "for fewer pairs"
+        f"{num_converged} of {len(residuals)} eigenpairs converged in {count} products (greatest "
+        f"residual {float(residuals.max()):.3g}, expected {goal:.3g}): raise `max_matvecs` or "
+        "`tol`, or request fewer pairs"
     )
 
 
 def arpack_eigenpairs(
     products: Products,
     k: int,
-    which: str,
+    end: str,
+    *,
     tol: float,
     max_matvecs: int,
     generator: torch.Generator | None,
 ) -> EigenPairs:
     """Eigenpairs by SciPy's ARPACK."""
-    # Slow to import, and few need it.
+    # Imported here, because SciPy is slow to import.
     from scipy.sparse.linalg import ArpackError, ArpackNoConvergence
     from scipy.sparse.linalg import LinearOperator as SciPyOperator
     from scipy.sparse.linalg import eigsh as arpack
 
-    A, n = products.operator, products.operator.shape[0]
+    A = products.operator
+    n = A.shape[0]
     num_vectors = min(n, max(2 * k + 1, k + 40))
     least = _BOUND_STEPS + 2 * num_vectors - k
     _check_products(max_matvecs, least, f"ARPACK holds {num_vectors} vectors")
     restarts = (max_matvecs - _BOUND_STEPS - num_vectors) // (num_vectors - k)
     # ARPACK's tolerance is relative to each eigenvalue, so that those near zero never converge.
-    # Shifted by the unwanted end of the spectrum, the wanted ones are the largest.
-    shift = _far_end(products, which, generator)
+    # Shifted by the opposite end of the spectrum, the requested eigenvalues are the largest.
+    shift = _far_end(products, end, generator)
 
     def multiply(vector: np.ndarray) -> np.ndarray:
         column = torch.from_numpy(vector.ravel()).to(A.device, A.dtype)
         return (products(column) - shift * column).cpu().numpy()
 
-    (scipy_name,) = [name for name, choice in _SCIPY_NAMES.items() if choice == which]
+    (scipy_name,) = [name for name, choice in _SCIPY_NAMES.items() if choice == end]
     start = draw(A, 1, "gaussian", generator)[:, 0].cpu().numpy()
-    status, message = (
-        Status.UNVERIFIED,
-        "converged; ARPACK may have missed copies of an eigenvalue",
-    )
+    status = Status.UNVERIFIED
+    message = "converged; ARPACK may have missed copies of an eigenvalue"
     try:
-        _, found = arpack(
+        _, eigenvectors = arpack(
             SciPyOperator((n, n), matvec=multiply, dtype=start.dtype),
             k=k,
             which=scipy_name,
@@ -133,35 +173,48 @@ def arpack_eigenpairs(
             tol=tol,
         )
     except ArpackNoConvergence as error:
-        found, status = error.eigenvectors, Status.MAX_ITER
+        eigenvectors = error.eigenvectors
+        status = Status.MAX_ITER
         message = (
-            f"{found.shape[1]} of {k} eigenpairs converged in {products.count} products, only "
-            "these are given: raise `max_matvecs` or `tol`, or use method='lanczos'"
+            f"{eigenvectors.shape[1]} of {k} eigenpairs converged in {products.count} products, "
+            "and only these are returned: raise `max_matvecs` or `tol`, or use method='lanczos'"
         )
     except ArpackError:
-        # It refuses operators that map its start to zero, such as multiples of the identity.
-        return lanczos_eigenpairs(products, k, which, tol, max_matvecs, generator)
-    vectors = torch.from_numpy(np.ascontiguousarray(found)).to(A.device, A.dtype)
+        # ARPACK rejects operators that map its start to zero, such as multiples of the identity.
+        return lanczos_eigenpairs(
+            products, k, end, tol=tol, max_matvecs=max_matvecs, generator=generator
+        )
+    vectors = torch.from_numpy(np.ascontiguousarray(eigenvectors)).to(A.device, A.dtype)
     images = products(vectors) if vectors.shape[1] else vectors
     values = (vectors * images).sum(dim=0)
     residuals = (images - vectors * values).norm(dim=0)
-    selected = select(values, vectors, residuals, k, which)
-    return EigenPairs(*selected, products.count, status, message)
+    return selected_pairs(
+        values,
+        vectors,
+        residuals,
+        k=k,
+        end=end,
+        num_matvecs=products.count,
+        status=status,
+        message=message,
+    )
 
 
 def subspace_iteration(
     products: Products,
     k: int,
-    which: str,
+    end: str,
+    *,
     tol: float,
     max_matvecs: int,
     generator: torch.Generator | None,
 ) -> EigenPairs:
     """Eigenpairs from products with a block, with a Rayleigh–Ritz step after each."""
-    A, n = products.operator, products.operator.shape[0]
+    A = products.operator
+    n = A.shape[0]
     width = min(n, k + max(k, 10))
     _check_products(max_matvecs, width + _BOUND_STEPS, f"the block has {width} vectors")
-    shift = _far_end(products, which, generator)
+    shift = _far_end(products, end, generator)
     block = torch.linalg.qr(draw(A, width, "gaussian", generator)).Q
     rounding = 10 * torch.finfo(A.dtype).eps
     # The block may hold none of the largest eigenvalues, to which the tolerance is relative.
@@ -172,40 +225,56 @@ def subspace_iteration(
         scale = max(scale, float(images.norm(dim=0).max()))
         check_symmetric(A, (projection - projection.T).abs(), scale)
         values, rotation = eigh((projection + projection.T) / 2, "the projected operator")
-        block, images = block @ rotation, images @ rotation
+        block = block @ rotation
+        images = images @ rotation
         residuals = (images - block * values).norm(dim=0)
-        selected = select(values, block, residuals, k, which)
         goal = max(tol, rounding) * max(scale, float(values.abs().max()))
-        if (selected[2] <= goal).all():
-            return EigenPairs(*selected, products.count, Status.CONVERGED, "converged")
-        if products.count + width > max_matvecs:
-            message = _unconverged(selected[2], goal, products.count)
-            return EigenPairs(*selected, products.count, Status.MAX_ITER, message)
+        _, _, selected_residuals = select(values, block, residuals, k=k, end=end)
+        status = None
+        if (selected_residuals <= goal).all():
+            status = Status.CONVERGED
+            message = "converged"
+        elif products.count + width > max_matvecs:
+            status = Status.MAX_ITER
+            message = _unconverged(selected_residuals, goal, products.count)
+        if status is not None:
+            return selected_pairs(
+                values,
+                block,
+                residuals,
+                k=k,
+                end=end,
+                num_matvecs=products.count,
+                status=status,
+                message=message,
+            )
         block = torch.linalg.qr(images - shift * block).Q
 
 
-def _check_products(max_matvecs: int, least: int, why: str) -> None:
+def _check_products(max_matvecs: int, least: int, reason: str) -> None:
     if max_matvecs < least:
         raise ValueError(
-            f"`max_matvecs` is {max_matvecs}; expected at least {least}: {why}. Raise it, or use "
-            "method='lanczos'."
+            f"`max_matvecs` is {max_matvecs}; expected at least {least}: {reason}. Raise it, or "
+            "use method='lanczos'."
         )
 
 
-def _far_end(products: Products, which: str, generator: torch.Generator | None) -> float:
-    """A bound of the unwanted end of the spectrum: from there the wanted end is the largest."""
-    if which == "magnitude":
+def _far_end(products: Products, end: str, generator: torch.Generator | None) -> float:
+    """A bound of the opposite end of the spectrum: shifted by it, the requested end is largest."""
+    if end == "magnitude":
         return 0.0
-    A, n = products.operator, products.operator.shape[0]
-    basis = KrylovBasis(A, products, n, min(n, _BOUND_STEPS), generator)
+    A = products.operator
+    n = A.shape[0]
+    basis = KrylovBasis(A, products, size=n, capacity=min(n, _BOUND_STEPS), generator=generator)
     basis.add_random()
     for _ in range(basis.capacity):
         if not basis.expand(0):
             break
-    unwanted = "smallest" if which == "largest" else "largest"
-    pairs = ritz_pairs(basis, unwanted)
-    end, error = float(pairs.values[0]), float(pairs.residuals[0])
-    return end + math.copysign(error, 1 if unwanted == "largest" else -1)
+    opposite = "smallest" if end == "largest" else "largest"
+    pairs = ritz_pairs(basis, opposite)
+    value = float(pairs.values[0])
+    error = float(pairs.residuals[0])
+    return value + error if opposite == "largest" else value - error
 
 
 METHODS = {
@@ -215,7 +284,7 @@ METHODS = {
 }
 _SCIPY_NAMES = {"LA": "largest", "SA": "smallest", "LM": "magnitude"}
 _SMALL = 32
-"""Operators of at most so many columns are multiplied out."""
+"""The greatest number of columns of an operator that is multiplied out."""
 
 
 def eigsh(
@@ -229,14 +298,14 @@ def eigsh(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> EigenPairs:
-    r"""The k extreme eigenpairs of a symmetric operator, from products alone.
+    r"""The k extreme eigenpairs of a symmetric operator, from its products.
 
     - `"lanczos"`: Lanczos with full reorthogonalisation and thick restarts, on the operator's
       device. Once all pairs have converged, a random direction orthogonal to them starts again, so
       that eigenvalues come with their multiplicity and none beyond the last is overlooked: one that
-      is further out by more than the tolerance is missed with a probability of about 1e-4. Where
-      `max_matvecs` ends that search, `status` is `UNVERIFIED`. Holds up to `max(4 k, 256)` vectors,
-      fewer beyond 2 GiB.
+      is further out by more than the tolerance is missed with a probability of about 1e-4. If
+      `max_matvecs` ends that search, `status` is `UNVERIFIED`. Needs memory for up to
+      `max(4 k, 256)` vectors, fewer beyond 2 GiB.
     - `"arpack"`: SciPy's, whose vectors live on the CPU. It may miss copies of a multiple
       eigenvalue, so `status` is `UNVERIFIED`.
     - `"power"`: subspace iteration with a block of `k + max(k, 10)` vectors and a Rayleigh–Ritz
@@ -244,8 +313,8 @@ def eigsh(
       end. Counts products by the block.
 
     The operator must be symmetric. The projections show at no cost whether it is; a claim is not
-    needed. A structured operator's eigenpairs are exact (no products). Those of one of at
-    most 32, or 2k, columns come from `to_dense` (as many products as columns).
+    needed. A structured operator's eigenpairs are exact (no products). Operators of at most 32, or
+    2k, columns are multiplied out (as many products as columns).
 
     Args:
         A: Symmetric operator of shape `[D, D]`.
@@ -278,8 +347,8 @@ def eigsh(
     """
     n = check_square(A, "eigenpairs", generator)
     check_choice(method, METHODS, "method")
-    which = _SCIPY_NAMES.get(which, which)
     check_choice(which, ("largest", "smallest", "magnitude", *_SCIPY_NAMES), "which")
+    end = _SCIPY_NAMES.get(which, which)
     if not 1 <= k <= n:
         raise ValueError(
             f"`k` is {k}; expected 1 … {n}, as {type(A).__name__} has shape {A.shape}."
@@ -291,14 +360,24 @@ def eigsh(
     whole(max_matvecs, "max_matvecs", minimum=k)
     closed_form = exact_eigh(A)
     if closed_form is not None:
-        no_residuals = torch.zeros_like(closed_form[0])
-        values, vectors, residuals = select(*closed_form, no_residuals, k, which)
-        return EigenPairs(values, vectors.to_dense(), residuals, 0, Status.EXACT, "exact")
+        values, vectors = closed_form
+        no_residuals = torch.zeros_like(values)
+        values, vectors, residuals = select(values, vectors, no_residuals, k=k, end=end)
+        return EigenPairs(
+            values=values,
+            vectors=vectors.to_dense(),
+            residuals=residuals,
+            num_matvecs=0,
+            status=Status.EXACT,
+            message="exact",
+        )
     with Products(A, progress=progress, label=f"eigsh ({method})") as P:
         if n <= max(_SMALL, 2 * k) and max_matvecs >= n:
-            result = dense_eigenpairs(P, k, which)
+            result = dense_eigenpairs(P, k, end)
         else:
-            result = METHODS[method](P, k, which, tol, max_matvecs, generator)
+            result = METHODS[method](
+                P, k, end, tol=tol, max_matvecs=max_matvecs, generator=generator
+            )
     if not result.converged:
         warn(result.message, RuntimeWarning)
     return result

@@ -22,13 +22,13 @@ class KrylovBasis:
     r"""Orthonormal rows V with the operator's projection H, and directions still to be multiplied.
 
     At any time $A V^\top = V^\top H + W^\top C$: W are the pending directions, orthonormal to each
-    other and to V, and C tells how they couple to V. A pending direction that is multiplied moves
-    to V and leaves its residual as a new one, orthogonalised against everything. So one Krylov
-    sequence a pending direction can grow within one basis, and any rotation of V (a thick restart)
-    keeps the relation. Ritz pairs come from H, their residual norms from C, at no product.
+    other and to V, and C is their coupling to V. A pending direction that is multiplied moves to V
+    and leaves its residual as a new one, orthogonalised against everything. So a Krylov sequence
+    per pending direction can grow within one basis, and any rotation of V (a thick restart) keeps
+    the relation. Ritz pairs come from H, their residual norms from C, at no product.
 
-    Pending directions may be parked: forgotten but for what they add to residuals, so that new ones
-    need not be orthogonal to them. `refresh` finds them again, for a product a row.
+    Pending directions may be parked: only what they add to residuals is kept, so that new ones need
+    not be orthogonal to them. `refresh` computes them again, for a product per row.
 
     `size` is the number of rows of V so far, at most `capacity`, `scale` the length of the longest
     product with a unit vector. H and C are kept on the CPU in float64.
@@ -46,14 +46,17 @@ class KrylovBasis:
         capacity: int,
         generator: torch.Generator | None,
     ) -> None:
-        self._operator, self._multiply, self._generator = A, multiply, generator
+        self._operator = A
+        self._multiply = multiply
+        self._generator = generator
         self._vectors = torch.empty(capacity, size, dtype=A.dtype, device=A.device)
         self._pending = self._vectors.new_empty(0, size)
         self._projected = torch.zeros(capacity, capacity, dtype=torch.float64)
         self._coupling = torch.zeros(0, capacity, dtype=torch.float64)
         self._parked: list[Tensor] = []
         self.scale = 0.0
-        self.size, self.capacity = 0, capacity
+        self.size = 0
+        self.capacity = capacity
 
     @property
     def vectors(self) -> Float[Tensor, "size n"]:
@@ -73,22 +76,26 @@ class KrylovBasis:
     def residuals(
         self, combinations: Float[Tensor, "size k"]
     ) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"]]:
-        """Residual norms of Ritz vectors: bounds of all, and the part that is not parked."""
+        """Bounds of the residual norms of Ritz vectors, and the part that is not parked."""
         pending = (self.coupling @ combinations).norm(dim=0)
-        parked = [(part[:, : self.size] @ combinations).norm(dim=0) for part in self._parked]
+        parked = [(rows[:, : self.size] @ combinations).norm(dim=0) for rows in self._parked]
         return pending + sum(parked, torch.zeros_like(pending)), pending
 
     def park(self) -> None:
-        """Forgets the pending directions, but for what they add to residuals."""
+        """Forget the pending directions, except for what they add to residuals."""
         self._parked.append(self._coupling)
-        self._pending, self._coupling = self._pending[:0], self._coupling[:0]
+        self._clear_pending()
+
+    def _clear_pending(self) -> None:
+        self._pending = self._pending[:0]
+        self._coupling = self._coupling[:0]
 
     def refresh(self) -> None:
-        """Multiplies all rows again: what they miss is pending, and nothing parked."""
+        """Multiply all rows again: their residuals become pending, and nothing stays parked."""
         images = torch.stack([self._multiply(vector) for vector in self.vectors])
         projected = (self.vectors @ images.T).double().cpu()
         self._parked = []
-        self._pending, self._coupling = self._pending[:0], self._coupling[:0]
+        self._clear_pending()
         check_symmetric(self._operator, (projected - projected.T).abs(), self.scale)
         self.projected.copy_((projected + projected.T) / 2)
         for row, image in enumerate(images):
@@ -97,7 +104,7 @@ class KrylovBasis:
             self._keep_residual(residual, row)
 
     def add_random(self) -> None:
-        """Adds a random pending direction; rows and pending ones must not span the space yet."""
+        """Add a random pending direction; V and W must not span the space yet."""
         direction = torch.randn(
             self._vectors.shape[1],
             generator=self._generator,
@@ -108,48 +115,52 @@ class KrylovBasis:
         self.add(direction / direction.norm())
 
     def expand(self, index: int) -> bool:
-        """Multiply a pending direction; false if it leaves no residual, else that is the last."""
+        """Multiply a pending direction; true if it leaves a residual, the last pending one then."""
         direction = self._pending[index]
         expected = self._coupling[index, : self.size].clone()
-        kept = [row for row in range(len(self._pending)) if row != index]
-        self._pending, self._coupling = self._pending[kept], self._coupling[kept]
+        remaining = [row for row in range(len(self._pending)) if row != index]
+        self._pending = self._pending[remaining]
+        self._coupling = self._coupling[remaining]
         last = self.size
         self._vectors[last] = direction
         self.size += 1
         product = self._multiply(direction)
         self.scale = max(self.scale, float(product.norm()))
         residual, inside, outside = self._orthogonalise(product)
-        # Rows couple to all that is parked by at most so much.
-        hidden = sum(
-            (part[:, :last].norm(dim=0) for part in self._parked), expected.new_zeros(last)
-        )
+        # A bound of the rows' coupling to everything that is parked.
+        hidden = expected.new_zeros(last)
+        for rows in self._parked:
+            hidden = hidden + rows[:, :last].norm(dim=0)
         check_symmetric(self._operator, (inside[:last] - expected).abs() - hidden, self.scale)
-        self._projected[: last + 1, last] = self._projected[last, : last + 1] = inside
+        self._projected[: last + 1, last] = inside
+        self._projected[last, : last + 1] = inside
         self._coupling[:, last] = outside
         return self._keep_residual(residual, last)
 
-    def rotate(self, rotation: Float[Tensor, "size kept"], start: int = 0) -> None:
-        """Replaces the rows of V from `start` on by combinations of them, orthonormal columns."""
-        size, kept = rotation.shape[0], rotation.shape[1]
-        whole = torch.zeros(self.size, start + kept, dtype=torch.float64)
-        whole[:start, :start] = torch.eye(start, dtype=torch.float64)
-        whole[start:, start:] = rotation
-        projected, coupling = whole.T @ self.projected @ whole, self.coupling @ whole
-        part = rotation.to(self._vectors)
+    def rotate(self, rotation: Float[Tensor, "size new_size"], start: int = 0) -> None:
+        """Replace the rows of V from `start` on by combinations of them, orthonormal columns."""
+        size, new_size = rotation.shape
+        combinations = torch.zeros(self.size, start + new_size, dtype=torch.float64)
+        combinations[:start, :start] = torch.eye(start, dtype=torch.float64)
+        combinations[start:, start:] = rotation
+        projected = combinations.T @ self.projected @ combinations
+        coupling = self.coupling @ combinations
+        on_device = rotation.to(self._vectors)
         step = max(1, _ROTATION_ELEMENTS // size)
-        for columns in range(0, self._vectors.shape[1], step):
-            place = self._vectors[start : start + size, columns : columns + step]
-            self._vectors[start : start + kept, columns : columns + step] = part.T @ place
-        self.size = start + kept
+        for first in range(0, self._vectors.shape[1], step):
+            columns = slice(first, first + step)
+            rows = self._vectors[start : start + size, columns]
+            self._vectors[start : start + new_size, columns] = on_device.T @ rows
+        self.size = start + new_size
         self.projected.copy_((projected + projected.T) / 2)
         self._coupling[:, self.size :] = 0
         self.coupling.copy_(coupling)
-        for part in self._parked:
-            part[:, : self.size] = part[:, : len(whole)] @ whole
-            part[:, self.size :] = 0
+        for rows in self._parked:
+            rows[:, : self.size] = rows[:, : len(combinations)] @ combinations
+            rows[:, self.size :] = 0
 
     def _keep_residual(self, residual: Tensor, row: int) -> bool:
-        """Makes what a row's product left a pending direction, unless it is rounding."""
+        """Make the residual of a row's product pending, unless it is rounding; whether it did."""
         norm = float(residual.norm())
         rounding = 10 * torch.finfo(residual.dtype).eps * self.scale
         if norm <= rounding or self.size + len(self._pending) >= self._vectors.shape[1]:
@@ -159,7 +170,7 @@ class KrylovBasis:
         return True
 
     def add(self, direction: Float[Tensor, " n"]) -> None:
-        """Makes a unit vector pending, which is orthogonal to all others."""
+        """Make a unit vector pending that is orthogonal to all others."""
         self._pending = torch.cat([self._pending, direction[None]])
         row = torch.zeros(1, self.capacity, dtype=torch.float64)
         self._coupling = torch.cat([self._coupling, row])
@@ -169,14 +180,15 @@ class KrylovBasis:
         inside = torch.zeros(self.size, dtype=vector.dtype, device=vector.device)
         outside = torch.zeros(len(self._pending), dtype=vector.dtype, device=vector.device)
         for _ in range(_PASSES):
-            before = vector.norm()
+            norm_before = vector.norm()
             in_basis = self.vectors @ vector
             vector = vector - in_basis @ self.vectors
             in_pending = self._pending @ vector
             vector = vector - in_pending @ self._pending
-            inside, outside = inside + in_basis, outside + in_pending
+            inside = inside + in_basis
+            outside = outside + in_pending
             # A vector that keeps its length was orthogonal already (Kahan and Parlett).
-            if vector.norm() > 0.7 * before:
+            if vector.norm() > 0.7 * norm_before:
                 break
         return vector, inside.double().cpu(), outside.double().cpu()
 
@@ -194,14 +206,15 @@ class RitzPairs:
     pending_residuals: Tensor
 
 
-def order(values: Tensor, which: str) -> Tensor:
-    """How wanted eigenvalues are: the greatest first."""
-    return {"largest": values, "smallest": -values, "magnitude": values.abs()}[which]
+def order(values: Tensor, end: str) -> Tensor:
+    """Numbers that are greater the closer eigenvalues are to an end of the spectrum."""
+    return {"largest": values, "smallest": -values, "magnitude": values.abs()}[end]
 
 
-def ritz_pairs(basis: KrylovBasis, which: str) -> RitzPairs:
-    """The Ritz pairs of a basis, the most wanted first."""
+def ritz_pairs(basis: KrylovBasis, end: str) -> RitzPairs:
+    """The Ritz pairs of a basis, those at an end of the spectrum first."""
     values, combinations = eigh(basis.projected, "the projected operator")
-    best = order(values, which).argsort(descending=True, stable=True)
-    values, combinations = values[best], combinations[:, best]
-    return RitzPairs(values, combinations, *basis.residuals(combinations))
+    best = order(values, end).argsort(descending=True, stable=True)
+    combinations = combinations[:, best]
+    residuals, pending_residuals = basis.residuals(combinations)
+    return RitzPairs(values[best], combinations, residuals, pending_residuals)

@@ -15,41 +15,43 @@ _MISS = 1e-4
 """Probability that either bound of `has_missed_nothing` overlooks an eigenvalue."""
 
 _OVERLAP = 0.1
-"""How much of a missed eigenvector the vectors that are kept for a check may hide."""
+"""The greatest part of a missed eigenvector that the vectors kept for a check may contain."""
 
 
 class CompletenessCheck:
-    """A Krylov sequence in the complement of the pairs found, to see whether any was missed."""
+    """A Krylov sequence in the complement of converged pairs, to detect missed ones."""
 
-    def __init__(self, basis: KrylovBasis, pairs: RitzPairs, k: int, which: str) -> None:
-        basis.rotate(pairs.combinations[:, : k + _num_kept(pairs, basis, k, which)])
+    def __init__(self, basis: KrylovBasis, pairs: RitzPairs, k: int, end: str) -> None:
+        basis.rotate(pairs.combinations[:, : k + _num_kept(pairs, basis, k, end)])
         basis.park()
-        self._basis, self._which = basis, which
-        self._last = float(order(pairs.values[k - 1], which))
+        self._basis = basis
+        self._end = end
+        self._last = float(order(pairs.values[k - 1], end))
         self.start = basis.size
         self.steps = 0
         self.is_exhausted = False
         self.has_restarted = False
 
     def has_found(self, goal: float) -> bool:
-        """Whether the sequence has come upon an eigenvalue beyond the last of the wanted."""
+        """Whether the sequence has an eigenvalue beyond the last of the requested ones."""
         values, _ = eigh(
             self._basis.projected[self.start :, self.start :], "the projected operator"
         )
-        return bool((order(values, self._which) > self._last + goal).any())
+        return bool((order(values, self._end) > self._last + goal).any())
 
     def has_missed_nothing(self, low: float, high: float, goal: float) -> bool:
-        r"""Whether no eigenvalue of the complement lies beyond the wanted by more than `goal`.
+        r"""Whether no eigenvalue of the complement lies beyond the requested by more than `goal`.
 
-        It is sure if the sequence has exhausted the operator, and else by either of two bounds,
-        which fail with probability `_MISS` at most. Both compare the sequence's best value θ to the
-        last of the wanted, a gap of δ with `goal` included; n is the number of columns.
+        This is certain if the sequence has exhausted the operator. Otherwise either of two bounds
+        shows it, which fail with probability `_MISS` at most. Both compare the sequence's best
+        value θ to the last of the requested ones, a gap of δ with `goal` included; n is the number
+        of columns.
 
         - A priori: from a random start, j steps leave the greatest eigenvalue of a positive
           semi-definite operator underestimated by more than a factor $1 - \varepsilon$ with
           probability at most $1.648 \sqrt n\, e^{-\sqrt\varepsilon (2j - 1)}$. Shifted to be
-          positive, ε is δ over the distance of the last of the wanted from the spectrum's other
-          end, `low` or `high`. It is quick where δ is large.
+          positive, ε is δ over the distance of the last requested eigenvalue from the spectrum's
+          other end, `low` or `high`. It is quick where δ is large.
         - A posteriori: the start has an inner product of $\eta / \sqrt n$ with a missed
           eigenvector, η below `_MISS` with a probability below `_MISS`. The Ritz vector is a
           polynomial of the operator times the start, with its roots at the other Ritz values, so
@@ -58,8 +60,8 @@ class CompletenessCheck:
           $\delta \eta / (s \sqrt n)$. It is quick where the sequence has converged. (After a
           restart, the start is no longer in the basis, and s taken to be 1.)
 
-        A small residual alone proves nothing: at large n that of the start itself is small, however
-        large the eigenvalues that it hardly sees.
+        A small residual by itself proves nothing: at large n that of the start itself is small,
+        however large the eigenvalues are to which it is nearly orthogonal.
 
         Reference:
             Kuczyński, Woźniakowski. Estimating the largest eigenvalue by the power and Lanczos
@@ -74,7 +76,7 @@ class CompletenessCheck:
         residuals = (self._basis.coupling[:, self.start :] @ combinations).norm(dim=0)
         overlaps = torch.ones_like(values) if self.has_restarted else combinations[0].abs()
         last = self._last + goal
-        # What computed residuals can go down to.
+        # Computed residuals do not fall below this.
         rounding = 10 * torch.finfo(values.dtype).eps * self._basis.scale
 
         def is_sure(gap: float, width: float, best: int) -> bool:
@@ -84,23 +86,27 @@ class CompletenessCheck:
             exponent = math.sqrt(epsilon) * (2 * self.steps - 1)
             if math.log(1.648 * n**0.5) - exponent <= math.log(_MISS):
                 return True
-            residual, overlap = float(residuals[best]), float(overlaps[best])
+            residual = float(residuals[best])
+            overlap = float(overlaps[best])
             return residual <= rounding or residual * overlap <= gap * _MISS / n**0.5
 
-        above = (last - float(values[-1]), last - low, -1)
-        below = (last + float(values[0]), last + high, 0)
-        sides = {"largest": [above], "smallest": [below], "magnitude": [above, below]}[self._which]
-        return all(is_sure(*side) for side in sides)
+        is_complete_above = self._end == "smallest" or is_sure(
+            last - float(values[-1]), last - low, best=-1
+        )
+        is_complete_below = self._end == "largest" or is_sure(
+            last + float(values[0]), last + high, best=0
+        )
+        return is_complete_above and is_complete_below
 
 
-def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, which: str) -> int:
-    r"""How many pairs after the wanted may be kept apart from a check.
+def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, end: str) -> int:
+    r"""The number of pairs after the requested ones that may be kept apart from a check.
 
-    They shorten it, as the rest of the spectrum lies further off. But a missed eigenvector must not
-    hide in them: with one whose eigenvalue is among the wanted, a Ritz vector of value θ and
-    residual r has an inner product of at most $r / |\lambda_k - \theta|$.
+    They shorten it, because the other eigenvalues lie further off. But they must not contain a
+    missed eigenvector: with one whose eigenvalue is among the requested, a Ritz vector of value θ
+    and residual r has an inner product of at most $r / |\lambda_k - \theta|$.
     """
-    ordered = order(pairs.values, which)
+    ordered = order(pairs.values, end)
     distance = (ordered[k - 1] - ordered[k:]).clamp(min=torch.finfo(torch.float64).tiny)
     overlaps = ((pairs.residuals[k:] / distance) ** 2).cumsum(dim=0).sqrt()
     return min(int((overlaps <= _OVERLAP).sum()), (basis.capacity - k) // 3)
@@ -108,9 +114,9 @@ def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, which: str) -> int:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Ritz pairs, the wanted first; whether they converged; whether the rest was searched.
+    """Ritz pairs, the requested ones first; whether they converged, and whether none was missed.
 
-    `goal` is what their residuals were to be at most.
+    `goal` is the greatest residual of a converged pair.
     """
 
     pairs: RitzPairs
@@ -120,10 +126,10 @@ class SearchResult:
 
 
 def capacity(n: int, k: int, bytes_per_entry: int) -> int:
-    """How many vectors the basis of a search for k eigenpairs holds: many save products."""
-    wanted = max(4 * k, 256)
+    """The number of vectors in the basis of a search for k eigenpairs: many save products."""
+    useful = max(4 * k, 256)
     affordable = _BASIS_BYTES // (n * bytes_per_entry)
-    return min(n, max(k + 20, 2 * k, min(wanted, affordable)))
+    return min(n, max(k + 20, 2 * k, min(useful, affordable)))
 
 
 def search(
@@ -131,29 +137,31 @@ def search(
     products: Products,
     *,
     k: int,
-    which: str,
+    end: str,
     tol: float,
     max_matvecs: int,
     verify: bool = True,
 ) -> SearchResult:
-    r"""Expands a basis until its k most wanted Ritz pairs have converged.
+    r"""Expand a basis until its k Ritz pairs at an end of the spectrum have converged.
 
-    A single Krylov sequence finds one vector of each eigenspace. So once all pairs have converged,
-    a random direction orthogonal to them starts another sequence in the same basis. If an
-    eigenvalue among the wanted was missed, this sequence finds it, and the search goes on.
-    Otherwise the sequence ends as soon as that is sure enough. This also guards the order of the
-    pairs: pairs that converged to a loose tolerance need not be the most wanted ones.
+    A single Krylov sequence has one vector of each eigenspace. So once all pairs have converged,
+    a random direction orthogonal to them starts another sequence in the same basis. If a requested
+    eigenvalue was missed, it appears in this sequence, and the search continues. Otherwise the
+    sequence ends as soon as that is certain enough. This also guards the order of the pairs: pairs
+    that converged to a loose tolerance need not be the outermost ones.
     """
     check: CompletenessCheck | None = None
     was_checked = False
     pairs: RitzPairs | None = None
     rounding = 10 * torch.finfo(basis.vectors.dtype).eps
-    low, high = math.inf, -math.inf
+    low = math.inf
+    high = -math.inf
     while True:
         if basis.size >= k:
-            pairs = ritz_pairs(basis, which)
+            pairs = ritz_pairs(basis, end)
             # The basis may have dropped the ends of the spectrum.
-            low, high = min(low, float(pairs.values.min())), max(high, float(pairs.values.max()))
+            low = min(low, float(pairs.values.min()))
+            high = max(high, float(pairs.values.max()))
             scale = max(basis.scale, abs(low), abs(high))
             goal = max(tol, rounding) * scale
             has_converged = bool((pairs.residuals[:k] <= goal).all())
@@ -161,7 +169,7 @@ def search(
                 check = None
             aim = goal
             if verify and not was_checked:
-                aim = max(rounding * scale, _resolving(pairs, k, which, goal))
+                aim = max(rounding * scale, _resolving(pairs, k, end, goal))
             is_settled = bool((pairs.residuals[:k] <= aim).all())
             is_stuck = bool((pairs.pending_residuals[:k] <= aim).all())
             if not is_settled and is_stuck and products.count + k <= max_matvecs:
@@ -174,27 +182,27 @@ def search(
             if has_converged and check is None and (is_settled or is_complete):
                 if is_complete or not verify:
                     return SearchResult(pairs, goal, has_converged=True, was_verified=is_complete)
-                check, was_checked = CompletenessCheck(basis, pairs, k, which), True
+                check = CompletenessCheck(basis, pairs, k, end)
+                was_checked = True
                 basis.add_random()
             if products.count >= max_matvecs:
-                return SearchResult(
-                    ritz_pairs(basis, which), goal, has_converged, was_verified=False
-                )
+                return SearchResult(ritz_pairs(basis, end), goal, has_converged, was_verified=False)
         if basis.size == basis.capacity:
-            _make_room(basis, which, k, check.start if check else 0)
+            _make_room(basis, end, k, check.start if check else 0)
             if check is not None:
                 check.has_restarted = True
             pairs = None
-        _expand(basis, products, pairs, k, max_matvecs, check)
+        _expand(basis, products, pairs, check, k=k, max_matvecs=max_matvecs)
 
 
-def _resolving(pairs: RitzPairs, k: int, which: str, goal: float) -> float:
-    """The size that residuals should come to, at least `goal` / 10, so that a check is worth it.
+def _resolving(pairs: RitzPairs, k: int, end: str, goal: float) -> float:
+    """The residual, at least `goal` / 10, from which on a check is worthwhile.
 
-    Where eigenvalues lie closer than residuals are small, the wanted are not yet those further out,
-    so that the check finds others. It then costs more to go back than to have gone on.
+    If eigenvalues are closer to each other than the residuals are small, the pairs are not yet the
+    outermost ones, and the check shows others. It then costs more to go back than to have expanded
+    the basis further.
     """
-    ordered = order(pairs.values[:k], which)
+    ordered = order(pairs.values[:k], end)
     half = k // 2
     if half == k - 1:
         return goal
@@ -202,10 +210,10 @@ def _resolving(pairs: RitzPairs, k: int, which: str, goal: float) -> float:
     return max(goal / 10, min(goal, spacing))
 
 
-def _make_room(basis: KrylovBasis, which: str, k: int, start: int) -> None:
-    """Keeps the best Ritz vectors of all rows, or of those from `start` on: a thick restart."""
+def _make_room(basis: KrylovBasis, end: str, k: int, start: int) -> None:
+    """Keep the best Ritz vectors of all rows, or of those from `start` on: a thick restart."""
     values, combinations = eigh(basis.projected[start:, start:], "the projected operator")
-    best = order(values, which).argsort(descending=True, stable=True)
+    best = order(values, end).argsort(descending=True, stable=True)
     least = 1 if start else k
     basis.rotate(combinations[:, best[: (len(values) + least) // 2]], start)
 
@@ -214,15 +222,16 @@ def _expand(
     basis: KrylovBasis,
     products: Products,
     pairs: RitzPairs | None,
+    check: CompletenessCheck | None,
+    *,
     k: int,
     max_matvecs: int,
-    check: CompletenessCheck | None,
 ) -> None:
-    """Follows one sequence for a few products: more, the longer it is to look at the basis."""
+    """Expand one sequence by a few products: more, the longer the basis takes to decompose."""
     length = basis.size - check.start if check else basis.size
     index = len(basis.coupling) - 1
     if check is None and pairs is not None and len(basis.coupling) > 1:
-        # The sequence that the worst of the wanted pairs needs most.
+        # The sequence on which the worst of the requested pairs depends most.
         worst = int(pairs.residuals[:k].argmax())
         index = int((basis.coupling @ pairs.combinations[:, worst]).abs().argmax())
     for _ in range(1 + length // 10):

@@ -19,7 +19,7 @@ def diagonal(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""The diagonal of a square operator, from products alone; unbiased.
+    r"""The diagonal of a square operator, from its products; unbiased.
 
     It is the mean of $\omega \odot A\omega$ over probes ω of ±1. Intervals of 95 %
     (`Estimate.interval`) cover an entry in 93 to 97 % of runs from 12 products on.
@@ -50,8 +50,8 @@ def diagonal(
     total = min(n, num_matvecs)
     with Products(A, progress=progress, total=total, label="diagonal") as products:
         if total == n:
-            parts = [columns[places].diagonal() for places, columns in products.columns()]
-            return Estimate.exact(torch.cat(parts), products.count)
+            diagonals = [columns[rows].diagonal() for rows, columns in products.columns()]
+            return Estimate.exact(torch.cat(diagonals), products.count)
         # Mean and squared deviations, not the samples: they are `[n, m]`.
         moments = RunningMoments()
         for size in products.chunks(total):

@@ -23,17 +23,17 @@ def matrix_function_trace(
 ) -> Estimate:
     r"""The trace of a function of a symmetric operator, $\mathrm{tr} f(A) = \sum_i f(\lambda_i)$.
 
-    By stochastic Lanczos quadrature. The standard error joins, in squares, that of the mean over
-    probes and an estimate of the quadrature's bias, told by the change from 71 % of the steps to
-    all. Where the bias is small beside the other, 95 % intervals cover in 93 to 97 % of runs from 3
-    probes on; where it is not, in more. Fewer than 8 steps may be spent on a few outliers alone,
-    and then do not show the rest.
+    By stochastic Lanczos quadrature. The squared standard error is the sum of that of the mean over
+    probes and the square of an estimate of the quadrature's bias, from the change between 71 % of
+    the steps and all of them. If the bias is small compared with the other part, 95 % intervals
+    cover in 93 to 97 % of runs from 3 probes on; if not, in more. Fewer than 8 steps may only
+    resolve a few outliers, and then do not show the other eigenvalues.
 
     Args:
         A: Symmetric operator `[n, n]`. Asymmetry is noticed.
         function: f, on a tensor of eigenvalues, entry by entry.
         num_probes: Probes; the standard error falls as the root of their number.
-        num_steps: Lanczos steps a probe; the bias falls fast with them where f is smooth.
+        num_steps: Lanczos steps per probe; the bias falls fast with them where f is smooth.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
@@ -42,7 +42,7 @@ def matrix_function_trace(
         `num_probes * num_steps` is at least n (n products) and n at most 16,384.
 
     Raises:
-        ValueError: As `logdet`, or f is not finite on the spectrum.
+        ValueError: For the reasons of `logdet`, or f is not finite on the spectrum.
 
     Example:
         >>> import torch
@@ -74,7 +74,7 @@ def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
         size * (weights * values_at(nodes, weights, function)).sum(dim=1).mean()
         for nodes, weights in (fewer, (rule.nodes, rule.weights))
     ]
-    # What is left of an error that falls as the inverse root of the steps; of a faster one less.
+    # The remaining error, if it falls as the inverse root of the steps; less if it falls faster.
     squared_bias = ((values[1] - values[0]) / (2**0.25 - 1)) ** 2
     return Estimate(
         mean,
@@ -85,7 +85,7 @@ def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
 
 
 def with_bias(degrees: Tensor, variance: Tensor, squared_bias: Tensor) -> Tensor:
-    """Satterthwaite's degrees of freedom of a variance and a bias that is taken as known."""
+    """Satterthwaite's degrees of freedom of a variance and a known bias."""
     share = torch.where(squared_bias > 0, squared_bias / variance, torch.zeros_like(variance))
     return degrees * (1 + share) ** 2
 

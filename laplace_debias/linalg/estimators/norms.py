@@ -23,7 +23,7 @@ def frobenius_norm(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""The Frobenius norm of an operator, from products alone.
+    r"""The Frobenius norm of an operator, from its products.
 
     The square, $\mathbb{E}\|A\omega\|^2 = \|A\|_F^2$, is estimated without bias as a mean over
     spherical probes; the norm is its root, with the standard error of the square over twice the
@@ -32,7 +32,7 @@ def frobenius_norm(
 
     In simulations of flat, decaying and indefinite spectra, low ranks with noise and one to three
     large eigenvalues, intervals of 95 % (`Estimate.interval`) cover the norm in 93 to 97 % of runs
-    from 12 products on. Where one eigenvalue of $A^\top A$ is about half of its trace, intervals
+    from 12 products on. If one eigenvalue of $A^\top A$ is about half of its trace, intervals
     after 12 products cover in 91 to 93 %.
 
     A structured operator's norm is exact (no products), and so is that of one of at most
@@ -56,8 +56,8 @@ def frobenius_norm(
     total = min(A.shape[1], num_matvecs)
     with Products(A, progress=progress, total=total, label="Frobenius norm") as products:
         if total == A.shape[1]:
-            parts = [(columns**2).sum() for _, columns in products.columns()]
-            return Estimate.exact(torch.stack(parts).sum().sqrt(), products.count)
+            squares = [(columns**2).sum() for _, columns in products.columns()]
+            return Estimate.exact(torch.stack(squares).sum().sqrt(), products.count)
         norms = SquaredNorms(A.shape[1])
         for size in products.chunks(total):
             norms.add(products(draw(A, size, "spherical", generator)))
@@ -76,25 +76,24 @@ def spectral_norm(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""The spectral norm (the largest singular value) of an operator, from products alone.
+    r"""The spectral norm (the largest singular value) of an operator, from its products.
 
     By Lanczos on A if it claims to be symmetric, else on $A^\top A$ (or $A A^\top$, the smaller),
-    whose products count twice. In place of a standard error stands a bound: some singular value is
-    at most so far from the estimate, the residual's norm; from a random start it is the largest
-    one, unless `tol` is so loose (above 0.01) that Lanczos stops before it has seen that. The
+    whose products count twice. The standard error is a bound, the residual's norm: the distance of
+    some singular value from the estimate is at most that. From a random start this is the largest
+    singular value, unless `tol` is so loose (above 0.01) that Lanczos stops too early. The
     estimate's true error is then far smaller, about the square of the bound over the gap to the
-    next singular value. The estimate is never above the norm but for rounding.
+    next singular value. The estimate is never above the norm, except for rounding.
 
     Args:
         A: Operator of any shape.
-        tol: Where to stop: bound ≤ `tol` · estimate.
+        tol: The iteration stops at bound ≤ `tol` · estimate.
         max_matvecs: Greatest number of products.
         generator: Source of the random start, on the operator's device.
         progress: Whether to show a progress bar.
 
     Returns:
-        The norm, a scalar tensor, with the bound as its standard error; intervals made of it are
-        too wide.
+        The norm, a scalar tensor, with the bound as its standard error; its intervals are too wide.
 
     Raises:
         ValueError: A product is not finite, the operator claims to be symmetric and is not, a
@@ -112,26 +111,36 @@ def spectral_norm(
     if closed_form is not None:
         return Estimate.exact(closed_form)
     # σ² is an eigenvalue of the Gram operator; of its residual r the bound on σ is r / (√2 σ).
-    power = 1 if A.is_symmetric else 2
-    gram = A if power == 1 else A @ A.T if A.shape[0] < A.shape[1] else A.T @ A
+    power = 2
+    if A.is_symmetric:
+        power = 1
+        gram = A
+    elif A.shape[0] < A.shape[1]:
+        gram = A @ A.T
+    else:
+        gram = A.T @ A
     size = gram.shape[0]
     with Products(gram, progress=progress, label="spectral norm") as products:
-        basis = KrylovBasis(gram, products, size, capacity(size, 1, A.dtype.itemsize), generator)
+        num_vectors = capacity(size, 1, A.dtype.itemsize)
+        basis = KrylovBasis(gram, products, size=size, capacity=num_vectors, generator=generator)
         result = search(
             basis,
             products,
             k=1,
-            which="magnitude",
+            end="magnitude",
             tol=tol if power == 1 else 2**0.5 * tol,
             max_matvecs=max_matvecs // power,
             verify=False,
         )
-    value, residual = result.pairs.values[0].abs(), result.pairs.residuals[0]
+    value = result.pairs.values[0].abs()
+    residual = result.pairs.residuals[0]
     if power == 2:
         value = value.sqrt()
-        residual = residual / (2**0.5 * value) if value > 0 else residual
+        if value > 0:
+            residual = residual / (2**0.5 * value)
     count = power * products.count
-    value, residual = value.to(A.device, A.dtype), residual.to(A.device, A.dtype)
+    value = value.to(A.device, A.dtype)
+    residual = residual.to(A.device, A.dtype)
     if not result.has_converged:
         warn(
             f"after {count} products the spectral norm's error bound is {float(residual):.3g}, "

@@ -12,7 +12,8 @@ def mean_of(
 
     One sample: an infinite error, 0 degrees.
     """
-    count, mean = samples.shape[-1], samples.mean(dim=-1)
+    count = samples.shape[-1]
+    mean = samples.mean(dim=-1)
     degrees = torch.full_like(mean, count - 1.0)
     if count == 1:
         return mean, torch.full_like(mean, torch.inf), degrees
@@ -24,15 +25,16 @@ def at_least_rounding(
 ) -> Float[Tensor, "*shape"]:
     """The standard error, or eight roundings of a sum's magnitude `Σ|terms|` where it is smaller.
 
-    Where every probe gives the same (the diagonal of a diagonal matrix, the trace of one whose
-    range a sketch contains) an estimate is exact but for rounding, which its spread does not show.
+    If every probe has the same value (for the diagonal of a diagonal matrix, or the trace of a
+    matrix whose range a sketch contains) an estimate is exact but for rounding, which its spread
+    does not show.
     """
     rounding = 8 * torch.finfo(magnitude.dtype).eps * magnitude
     return torch.maximum(standard_error, rounding)
 
 
 class RunningMoments:
-    """The mean and the squared deviations of columns that come part by part (Welford, 1962).
+    """The mean and the squared deviations of columns that arrive in chunks (Welford, 1962).
 
     Attributes: `count`, `mean` `[n]`, `deviations` `[n]`, the sums of squares about the mean.
     """
@@ -43,23 +45,24 @@ class RunningMoments:
         self.deviations: Tensor = torch.zeros(())
 
     def add(self, samples: Float[Tensor, "n k"]) -> None:
-        """Takes further columns."""
-        before, size = self.count, samples.shape[1]
+        """Add further columns."""
+        size = samples.shape[1]
         mean = samples.mean(dim=1)
         deviations = ((samples - mean[:, None]) ** 2).sum(dim=1)
-        self.count = before + size
+        last_count = self.count
+        self.count = last_count + size
         step = mean - self.mean
         self.mean = self.mean + step * (size / self.count)
-        self.deviations = self.deviations + deviations + step**2 * (before * size / self.count)
+        self.deviations = self.deviations + deviations + step**2 * (last_count * size / self.count)
 
 
-_KEPT = 16
-"""Probes whose products are kept for the degrees of freedom: 120 pairs."""
+_MAX_PROBES = 16
+"""Probes that are kept with their products for the degrees of freedom: 120 pairs."""
 
-_KEPT_ELEMENTS = 2**26
+_MAX_ELEMENTS = 2**26
 """Entries of the products kept at most: 256 MiB in float32, and the probes as much."""
 
-_LEAST_KEPT = 4
+_MIN_PROBES = 4
 
 _MAX_IMAGES = 32
 """Probes whose images are kept for the variance of squared norms: 496 pairs."""
@@ -68,16 +71,16 @@ _MAX_IMAGES = 32
 class QuadraticForms:
     r"""$\omega^\top B\, \omega$ over probes of ±1: mean, standard error, degrees of freedom.
 
-    For a symmetric matrix the vectors $B\omega$ tell the variance of a form far better than the
-    forms themselves, of which there are few. With $y = (B - \mathrm{diag}\,B)\,\omega$,
+    For a symmetric matrix the vectors $B\omega$ determine the variance of a form far better than
+    the few forms themselves. With $y = (B - \mathrm{diag}\,B)\,\omega$,
     $\mathrm{var}(\omega^\top B \omega) = 2\,\mathbb{E}\|y\|^2$: the sample variances of the n
     entries of $\omega \odot B\omega$ add up.
 
     $\|y\|^2$ is a weighted sum of χ² variables. By Satterthwaite the mean of m has $m\,
     \mathrm{tr}(C)^2 / \mathrm{tr}(C^2)$ degrees of freedom, C the covariance of y: m where one
     eigenvalue is all, many times m where many matter. $\mathrm{tr}(C^2)$ is the mean square of the
-    products $y_i^\top y_j$ of different probes. Of a matrix that is not symmetric the forms' own
-    sample variance is taken.
+    products $y_i^\top y_j$ of different probes. For a matrix that is not symmetric the sample
+    variance of the forms is used.
 
     Reference:
         Box. Some theorems on quadratic forms applied in the study of analysis of variance problems.
@@ -89,21 +92,23 @@ class QuadraticForms:
         self._samples: list[Tensor] = []
         self._entries = RunningMoments()
         self._magnitudes: list[Tensor] = []
-        self._kept: list[tuple[Tensor, Tensor]] = []
-        self._num_kept = 0
+        self._probes: list[Tensor] = []
+        self._images: list[Tensor] = []
+        self._num_probes = 0
 
     def add(self, probes: Float[Tensor, "n k"], images: Float[Tensor, "n k"]) -> None:
-        """Takes further probes, as columns, and B times them."""
+        """Add further probes, as columns, and B times them."""
         entries = probes * images
         self._samples.append(entries.sum(dim=0))
         self._magnitudes.append(torch.linalg.vector_norm(entries, ord=1, dim=0))
         if not self._is_symmetric:
             return
         self._entries.add(entries)
-        more = min(_KEPT, _KEPT_ELEMENTS // len(probes)) - self._num_kept
-        if more > 0:
-            self._kept.append((probes[:, :more].clone(), images[:, :more].clone()))
-            self._num_kept += self._kept[-1][0].shape[1]
+        capacity = min(_MAX_PROBES, _MAX_ELEMENTS // len(probes)) - self._num_probes
+        if capacity > 0:
+            self._probes.append(probes[:, :capacity].clone())
+            self._images.append(images[:, :capacity].clone())
+            self._num_probes += self._probes[-1].shape[1]
 
     def mean(self) -> tuple[Tensor, Tensor, Tensor]:
         """The mean, its standard error and the degrees of freedom of that.
@@ -121,18 +126,19 @@ class QuadraticForms:
         return mean, at_least_rounding(standard_error, magnitude), degrees
 
     def _effective_number(self, mean: Tensor) -> Tensor:
-        """tr(C)²/tr(C²), between 1 and n; 1, which is safe, where too little could be kept."""
-        one = torch.ones_like(mean)
-        if self._num_kept < _LEAST_KEPT:
-            return one
-        probes, images = (torch.cat(parts, dim=1) for parts in zip(*self._kept, strict=True))
+        """tr(C)²/tr(C²), between 1 and n; 1, which is safe, if too few probes could be kept."""
+        lowest = torch.ones_like(mean)
+        if self._num_probes < _MIN_PROBES:
+            return lowest
+        probes = torch.cat(self._probes, dim=1)
+        images = torch.cat(self._images, dim=1)
         images = images - probes * self._entries.mean[:, None]
         gram = images.T @ images
-        own = gram.diagonal()
-        pairs = len(own) * (len(own) - 1)
-        mixed = ((gram**2).sum() - (own**2).sum()) / pairs
-        number = own.mean() ** 2 / mixed
-        return torch.where(number.isfinite(), number, one).clamp(min=1, max=len(probes))
+        squares = gram.diagonal()
+        num_pairs = len(squares) * (len(squares) - 1)
+        mixed = ((gram**2).sum() - (squares**2).sum()) / num_pairs
+        number = squares.mean() ** 2 / mixed
+        return torch.where(number.isfinite(), number, lowest).clamp(min=1, max=len(probes))
 
 
 class SquaredNorms:
@@ -142,7 +148,7 @@ class SquaredNorms:
     $\tfrac{2n}{n+2}\,(\mathrm{tr}(M^2) - \mathrm{tr}(M)^2/n)$. The products
     $(\omega_i^\top M \omega_j)^2$ of different probes have the mean $\mathrm{tr}(M^2)$. There are
     many pairs, so that they show a large eigenvalue that the few squared norms may not show. The
-    larger one of this variance and the sample variance is taken. Where the eigenvalues are similar,
+    larger one of this variance and the sample variance is taken. If the eigenvalues are similar,
     $\mathrm{tr}(M^2) < 2\,\mathrm{tr}(M)^2/n$, the pairs' variance is a small difference of noisy
     numbers and is left out.
     """
@@ -156,7 +162,7 @@ class SquaredNorms:
     def add(self, images: Float[Tensor, "rows k"]) -> None:
         """Take the images A ω of further probes, as columns."""
         self._samples.append((images**2).sum(dim=0))
-        capacity = min(_MAX_IMAGES, _KEPT_ELEMENTS // len(images)) - self._num_images
+        capacity = min(_MAX_IMAGES, _MAX_ELEMENTS // len(images)) - self._num_images
         if capacity > 0:
             self._images.append(images[:, :capacity].clone())
             self._num_images += self._images[-1].shape[1]
@@ -169,13 +175,13 @@ class SquaredNorms:
         samples = torch.cat(self._samples)
         count = len(samples)
         mean, standard_error, degrees = mean_of(samples)
-        if self._num_images >= _LEAST_KEPT:
+        if self._num_images >= _MIN_PROBES:
             variance = self._variance_by_pairs(samples.double())
             standard_error = torch.maximum(standard_error, (variance / count).sqrt().to(mean.dtype))
         return mean, at_least_rounding(standard_error, mean), degrees
 
     def _variance_by_pairs(self, samples: Float[Tensor, " count"]) -> Float[Tensor, ""]:
-        """The variance of a squared norm; 0 where the eigenvalues of M are similar."""
+        """The variance of a squared norm; 0 if the eigenvalues of M are similar."""
         images = torch.cat(self._images, dim=1)
         gram = (images.T @ images).double().fill_diagonal_(0)
         trace_of_square = gram.square().sum() / (len(gram) * (len(gram) - 1))

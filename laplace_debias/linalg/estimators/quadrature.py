@@ -1,4 +1,4 @@
-"""Stochastic Lanczos quadrature: what a symmetric operator's spectrum does under an integral."""
+"""Stochastic Lanczos quadrature: integrals over the spectrum of a symmetric operator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _BASIS_ELEMENTS = 2**28
 
 @dataclass(frozen=True, eq=False)
 class Quadrature:
-    r"""Nodes (Ritz values) and weights `[probes, steps]`, one rule a probe, whose weights sum to 1.
+    r"""Nodes (Ritz values) and weights `[probes, steps]`: a rule per probe, with weights of sum 1.
 
     `alphas` and `betas` are the tridiagonal matrices, empty if all eigenvalues are known
     (`is_exact`); `forms` are $\omega^\top f(A)\,\omega$ of the probes, if f was given.
@@ -41,7 +41,7 @@ class Quadrature:
         return _gauss(self.alphas[:, :steps], self.betas[:, : steps - 1])
 
     def averaged(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Nodes and weights of so many steps, about as precise as those of twice as many.
+        """Nodes and weights of a number of steps, about as precise as those of twice as many.
 
         The mean of Gauss's rule of one step fewer and the anti-Gaussian one, whose error is about
         minus that.
@@ -51,9 +51,10 @@ class Quadrature:
         """
         betas = self.betas[:, : steps - 1].clone()
         betas[:, -1] *= 2**0.5
-        parts = self.shorter(steps - 1), _gauss(self.alphas[:, :steps], betas)
-        nodes, weights = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-        return nodes, weights / 2
+        gauss_nodes, gauss_weights = self.shorter(steps - 1)
+        anti_nodes, anti_weights = _gauss(self.alphas[:, :steps], betas)
+        nodes = torch.cat([gauss_nodes, anti_nodes], dim=1)
+        return nodes, torch.cat([gauss_weights, anti_weights], dim=1) / 2
 
 
 def lanczos_quadrature(
@@ -66,7 +67,7 @@ def lanczos_quadrature(
     progress: bool = False,
     label: str = "Lanczos quadrature",
 ) -> Quadrature:
-    r"""Gauss quadratures of a symmetric operator's spectral measure, one a Rademacher probe.
+    r"""Gauss quadratures of a symmetric operator's spectral measure, one per Rademacher probe.
 
     For a probe $\omega$ of length $\sqrt n$, $\omega^\top f(A)\,\omega / n \approx \sum_j w_j
     f(\theta_j)$, exactly for polynomials of degree below `2 * num_steps`: θ are the eigenvalues of
@@ -84,21 +85,24 @@ def lanczos_quadrature(
     whole(num_steps, "num_steps", minimum=2)
     values = eigenvalues(A)
     if values is not None:
-        return _of_eigenvalues(values, 0)
+        return _exact_quadrature(values, 0)
     total = num_probes * num_steps
     is_small = n <= total and n**2 <= _BASIS_ELEMENTS
     with Products(A, progress=progress, total=n if is_small else total, label=label) as products:
         if is_small:
             matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
             check_symmetric(A, (matrix - matrix.T).abs(), float(matrix.norm(dim=0).max()))
-            return _of_eigenvalues(eigh((matrix + matrix.T) / 2, "the operator")[0], products.count)
-        together = max(1, _BASIS_ELEMENTS // (n * num_steps))
-        parts = []
+            values, _ = eigh((matrix + matrix.T) / 2, "the operator")
+            return _exact_quadrature(values, products.count)
+        chunk = max(1, _BASIS_ELEMENTS // (n * num_steps))
+        diagonals = []
+        off_diagonals = []
         forms = None if function is None else QuadraticForms(is_symmetric=True)
-        for start in range(0, num_probes, together):
-            probes = draw(A, min(together, num_probes - start), "rademacher", generator)
+        for start in range(0, num_probes, chunk):
+            probes = draw(A, min(chunk, num_probes - start), "rademacher", generator)
             alphas, betas, basis = _tridiagonal(products, probes / n**0.5, num_steps)
-            parts.append((alphas, betas))
+            diagonals.append(alphas)
+            off_diagonals.append(betas)
             if forms is not None and function is not None:
                 nodes, vectors = _decomposed(alphas, betas)
                 first = vectors[:, 0]
@@ -106,30 +110,45 @@ def lanczos_quadrature(
                 images = ((vectors @ values[:, :, None]).mT @ basis)[:, 0].T
                 forms.add(probes, n**0.5 * images)
             del basis
-        alphas, betas = (torch.cat(part) for part in zip(*parts, strict=True))
+        alphas = torch.cat(diagonals)
+        betas = torch.cat(off_diagonals)
     nodes, weights = _gauss(alphas, betas)
-    return Quadrature(nodes, weights, alphas, betas, products.count, is_exact=False, forms=forms)
+    return Quadrature(
+        nodes=nodes,
+        weights=weights,
+        alphas=alphas,
+        betas=betas,
+        num_matvecs=products.count,
+        is_exact=False,
+        forms=forms,
+    )
 
 
 def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """A function at the nodes that count; 0 at the others."""
+    """A function at the nodes with weight; 0 at the others."""
     # Nodes without weight belong to steps after a Krylov space was exhausted.
-    counts = weights > 0
-    values = function(nodes[counts])
+    is_weighty = weights > 0
+    values = function(nodes[is_weighty])
     if not values.isfinite().all():
-        worst = float(nodes[counts][~values.isfinite()][0])
+        worst = float(nodes[is_weighty][~values.isfinite()][0])
         raise ValueError(
             f"the function is not finite at the Ritz value {worst:.4g}; expected it to be finite "
             "between the least and the greatest eigenvalue. Add damping, `A + c * Identity(n)`, or "
             "clamp within the function."
         )
-    return torch.zeros_like(nodes).masked_scatter(counts, values)
+    return torch.zeros_like(nodes).masked_scatter(is_weighty, values)
 
 
-def _of_eigenvalues(values: Tensor, num_matvecs: int) -> Quadrature:
-    nodes = values[None]
-    weights = torch.full_like(nodes, 1 / values.numel())
-    return Quadrature(nodes, weights, nodes[:, :0], nodes[:, :0], num_matvecs, is_exact=True)
+def _exact_quadrature(eigenvalues: Tensor, num_matvecs: int) -> Quadrature:
+    nodes = eigenvalues[None]
+    return Quadrature(
+        nodes=nodes,
+        weights=torch.full_like(nodes, 1 / eigenvalues.numel()),
+        alphas=nodes[:, :0],
+        betas=nodes[:, :0],
+        num_matvecs=num_matvecs,
+        is_exact=True,
+    )
 
 
 def _tridiagonal(
@@ -137,13 +156,14 @@ def _tridiagonal(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lanczos from unit columns `[n, p]`: diagonals `[p, steps]`, off-diagonals, one fewer, basis.
 
-    Where a Krylov space is exhausted, the rest of the tridiagonal matrix is zero and apart.
+    Once a Krylov space is exhausted, all further entries of its tridiagonal matrix are zero.
     """
     current = start.T
     basis = start.new_zeros(len(current), num_steps, current.shape[1])
     alphas = start.new_zeros(len(current), num_steps)
     betas = start.new_zeros(len(current), num_steps - 1)
-    scale, eps = 0.0, torch.finfo(start.dtype).eps
+    scale = 0.0
+    eps = torch.finfo(start.dtype).eps
     for step in range(num_steps):
         basis[:, step] = current
         so_far = basis[:, : step + 1]

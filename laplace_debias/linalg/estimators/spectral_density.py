@@ -39,20 +39,20 @@ def spectral_density(
     $\phi(\lambda) = \frac1n \sum_i \mathcal N(\lambda; \lambda_i, \sigma^2)$, with the sum over
     eigenvalues replaced by a quadrature's nodes and weights, one rule a probe. On the logarithmic
     scale the same in $\log_{10}|\lambda|$, so that a spectrum over many decades is resolved in each
-    of them; eigenvalues with $|\lambda|$ ≤ `floor` have no place there and are reported as
-    `null_fraction`, negative ones are folded on their absolute values and reported as
-    `negative_fraction`. A quadrature sees eigenvalues next to zero only as sharply as its steps
-    allow, so that zeros come up as a peak at that resolution: a `floor` above it counts them.
+    of them. Eigenvalues with $|\lambda|$ ≤ `floor` are left out there and reported as
+    `null_fraction`; negative ones appear at their absolute values and are reported as
+    `negative_fraction`. A quadrature resolves eigenvalues next to zero only as sharply as its steps
+    allow, so that zeros appear as a peak at that resolution: a `floor` above it counts them.
 
     The standard error has two parts. One is the spread over probes: each rule gives the variance of
     its own value, $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ with g the Gaussian at λ. The other is the
     quadrature's error: with nodes further apart than `width` the density is a comb of peaks. It is
     estimated by the changes to averages of Gauss's rule and Laurie's anti-Gaussian one, of all and
-    of half the steps, as their root mean square from one node to the next. Where the steps resolve
-    the width, intervals of 95 % cover in 93 to 97 % of runs; where they do not, in more, and there
+    of half the steps, as their root mean square from one node to the next. If the steps resolve
+    the width, intervals of 95 % cover in 93 to 97 % of runs; if they do not, in more, and there
     is a warning. For operators that are nearly diagonal the error is overestimated. On the
-    logarithmic scale the nodes do not show eigenvalues smaller than the smallest of them: where
-    these span many decades, intervals there cover in 60 to 90 %, and a `floor` leaves them out.
+    logarithmic scale the nodes do not show eigenvalues smaller than the smallest of them. If these
+    span many decades, intervals there cover in 60 to 90 %, and a `floor` leaves them out.
 
     Args:
         A: Symmetric operator `[n, n]`. Asymmetry is noticed.
@@ -102,27 +102,28 @@ def spectral_density(
     null_fraction = float((rule.weights * null).sum(dim=1).mean())
     negative_fraction = float((rule.weights * (rule.nodes < -floor)).sum(dim=1).mean())
 
-    def placed(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        # Where the scale has the nodes; on a logarithmic one zeros weigh nothing.
+    def on_scale(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Nodes on the scale, with their weights; on a logarithmic one zeros have weight 0."""
         if scale == "linear":
             return nodes, weights
         null = nodes.abs() <= floor
         return torch.where(null, torch.ones_like(nodes), nodes).abs().log10(), weights * ~null
 
-    places, weights = placed(rule.nodes, rule.weights)
+    positions, weights = on_scale(rule.nodes, rule.weights)
     if scale == "log" and not (weights > 0).any():
         raise ValueError(
             f"all eigenvalues lie within ±{floor:.4g}; expected some above. Lower `floor`, or "
             "use scale='linear'."
         )
-    grid, width = _grid(places, weights, num_points, width)
-    powers = moments(grid, places, weights, width, powers=1 if rule.is_exact else 4)
+    grid, width = _grid(positions, weights, num_points, width)
+    powers = moments(grid, positions, weights, width=width, powers=1 if rule.is_exact else 4)
     density = powers[0]
-    variance, error = torch.zeros_like(density), torch.zeros_like(density)
+    variance = torch.zeros_like(density)
+    error = torch.zeros_like(density)
     degrees = torch.full_like(density, math.inf)
     if not rule.is_exact:
         variance, degrees = spread_of_probes(powers, num_probes, A.shape[0])
-        error = quadrature_error(rule, placed, grid, density, width)
+        error = quadrature_error(rule, on_scale, grid, density=density, width=width)
         degrees = with_bias(degrees, variance, error**2)
     return SpectralDensity(
         grid=grid if scale == "linear" else 10**grid,
@@ -142,29 +143,32 @@ def spectral_density(
 
 
 def _grid(
-    places: Tensor, weights: Tensor, num_points: int, width: float | None
+    positions: Tensor, weights: Tensor, num_points: int, width: float | None
 ) -> tuple[Tensor, float]:
-    # Weights of rounding size belong to no eigenvalue that the grid should reach for.
-    counting = places[weights > torch.finfo(weights.dtype).eps]
-    low, high = float(counting.min()), float(counting.max())
+    """The grid, and the width of the smoothing."""
+    # Weights of rounding size belong to no eigenvalue that the grid should contain.
+    weighty = positions[weights > torch.finfo(weights.dtype).eps]
+    low = float(weighty.min())
+    high = float(weighty.max())
     if width is None:
         # A spectrum without extent still needs a width.
         extent = high - low if high - low > 1e-6 * max(abs(low), abs(high)) else 0.0
         width = _RELATIVE_WIDTH * (extent or max(abs(low), abs(high)) or 1.0)
-    low, high = low - _MARGIN * width, high + _MARGIN * width
+    low -= _MARGIN * width
+    high += _MARGIN * width
     spacing = (high - low) / (num_points - 1)
     if spacing > width:
-        needed = math.ceil((high - low) / width) + 1
+        least = math.ceil((high - low) / width) + 1
         raise ValueError(
             f"`width` is {width:.4g} and the grid of {num_points} points has a spacing of "
-            f"{spacing:.4g}; expected at most the width. Set `num_points` to {needed} or more, or "
+            f"{spacing:.4g}; expected at most the width. Set `num_points` to {least} or more, or "
             "raise `width`."
         )
-    grid = torch.linspace(low, high, num_points, dtype=places.dtype, device=places.device)
+    grid = torch.linspace(low, high, num_points, dtype=positions.dtype, device=positions.device)
     return grid, width
 
 
-Placed = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+OnScale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _TOLERATED = 0.1
 """Integral of the quadrature's error above which there is a warning; that of a density is 1."""
@@ -172,24 +176,27 @@ _TOLERATED = 0.1
 
 def moments(
     grid: Float[Tensor, " points"],
-    places: Float[Tensor, "probes nodes"],
+    positions: Float[Tensor, "probes nodes"],
     weights: Float[Tensor, "probes nodes"],
+    *,
     width: float,
     powers: int = 1,
 ) -> Float[Tensor, "powers points"]:
     """Means over probes and nodes of the powers of the normal density around each grid point."""
     sums = grid.new_zeros(powers, len(grid))
-    for centres, masses in zip(places, weights, strict=True):
-        counts = masses != 0  # of an exact rule on the logarithmic scale most may be zeros
-        centres, masses = centres[counts], masses[counts]
-        # In parts: an exact rule has as many nodes as the operator columns.
-        for some, of_them in zip(centres.split(4096), masses.split(4096), strict=True):
-            values = torch.exp(-0.5 * ((grid[:, None] - some) / width) ** 2)
+    for centres, masses in zip(positions, weights, strict=True):
+        # Most weights of an exact rule on the logarithmic scale may be zero.
+        is_weighty = masses != 0
+        centre_chunks = centres[is_weighty].split(4096)
+        mass_chunks = masses[is_weighty].split(4096)
+        # In chunks, because an exact rule has as many nodes as the operator columns.
+        for centre_chunk, mass_chunk in zip(centre_chunks, mass_chunks, strict=True):
+            values = torch.exp(-0.5 * ((grid[:, None] - centre_chunk) / width) ** 2)
             for power in range(powers):
-                sums[power] += values ** (power + 1) @ of_them
+                sums[power] += values ** (power + 1) @ mass_chunk
     scale = width * math.sqrt(2 * math.pi)
     exponents = torch.arange(1, powers + 1, dtype=grid.dtype, device=grid.device)
-    return sums / len(places) / scale ** exponents[:, None]
+    return sums / len(positions) / scale ** exponents[:, None]
 
 
 def spread_of_probes(
@@ -201,9 +208,9 @@ def spread_of_probes(
     and with $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom; the
     rule gives the traces, as means of $g, g^2, g^3, g^4$ over eigenvalues.
     """
-    one, two, three, four = powers
-    second = (two - one**2).clamp(min=0)
-    fourth = four - 4 * one * three + 6 * one**2 * two - 3 * one**4
+    mean, square, cube, quartic = powers
+    second = (square - mean**2).clamp(min=0)
+    fourth = quartic - 4 * mean * cube + 6 * mean**2 * square - 3 * mean**4
     variance = 2 / (size + 2) * second / num_probes
     if num_probes == 1:
         return torch.full_like(variance, math.inf), torch.zeros_like(variance)
@@ -214,28 +221,35 @@ def spread_of_probes(
 
 def quadrature_error(
     rule: Quadrature,
-    placed: Placed,
+    on_scale: OnScale,
     grid: Float[Tensor, " points"],
+    *,
     density: Float[Tensor, " points"],
     width: float,
 ) -> Float[Tensor, " points"]:
-    """An estimate of the error of having few nodes; warns where it is large.
+    """An estimate of the error that few nodes cause, with a warning if it is large.
 
-    The change to a rule about as good as twice the steps, and of that from half of the steps: next
-    to zero, where a logarithmic scale looks, they converge slowly. Its root mean square over as
-    much of the grid as lies between nodes, or its value at the point if that is more.
+    The change to a rule about as good as twice the steps, and the change of that rule from half of
+    the steps, because it converges slowly next to zero on a logarithmic scale. The estimate is the
+    root mean square over the part of the grid between two nodes, or the value at the point if that
+    is greater.
     """
+
+    def averaged_density(num_steps: int) -> Tensor:
+        nodes, weights = rule.averaged(num_steps)
+        positions, weights = on_scale(nodes, weights)
+        return moments(grid, positions, weights, width=width)[0]
+
     steps = rule.nodes.shape[1]
-    better, half = (
-        moments(grid, *placed(*rule.averaged(number)), width)[0]
-        for number in (steps, max(2, steps // 2))
-    )
-    squares = (density - better) ** 2 + (better - half) ** 2
-    # As far as nodes lie apart, were they spread evenly.
+    better = averaged_density(steps)
+    from_half = averaged_density(max(2, steps // 2))
+    squares = (density - better) ** 2 + (better - from_half) ** 2
+    # Half the distance of nodes that are spread evenly.
     reach = len(grid) // steps // 2
     sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
-    here = torch.arange(len(grid), device=grid.device)
-    start, end = (here - reach).clamp(min=0), (here + reach + 1).clamp(max=len(grid))
+    index = torch.arange(len(grid), device=grid.device)
+    start = (index - reach).clamp(min=0)
+    end = (index + reach + 1).clamp(max=len(grid))
     local = (sums[end] - sums[start]).clamp(min=0) / (end - start)
     error = torch.maximum(local, squares).sqrt()
     total = float(error.sum() * (grid[1] - grid[0]))

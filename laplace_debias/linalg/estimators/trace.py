@@ -23,7 +23,7 @@ def trace(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""The trace of a square operator, from products alone.
+    r"""The trace of a square operator, from its products.
 
     Both methods are unbiased, for operators that are not symmetric too.
 
@@ -35,8 +35,8 @@ def trace(
 
     Intervals of 95 % (`Estimate.interval`) cover the trace in 93 to 97 % of runs from 12 products
     on, in simulations of flat, decaying, indefinite spectra and low ranks with noise. For operators
-    that are not symmetric, and where few eigenvalues are nearly all of the trace, intervals after
-    12 products cover in 88 to 93 %.
+    that are not symmetric, and if few eigenvalues are nearly all of the trace, intervals after 12
+    products cover in 88 to 93 %.
 
     A structured operator's trace is exact (no products), and so is that of one of at most
     `num_matvecs` columns (as many products as columns).
@@ -67,17 +67,17 @@ def trace(
     total = min(n, num_matvecs)
     with Products(A, progress=progress, total=total, label="trace") as products:
         if total == n:
-            parts = [columns[places].trace() for places, columns in products.columns()]
-            return Estimate.exact(torch.stack(parts).sum(), products.count)
+            traces = [columns[rows].trace() for rows, columns in products.columns()]
+            return Estimate.exact(torch.stack(traces).sum(), products.count)
         mean, standard_error, degrees = estimate(products, total, generator)
         return Estimate(mean, standard_error, products.count, degrees_of_freedom=degrees)
 
 
-Parts = tuple[Tensor, Tensor, Tensor]
+ValueAndError = tuple[Tensor, Tensor, Tensor]
 """A value, its standard error, and the degrees of freedom of that."""
 
 
-def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> Parts:
+def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
     forms = QuadraticForms(products.operator.is_symmetric)
     for size in products.chunks(total):
         probes = draw(products.operator, size, "rademacher", generator)
@@ -85,7 +85,9 @@ def _hutchinson(products: Products, total: int, generator: torch.Generator | Non
     return forms.mean()
 
 
-def _hutch_plus_plus(products: Products, total: int, generator: torch.Generator | None) -> Parts:
+def _hutch_plus_plus(
+    products: Products, total: int, generator: torch.Generator | None
+) -> ValueAndError:
     A = products.operator
     probes = draw(A, total // 3, "rademacher", generator)
     Q = torch.linalg.qr(products(probes)).Q
@@ -98,8 +100,8 @@ def _hutch_plus_plus(products: Products, total: int, generator: torch.Generator 
     return terms.sum() + mean, at_least_rounding(standard_error, terms.abs().sum()), degrees
 
 
-# With the fewest products: Hutch++ needs one for the sketch, its basis and a probe.
-_METHODS: dict[str, tuple[Callable[..., Parts], int]] = {
+# With the fewest products: Hutch++ needs one for each of the sketch, its basis and a probe.
+_METHODS: dict[str, tuple[Callable[..., ValueAndError], int]] = {
     "hutchinson": (_hutchinson, 1),
     "hutch++": (_hutch_plus_plus, 3),
 }

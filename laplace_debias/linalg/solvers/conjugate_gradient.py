@@ -50,16 +50,15 @@ def cg(
     callback: Callable[[Iterate], object] | None = None,
     progress: bool = False,
 ) -> Solution:
-    r"""Solve $A x = b$ for a **symmetric positive definite** operator, by its products alone.
+    r"""Solve $A x = b$ for a **symmetric positive definite** operator by its products.
 
     Equivalently, minimise the quadratic $\tfrac12 x^\top A x - b^\top x$; with $b = -g$ that is
     the Newton step of $q$ (Eq. 2). Iteration t moves to the minimum along the direction $d_t$ by
     $\tau_t = -s(x_t; d_t) / c(d_t)$ (Eq. 3), and directions are conjugate, $d_i^\top A d_j = 0$.
 
-    Right-hand sides given as columns share products of the operator with matrices. Each has
-    its own directions, stops for its own reason and costs no product from then on. What the solver
-    meets raises no error: `Solution.statuses` names the reason to stop, `Solution.message` the
-    remedy.
+    Several right-hand sides, as columns, share products of the operator with matrices. Each has
+    its own directions, stops for its own reason and costs no product from then on. No breakdown
+    raises an error: `Solution.statuses` names the reason to stop, `Solution.message` the remedy.
 
     Args:
         A: Symmetric operator, `[n, n]`. Curvature that is not positive along a search direction is
@@ -70,9 +69,9 @@ def cg(
         preconditioner: Symmetric positive definite approximation of A⁻¹, as an operator or as a
             function of a matrix `[n, k]`. K-FAC's inverse saves products for the GGN of one layer
             or of a small network, and costs some for that of a deep one.
-        x0: Where to start; zero if not given, which saves a product.
-        stop: A rule asked after every iteration; see `relative_progress` for one. Returns a
-            boolean, or one for each right-hand side.
+        x0: The start; zero if not given, which saves a product.
+        stop: A rule that is called after every iteration, such as `relative_progress()`. It
+            returns a boolean, or one for each right-hand side.
         keep_directions: Whether the solution has the directions, `[n, T]`.
         callback: Called with the start and with every iterate.
         progress: Whether to show a progress bar.
@@ -87,12 +86,12 @@ def cg(
     """
     check_operator(A)
     iterations = _iterations(max_iter, A, progress, "cg")
-    run = LineSearches(A, b, x0, tol, keep_directions)
+    run = LineSearches(A, b, x0, tol=tol, keep_directions=keep_directions)
     directions = _conjugate_directions(run, preconditioner)
     if callback is not None:
         callback(run.iterate())
     for _ in iterations:
-        if run.done:
+        if run.is_done:
             break
         if run.step(next(directions)):
             if callback is not None:
@@ -123,9 +122,9 @@ def debiased_cg(
     \tilde x_{t+1} = \tilde x_t + \tilde\tau_t d_t, \qquad \tilde x_0 = x_0$$
 
     for the directions $d_t$ of `cg(A, b)`. The two run side by side, and with the recursion of the
-    second gradient (Eq. 12) an iteration costs exactly one product with `A2` beside the one with
-    `A`; memory grows by the second trajectory's position and gradient. With the same quadratic
-    twice it is `cg`.
+    second gradient (Eq. 12) an iteration costs exactly one product with `A2` in addition to the
+    one with `A`; memory grows by the second trajectory's position and gradient. With the same
+    quadratic twice it is `cg`.
 
     Use `A`, `b = −g` of one mini-batch and `A2`, `b2 = −g̃` of another that is independent of it:
     slopes and curvatures are then unbiased along each direction.
@@ -138,36 +137,37 @@ def debiased_cg(
         tol: A right-hand side is done when either residual norm is at most `tol` times its ‖b‖.
         max_iter: As for `cg`.
         preconditioner: As for `cg`; it shapes the directions.
-        x0: Where both start.
-        stop: A rule asked after every iteration with both iterates, the first quadratic's and the
-            debiased one; for example `lambda single, debiased: rule(debiased)`.
+        x0: The start of both.
+        stop: A rule that is called after every iteration with both iterates, the first
+            quadratic's and the debiased one; for example `lambda single, debiased: rule(debiased)`.
         keep_directions: As for `cg`.
         callback: Called with both starts and both iterates.
         progress: Whether to show a progress bar.
 
     Returns:
-        Both trajectories. A run that was still going when the other ended is `EXHAUSTED` (the
-        debiased one) or `STOPPED` (the first).
+        Both trajectories. A run that had not ended when the other did is `EXHAUSTED` (the debiased
+        one) or `STOPPED` (the first).
 
     Raises:
-        ValueError: As `cg`, and if the two systems differ in shape, dtype or device.
+        ValueError: For the reasons of `cg`, and if the systems differ in shape, dtype or device.
     """
-    systems = [
-        f"{side.shape} in {operator.dtype} on {operator.device}"
-        for operator, side in ((A, b), (A2, b2))
-    ]
-    if systems[0] != systems[1]:
-        raise ValueError(f"The two systems must be alike, got {' and '.join(systems)}.")
+    first_system = f"{b.shape} in {A.dtype} on {A.device}"
+    second_system = f"{b2.shape} in {A2.dtype} on {A2.device}"
+    if first_system != second_system:
+        raise ValueError(
+            f"The two systems must have one shape, dtype and device, got {first_system} and "
+            f"{second_system}."
+        )
     iterations = _iterations(max_iter, A, progress, "debiased cg")
-    single = LineSearches(A, b, x0, tol, keep_directions)
-    debiased = LineSearches(A2, b2, x0, tol)
+    single = LineSearches(A, b, x0, tol=tol, keep_directions=keep_directions)
+    debiased = LineSearches(A2, b2, x0, tol=tol)
     directions = _conjugate_directions(single, preconditioner)
     if callback is not None:
         callback(single.iterate(), debiased.iterate())
     for _ in iterations:
         debiased.end(~single.running, Status.EXHAUSTED)
         single.end(~debiased.running, Status.STOPPED)
-        if single.done:
+        if single.is_done:
             break
         direction = next(directions)
         if not single.step(direction):
@@ -188,7 +188,7 @@ def debiased_cg(
 def relative_progress(
     epsilon: float = 5e-4, fraction: float = 0.1, at_least: int = 10
 ) -> Callable[[Iterate], Tensor]:
-    r"""Martens' stopping rule, for `stop` of `cg`: stop when the quadratic has ceased to fall.
+    r"""Martens' stopping rule, for `stop` of `cg`: stop when the quadratic no longer falls.
 
     With $w = \max(\text{at\_least}, \lceil\text{fraction}\cdot t\rceil)$, stop at iteration
     $t > w$ if $q_t < 0$ and $(q_t - q_{t-w}) / q_t < w\,\epsilon$.
@@ -226,24 +226,26 @@ def _conjugate_directions(
 ) -> Iterator[Tensor]:
     """The directions of the running right-hand sides, zero for the others; ends broken ones.
 
-    Each is made of the residual at that time and the last direction, `[n, k]`.
+    Each is computed from the present residual and the last direction, `[n, k]`.
     """
-    last: tuple[Tensor, Tensor] | None = None
+    last_rho: Tensor | None = None
+    last_direction: Tensor | None = None
     while True:
         direction = precondition(preconditioner, run.residual)
         rho = torch.linalg.vecdot(run.residual, direction, dim=0)
         run.end(~rho.isfinite(), Status.BREAKDOWN)
         run.end(run.running & ~(rho > 0), Status.INDEFINITE_PRECONDITIONER)
-        if last is not None:
-            direction = direction + (rho / last[0]) * last[1]
+        if last_direction is not None and last_rho is not None:
+            direction = direction + (rho / last_rho) * last_direction
         direction = torch.where(run.running, direction, 0)
-        last = rho, direction
+        last_rho = rho
+        last_direction = direction
         yield direction
 
 
 def _iterations(
-    max_iter: int | None, A: LinearOperator, progress: bool, what: str
+    max_iter: int | None, A: LinearOperator, progress: bool, label: str
 ) -> Iterable[int]:
-    """Their numbers, with a progress bar."""
+    """The numbers of the iterations, with a progress bar."""
     count = 10 * A.shape[0] if max_iter is None else whole(max_iter, "max_iter")
-    return tqdm(range(count), desc=what, unit="iteration", leave=False, disable=not progress)
+    return tqdm(range(count), desc=label, unit="iteration", leave=False, disable=not progress)

@@ -1,4 +1,4 @@
-"""The inverse of an operator, as an operator: in closed form where there is one, else by solves."""
+"""The inverse of an operator, as an operator: in closed form if there is one, else by solves."""
 
 from dataclasses import dataclass
 
@@ -21,8 +21,9 @@ def inverse(
 ) -> LinearOperator:
     r"""The inverse of an operator, as an operator: it multiplies, transposes and goes to SciPy.
 
-    A structured operator's is in closed form and structured again. Of any other, which must claim
-    to be **positive semi-definite** (`assume`), each product solves by conjugate gradients.
+    The inverse of a structured operator is in closed form and structured again. Any other operator
+    must claim to be **positive semi-definite** (`assume`); each product is then a solution by
+    conjugate gradients.
 
     Args:
         A: Operator `[n, n]`.
@@ -52,14 +53,20 @@ def inverse(
 
 @dataclass(frozen=True, eq=False)
 class Inverse(SelfAdjoint):
-    """An inverse whose products are solves; made by `inverse`."""
+    """An inverse whose products are solutions by conjugate gradients; made by `inverse`."""
 
     tol: float
     max_iter: int | None
     preconditioner: Preconditioner | None
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        solution = cg(self.operator, matrix, self.tol, self.max_iter, self.preconditioner)
+        solution = cg(
+            self.operator,
+            matrix,
+            tol=self.tol,
+            max_iter=self.max_iter,
+            preconditioner=self.preconditioner,
+        )
         if not solution.converged:
             warn(f"inverse by cg: {solution.message}", RuntimeWarning)
         return solution.x

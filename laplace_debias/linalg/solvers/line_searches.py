@@ -39,7 +39,9 @@ class LineSearches:
         if not 0 <= real(tol, "tol") < math.inf:
             raise ValueError(f"`tol` is {tol}; expected a finite number of at least 0.")
         check_right_side(A, b, "b", least_columns=0)
-        self._A, self._vector, shape = A, b.ndim == 1, b.shape
+        self._A = A
+        self._is_vector = b.ndim == 1
+        shape = b.shape
         b = b.reshape(len(b), -1)
         self._x = torch.zeros_like(b)
         self.residual = b
@@ -50,7 +52,7 @@ class LineSearches:
                 raise ValueError(
                     f"`x0` has shape {tuple(x0.shape)} and `b` {tuple(shape)}: they must be equal."
                 )
-            # As SciPy: the solution for a zero right-hand side is zero, wherever one starts.
+            # The solution for a zero right-hand side is zero from every start, as in SciPy.
             self._x = torch.where(b.any(0), x0.reshape(b.shape), 0)
             self.residual = b - A @ self._x
             self._num_matvecs = b.shape[1]
@@ -80,14 +82,14 @@ class LineSearches:
         return self._codes == _RUNNING
 
     @property
-    def done(self) -> bool:
-        """Whether all are."""
+    def is_done(self) -> bool:
+        """Whether all right-hand sides are done."""
         return not bool(self.running.any())
 
-    def end(self, which: Verdict, status: Status) -> None:
-        """End those among the running ones, `which` being one boolean or `[k]` of them."""
-        chosen = torch.as_tensor(which, dtype=torch.bool, device=self._codes.device)
-        self._codes = torch.where(self.running & chosen, _STATUSES.index(status), self._codes)
+    def end(self, verdict: Verdict, status: Status) -> None:
+        """End all running right-hand sides, or those among them for which a verdict `[k]` holds."""
+        is_ended = torch.as_tensor(verdict, dtype=torch.bool, device=self._codes.device)
+        self._codes = torch.where(self.running & is_ended, _STATUSES.index(status), self._codes)
 
     def step(self, direction: Tensor, always: bool = False) -> bool:
         """Move every running right-hand side to its minimum along its direction.
@@ -122,7 +124,8 @@ class LineSearches:
         self._x = torch.where(moved, self._x + tau * direction, self._x)
         self.residual = torch.where(moved, residual, self.residual)
         self._num_iterations = self._num_iterations + moved
-        slope, step = -gain / length, tau * length
+        slope = -gain / length
+        step = tau * length
         residual_norm = torch.where(moved, residual_norm, self._history["residual_norms"][-1])
         entries = {
             "residual_norms": residual_norm,
@@ -147,28 +150,33 @@ class LineSearches:
     def solution(self, otherwise: Status) -> Solution:
         """The solution so far; `otherwise` is the status of those still running."""
         self.end(True, otherwise)
-        bad, no_step = self._bad_direction, self._shaped(self._x[:0])
+        no_step = self._shaped(self._x[:0])
         history: dict[str, Any] = {
             name: torch.stack(entries) if entries else no_step
             for name, entries in self._history.items()
         }
         directions = None
         if self._directions is not None:
-            none = self._shaped(self._x[:, None][:, :0])
-            directions = torch.cat([none, *(d[:, None] for d in self._directions)], dim=1)
+            empty = self._shaped(self._x[:, None][:, :0])
+            directions = torch.cat([empty, *(d[:, None] for d in self._directions)], dim=1)
+        negative_direction = None
+        negative_curvature = None
+        if self._bad_direction is not None:
+            negative_direction = self._shaped(self._bad_direction)
+            negative_curvature = self._shaped(self._bad_curvature)
         return Solution(
             x=self._shaped(self._x),
             statuses=tuple(_STATUSES[code] for code in self._codes.tolist()),
             num_iterations=self._shaped(self._num_iterations),
             num_matvecs=self._num_matvecs,
-            negative_direction=None if bad is None else self._shaped(bad),
-            negative_curvature=None if bad is None else self._shaped(self._bad_curvature),
+            negative_direction=negative_direction,
+            negative_curvature=negative_curvature,
             directions=directions,
             **history,
         )
 
     def _multiply(self, direction: Tensor, active: Tensor) -> Tensor:
-        """Products with the active columns alone, zero elsewhere."""
+        """Products with the active columns; zero for the others."""
         columns = active.nonzero()[:, 0]
         self._num_matvecs += len(columns)
         if len(columns) == direction.shape[1]:
@@ -181,7 +189,7 @@ class LineSearches:
     def _report(
         self, flat: Tensor, direction: Tensor, curvature: Tensor, threshold: Tensor
     ) -> None:
-        """End those whose curvature is not positive, and remember where it was met."""
+        """End right-hand sides whose curvature is not positive, and record its direction."""
         if not bool(flat.any()):
             return
         negative = flat & (curvature < -threshold)
@@ -192,4 +200,4 @@ class LineSearches:
         self._bad_curvature = torch.where(flat, curvature, self._bad_curvature)
 
     def _shaped(self, tensor: Tensor) -> Tensor:
-        return tensor[..., 0] if self._vector else tensor
+        return tensor[..., 0] if self._is_vector else tensor

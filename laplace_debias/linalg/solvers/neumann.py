@@ -29,7 +29,7 @@ def neumann(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> LinearSolution:
-    r"""Solves $A x = b$ by K terms of the scaled Neumann series.
+    r"""Solve $A x = b$ by K terms of the scaled Neumann series.
 
     $$x = \alpha \sum_{j=0}^{K-1} (I - \alpha P A)^j P b,$$
 
@@ -41,7 +41,7 @@ def neumann(
     Args:
         A: Operator `[n, n]`.
         b: Right-hand sides, `[n]` or `[n, k]`.
-        num_terms: K; each term costs a product a right-hand side.
+        num_terms: K; each term costs a product per right-hand side.
         scale: α; default 1 with a preconditioner, else 1 over an upper estimate of the spectral
             norm, which takes some more products.
         preconditioner: P, an approximate inverse of A: an operator or a function.
@@ -68,16 +68,20 @@ def neumann(
         raise ValueError(f"`scale` is {scale}; expected a positive number below 2 / λ_max.")
     if tol is not None and not real(tol, "tol") > 0:
         raise ValueError(f"`tol` is {tol}; expected a positive relative residual.")
-    before = 0
+    num_norm_matvecs = 0
     if scale is None:
         scale = 1.0
         if preconditioner is None:
             norm = spectral_norm(A, tol=_SCALE_TOLERANCE, generator=generator)
-            bound, before = float(norm.value + norm.standard_error), norm.num_matvecs
+            bound = float(norm.value + norm.standard_error)
+            num_norm_matvecs = norm.num_matvecs
             scale = 1 / bound if bound > 0 else 1.0
-    start = b.norm(dim=0)
+    start_norms = b.norm(dim=0)
     x = torch.zeros_like(b)
-    best, best_norms, residual, norms = x, start, b, start
+    residual = b
+    norms = start_norms
+    best = x
+    best_norms = start_norms
     with Products(A, progress=progress, total=num_terms * (b.numel() // len(b))) as products:
         for _ in range(num_terms):
             step = scale * precondition(preconditioner, residual)
@@ -85,18 +89,14 @@ def neumann(
             residual = residual - products(step)
             norms = residual.norm(dim=0)
             if norms.norm() < best_norms.norm():
-                best, best_norms = x, norms
-            is_solved = norms <= (-1.0 if tol is None else tol) * start
-            if is_solved.all() or (norms > _GROWTH * start).any():
+                best = x
+                best_norms = norms
+            is_solved = norms <= (-1.0 if tol is None else tol) * start_norms
+            if is_solved.all() or (norms > _GROWTH * start_norms).any():
                 break
-        count = before + products.count
-    statuses = tuple(
-        Status.DIVERGED if grown else Status.CONVERGED if solved else Status.MAX_ITER
-        for grown, solved in zip(
-            (norms > start).reshape(-1).tolist(), is_solved.reshape(-1).tolist(), strict=True
-        )
-    )
-    growth = float((norms / start.clamp(min=torch.finfo(b.dtype).tiny)).max())
+        count = num_norm_matvecs + products.count
+    statuses = _statuses(norms > start_norms, is_solved)
+    growth = float((norms / start_norms.clamp(min=torch.finfo(b.dtype).tiny)).max())
     advice = {
         Status.MAX_ITER: (
             f"All {num_terms} terms are summed: for a smaller residual raise `num_terms`, pass a "
@@ -109,5 +109,19 @@ def neumann(
         ),
     }
     if Status.DIVERGED in statuses:
-        x, norms = best, best_norms
+        x = best
+        norms = best_norms
     return LinearSolution(x, statuses, norms, count, advice=advice)
+
+
+def _statuses(has_grown: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
+    """The reason to stop of each right-hand side, from numbers or `[k]`."""
+    statuses = []
+    for grown, solved in zip(has_grown.reshape(-1), is_solved.reshape(-1), strict=True):
+        if grown:
+            statuses.append(Status.DIVERGED)
+        elif solved:
+            statuses.append(Status.CONVERGED)
+        else:
+            statuses.append(Status.MAX_ITER)
+    return tuple(statuses)

@@ -33,14 +33,14 @@ def sample_gaussian(
     r"""Samples $\mu + P^{-1/2} z$ of $\mathcal N(\mu, P^{-1})$ with z standard normal.
 
     For a **matrix-free posterior** take $P = N \cdot \mathrm{GGN} + \delta I$, N the number of
-    training examples and δ the prior precision. It takes products with P alone: no matrix of D²
+    training examples and δ the prior precision. It only takes products with P: no matrix of D²
     entries, no factorisation, no approximation of the curvature's structure. See `inverse_sqrt`.
 
     Args:
         mean: μ, `[n]`.
         precision: P, a symmetric positive definite operator `[n, n]`.
-        num_samples: How many samples.
-        tol: How far each may be from the exact $P^{-1/2} z$, relative to its norm.
+        num_samples: Number of samples.
+        tol: Greatest error of each sample, relative to the norm of the exact $P^{-1/2} z$.
         max_iter: Lanczos steps, and products with P, for each sample; by default 200, or n if that
             is less.
         generator: Source of randomness, on the operator's device.
@@ -51,7 +51,7 @@ def sample_gaussian(
             finite, a number is out of range, or the generator is on another device.
 
     Warns:
-        RuntimeWarning: A sample did not come to `tol`; with the remedy.
+        RuntimeWarning: The error of a sample is above `tol`; with the remedy.
 
     Reference:
         Chow, Saad. Preconditioned Krylov subspace methods for sampling multivariate Gaussian
@@ -73,7 +73,7 @@ def inverse_sqrt(
 
     In closed form for structured operators; the result is structured again. For any other, an
     operator whose products are computed by Lanczos from the vector b itself,
-    $R b \approx \|b\|\, V T^{-1/2} e_1$: products with A alone, and no linear equations. With a
+    $R b \approx \|b\|\, V T^{-1/2} e_1$: only products with A, and no linear equations. With a
     standard normal b, $R b$ is a sample of $\mathcal N(0, A^{-1})$.
 
     The error is bounded, but for rounding. From
@@ -87,15 +87,15 @@ def inverse_sqrt(
     \frac{s_{1i}\, r_i}{\sqrt{\ell \theta_i}\, (\sqrt\ell + \sqrt{\theta_i})}.$$
 
     A sum with a multiple of the identity, `G + c * Identity(n)` with G positive semi-definite, or
-    with a positive diagonal, shows its ℓ. Of an operator that does not, the least Ritz value stands
-    in: the bound is then an estimate, too low until Lanczos has found the least eigenvalue.
+    with a positive diagonal, has a known ℓ. For all other operators the least Ritz value takes its
+    place: the bound is then an estimate, too low until Lanczos has the least eigenvalue.
 
     Args:
         A: Symmetric positive definite operator `[n, n]`. Asymmetry is noticed.
-        tol: Where a product stops: the bound of its error, relative to its norm. The error falls as
+        tol: A product stops at this bound of its error, relative to its norm. The error falls as
             $e^{-2 j / \sqrt\kappa}$ with the steps j.
-        max_iter: Lanczos steps, and products with A, for each column; at most so many vectors of
-            length n are held. By default 200, or n if that is less.
+        max_iter: Lanczos steps, and products with A, for each column; as many vectors of length n
+            are in memory at most. By default 200, or n if that is less.
 
     Raises:
         TypeError: A is not an operator.
@@ -104,7 +104,7 @@ def inverse_sqrt(
             out of range.
 
     Warns:
-        RuntimeWarning: Upon a product that did not come to `tol`; with the remedy.
+        RuntimeWarning: Upon a product whose error is above `tol`; with the remedy.
 
     Reference:
         Chow, Saad. Preconditioned Krylov subspace methods for sampling multivariate Gaussian
@@ -164,22 +164,26 @@ class InverseRoot(SelfAdjoint):
         length = column.norm()
         if length == 0:
             return torch.zeros_like(column), 0.0
-        basis = KrylovBasis(self.operator, products, len(column), self.max_iter, None)
+        basis = KrylovBasis(
+            self.operator, products, size=len(column), capacity=self.max_iter, generator=None
+        )
         basis.add(column / length)
-        error, is_going_on = math.inf, True
-        while is_going_on and basis.size < basis.capacity and error > self.tol:
+        error = math.inf
+        has_residual = True
+        while has_residual and basis.size < basis.capacity and error > self.tol:
             for _ in range(1 + basis.size // 10):
-                is_going_on = is_going_on and basis.size < basis.capacity and basis.expand(0)
+                has_residual = has_residual and basis.size < basis.capacity and basis.expand(0)
             coordinates, error = self._coordinates(basis)
         if len(basis.coupling) == 0 or basis.size == len(column):
-            # The Krylov space holds the product.
+            # The product lies in the Krylov space.
             error = 0.0
         return length * (coordinates.to(basis.vectors) @ basis.vectors), error
 
     def _coordinates(self, basis: KrylovBasis) -> tuple[Tensor, float]:
         """T^-½ e₁ and the bound of its error, with ℓ = `least` or the least Ritz value."""
         values, vectors = eigh(basis.projected, "the projected operator")
-        smallest, rounding = float(values[0]), 100 * torch.finfo(basis.vectors.dtype).eps
+        smallest = float(values[0])
+        rounding = 100 * torch.finfo(basis.vectors.dtype).eps
         name = type(self.operator).__name__
         if smallest < -rounding * basis.scale or (self.least is None and smallest <= 0):
             raise ValueError(
@@ -192,7 +196,8 @@ class InverseRoot(SelfAdjoint):
                 f"{name} has the Ritz value {smallest:.4g}, but its parts claim that no eigenvalue "
                 f"is below {least:.4g}: one of them is not positive semi-definite."
             )
-        roots, low = values.clamp(min=least).sqrt(), math.sqrt(least)
+        roots = values.clamp(min=least).sqrt()
+        low = math.sqrt(least)
         coordinates = vectors / roots @ vectors[0]
         residuals = (basis.coupling @ vectors) * vectors[0]
         error = (residuals / (roots * low * (roots + low))).sum(dim=1).norm()
