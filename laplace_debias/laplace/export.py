@@ -90,7 +90,7 @@ class _Predictive(nn.Module):
                     "The closed form is exported of curvature kfac, ekfac and diag alone: fit one "
                     "of these."
                 )
-            head = LinearHead.of_posterior(block, posterior)
+            head = LinearHead.from_posterior(block, posterior)
             self._heads.append(head)
             self._store(f"variances_{index}", head.variances(delta))
             self._store(f"U_G_{index}", head.U_G)

@@ -16,16 +16,18 @@ from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 
-# From so many prior precisions on, products of pairs of outputs are formed once for all of them.
+# From this number of prior precisions on, products of pairs of outputs are formed once for all.
 _PAIRS_FROM = 3
-# From `_WIDE` columns on those of nearly the same curvature go in runs of `_RUN`: their
-# weights differ by a factor of 1 + `_ALIKE` at most.
-_RUN, _ALIKE, _WIDE = 64, 0.05, 2**15
-# Numbers that a slice of weighed products holds, by kind of device. One of a processor stays in its
-# cache; of a GPU calls of a few microseconds would be most of the time.
+# From `_WIDE` columns on, those of nearly the same curvature form runs of `_RUN`, in which the
+# weights differ by a factor of at most 1 + `_TOLERANCE`.
+_WIDE = 2**15
+_RUN = 64
+_TOLERANCE = 0.05
+# Entries in a slice of weighted products, by device type. On a CPU it stays in the cache; on a GPU
+# smaller slices would spend most of the time on calls of a few microseconds.
 _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
-# Products of so many columns are summed afterwards. Libraries give each output of a product to one
-# part of a GPU, however many columns there are.
+# Products of this many columns are summed afterwards. Libraries compute each entry of a product on
+# one part of a GPU, however many columns there are.
 _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
 
 
@@ -36,8 +38,8 @@ class BlockMoments:
         blocks: The blocks, in the posterior's order.
         posterior: A posterior over them.
         prior_precisions: δ of every block at every grid point, `[P, blocks]`.
-        diagonal: Whether to give variances alone.
-        jacobians: Where rotated Jacobians come from.
+        diagonal: Whether to compute only variances.
+        jacobians: A function that computes rotated Jacobians.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class BlockMoments:
             operator = posterior.curvature.blocks[block.name]
             assert isinstance(operator, EigenKronecker)
             self._operators.append(operator)
-        self._alike: dict[int, AlikeColumns] = {}
+        self._runs: dict[int, ColumnRuns] = {}
 
     def last_layer_inputs(self, tap: Tap, outputs: Tensor) -> dict[int, Tensor]:
         """Return the input of the last layer for each of its blocks, by the block's index.
@@ -87,7 +89,7 @@ class BlockMoments:
             chosen: Indices of the outputs; None for all.
         """
         for index, phi in inputs.items():
-            head = LinearHead.of_posterior(self.blocks[index], self.posterior)
+            head = LinearHead.from_posterior(self.blocks[index], self.posterior)
             variances = head.variances(self.prior_precisions[:, index])
             # One prior precision after the other: not all covariances may fit into memory.
             for total, along in zip(into, head.eigen_variances(phi, variances), strict=True):
@@ -102,30 +104,32 @@ class BlockMoments:
 
         Args:
             into: The sums.
-            backward: Numbers of blocks, with their layers and uses, as `Tap.backward` yields them.
+            backward: Indices of blocks, with their layers and uses, as `Tap.backward` yields them.
         """
         for index, layer, uses in backward:
-            operator, deltas = self._operators[index], self.prior_precisions[:, index]
+            operator = self._operators[index]
+            deltas = self.prior_precisions[:, index]
             curvature = self.posterior.data_weight * operator.in_frame
-            for part, J, columns in self._jacobians(
+            for examples, J, columns in self._jacobians(
                 layer, self.blocks[index], uses, operator.U_G, operator.U_A
             ):
-                seen = curvature if columns is None else curvature[..., columns]
-                seen = seen[..., : J.shape[-2], : J.shape[-1]].flatten()
-                rows, total = J.flatten(2), into[:, part]
+                column_curvature = curvature if columns is None else curvature[..., columns]
+                column_curvature = column_curvature[..., : J.shape[-2], : J.shape[-1]].flatten()
+                rows = J.flatten(2)
+                total = into[:, examples]
                 if self._diagonal:
-                    total += weighted_squares(rows, seen, deltas)
+                    total += weighted_squares(rows, column_curvature, deltas)
                 elif (
                     len(deltas) <= _PAIRS_FROM
-                    or len(seen) < max(_WIDE, curvature.numel())
+                    or len(column_curvature) < max(_WIDE, curvature.numel())
                     or J.device.type != "cpu"  # a GPU multiplies faster than it sorts
                 ):
-                    total += weighted_gram(rows, seen, deltas)
+                    total += weighted_gram(rows, column_curvature, deltas)
                 else:
-                    if index not in self._alike:
-                        self._alike[index] = AlikeColumns.of(seen, deltas)
-                    total += self._alike[index].gram(rows)
-                # Let go before the next are made.
+                    if index not in self._runs:
+                        self._runs[index] = ColumnRuns.build(column_curvature, deltas)
+                    total += self._runs[index].gram(rows)
+                # Released before the next ones are computed.
                 del J, rows
             del uses
 
@@ -135,12 +139,12 @@ def weighted_squares(
     curvature: Float[Tensor, " d"],
     deltas: Float[Tensor, " grid"],
 ) -> Float[Tensor, "grid batch outputs"]:
-    r"""`Σ_i Ĵ_ci² / (curvature_i + δ_p)` for every δ, `[P, B, C]`."""
+    r"""Compute `Σ_i Ĵ_ci² / (curvature_i + δ_p)` for every δ, `[P, B, C]`."""
     squares = rows.flatten(0, 1)
     width = max(1, _SLICE[rows.device.type] // len(squares))
     sums = rows.new_zeros(len(squares), len(deltas))
-    for part, c in zip(squares.split(width, 1), curvature.split(width), strict=True):
-        sums.addmm_(part.square(), (c + deltas[:, None]).reciprocal_().T)
+    for columns, c in zip(squares.split(width, 1), curvature.split(width), strict=True):
+        sums.addmm_(columns.square(), (c + deltas[:, None]).reciprocal_().T)
     return sums.T.reshape(len(deltas), *rows.shape[:2])
 
 
@@ -149,27 +153,29 @@ def weighted_gram(
     curvature: Float[Tensor, " d"],
     deltas: Float[Tensor, " grid"],
 ) -> Float[Tensor, "grid batch outputs outputs"]:
-    r"""`Σ_i Ĵ_ci Ĵ_ki / (curvature_i + δ_p)` for every δ, `[P, B, C, C]`.
+    r"""Compute `Σ_i Ĵ_ci Ĵ_ki / (curvature_i + δ_p)` for every δ, `[P, B, C, C]`.
 
-    For a few δ each is a product of its own. For many, the products `Ĵ_ci Ĵ_ki` of each pair of
-    outputs are formed once, and a single matrix product weighs them for the whole grid. Columns are
-    taken in slices that stay in the processor's cache.
+    For a few δ, each is computed by a product of its own. For many, the products `Ĵ_ci Ĵ_ki` of
+    each pair of outputs are formed once, and a single matrix product weights them for the whole
+    grid. Columns are taken in slices that stay in the processor's cache.
     """
     batch, num_outputs = rows.shape[:2]
     pairs = num_outputs * (num_outputs + 1) // 2
     as_pairs = len(deltas) > _PAIRS_FROM
     width = max(1, _SLICE[rows.device.type] // (batch * (pairs if as_pairs else num_outputs)))
     if not as_pairs:
+        split = _SPLIT[rows.device.type]
         total = rows.new_zeros(len(deltas), batch, num_outputs, num_outputs)
-        for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
+        for columns, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
             for point, delta in zip(total, deltas, strict=True):
-                add_products(point, part * (c + delta).reciprocal_(), part, _SPLIT[c.device.type])
+                add_products(point, columns * (c + delta).reciprocal_(), columns, split)
         return total
     sums = rows.new_zeros(batch * pairs, len(deltas))
-    for part, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
-        products = part.new_empty(batch, pairs, part.shape[2])
-        for output, some in enumerate(products.split(list(range(num_outputs, 0, -1)), 1)):
-            torch.mul(part[:, output, None], part[:, output:], out=some)
+    for columns, c in zip(rows.split(width, 2), curvature.split(width), strict=True):
+        products = columns.new_empty(batch, pairs, columns.shape[2])
+        by_output = products.split(list(range(num_outputs, 0, -1)), 1)
+        for output, output_products in enumerate(by_output):
+            torch.mul(columns[:, output, None], columns[:, output:], out=output_products)
         sums.addmm_(products.flatten(0, 1), (c[:, None] + deltas).reciprocal())
     upper = torch.triu_indices(num_outputs, num_outputs, device=rows.device)
     total = rows.new_empty(len(deltas), batch, num_outputs, num_outputs)
@@ -186,54 +192,58 @@ def add_products(
     split: int,
 ) -> None:
     """Add `a @ b.mT`, in parts of `split` columns that are multiplied side by side."""
-    parts = a.shape[2] // split
-    if parts:
-        of_a, of_b = (x[..., : parts * split].unflatten(2, (parts, split)) for x in (a, b))
-        into += torch.einsum("bmpd,bnpd->bpmn", of_a, of_b).sum(1)
-    into.baddbmm_(a[..., parts * split :], b[..., parts * split :].mT)
+    num_parts = a.shape[2] // split
+    if num_parts:
+        a_parts = a[..., : num_parts * split].unflatten(2, (num_parts, split))
+        b_parts = b[..., : num_parts * split].unflatten(2, (num_parts, split))
+        into += torch.einsum("bmpd,bnpd->bpmn", a_parts, b_parts).sum(1)
+    into.baddbmm_(a[..., num_parts * split :], b[..., num_parts * split :].mT)
 
 
 @dataclass(frozen=True)
-class AlikeColumns:
-    """The columns of a wide block, in runs of nearly the same curvature: one weight does for each.
+class ColumnRuns:
+    """The columns of a wide block, in runs of nearly the same curvature with one weight each.
 
     Attributes:
-        columns: Those of each run.
+        columns: Indices of the columns in each run.
         weights: 1/(c + δ) for the mean curvature c of a run.
-        others: Columns that are in no run.
-        curvature: That of these.
-        deltas: Every δ.
+        single_columns: Indices of the columns that are in no run.
+        single_curvature: Their curvature.
+        deltas: The prior precisions δ.
     """
 
     columns: Int[Tensor, "runs n"]
     weights: Float[Tensor, "runs grid"]
-    others: Int[Tensor, " others"]
-    curvature: Float[Tensor, " others"]
+    single_columns: Int[Tensor, " single"]
+    single_curvature: Float[Tensor, " single"]
     deltas: Float[Tensor, " grid"]
 
     @classmethod
-    def of(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "AlikeColumns":
-        """Runs of columns with these curvatures."""
-        # By their first 16 bits (sign, exponent, 7 of the mantissa) they are in order to 1 %, in a
+    def build(cls, curvature: Float[Tensor, " d"], deltas: Float[Tensor, " grid"]) -> "ColumnRuns":
+        """Sort the columns by their curvature, and form runs."""
+        # Sorting by the first 16 bits (sign, exponent, 7 of the mantissa) is right up to 1 %, in a
         # tenth of the time.
         keys = (curvature + deltas.min()).float().view(torch.int32) >> 16
         order = keys.to(torch.int16).argsort(stable=True)
-        rest, runs = order.tensor_split([len(curvature) % _RUN])
+        remainder, runs = order.tensor_split([len(curvature) % _RUN])
         runs = runs.view(-1, _RUN)
         ends = curvature[runs[:, [0, -1]]] + deltas.min()
-        is_alike = ends[:, 1] <= (1 + _ALIKE) * ends[:, 0]
-        columns, others = runs[is_alike], torch.cat([rest, runs[~is_alike].flatten()])
+        is_narrow = ends[:, 1] <= (1 + _TOLERANCE) * ends[:, 0]
+        columns = runs[is_narrow]
+        single_columns = torch.cat([remainder, runs[~is_narrow].flatten()])
         weights = (curvature[columns].mean(1, keepdim=True) + deltas).reciprocal()
-        return cls(columns, weights, others, curvature[others], deltas)
+        return cls(columns, weights, single_columns, curvature[single_columns], deltas)
 
     def gram(
         self, rows: Float[Tensor, "batch outputs d"]
     ) -> Float[Tensor, "grid batch outputs outputs"]:
-        """As `weighted_gram`, with a weight for each run."""
-        total = weighted_gram(rows.index_select(2, self.others), self.curvature, self.deltas)
-        for example, of_example in enumerate(rows):
-            columns = self.columns.flatten().expand(len(of_example), -1)
-            runs = of_example.gather(1, columns).unflatten(1, self.columns.shape).transpose(0, 1)
+        """Compute what `weighted_gram` does, with one weight per run."""
+        total = weighted_gram(
+            rows.index_select(2, self.single_columns), self.single_curvature, self.deltas
+        )
+        for example, example_rows in enumerate(rows):
+            columns = self.columns.flatten().expand(len(example_rows), -1)
+            runs = example_rows.gather(1, columns).unflatten(1, self.columns.shape).transpose(0, 1)
             in_runs = self.weights.T @ (runs @ runs.mT).flatten(1)
             total[:, example] += in_runs.view_as(total[:, example])
         return total

@@ -18,7 +18,7 @@ _ROWS = 2**18
 
 
 class DenseMoments:
-    r"""$J P^{-1} J^\top$, from the coordinates $JU$ along the directions and the rest of each row.
+    r"""$J P^{-1} J^\top$ from the coordinates $JU$ along the directions, and from what they leave.
 
     $$J P^{-1} J^\top = JU\,\mathrm{diag}\big(\tfrac{1}{N\lambda + \delta}\big)(JU)^\top
     + \tfrac1\delta\big(JJ^\top - JU(JU)^\top\big)$$
@@ -32,8 +32,8 @@ class DenseMoments:
         blocks: The parameters' blocks, one after the other the rows of the posterior's one.
         posterior: A posterior with one block of all parameters.
         prior_precisions: δ, `[P, 1]`.
-        diagonal: Whether to give variances alone.
-        jacobians: Where Jacobians come from.
+        diagonal: Whether to compute only variances.
+        jacobians: A function that computes Jacobians.
     """
 
     def __init__(
@@ -57,53 +57,65 @@ class DenseMoments:
         into: Float[Tensor, "grid batch columns *again"],
         backward: Iterable[tuple[int, nn.Module, Uses]],
     ) -> None:
-        """As `BlockMoments.add`."""
-        gram, rest = into.new_zeros(into.shape[1:], dtype=torch.float64), None
+        """Add the covariances, or variances, of some columns, from each block's output gradients.
+
+        Args:
+            into: The sums.
+            backward: Indices of blocks, with their layers and uses, as `Tap.backward` yields them.
+        """
+        gram = into.new_zeros(into.shape[1:], dtype=torch.float64)
+        residual = None
         along = gram.new_zeros(*into.shape[1:3], self._directions[0].shape[1])
         for index, layer, uses in backward:
-            block, U = self.blocks[index], self._directions[index]
-            for part, J, columns in self._jacobians(layer, block, uses, None, None):
+            block = self.blocks[index]
+            U = self._directions[index]
+            for examples, J, columns in self._jacobians(layer, block, uses, None, None):
                 if columns is not None:
                     J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
                 rows = J.flatten(2).double()
-                gram[part] += self._product(rows, rows)
-                along[part] += rows @ U.double()
+                gram[examples] += self._product(rows, rows)
+                along[examples] += rows @ U.double()
             # Let go before the next block's are made.
             del uses, J, rows
-        of_all = self.posterior.curvature.blocks[DENSE_BLOCK]
-        magnitudes = of_all.magnitudes.flatten().double()
+        dense_block = self.posterior.curvature.blocks[DENSE_BLOCK]
+        magnitudes = dense_block.magnitudes.flatten().double()
         if self._root is not None:
             along = torch.linalg.solve_triangular(self._root.mT, along, upper=True, left=False)
-            rest = self._rest(gram, along, of_all.shape[0])
+            residual = self._residual_products(gram, along, dense_block.shape[0])
         deltas = self.prior_precisions[:, 0].double()
         for point, delta in zip(into, deltas, strict=True):
             weights = 1 / (self.posterior.data_weight * magnitudes + delta)
             total = self._product(along * weights, along)
-            point += (total if rest is None else total + rest / delta).to(point)
+            if residual is not None:
+                total = total + residual / delta
+            point += total.to(point)
 
-    def _rest(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
-        """Products of what the directions leave of each row; zero where that is rounding alone."""
-        rest = gram - self._product(along, along)
-        squares = gram if self._diagonal else gram.diagonal(dim1=-2, dim2=-1)
-        left = rest if self._diagonal else rest.diagonal(dim1=-2, dim2=-1)
-        is_left = left > 4 * size**0.5 * torch.finfo(gram.dtype).eps * squares
+    def _residual_products(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
+        """Compute products of what the directions leave of each row; 0 if it is only rounding."""
+        residual = gram - self._product(along, along)
+        squares = gram
+        residual_squares = residual
         if not self._diagonal:
-            is_left = is_left.unsqueeze(-1) & is_left.unsqueeze(-2)
-        return rest.where(is_left, 0.0)
+            squares = gram.diagonal(dim1=-2, dim2=-1)
+            residual_squares = residual.diagonal(dim1=-2, dim2=-1)
+        is_above = residual_squares > 4 * size**0.5 * torch.finfo(gram.dtype).eps * squares
+        if not self._diagonal:
+            is_above = is_above.unsqueeze(-1) & is_above.unsqueeze(-2)
+        return residual.where(is_above, 0.0)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         return (left * right).sum(-1) if self._diagonal else left @ right.mT
 
 
 def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None:
-    """Cholesky factor L of UᵀU, float64: the columns of U L⁻ᵀ are orthonormal to its precision.
+    """Compute the Cholesky factor L of UᵀU, for which the columns of U L⁻ᵀ are orthonormal.
 
-    None where the directions are all there are.
+    It is in float64, and None if the directions are a complete basis.
     """
     U = _directions(posterior)
     if U.shape[0] == U.shape[1]:
         return None
-    products = sum(part.mT @ part for part in map(torch.Tensor.double, U.split(_ROWS)))
+    products = sum(rows.mT @ rows for rows in map(torch.Tensor.double, U.split(_ROWS)))
     return torch.linalg.cholesky(products)
 
 

@@ -103,9 +103,9 @@ class HeadOutputs:
         variances = covariance.new_zeros(len(covariance), self.num_outputs)
         for t in range(p):
             (indices,) = (self.positions[example] == t).nonzero(as_tuple=True)
-            for part in indices.split(max(1, _SLICE // d)):
-                rows = self.weight[self.classes[example, part]]
-                variances[..., part] = ((rows @ by_position[:, t, :, t]) * rows).sum(-1)
+            for columns in indices.split(max(1, _SLICE // d)):
+                rows = self.weight[self.classes[example, columns]]
+                variances[..., columns] = ((rows @ by_position[:, t, :, t]) * rows).sum(-1)
         return variances
 
 
@@ -132,7 +132,7 @@ class LinearHead:
     U_A: Float[Tensor, "d r"] | None
 
     @classmethod
-    def of_posterior(cls, block: Block, posterior: GaussianPosterior) -> "LinearHead":
+    def from_posterior(cls, block: Block, posterior: GaussianPosterior) -> "LinearHead":
         """Take a block's curvature and directions from a posterior."""
         operator = posterior.curvature.blocks[block.name]
         assert isinstance(operator, EigenKronecker)
@@ -230,10 +230,10 @@ class LinearHead:
             along = inputs.square() @ self.variances(delta).mT
             return (self.U_G[classes].square() * along[positions]).sum(-1)
         step = max(1, _SLICE // inputs.shape[-1])
-        parts = []
+        variances = []
         for position, c in zip(positions.split(step), classes.split(step), strict=True):
-            parts.append((inputs[position].square() * self.variances(delta, c)).sum(-1))
-        return torch.cat(parts)
+            variances.append((inputs[position].square() * self.variances(delta, c)).sum(-1))
+        return torch.cat(variances)
 
     def _covariance_of_example(
         self,
@@ -249,7 +249,8 @@ class LinearHead:
         variances = self.variances(delta)
         rows = self.U_G[classes]
         total = inputs.new_zeros(len(classes), len(classes))
-        for t, s in torch.cartesian_prod(*[torch.arange(len(inputs), device=inputs.device)] * 2):
+        indices = torch.arange(len(inputs), device=inputs.device)
+        for t, s in torch.cartesian_prod(indices, indices):
             along = (inputs[t] * inputs[s]) @ variances.mT
             is_pair = (positions == t)[:, None] & (positions == s)
             total += ((rows * along) @ rows.mT) * is_pair

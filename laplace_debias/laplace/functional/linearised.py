@@ -313,7 +313,7 @@ class _ThroughHead:
             self._add_below(total, head_outputs, columns_at_once)
         self._tap.forget()
         for index in self._head_indices:
-            head = LinearHead.of_posterior(accumulator.blocks[index], accumulator.posterior)
+            head = LinearHead.from_posterior(accumulator.blocks[index], accumulator.posterior)
             deltas = accumulator.prior_precisions[:, index]
             total += head.covariance_between_positions(head_outputs, deltas, request.diagonal)
         return total

@@ -30,11 +30,11 @@ def network_outputs(
 ) -> SampledOutputs:
     """Compute the network's outputs at sampled parameters, `[S, B, ..., C]`."""
     shapes = [network.get_parameter(name).shape for name in names]
-    parts = []
+    outputs = []
     for samples in _chunks(parameters, shapes):
         with torch.no_grad(), quiet():
-            parts.append(_for_each_sample(_outputs_as_function(network, names, x), samples))
-    return _finite(parts)
+            outputs.append(_for_each_sample(_outputs_as_function(network, names, x), samples))
+    return _joined(outputs)
 
 
 def linearised_outputs(
@@ -56,32 +56,34 @@ def linearised_outputs(
     trained = tuple(network.get_parameter(name).detach() for name in names)
     shapes = [value.shape for value in trained]
     function = _outputs_as_function(network, names, x)
-    parts: list[Tensor] = []
+    outputs: list[Tensor] = []
     if _has_forward_derivative(network, names, take(x, slice(0, 1))):
 
         def linear(*sample: Tensor) -> Tensor:
-            tangents = tuple(value - at for value, at in zip(sample, trained, strict=True))
-            outputs, product = jvp(function, trained, tangents)  # type: ignore[misc]
-            return outputs + product
+            pairs = zip(sample, trained, strict=True)
+            tangents = tuple(value - trained_value for value, trained_value in pairs)
+            trained_outputs, product = jvp(function, trained, tangents)  # type: ignore[misc]
+            return trained_outputs + product
 
         for samples in _chunks(parameters, shapes):
-            # For some of the samples only, so that other threads take turns.
+            # The lock is released between chunks, so that other threads take turns.
             with torch.no_grad(), FORWARD_MODE, quiet():
-                parts.append(_for_each_sample(linear, samples))
+                outputs.append(_for_each_sample(linear, samples))
     else:
         with differentiable(network):
             linearisation = linearised_by_reverse(function, trained)
         for samples in _chunks(parameters, shapes):
-            tangents = [value - at for value, at in zip(samples, trained, strict=True)]
+            pairs = zip(samples, trained, strict=True)
+            tangents = [values - trained_value for values, trained_value in pairs]
             (products,) = linearisation.maps[0](tangents, True)
-            parts.append(linearisation.outputs + products)
-    return _finite(parts)
+            outputs.append(linearisation.outputs + products)
+    return _joined(outputs)
 
 
 def _outputs_as_function(
     network: nn.Module, names: Sequence[str], x: Inputs
 ) -> Callable[..., Tensor]:
-    """The outputs as a function of the parameters."""
+    """Return the outputs as a function of the parameters."""
 
     def outputs(*values: Tensor) -> Tensor:
         return call(network, x, dict(zip(names, values, strict=True)))
@@ -119,15 +121,16 @@ def _has_forward_derivative(network: nn.Module, names: Sequence[str], example: I
 def _chunks(
     parameters: Float[Tensor, "samples parameters"], shapes: Sequence[torch.Size]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Some samples at a time, as one tensor `[samples, *shape]` for each parameter."""
+    """Yield a few samples at a time, as one tensor `[samples, *shape]` per parameter."""
     sizes = [shape.numel() for shape in shapes]
     for rows in parameters.split(SAMPLES_AT_ONCE):
         columns = rows.split(sizes, dim=1)
-        yield tuple(part.reshape(-1, *shape) for part, shape in zip(columns, shapes, strict=True))
+        pairs = zip(columns, shapes, strict=True)
+        yield tuple(values.reshape(-1, *shape) for values, shape in pairs)
 
 
 def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor]) -> Tensor:
-    """A function of each sample, vectorised where torch can do so."""
+    """Compute a function of each sample, vectorised if torch can do so."""
     try:
         return vmap(function)(*samples)
     except RuntimeError as error:
@@ -137,7 +140,8 @@ def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor])
     return torch.stack([function(*sample) for sample in zip(*samples, strict=True)])
 
 
-def _finite(parts: Sequence[SampledOutputs]) -> SampledOutputs:
-    outputs = torch.cat(list(parts))
+def _joined(chunks: Sequence[SampledOutputs]) -> SampledOutputs:
+    """Join the outputs at chunks of samples, and require that they are finite."""
+    outputs = torch.cat(list(chunks))
     check_outputs(outputs.flatten(0, 1))
     return outputs
