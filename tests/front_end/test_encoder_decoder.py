@@ -90,3 +90,46 @@ def test_t5_with_padding_in_some_batches_has_the_dense_curvature(lengths):
     for inputs, _ in batches:
         J = jacobian(model, inputs, la.param_names)
         close(la.functional(inputs)[1], J @ covariance @ J.mT, TOLERANCE)
+
+
+def bart():
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        **SIZES,
+        d_model=4,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=4,
+        decoder_ffn_dim=4,
+        max_position_embeddings=8,
+        dropout=0.0,
+        bos_token_id=0,
+        eos_token_id=2,
+        forced_eos_token_id=2,
+    )
+    return transformers.BartForConditionalGeneration(config).double().eval()
+
+
+@pytest.mark.parametrize("length", [5, 3], ids=["labels as long", "labels shorter"])
+@pytest.mark.parametrize("make", [bart, t5])
+def test_decoder_inputs_are_made_from_the_labels(make, length):
+    """A batch as the Seq2Seq trainer has it is one with the labels shifted by a position."""
+    model = make()
+    generator = torch.Generator().manual_seed(1)
+    tokens, mask = sequences([5, 3, 4], generator)
+    labels = torch.randint(3, VOCABULARY, (3, length), generator=generator)
+    labels[1, -1] = -100
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    la = Laplace(model, curvature="diag", class_dim=-1).fit_batches([batch])
+    shifted = torch.cat([torch.zeros(3, 1, dtype=torch.long), labels[:, :-1]], 1)
+    inputs = {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "decoder_input_ids": shifted.masked_fill(shifted == -100, 0),
+    }
+    exact = dense_curvature(model, [(inputs, labels)], la.param_names).diagonal()
+    close(la.posterior.covariance.to_dense().diagonal(), 1 / (3 * exact + 1), TOLERANCE)
+    mean, _ = la.functional(batch, diagonal=True)
+    torch.testing.assert_close(mean, model(**inputs).logits)

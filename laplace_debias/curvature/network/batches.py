@@ -99,6 +99,7 @@ class BatchReader:
         named = _named(x)
         if named is not None:
             known = self._parameters()
+            self._add_decoder_inputs(named)
             rest = {
                 key: value
                 for key, value in named.items()
@@ -115,6 +116,7 @@ class BatchReader:
                 f"The batch has the entries {list(named)}, {what}: {USE_A_HOOK}. One entry of "
                 f"{', '.join(map(repr, TARGETS))} is taken for the targets."
             )
+        self._add_decoder_inputs(named)
         targets = named.pop(found[0])
         is_matrix = isinstance(targets, Tensor) and targets.ndim == 2
         is_of_labels = is_matrix and not targets.is_floating_point() and targets.dtype != torch.bool
@@ -126,6 +128,16 @@ class BatchReader:
                 # Where the outputs that predict them are: each one position earlier.
                 targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
         return self._placed(named), targets
+
+    def _add_decoder_inputs(self, named: dict[str, Any]) -> None:
+        """Add the decoder's inputs that an encoder-decoder model makes from the labels."""
+        prepare = getattr(unwrapped(self.model), "prepare_decoder_input_ids_from_labels", None)
+        labels = named.get("labels")
+        has_decoder_inputs = not named.keys().isdisjoint(
+            ("decoder_input_ids", "decoder_inputs_embeds")
+        )
+        if prepare is not None and isinstance(labels, Tensor) and not has_decoder_inputs:
+            named["decoder_input_ids"] = prepare(labels=labels)
 
     def _placed(self, named: dict[str, Any]) -> Inputs:
         """Inputs by name; a single one that the forward pass does not know by its name as it is."""
