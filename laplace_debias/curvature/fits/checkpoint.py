@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ EVERY = 60.0
 _IDENTITY = "fit.json"
 
 
+@runtime_checkable
 class Resumable(Protocol):
     """Sums that can be saved and put back."""
 

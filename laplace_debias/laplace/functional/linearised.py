@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -163,6 +163,7 @@ def _forward_in_chunks(
         yield examples, outputs, size
 
 
+@runtime_checkable
 class _Differentiation(Protocol):
     """A method to compute covariances of the outputs of the tap's last forward pass."""
 
