@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -103,7 +103,7 @@ class Gaussian(Likelihood):
         return options
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> Self:
+    def from_options(cls, options: Mapping[str, Any]) -> "Gaussian":
         """Build an instance from its `options`."""
         likelihood = cls(options["sigma"])
         likelihood.is_assumed |= options.get("is_estimated", False)
