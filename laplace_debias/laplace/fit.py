@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.curvature.fits.context import CurvatureFit
@@ -159,7 +159,7 @@ def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
     return replace(size, num_data=None if None in sizes else sum(sizes))
 
 
-def _check_different_data(ranks: Ranks, first: list[tuple[Tensor, ...]]) -> None:
+def _check_different_data(ranks: Ranks, first: list[tuple[Any, ...]]) -> None:
     marks = [mark_of(x, y) for x, y, *_ in first]
     check_all_different(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
 

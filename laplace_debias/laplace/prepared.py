@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ def _parameters_on_examples(
     return selected.verified(tap, plain, config, inputs, further), tap
 
 
-def _first_batch(stream: Stream) -> list[tuple[Tensor, ...]]:
+def _first_batch(stream: Stream) -> list[tuple[Any, ...]]:
     ranks, first = current(), stream.first
     has_first = ranks.exchange(bool(first))
     if True not in has_first:

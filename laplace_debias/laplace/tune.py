@@ -136,7 +136,7 @@ def _checked(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " 
 
 def _representable(
     posterior: GaussianPosterior, points: Float[Tensor, " grid"]
-) -> Float[Tensor, " grid"]:
+) -> Float[Tensor, " representable"]:
     """Leave out points that the posterior's dtype cannot represent, unless these are all."""
     representable = []
     for point in points:

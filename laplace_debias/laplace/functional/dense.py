@@ -40,7 +40,7 @@ class DenseMoments:
         self,
         blocks: Sequence[Block],
         posterior: GaussianPosterior,
-        prior_precisions: Float[Tensor, "grid 1"],
+        prior_precisions: Float[Tensor, "grid blocks"],
         diagonal: bool,
         jacobians: Jacobians = rotated_jacobians,
     ) -> None:

@@ -140,7 +140,9 @@ def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor])
     return torch.stack([function(*sample) for sample in zip(*samples, strict=True)])
 
 
-def _joined(chunks: Sequence[SampledOutputs]) -> SampledOutputs:
+def _joined(
+    chunks: Sequence[SampledOutputs],
+) -> Float[Tensor, "all_samples batch *outputs"]:
     """Join the outputs at chunks of samples, and require that they are finite."""
     outputs = torch.cat(list(chunks))
     check_outputs(outputs.flatten(0, 1))
