@@ -205,8 +205,8 @@ def read_rows_of_folds(context: FitContext, folds: Sequence[Fold]) -> tuple[list
 
 def decompose_on_first(
     context: FitContext,
-    rows: list[Rows],
-    decompose: Callable[[list[Rows]], tuple[Tensor, Tensor]],
+    rows: Sequence[Tensor],
+    decompose: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Eigenpairs of the rows of all processes: the first process decomposes them for all."""
     rows_of_all = [context.ranks.on_all([tensor]) or [tensor] for tensor in rows]

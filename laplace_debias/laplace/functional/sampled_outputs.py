@@ -141,8 +141,8 @@ def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor])
 
 
 def _joined(
-    chunks: Sequence[SampledOutputs],
-) -> Float[Tensor, "all_samples batch *outputs"]:
+    chunks: Sequence[Tensor],
+) -> Float[Tensor, "samples batch *outputs"]:
     """Join the outputs at chunks of samples, and require that they are finite."""
     outputs = torch.cat(list(chunks))
     check_outputs(outputs.flatten(0, 1))
