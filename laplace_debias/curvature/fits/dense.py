@@ -217,7 +217,7 @@ def decompose_on_first(
 
 
 def crossfit_rows(
-    rows_by_fold: list[Rows], weight: float, rank: int | None, precision: torch.dtype
+    rows_by_fold: list[Tensor], weight: float, rank: int | None, precision: torch.dtype
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
     """Magnitudes on held-out folds, and the directions of all rows; all directions for no rank.
 
