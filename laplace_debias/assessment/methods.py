@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from laplace_debias.curvature.structures import CurvatureName
 from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.settings import check_at_least
 
@@ -35,7 +36,7 @@ class PosteriorChoice:
         ValueError: For fewer than two `fit_examples`, or any with `mode="auto"`.
     """
 
-    curvature: Literal["kfac", "ekfac", "diag", "lowrank", "full"] = "kfac"
+    curvature: CurvatureName = "kfac"
     params: str = "last_layer"
     fisher: Literal["exact", "mc", "empirical"] = "exact"
     joint: bool = False

@@ -1,15 +1,20 @@
 """Operators of networks: what curvature is, and how it is factored."""
 
-from laplace_debias.curvature.network.inputs import OneArgument
-from laplace_debias.curvature.operators import (
-    EKFAC,
-    GGN,
-    KFAC,
-    EmpiricalFisher,
-    Fisher,
-    Hessian,
-    Jacobian,
-)
+from typing import TYPE_CHECKING
+
+from laplace_debias.system.lazy import attributes_from
+
+if TYPE_CHECKING:
+    from laplace_debias.curvature.network.inputs import OneArgument
+    from laplace_debias.curvature.operators import (
+        EKFAC,
+        GGN,
+        KFAC,
+        EmpiricalFisher,
+        Fisher,
+        Hessian,
+        Jacobian,
+    )
 
 __all__ = [
     "EKFAC",
@@ -21,3 +26,23 @@ __all__ = [
     "Jacobian",
     "OneArgument",
 ]
+
+__getattr__ = attributes_from(
+    __name__,
+    {
+        "laplace_debias.curvature.network.inputs": ("OneArgument",),
+        "laplace_debias.curvature.operators": (
+            "EKFAC",
+            "GGN",
+            "KFAC",
+            "EmpiricalFisher",
+            "Fisher",
+            "Hessian",
+            "Jacobian",
+        ),
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,11 +1,13 @@
-"""Packages whose public names are imported when they are first used.
+"""Packages and registries whose contents are imported when they are first used.
 
 The command line reads a command's options without importing torch.
 """
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar
+
+Entry = TypeVar("Entry")
 
 
 def attributes_from(
@@ -28,3 +30,42 @@ def attributes_from(
         return getattr(importlib.import_module(module_by_name[name]), name)
 
     return attribute
+
+
+class LazyRegistry(MutableMapping[str, type[Entry]]):
+    """Classes by their names; each is imported when it is first looked up.
+
+    The names can be listed without an import, which is what options of the command line need.
+
+    Args:
+        package: The package that has the classes.
+        paths: For each name the module within the package and the class, `module.Class`.
+    """
+
+    def __init__(self, package: str, paths: Mapping[str, str]) -> None:
+        self._package = package
+        self._entries: dict[str, str | type[Entry]] = dict(paths)
+
+    def __getitem__(self, name: str) -> type[Entry]:
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            module, _, class_name = entry.rpartition(".")
+            entry = getattr(importlib.import_module(f"{self._package}.{module}"), class_name)
+            assert isinstance(entry, type)
+            self._entries[name] = entry
+        return entry
+
+    def __setitem__(self, name: str, entry: type[Entry]) -> None:
+        self._entries[name] = entry
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -1,25 +1,38 @@
 """Curvature structures: one file for each, with its fits, its memory and its tensors."""
 
-from laplace_debias.curvature.structures.base import CurvatureStructure
-from laplace_debias.curvature.structures.diagonal import DiagonalCurvature
-from laplace_debias.curvature.structures.ekfac import EkfacCurvature
-from laplace_debias.curvature.structures.full import FullCurvature
-from laplace_debias.curvature.structures.kfac import KfacCurvature
-from laplace_debias.curvature.structures.low_rank import LowRankCurvature
+from typing import TYPE_CHECKING, Literal
 
-STRUCTURES: dict[str, type[CurvatureStructure]] = {
-    "kfac": KfacCurvature,
-    "ekfac": EkfacCurvature,
-    "diag": DiagonalCurvature,
-    "lowrank": LowRankCurvature,
-    "full": FullCurvature,
-}
+from laplace_debias.system.lazy import LazyRegistry, attributes_from
+
+if TYPE_CHECKING:
+    from laplace_debias.curvature.structures.base import CurvatureStructure
+
+__all__ = ["STRUCTURES", "CurvatureName", "CurvatureStructure", "curvature_structure"]
+
+STRUCTURES: LazyRegistry["CurvatureStructure"] = LazyRegistry(
+    __name__,
+    {
+        "kfac": "kfac.KfacCurvature",
+        "ekfac": "ekfac.EkfacCurvature",
+        "diag": "diagonal.DiagonalCurvature",
+        "lowrank": "low_rank.LowRankCurvature",
+        "full": "full.FullCurvature",
+    },
+)
 """The structures by the names that a user passes as `curvature`."""
 
-__all__ = ["STRUCTURES", "CurvatureStructure", "curvature_structure"]
+if TYPE_CHECKING:
+    CurvatureName = str
+else:
+    CurvatureName = Literal[tuple(STRUCTURES)]
+"""The type of an option whose value is the name of a structure."""
+
+__getattr__ = attributes_from(
+    __name__, {"laplace_debias.curvature.structures.base": ("CurvatureStructure",)}
+)
 
 
-def curvature_structure(name: str, rank: float | None = None) -> CurvatureStructure:
+def curvature_structure(name: str, rank: float | None = None) -> "CurvatureStructure":
     """The structure of a name, with a rank where it takes one."""
     if name not in STRUCTURES:
         raise ValueError(f"Unknown curvature={name!r}: use one of {', '.join(STRUCTURES)}.")
@@ -31,3 +44,7 @@ def curvature_structure(name: str, rank: float | None = None) -> CurvatureStruct
             "out."
         )
     return structure(rank)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,55 +1,49 @@
 """Likelihoods: what the network's outputs mean, and how the loss curves in them."""
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from laplace_debias.curvature.losses.likelihoods.registry import LIKELIHOODS, LikelihoodName
+from laplace_debias.system.lazy import attributes_from
 
-from laplace_debias.curvature.losses.likelihoods.base import Likelihood
-from laplace_debias.curvature.losses.likelihoods.bernoulli import Bernoulli, MultiLabel
-from laplace_debias.curvature.losses.likelihoods.categorical import Categorical
-from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
-from laplace_debias.curvature.losses.likelihoods.poisson import Poisson
+if TYPE_CHECKING:
+    from laplace_debias.curvature.losses.likelihoods.base import Likelihood
+    from laplace_debias.curvature.losses.likelihoods.bernoulli import Bernoulli, MultiLabel
+    from laplace_debias.curvature.losses.likelihoods.categorical import Categorical
+    from laplace_debias.curvature.losses.likelihoods.gaussian import (
+        Gaussian,
+        HeteroscedasticGaussian,
+    )
+    from laplace_debias.curvature.losses.likelihoods.named import likelihood_from
+    from laplace_debias.curvature.losses.likelihoods.poisson import Poisson
 
 __all__ = [
+    "LIKELIHOODS",
     "Bernoulli",
     "Categorical",
     "Gaussian",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "LikelihoodName",
     "MultiLabel",
     "Poisson",
     "likelihood_from",
 ]
 
+__getattr__ = attributes_from(
+    __name__,
+    {
+        "laplace_debias.curvature.losses.likelihoods.base": ("Likelihood",),
+        "laplace_debias.curvature.losses.likelihoods.bernoulli": ("Bernoulli", "MultiLabel"),
+        "laplace_debias.curvature.losses.likelihoods.categorical": ("Categorical",),
+        "laplace_debias.curvature.losses.likelihoods.gaussian": (
+            "Gaussian",
+            "HeteroscedasticGaussian",
+        ),
+        "laplace_debias.curvature.losses.likelihoods.named": ("likelihood_from",),
+        "laplace_debias.curvature.losses.likelihoods.poisson": ("Poisson",),
+    },
+)
 
-LIKELIHOODS: dict[str, type[Likelihood]] = {
-    str(likelihood.name): likelihood
-    for likelihood in (
-        Categorical,
-        Gaussian,
-        Bernoulli,
-        MultiLabel,
-        HeteroscedasticGaussian,
-        Poisson,
-    )
-}
-"""The likelihoods of this package by their names."""
 
-
-def likelihood_from(
-    name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
-) -> Likelihood:
-    """The likelihood of a name, or the instance itself."""
-    if sigma is not None and name != Gaussian.name:
-        raise ValueError(
-            f'sigma belongs to likelihood="regression", not to {name!r}; build '
-            "`Gaussian(sigma)` to pass an instance."
-        )
-    if isinstance(name, Likelihood):
-        return name
-    if not isinstance(name, str) or name not in LIKELIHOODS:
-        raise ValueError(
-            f"Unknown likelihood {name!r}: use {', '.join(map(repr, LIKELIHOODS))}, or an instance "
-            "of Likelihood."
-        )
-    return LIKELIHOODS[name]() if sigma is None else Gaussian(sigma)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,28 @@
+"""Likelihoods from the names that users pass."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from laplace_debias.curvature.losses.likelihoods.base import Likelihood
+from laplace_debias.curvature.losses.likelihoods.gaussian import Gaussian
+from laplace_debias.curvature.losses.likelihoods.registry import LIKELIHOODS
+
+
+def likelihood_from(
+    name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
+) -> Likelihood:
+    """The likelihood of a name, or the instance itself."""
+    if sigma is not None and name != Gaussian.name:
+        raise ValueError(
+            f'sigma belongs to likelihood="regression", not to {name!r}; build '
+            "`Gaussian(sigma)` to pass an instance."
+        )
+    if isinstance(name, Likelihood):
+        return name
+    if not isinstance(name, str) or name not in LIKELIHOODS:
+        raise ValueError(
+            f"Unknown likelihood {name!r}: use {', '.join(map(repr, LIKELIHOODS))}, or an instance "
+            "of Likelihood."
+        )
+    return LIKELIHOODS[name]() if sigma is None else Gaussian(sigma)

@@ -1,0 +1,27 @@
+"""The likelihoods by their names, without importing them."""
+
+from typing import TYPE_CHECKING, Literal
+
+from laplace_debias.system.lazy import LazyRegistry
+
+if TYPE_CHECKING:
+    from laplace_debias.curvature.losses.likelihoods.base import Likelihood
+
+LIKELIHOODS: LazyRegistry["Likelihood"] = LazyRegistry(
+    "laplace_debias.curvature.losses.likelihoods",
+    {
+        "classification": "categorical.Categorical",
+        "regression": "gaussian.Gaussian",
+        "heteroscedastic": "gaussian.HeteroscedasticGaussian",
+        "binary": "bernoulli.Bernoulli",
+        "multilabel": "bernoulli.MultiLabel",
+        "poisson": "poisson.Poisson",
+    },
+)
+"""The likelihoods by the names that a user passes as `likelihood`, or as `--task`."""
+
+if TYPE_CHECKING:
+    LikelihoodName = str
+else:
+    LikelihoodName = Literal[tuple(LIKELIHOODS)]
+"""The type of an option whose value is the name of a likelihood."""

@@ -1,0 +1,30 @@
+"""Registries list their names without importing the classes; options take the names from them."""
+
+import subprocess
+import sys
+
+from laplace_debias.cli import main
+from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
+from laplace_debias.curvature.structures import STRUCTURES
+
+
+def test_names_are_listed_without_torch():
+    source = """
+import sys
+from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
+from laplace_debias.curvature.structures import STRUCTURES
+assert "poisson" in LIKELIHOODS and "kfac" in STRUCTURES
+assert list(STRUCTURES) and list(LIKELIHOODS)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", source], check=True)
+
+
+def test_each_class_has_the_name_under_which_it_is_registered():
+    for registry in (LIKELIHOODS, STRUCTURES):
+        assert [registry[name].name for name in registry] == list(registry)
+
+
+def test_the_command_line_offers_every_structure(capsys):
+    assert main(["fit", "--help"]) == 0
+    assert "|".join(STRUCTURES) in "".join(capsys.readouterr().out.split())
