@@ -872,8 +872,7 @@ class Laplace(Predictor):
             IsADirectoryError: If the path is a folder.
             OSError: If the file cannot be read.
         """
-        la = cls.__new__(cls)
-        la._state = file.load(
+        fitted = file.load(
             Path(path),
             model,
             likelihood,
@@ -883,7 +882,14 @@ class Laplace(Predictor):
             memory_bound,
             batch,
         )
-        la._selected = la._state.parameters
+        return cls.from_posterior(fitted)
+
+    @classmethod
+    def from_posterior(cls, fitted: FittedPosterior) -> "Laplace":
+        """Wrap a fitted posterior, such as that of a fitting scheme outside of `fit`."""
+        la = cls.__new__(cls)
+        la._state = fitted
+        la._selected = fitted.parameters
         return la
 
     # ------------------------------------------------- state

@@ -27,7 +27,10 @@ LAYERS = (
         "integrations": "adapters to other libraries",
         "report": "tables and pictures",
     },
-    {"runs": "the records of a run: their schema, and the folder that holds them"},
+    {
+        "runs": "the records of a run: their schema, and the folder that holds them",
+        "training": "curvature and hyper-parameters while a network is trained",
+    },
     {"laplace": "posteriors: fit, predict, tune, evaluate, save"},
     {
         "quadratic": "quadratic models of a loss",

@@ -13,6 +13,7 @@ MODULES = (
     "laplace_debias.linalg",
     "laplace_debias.quadratic",
     "laplace_debias.optim",
+    "laplace_debias.training",
     "laplace_debias.metrics",
     "laplace_debias.sources",
 )

@@ -1,0 +1,466 @@
+"""Curvature of a network while it is trained, from the batches of the training loop."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fisher import FisherType
+from laplace_debias.curvature.fits.chunks import ChunkRunner
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.directions import Eigenbasis
+from laplace_debias.curvature.fits.eigenbases import eigenbases
+from laplace_debias.curvature.fits.factor_sums import FactorSums
+from laplace_debias.curvature.fits.magnitudes import assemble
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.layers.blocks import Block, Sharing
+from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
+from laplace_debias.curvature.network.dataset_size import TrainingSize
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.outputs import Faults
+from laplace_debias.curvature.network.precision import NARROW
+from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.network.unwrapping import unwrapped
+from laplace_debias.curvature.network.validation import check_no_autocast
+from laplace_debias.curvature.structures import curvature_structure
+from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.curvature_config import CurvatureConfig
+from laplace_debias.laplace.fit import build_posterior
+from laplace_debias.laplace.model_spec import ModelSpec
+from laplace_debias.laplace.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.prepared import PreparedFit, examine
+from laplace_debias.laplace.prior import PriorPrecision
+from laplace_debias.laplace.state import initial_state
+from laplace_debias.system.checks import check_generator, real, whole
+from laplace_debias.system.ranks import alone
+from laplace_debias.training.running import (
+    RUNNING_MAGNITUDES,
+    BatchSums,
+    RunningSum,
+    overlaps_of_bases,
+)
+
+MODE = "online"
+"""The name of the fit, which the posterior shows."""
+
+
+class OnlineCurvature:
+    r"""Curvature from the batches of a training run, debiased without a second batch.
+
+    The directions are the eigenvectors of a running mean of the Kronecker factors of *earlier*
+    batches, computed anew every `refresh` updates. The magnitudes are a running mean of the
+    curvature of the *present* batch along them:
+
+    $$\Lambda \leftarrow \beta\Lambda + \sum_{n,c}\big((U_G^\top\,\textstyle\sum_t g_{nct}
+    a_{nt}^\top\,U_A)_{ij}\big)^2,$$
+
+    divided by the equally discounted number of examples. A batch had no part in the directions that
+    it is measured along, so its extremes do not bias the magnitudes. When the directions are
+    refreshed, the magnitudes so far are projected onto the new ones.
+
+    An update runs the batch through a copy of the network that shares its parameters: in eval mode,
+    without dropout and with the running statistics of batch normalisations. The model itself, its
+    gradients and its mode are left as they are. In a process group, each process measures its own
+    batches, and nothing is communicated.
+
+    While the weights change, the running means lag behind them by about `1 / (1 - decay)` batches.
+
+    Args:
+        model: The network that is trained, on the device where it stays.
+        likelihood: `"classification"` or another that `Laplace` takes.
+        decay: β, in (0, 1]. The running means are over about `1 / (1 - decay)` batches; 1 counts
+            all batches equally, which suits weights that no longer change.
+        refresh: The number of updates after which the directions are computed anew. The first
+            directions are those of the first batch.
+        curvature: `"ekfac"` for the equation above, or `"kfac"` for the products of the factors'
+            own curvature (Eq. 9), which takes less time.
+        params: Which parameters are Bayesian, as `Laplace` takes them.
+        fisher: `"mc"` (labels sampled from the model, one backward pass), `"exact"` (a backward
+            pass per output) or `"empirical"` (the true labels).
+        mc_samples: Labels per example for `fisher="mc"`.
+        sigma: Noise of `"regression"`.
+        prior_precision: δ of the posteriors.
+        temperature: T of the posteriors.
+        joint: Whether a layer's weight and bias make one block.
+        sharing: How positions share a weight.
+        backend: `"backpack"`, `"hooks"` or `"auto"`.
+        factor_dtype: The dtype in which curvature is summed and decomposed.
+        memory_bound: Bytes of working memory for output gradients; None for the default.
+        class_dim: The dimension of the outputs that holds the classes; None for the last one.
+        generator: Seeds the labels of `fisher="mc"`; None for torch's global generator.
+
+    Raises:
+        ValueError: If an option is out of its range.
+        TypeError: If an option has the wrong type.
+        NotImplementedError: For parameters in half precision.
+
+    Reference:
+        George et al. (2018), "Fast approximate natural gradient descent in a Kronecker-factored
+        eigenbasis", and Tatzel et al. (2025) for directions and magnitudes of different batches.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias.training import OnlineCurvature
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> online = OnlineCurvature(model, "classification", decay=0.9, refresh=10)
+        >>> for _ in range(20):
+        ...     x, y = torch.randn(16, 2), torch.randint(3, (16,))
+        ...     online.update(x, y)
+        ...     optimizer.zero_grad()
+        ...     nn.functional.cross_entropy(model(x), y).backward()
+        ...     optimizer.step()
+        >>> la = online.posterior(num_data=320)
+        >>> la.predict(torch.randn(5, 2)).probs.shape
+        torch.Size([5, 3])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood = "classification",
+        decay: float = 0.95,
+        refresh: int = 50,
+        *,
+        curvature: str = "ekfac",
+        params: ParameterSelection = "all",
+        fisher: str = "mc",
+        mc_samples: int = 1,
+        sigma: float | Sequence[float] | Tensor | None = None,
+        prior_precision: PriorPrecision = 1.0,
+        temperature: float = 1.0,
+        joint: bool = False,
+        sharing: Sharing = "expand",
+        backend: str = "auto",
+        factor_dtype: torch.dtype = torch.float64,
+        memory_bound: int | None = None,
+        class_dim: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.decay = _checked_decay(decay)
+        self.refresh = whole(refresh, "refresh")
+        if curvature not in RUNNING_MAGNITUDES:
+            raise ValueError(
+                f"curvature={curvature!r} has no running means of Kronecker factors. Use "
+                f"{' or '.join(map(repr, RUNNING_MAGNITUDES))}."
+            )
+        check_generator(generator)
+        self.model = model
+        working = _eval_copy(model)
+        config = CurvatureConfig(
+            structure=curvature_structure(curvature),
+            fisher=FisherType(fisher, mc_samples).seeded(generator),
+            params=params,
+            backend=backend,
+            factor_dtype=factor_dtype,
+            joint=joint,
+            sharing=sharing,
+            memory_bound=memory_bound,
+        )
+        spec = ModelSpec.checked(working, likelihood_from(likelihood, sigma), None, class_dim)
+        self._state = initial_state(
+            spec, config, prior_precision=prior_precision, temperature=temperature
+        )
+        self._factors = RunningSum(self.decay)
+        self._magnitudes = RUNNING_MAGNITUDES[curvature](self.decay)
+        self._totals = DataTotals()
+        self._num_updates = 0
+        self._bases: dict[Block, Eigenbasis] = {}
+        self._parameters: ParameterBlocks | None = None
+        self._context: FitContext | None = None
+        self._sums: BatchSums | None = None
+        self._runner: ChunkRunner | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    @property
+    def num_updates(self) -> int:
+        """The number of batches so far."""
+        return self._num_updates
+
+    @torch.inference_mode(False)
+    def update(self, x: Inputs, y: Tensor) -> None:
+        """Measure a batch with the present weights, and add it to the running means.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            y: Targets, as the likelihood takes them.
+
+        Raises:
+            ValueError: For a batch without examples, or inputs, targets or outputs that do not
+                match the model and the likelihood. Such a batch is in no running mean.
+            TypeError: If inputs or targets have the wrong dtype.
+            RuntimeError: If the model's parameters were moved or replaced, or under autocast.
+        """
+        check_no_autocast(self._state.device)
+        with alone():
+            stream = self._state.spec.fit_stream([(x, y)], self._state.device)
+            if self._context is None:
+                self._prepare(stream)
+            self._follow_model()
+            if self._is_refresh_due:
+                self._refresh_directions()
+            for batch in stream:
+                self._add(batch)
+
+    def posterior(self, num_data: SupportsIndex) -> Laplace:
+        """Build the posterior at the present weights.
+
+        It is around a copy of the model in eval mode, `la.model`, so that training can go on. It
+        can be saved, and loaded for a model with the same weights.
+
+        Args:
+            num_data: N, the number of training examples.
+
+        Raises:
+            RuntimeError: Before the second update: the first one has no directions of an earlier
+                batch.
+        """
+        size = TrainingSize(whole(num_data, "num_data"))
+        if self._context is None or not self._bases:
+            raise RuntimeError(
+                f"A posterior needs directions and magnitudes of different batches, and there were "
+                f"{self._num_updates} updates. Call update at least twice."
+            )
+        assert self._parameters is not None
+        state = self._state
+        trained = copy.deepcopy(unwrapped(self.model)).eval()
+        state = replace(
+            state,
+            spec=ModelSpec.checked(trained, state.spec.likelihood, None, state.spec.class_dim),
+        )
+        dtype = self._context.dtype
+        magnitudes = {}
+        for block, basis in self._bases.items():
+            magnitudes[block] = basis.pooled(self._magnitudes.mean(block), dtype)
+        curvature = assemble(self._context, dict(self._bases), magnitudes)
+        prepared = PreparedFit(state, self._parameters, self._context, size, MODE)
+        return Laplace.from_posterior(
+            build_posterior(prepared, CurvatureFit(curvature, self._totals))
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the running means and directions, for `torch.save` and `load_state_dict`."""
+        if self._context is None and self._loaded is not None:
+            return dict(self._loaded)
+        blocks = {}
+        for block, factors in self._factors.parts.items():
+            tensors = dict(zip(("G", "A"), factors, strict=True))
+            if block in self._bases:
+                for name, value in self._bases[block]._asdict().items():
+                    if value is not None:
+                        tensors[name] = value
+                for index, value in enumerate(self._magnitudes.sums.parts[block]):
+                    tensors[f"magnitudes.{index}"] = value
+            blocks[block.name] = {name: value.clone() for name, value in tensors.items()}
+        totals = self._totals
+        return {
+            "options": self._options,
+            "num_updates": self._num_updates,
+            "factor_weight": self._factors.weight,
+            "magnitude_weight": self._magnitudes.sums.weight,
+            "num_examples": totals.num_examples,
+            "nll": float(totals.nll),
+            "num_outputs": totals.num_outputs,
+            "weight": totals.weight,
+            "seed": self._state.config.fisher.seed,
+            "blocks": blocks,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, with the same labels as without the interruption.
+
+        Raises:
+            ValueError: If the state has other options or is of another model.
+        """
+        for name, value in self._options.items():
+            saved = state["options"][name]
+            if saved != value:
+                raise ValueError(
+                    f"The state was saved with {name}={saved!r}, and this object has "
+                    f"{name}={value!r}. Use the options of the saved run."
+                )
+        if self._state.parameters is not None:
+            names = {block.name: block for block in self._state.parameters.blocks}
+            _check_blocks(state["blocks"], names)
+        config = self._state.config
+        fisher = replace(config.fisher, seed=state["seed"])
+        self._state = replace(self._state, config=replace(config, fisher=fisher))
+        self._context = None
+        self._loaded = state
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """The options that a saved state must share."""
+        config = self._state.config
+        return {
+            "decay": self.decay,
+            "refresh": self.refresh,
+            "curvature": config.structure.name,
+            "fisher": config.fisher.kind,
+            "mc_samples": config.fisher.mc_samples,
+            "joint": config.joint,
+        }
+
+    @property
+    def _is_refresh_due(self) -> bool:
+        count = self._num_updates
+        return count == 1 or (count > 0 and count % self.refresh == 0)
+
+    def _prepare(self, stream: Any) -> None:
+        """Check the model on the first batch, and set up the network and its sums."""
+        state = self._state
+        self._parameters, self._context = examine(
+            state, state.parameters, [stream], False, state.config.fisher
+        )
+        self._sums = BatchSums(self._context)
+        self._runner = None
+        if self._loaded is not None:
+            self._restore(self._loaded)
+            self._loaded = None
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Put the tensors of a saved state back."""
+        assert self._context is not None
+        assert self._sums is not None
+        context = self._context
+        blocks = {block.name: block for block in context.blocks}
+        _check_blocks(state["blocks"], blocks)
+        self._factors.parts = {}
+        self._magnitudes.sums.parts = {}
+        self._bases = {}
+        for name, saved in state["blocks"].items():
+            tensors = {key: value.to(context.device, copy=True) for key, value in saved.items()}
+            block = blocks[name]
+            self._factors.parts[block] = [tensors["G"], tensors["A"]]
+            if "magnitudes.0" not in tensors:
+                continue
+            parts = [f"magnitudes.{index}" for index in range(self._magnitudes.num_parts)]
+            self._magnitudes.sums.parts[block] = [tensors[part] for part in parts]
+            self._bases[block] = Eigenbasis(
+                tensors.get("U_G"),
+                tensors.get("U_A"),
+                tensors["eigenvalues_G"],
+                tensors["eigenvalues_A"],
+            )
+        self._factors.weight = state["factor_weight"]
+        self._magnitudes.sums.weight = state["magnitude_weight"]
+        self._num_updates = state["num_updates"]
+        self._totals = DataTotals(
+            num_examples=state["num_examples"],
+            nll=state["nll"],
+            num_outputs=state["num_outputs"],
+            weight=state["weight"],
+        )
+        if self._bases:
+            self._sums.squares = self._magnitudes.accumulator(context, self._bases)
+
+    def _follow_model(self) -> None:
+        """Copy the model's buffers to the working copy, which shares only the parameters."""
+        assert self._context is not None
+        plain = unwrapped(self.model)
+        shared = dict(self._state.spec.model.named_parameters())
+        for name, parameter in plain.named_parameters():
+            if name not in shared or shared[name].data_ptr() != parameter.data_ptr():
+                raise RuntimeError(
+                    f"{name} was moved or replaced since OnlineCurvature was built, so updates "
+                    "would not follow it. Build OnlineCurvature once the model is on its device."
+                )
+        own_buffers = dict(self._context.network.named_buffers())
+        for name, buffer in plain.named_buffers():
+            if name in own_buffers and own_buffers[name].shape == buffer.shape:
+                own_buffers[name].copy_(buffer)
+
+    def _refresh_directions(self) -> None:
+        """Decompose the running factors, and project the magnitudes onto the new directions."""
+        assert self._context is not None
+        assert self._sums is not None
+        factors: FactorSums = {}
+        for block, (G, A) in self._factors.parts.items():
+            factors[block] = (G, A)
+        bases = eigenbases(self._context, factors, self._factors.weight)
+        for block, basis in self._bases.items():
+            self._magnitudes.rotate(block, overlaps_of_bases(bases[block], basis))
+        self._bases = bases
+        self._sums.squares = self._magnitudes.accumulator(self._context, bases)
+
+    def _add(self, batch: tuple[Any, ...]) -> None:
+        """Measure a batch, and add it to the running means once all of it is known to be finite."""
+        assert self._sums is not None
+        sums = self._sums
+        sums.begin()
+        if self._runner is None:
+            self._runner = ChunkRunner(sums, batch[0])
+        totals = DataTotals()
+        faults = Faults()
+        with faults.of_batch(None):
+            self._runner.run(batch, self._totals.num_examples, totals)
+        faults.read()
+        sums.reduce()
+        factors = sums.matrices(totals.weight)
+        measured: dict[Block, list[Tensor]] = {}
+        if self._bases:
+            squares = {} if sums.squares is None else sums.squares.squares
+            measured = self._magnitudes.measure(self._bases, factors, squares)
+            self._magnitudes.sums.update(measured, totals.weight)
+        self._factors.update(factors, totals.weight)
+        self._totals = DataTotals(
+            num_examples=self._totals.num_examples + totals.num_examples,
+            nll=self.decay * self._totals.nll + totals.nll.item(),
+            num_outputs=self.decay * self._totals.num_outputs + totals.num_outputs,
+            weight=self.decay * self._totals.weight + totals.weight,
+        )
+        self._num_updates += 1
+
+
+def _checked_decay(value: Any) -> float:
+    decay = real(value, "decay")
+    if decay.ndim:
+        raise TypeError(f"decay must be one number, got {decay.tolist()}.")
+    if not 0 < float(decay) <= 1:
+        raise ValueError(
+            f"decay must be above 0 and at most 1, got {float(decay)}. Use 0.95 for a mean over "
+            "about 20 batches, 1 for a mean over all batches."
+        )
+    return float(decay)
+
+
+def _eval_copy(model: nn.Module) -> nn.Module:
+    """Copy the modules around the model's own parameters, in eval mode."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    plain = unwrapped(model)
+    copied = shared_copy(plain)
+    trainable = {name for name, p in plain.named_parameters() if p.requires_grad}
+    for name, parameter in copied.named_parameters():
+        parameter.requires_grad_(name in trainable)
+        if name in trainable and parameter.dtype in NARROW:
+            raise NotImplementedError(
+                f"{name} is in {parameter.dtype}, and curvature is computed in single precision, "
+                "on a copy that would not follow the training. Train parameters in float32, with "
+                "torch.autocast around the forward pass."
+            )
+    return copied
+
+
+def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]) -> None:
+    """Require that a saved state is of these blocks."""
+    for name, tensors in saved.items():
+        if name not in blocks:
+            raise ValueError(
+                f"The state has a block {name!r}, which this model does not have. Load it for the "
+                "model and the params= that it was saved with."
+            )
+        block = blocks[name]
+        shape_G, shape_A = block.factor_shapes
+        expected = [shape_G, shape_A or (*block.groups, 1, 1)]
+        shapes = [tuple(tensors["G"].shape), tuple(tensors["A"].shape)]
+        if shapes != expected:
+            raise ValueError(
+                f"The state's factors of {name!r} have the shapes {shapes}, and this model's have "
+                f"{expected}. Load it for the model that it was saved with."
+            )

@@ -1,0 +1,299 @@
+"""Curvature during training: running means as they are written out, and what a loop may rely on."""
+
+import copy
+
+import oracle
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.training import OnlineCurvature
+
+BETA = 0.8
+REFRESH = 3
+SIZES = (14, 9, 12, 16, 11, 13, 10)
+OPTIONS = {"decay": BETA, "refresh": REFRESH, "fisher": "exact"}
+
+
+def convolutional(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(9, 3))
+    return net.double()
+
+
+def normalised():
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 3)
+    return nn.Sequential(*layers).double()
+
+
+def batches(sizes=SIZES, shape=(2, 4), seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(size, *shape, generator=g, dtype=torch.float64),
+            torch.randint(3, (size,), generator=g),
+        )
+        for size in sizes
+    ]
+
+
+def updated(model, data, **options):
+    online = OnlineCurvature(model, "classification", **{**OPTIONS, **options})
+    for x, y in data:
+        online.update(x, y)
+    return online
+
+
+def dense(la):
+    return la.posterior.curvature.to_dense()
+
+
+def along(U, C):
+    return (U.T @ C @ U).diagonal()
+
+
+def projected(U_new, U_old, values):
+    """Curvature along new directions of the matrix with eigenvectors U_old and these values."""
+    return along(U_new, U_old @ torch.diag(values) @ U_old.T)
+
+
+def running_factors(model, data, layer, number):
+    """The discounted means of G and A over the batches before a number."""
+    G, A, weight = 0, 0, 0
+    for x, _ in data[:number]:
+        factors = oracle.kfac_factors(model, x, "classification", layer)
+        G = BETA * G + len(x) * factors["G"]
+        A = BETA * A + len(x) * factors["A"]
+        weight = BETA * weight + len(x)
+    return G / weight, A / weight
+
+
+def refreshes(number):
+    return number == 1 or (number > 0 and number % REFRESH == 0)
+
+
+@pytest.mark.parametrize("layer", ["0", "3"])
+def test_squares_along_earlier_directions_are_averaged(layer):
+    model, data = convolutional(), batches()
+    U, L, weight = None, 0, 0
+    for number, (x, _) in enumerate(data):
+        if refreshes(number):
+            G, A = running_factors(model, data, layer, number)
+            U_new = torch.kron(oracle.eigen(G)[1], oracle.eigen(A)[1])
+            L = L if U is None else projected(U_new, U, L)
+            U = U_new
+        if number > 0:
+            C = oracle.ggn_block(model, x, "classification", f"{layer}.weight")
+            L = BETA * L + len(x) * along(U, C)
+            weight = BETA * weight + len(x)
+    la = updated(model, data).posterior(100)
+    block = la.posterior.curvature.blocks[f"{layer}.weight"].to_dense()
+    oracle.close(block, U @ torch.diag(L / weight) @ U.T)
+
+
+@pytest.mark.parametrize("layer", ["0", "3"])
+def test_curvature_of_factors_along_earlier_directions_is_averaged(layer):
+    model, data = convolutional(), batches()
+    U_G, U_A, along_G, along_A, weight = None, None, 0, 0, 0
+    for number, (x, _) in enumerate(data):
+        if refreshes(number):
+            G, A = running_factors(model, data, layer, number)
+            new_G, new_A = oracle.eigen(G)[1], oracle.eigen(A)[1]
+            if U_G is not None:
+                along_G = projected(new_G, U_G, along_G)
+                along_A = projected(new_A, U_A, along_A)
+            U_G, U_A = new_G, new_A
+        if number > 0:
+            factors = oracle.kfac_factors(model, x, "classification", layer)
+            along_G = BETA * along_G + len(x) * along(U_G, factors["G"])
+            along_A = BETA * along_A + len(x) * along(U_A, factors["A"])
+            weight = BETA * weight + len(x)
+    la = updated(model, data, curvature="kfac").posterior(100)
+    G = U_G @ torch.diag(along_G / weight) @ U_G.T
+    A = U_A @ torch.diag(along_A / weight) @ U_A.T
+    oracle.close(la.posterior.curvature.blocks[f"{layer}.weight"].to_dense(), torch.kron(G, A))
+
+
+def test_the_loss_is_the_discounted_mean_of_the_batches():
+    model, data = convolutional(), batches()
+    total, weight = 0, 0
+    for x, y in data:
+        total = BETA * total + oracle.nll("classification", model(x).detach(), y).sum()
+        weight = BETA * weight + len(x)
+    la = updated(model, data).posterior(100)
+    P = la.posterior.precision.to_dense()
+    D = len(P)
+    theta = la.mean
+    evidence = -100 * total / weight - 0.5 * theta @ theta - 0.5 * torch.logdet(P)
+    assert float(la.log_marginal_likelihood()) == pytest.approx(float(evidence), rel=1e-10)
+    assert sum(p.numel() for p in model.parameters()) == D
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_two_updates_are_a_debiased_fit_with_present_statistics_of_normalisations(curvature):
+    model, data = normalised(), batches((14, 9), (4,))
+    online = OnlineCurvature(model, "classification", curvature=curvature, fisher="exact")
+    model.train()(torch.randn(50, 4, dtype=torch.float64) * 3 + 1)
+    for x, y in data:
+        online.update(x, y)
+    fitted = Laplace(copy.deepcopy(model).eval(), curvature=curvature)
+    fitted.fit_batches(data[:1], data[1:], num_data=100)
+    oracle.close(dense(online.posterior(100)), dense(fitted))
+
+
+def trained(model, data, online=None):
+    """The weights after a training run with dropout; updates are made if there is an object."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model.train()
+    for x, y in data:
+        if online is not None:
+            online.update(x, y)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert all(module.training for module in model.modules())
+    return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+
+def test_training_goes_on_as_without_updates():
+    data = batches(SIZES, (4,))
+    plain = trained(normalised(), data)
+    model = normalised()
+    online = OnlineCurvature(model, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(trained(model, data, online), plain)
+
+
+def test_a_posterior_stays_while_training_goes_on(tmp_path):
+    model, data = normalised(), batches(SIZES, (4,))
+    online = OnlineCurvature(model, refresh=2)
+    trained(model, data, online)
+    la = online.posterior(100)
+    x = data[0][0]
+    probs = la.predict(x).probs
+    trained(model, data, online)
+    assert torch.equal(la.predict(x).probs, probs)
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", la.model)
+    assert torch.equal(loaded.predict(x).probs, probs)
+    assert "online" in repr(loaded)
+    assert loaded.tune(data, grid=[0.1, 1.0]).prior_precision in (0.1, 1.0)
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_the_fisher_matrix_is_the_one_that_was_chosen(fisher):
+    """Many labels approach the exact curvature; the true ones give the squares of gradients."""
+    model, (first, second) = convolutional(), batches((14, 400))
+    samples = {"mc_samples": 64} if fisher == "mc" else {}
+    online = updated(model, [first, second], fisher=fisher, **samples)
+    block = online.posterior(100).posterior.curvature.blocks["3.bias"].to_dense()
+    p = model(second[0]).softmax(1).detach()
+    y = nn.functional.one_hot(second[1], 3)
+    if fisher == "mc":
+        C = (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)).mean(0)
+        tolerance = 0.03
+    else:
+        C = torch.einsum("ni,nj->ij", p - y, p - y) / len(p)
+        tolerance = 1e-9
+    U = oracle.eigen(oracle.kfac_factors(model, first[0], "classification", "3")["bias"])[1]
+    if fisher == "empirical":
+        p, y = model(first[0]).softmax(1).detach(), nn.functional.one_hot(first[1], 3)
+        U = oracle.eigen((p - y).T @ (p - y))[1]
+        oracle.close(block, U @ torch.diag(along(U, C)) @ U.T, tolerance)
+    assert float(block.trace()) == pytest.approx(float(C.trace()), rel=tolerance)
+
+
+def test_with_equal_weights_it_approaches_cross_fitting():
+    """With fixed weights and no decay: an average of held-out curvature, as a cross-fit is."""
+    model = convolutional()
+    data = batches([16] * 40)
+    joined = [(torch.cat([x for x, _ in data]), torch.cat([y for _, y in data]))]
+    crossfit = dense(Laplace(model, curvature="ekfac").fit_batches(joined, folds=4, num_data=100))
+    first = Laplace(model, curvature="ekfac").fit_batches(data[:1], num_data=100)
+
+    def distance(curvature):
+        return float((curvature - crossfit).norm() / crossfit.norm())
+
+    few = distance(dense(updated(model, data[:4], decay=1.0, refresh=5).posterior(100)))
+    many = distance(dense(updated(model, data, decay=1.0, refresh=5).posterior(100)))
+    twice = distance(dense(updated(model, data * 3, decay=1.0, refresh=5).posterior(100)))
+    assert many < 0.5 * few < 0.5 * distance(dense(first))
+    assert twice < many < 0.06
+
+
+@pytest.mark.parametrize("num_updates", [0, 1, 4])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(num_updates, tmp_path):
+    model, data = convolutional(), batches()
+    options = {"fisher": "mc", "generator": torch.Generator().manual_seed(5)}
+    interrupted = updated(model, data[:num_updates], **options)
+    torch.save(interrupted.state_dict(), tmp_path / "online.pt")
+    for x, y in data[num_updates:]:
+        interrupted.update(x, y)
+    resumed = OnlineCurvature(model, **{**OPTIONS, "fisher": "mc"})
+    resumed.load_state_dict(torch.load(tmp_path / "online.pt"))
+    for x, y in data[num_updates:]:
+        resumed.update(x, y)
+    assert resumed.num_updates == len(data)
+    assert torch.equal(dense(resumed.posterior(100)), dense(interrupted.posterior(100)))
+
+
+def test_a_state_of_another_model_or_run_is_refused():
+    model, data = convolutional(), batches()
+    state = updated(model, data[:2]).state_dict()
+    wider = nn.Sequential(nn.Conv1d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
+    with pytest.raises(ValueError, match=r"factors of '0.weight' have the shapes"):
+        OnlineCurvature(wider, **OPTIONS).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"a block '3.weight', which this model does not have"):
+        OnlineCurvature(model[:1], **OPTIONS).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"decay=0.8, and this object has decay=0.5"):
+        OnlineCurvature(model, **{**OPTIONS, "decay": 0.5}).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 0.0}, "decay must be above 0 and at most 1, got 0.0"),
+        ({"decay": 1.5}, "decay must be above 0 and at most 1, got 1.5"),
+        ({"decay": float("nan")}, "decay must be above 0 and at most 1, got nan"),
+        ({"refresh": 0}, "refresh must be"),
+        ({"curvature": "full"}, "curvature='full' has no running means"),
+        ({"fisher": "sampled"}, "Unknown fisher='sampled'"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        OnlineCurvature(convolutional(), **options)
+
+
+def test_a_batch_that_cannot_be_measured_changes_nothing():
+    model, data = convolutional(), batches()
+    online = updated(model, data[:4])
+    before = dense(online.posterior(100))
+    x, y = data[4]
+    with pytest.raises(ValueError, match="Inputs must hold at least one example"):
+        online.update(x[:0], y[:0])
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        online.update(x * torch.inf, y)
+    with pytest.raises(ValueError, match="11 inputs but targets"):
+        online.update(x, y[:3])
+    assert online.num_updates == 4
+    assert torch.equal(dense(online.posterior(100)), before)
+
+
+def test_a_posterior_needs_two_updates():
+    model, data = convolutional(), batches()
+    for count in (0, 1):
+        with pytest.raises(RuntimeError, match=f"there were {count} updates. Call update at least"):
+            updated(model, data[:count]).posterior(100)
+
+
+def test_replaced_and_half_precision_parameters_are_refused():
+    model, data = convolutional(), batches()
+    online = updated(model, data[:2])
+    model[0].weight.data = model[0].weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"0.weight was moved or replaced"):
+        online.update(*data[2])
+    with pytest.raises(NotImplementedError, match=r"0.weight is in torch.bfloat16"):
+        OnlineCurvature(convolutional().bfloat16())
