@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench demo docs examples experiments package test test-all test-arithmetic test-python lint format clean
+.PHONY: bench demo docs examples experiments notebooks package test test-all test-arithmetic test-python lint format clean
 
 # What is imported is compiled then: all of torch takes a minute.
 PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
@@ -24,6 +24,10 @@ PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-versio
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open site/index.html, or, for the search too: $(BIN)/mkdocs serve"
+
+# The notebooks of docs/tutorials, run anew from examples/tutorials: a minute and a half.
+notebooks: .venv/.docs
+	OMP_NUM_THREADS=1 $(BIN)/python website/notebooks.py
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks

@@ -32,7 +32,11 @@ def pages_in(nav):
 
 def test_the_navigation_has_every_page():
     named = pages_in(yaml.load(CONFIG.read_text(encoding="utf-8"), Loader)["nav"])
-    written = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    written = {
+        path.relative_to(DOCS).as_posix()
+        for pattern in ("*.md", "*.ipynb")
+        for path in DOCS.rglob(pattern)
+    }
     assert len(named) == len(set(named))
     assert set(named) == written | {"changelog.md", "contributing.md"}
 

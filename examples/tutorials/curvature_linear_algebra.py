@@ -1,0 +1,118 @@
+# %% [markdown]
+# # Curvature as linear algebra
+#
+# The Hessian of a network with D parameters has D² entries, too many to store. Its products with
+# vectors cost about two gradients, and traces, eigenvalues, spectra and solutions of linear systems
+# can be computed from products.
+#
+# ## A trained network
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+torch.manual_seed(0)
+pixels, labels = load_digits(return_X_y=True)
+x, y = torch.tensor(pixels / 16).float()[:1000], torch.tensor(labels)[:1000]
+model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for _ in range(100):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+model = model.eval()
+
+# %% [markdown]
+# ## Operators
+#
+# An operator needs the network, the loss and batches. `loss` is one of torch's modules; with its
+# default reduction, `"mean"`, the matrix is that of the mean loss.
+
+# %%
+from laplace_debias.curvature import GGN, KFAC, Hessian
+
+loss = nn.CrossEntropyLoss()
+data = [(x[i : i + 250], y[i : i + 250]) for i in range(0, 1000, 250)]
+H, G = Hessian(model, loss, data), GGN(model, loss, data)
+v = torch.randn(H.shape[0])
+print(H.shape, float(v @ (H @ v)), float(v @ (G @ v)))
+
+# %% [markdown]
+# ## Traces with standard errors
+#
+# Estimates carry their standard error and the number of products. K-FAC has a structure, so its
+# trace is exact and free.
+
+# %%
+from laplace_debias.linalg import trace
+
+generator = torch.Generator().manual_seed(0)
+estimate = trace(G, "hutch++", num_matvecs=60, generator=generator)
+low, high = estimate.interval(0.95)
+print(
+    f"GGN: {float(estimate):.3f}, 95 % interval {low:.3f} to {high:.3f}, "
+    f"{estimate.num_matvecs} products"
+)
+print(f"K-FAC: {float(trace(KFAC(model, loss, data))):.3f}")
+
+# %% [markdown]
+# ## The spectrum
+#
+# A few eigenvalues are large, and most are close to zero. The Hessian has negative ones, the GGN
+# has none.
+
+# %%
+from laplace_debias.linalg import eigsh, spectral_density
+
+values = eigsh(G, k=12, generator=generator).values
+smallest = eigsh(H, k=1, which="smallest", generator=generator).values
+print("GGN, largest:", [round(float(value), 3) for value in values[:5]])
+print(f"Hessian, smallest: {float(smallest[0]):.4f}")
+
+density = spectral_density(G, scale="log", num_probes=5, num_steps=150, generator=generator)
+figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+left.semilogy(range(1, 13), values, "o")
+left.set(xlabel="index", ylabel="eigenvalue of the GGN")
+right.plot(density.grid, density.density)
+right.set(xscale="log", xlabel="eigenvalue", ylabel="spectral density")
+plt.show()
+
+# %% [markdown]
+# ## Why mini-batches are biased
+#
+# Take the top eigenvectors of the GGN of 64 examples, and measure the curvature along them twice:
+# on the same 64 examples, and on other ones. The first is what a mini-batch reports about itself.
+# It is too large, because the directions were chosen to be extreme on this batch. This is why
+# `Laplace` can take directions from one batch and magnitudes from another.
+
+# %%
+own, others = slice(0, 64), slice(64, 1000)
+G_own = GGN(model, loss, [(x[own], y[own])])
+G_others = GGN(model, loss, [(x[others], y[others])])
+vectors = eigsh(G_own, k=12, generator=generator).vectors
+curvature_own = (vectors * (G_own @ vectors)).sum(0)
+curvature_others = (vectors * (G_others @ vectors)).sum(0)
+figure, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")
+ax.semilogy(range(1, 13), curvature_own, "o", label="on the same 64 examples")
+ax.semilogy(range(1, 13), curvature_others, "s", label="on 936 other examples")
+ax.set(xlabel="eigenvector of the mini-batch's GGN", ylabel="curvature along it")
+ax.legend(frameon=False)
+plt.show()
+print(f"median ratio {float((curvature_own / curvature_others).median()):.1f}")
+
+# %% [markdown]
+# ## Solving linear systems
+#
+# A damped Newton step solves (G + c I) s = −g.
+
+# %%
+from laplace_debias.linalg import cg
+from laplace_debias.operators import Identity
+
+model.zero_grad()
+loss(model(x), y).backward()
+gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+solution = cg(G + 0.01 * Identity(len(gradient)), -gradient)
+print(solution.status, solution.num_matvecs, "products")
