@@ -1,15 +1,18 @@
 """A regression as a model of BoTorch: `pip install laplace-debias[botorch]`."""
 
 import torch
-from botorch.acquisition.objective import PosteriorTransform
-from botorch.models.model import Model
-from botorch.posteriors import GPyTorchPosterior, Posterior
-from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.laplace import Laplace
+from laplace_debias.system.checks import imports_of_extra
+
+with imports_of_extra("botorch", "botorch"):
+    from botorch.acquisition.objective import PosteriorTransform
+    from botorch.models.model import Model
+    from botorch.posteriors import GPyTorchPosterior, Posterior
+    from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 
 
 class LaplaceModel(Model):

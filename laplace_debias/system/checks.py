@@ -2,7 +2,8 @@
 
 import operator
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -88,3 +89,10 @@ def check_extra(extra: str, *packages: str) -> None:
             raise ImportError(
                 f"{package} is not installed: run pip install 'laplace-debias[{extra}]'."
             )
+
+
+@contextmanager
+def imports_of_extra(extra: str, *packages: str) -> Iterator[None]:
+    """Require the packages that an extra of this one installs, before their import in the block."""
+    check_extra(extra, *packages)
+    yield

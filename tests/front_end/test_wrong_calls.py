@@ -186,12 +186,13 @@ def test_examples_and_targets_instead_of_batches():
     [
         ("pandas", "cli", lambda la: la.evaluate(DATA).to_frame()),
         ("matplotlib", "cli", lambda _: import_module("laplace_debias.report")),
-        ("botorch", "botorch", lambda _: import_module("laplace_debias.integrations")),
+        ("botorch", "botorch", lambda _: import_module("laplace_debias.integrations.botorch")),
+        ("sklearn", "sklearn", lambda _: import_module("laplace_debias.integrations.sklearn")),
     ],
 )
 def test_what_an_extra_installs_is_asked_for_by_its_name(la, monkeypatch, package, extra, use):
-    for room in ("report", "integrations"):
-        monkeypatch.delitem(sys.modules, f"laplace_debias.{room}", raising=False)
+    for module in ("report", "integrations.botorch", "integrations.sklearn"):
+        monkeypatch.delitem(sys.modules, f"laplace_debias.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     told = f"{package} is not installed: run pip install 'laplace-debias[{extra}]'"
     with pytest.raises(ImportError, match=re.escape(told)):

@@ -15,6 +15,7 @@ import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.paper.__main__ import main as paper
+from laplace_debias import Laplace
 from laplace_debias.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,40 @@ def names_of_a_user():
         "test_loader": loader,
         "other_loader": loader,
     }
+
+
+def lines_where_you_work():
+    """The lines of code in the README's table of other libraries, by library."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Where you work")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|`]+) \| (`.*) \|$", section, re.MULTILINE)
+    return [
+        pytest.param("\n".join(re.findall(r"`([^`]+)`", cell)), id=library)
+        for library, cell in rows
+    ]
+
+
+@pytest.mark.parametrize("lines", lines_where_you_work())
+def test_the_lines_where_you_work_run(lines, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inputs = torch.randn(60, 4)
+    targets = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    names = {
+        **names_of_a_user(),
+        "Laplace": Laplace,
+        "X": inputs.numpy(),
+        "y": (torch.arange(60) % 3).numpy(),
+        "regression": torch.nn.Linear(4, 1),
+        "regression_loader": DataLoader(targets, batch_size=20),
+    }
+    assert len(lines.splitlines()) == 2
+    exec(compile(lines, "README.md", "exec"), names)
+
+
+def test_every_integration_has_lines_in_the_readme():
+    lines = "\n".join(case.values[0] for case in lines_where_you_work())
+    modules = {path.stem for path in (ROOT / "laplace_debias/integrations").glob("[!_]*.py")}
+    assert {name for name in modules if f"integrations.{name} " in lines} == modules
 
 
 PAGES_WITH_CODE = [page for page in PAGES if blocks_of(page, "python")]

@@ -16,6 +16,7 @@ MODULES = (
     "laplace_debias.training",
     "laplace_debias.metrics",
     "laplace_debias.sources",
+    "laplace_debias.integrations.sklearn",
 )
 
 

@@ -1,0 +1,491 @@
+"""Estimators of scikit-learn: `pip install laplace-debias[sklearn]`."""
+
+import copy
+import math
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributions import Bernoulli
+
+from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.prior import PriorPrecision
+from laplace_debias.system.checks import imports_of_extra, whole
+
+with imports_of_extra("sklearn", "sklearn"):
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
+    from sklearn.utils import Tags, check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+
+__all__ = ["LaplaceClassifier", "LaplaceRegressor"]
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+LOSSES: dict[str, Loss] = {
+    "classification": F.cross_entropy,
+    "binary": F.binary_cross_entropy_with_logits,
+    "regression": F.mse_loss,
+}
+"""The mean loss that a network is trained with, by likelihood."""
+
+
+class _LaplaceEstimator(BaseEstimator):
+    """A network and the Laplace approximation of its posterior, fitted to arrays."""
+
+    laplace_: Laplace
+    _criteria: tuple[type[nn.Module], ...]
+
+    def __init__(
+        self,
+        network: Any,
+        *,
+        optimizer: Optimizer | None = None,
+        epochs: int = 100,
+        batch_size: int = 128,
+        curvature: str = "kfac",
+        params: ParameterSelection = "all",
+        prior_precision: PriorPrecision | str = 1.0,
+        random_state: Any = None,
+    ) -> None:
+        self.network = network
+        self.optimizer = optimizer
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.curvature = curvature
+        self.params = params
+        self.prior_precision = prior_precision
+        self.random_state = random_state
+
+    def _check_arguments(self) -> None:
+        """Raise an error for arguments that no data could make valid."""
+        whole(self.epochs, "epochs")
+        whole(self.batch_size, "batch_size")
+        if isinstance(self.prior_precision, str) and self.prior_precision != "evidence":
+            raise ValueError(
+                f"Unknown prior_precision={self.prior_precision!r}. Pass a positive number or "
+                '"evidence".'
+            )
+        if _is_skorch_net(self.network):
+            self._check_skorch_net()
+        elif not callable(self.network):
+            raise TypeError(
+                "network must be a torch module, a function that returns one, or a skorch net, "
+                f"got {type(self.network).__name__}. Pass a trained module, or optimizer= and a "
+                "function from (num_features, num_outputs) to a module."
+            )
+        elif not isinstance(self.network, nn.Module) and self.optimizer is None:
+            raise ValueError(
+                "The network that a function returns is not trained. Pass optimizer=, such as "
+                "functools.partial(torch.optim.Adam, lr=1e-2)."
+            )
+
+    def _check_skorch_net(self) -> None:
+        """Require that a skorch net is trained with the loss of the likelihood."""
+        if self.optimizer is not None:
+            raise ValueError(
+                "A skorch net has an optimizer of its own. Remove optimizer=, or pass a module."
+            )
+        criterion = _criterion_type(self.network)
+        if not issubclass(criterion, self._criteria):
+            names = " or ".join(f"nn.{allowed.__name__}" for allowed in self._criteria)
+            raise ValueError(
+                f"The skorch net has the criterion {criterion.__name__}. Use {names}, and a "
+                "module that returns what it takes: logits, not probabilities."
+            )
+
+    def _trained_network(
+        self, X: np.ndarray, y: np.ndarray, num_outputs: int
+    ) -> tuple[nn.Module, str]:
+        """Return a copy of the network in eval mode, trained if it has to be, and its likelihood.
+
+        Args:
+            X: Inputs, `[n, ...]`.
+            y: Class indices `[n]`, or targets of a regression `[n, C]`.
+            num_outputs: The number of classes, or of targets.
+        """
+        seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            network = self.network
+            if _is_skorch_net(network):
+                network = copy.deepcopy(_trained_skorch_net(network, X, y).module_)
+            elif isinstance(network, nn.Module):
+                network = copy.deepcopy(network)
+            else:
+                network = network(X.shape[1], num_outputs)
+            network.eval()
+            with torch.no_grad():
+                row_shape = tuple(network(_tensor(X[:2], network)).shape[1:])
+            likelihood = self._likelihood(row_shape, num_outputs)
+            if self.optimizer is not None:
+                self._train(network, self.optimizer, likelihood, X, y)
+        return network.eval(), likelihood
+
+    def _train(
+        self,
+        network: nn.Module,
+        make_optimizer: Optimizer,
+        likelihood: str,
+        X: np.ndarray,
+        y: np.ndarray,
+    ) -> None:
+        """Minimise the mean loss over shuffled batches of nearly equal sizes."""
+        inputs = _tensor(X, network)
+        targets = _targets(y, likelihood, network)
+        optimizer = make_optimizer(network.parameters())
+        num_batches = math.ceil(len(inputs) / self.batch_size)
+        network.train()
+        for _ in range(self.epochs):
+            for rows in torch.randperm(len(inputs)).chunk(num_batches):
+                optimizer.zero_grad()
+                outputs = network(inputs[rows])
+                batch_targets = targets[rows]
+                if likelihood != "classification":
+                    batch_targets = batch_targets.reshape(outputs.shape)
+                loss = LOSSES[likelihood](outputs, batch_targets)
+                loss.backward()
+                optimizer.step()
+
+    @abstractmethod
+    def _likelihood(self, row_shape: tuple[int, ...], num_outputs: int) -> str:
+        """Return the likelihood's name for a network whose outputs for a row have this shape."""
+
+    def _fit_laplace(
+        self,
+        network: nn.Module,
+        likelihood: str,
+        X: np.ndarray,
+        y: np.ndarray,
+        sigma: Any = None,
+    ) -> None:
+        """Fit the posterior, and choose its prior precision."""
+        prior_precision = self.prior_precision
+        uses_evidence = isinstance(prior_precision, str)
+        la = Laplace(
+            network,
+            likelihood,
+            self.curvature,
+            self.params,
+            prior_precision=1.0 if isinstance(prior_precision, str) else prior_precision,
+            sigma=sigma,
+        )
+        inputs = _tensor(X, network).split(self.batch_size)
+        targets = _targets(y, likelihood, network).split(self.batch_size)
+        la.fit(list(zip(inputs, targets, strict=True)))
+        if uses_evidence:
+            tunes_sigma = likelihood == "regression" and getattr(self, "sigma", None) is None
+            la.tune_evidence(sigma=tunes_sigma)
+        self.laplace_ = la
+
+    def _inputs(self, X: Any) -> Tensor:
+        """Return the inputs of a prediction as the network takes them.
+
+        Raises:
+            NotFittedError: Before `fit`.
+        """
+        check_is_fitted(self)
+        return _tensor(validate_data(self, X, reset=False, allow_nd=True), self.laplace_.model)
+
+
+class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
+    """A classifier of scikit-learn with the probabilities of a Laplace approximation.
+
+    The network returns logits, `[n, C]` in the order of the sorted labels, or a single logit of the
+    second of two labels. Inputs are cast to the dtype of its parameters. The network that you pass
+    is not changed: `fit` copies it.
+
+    Args:
+        network: A trained module; with `optimizer`, a module that `fit` trains from its present
+            weights, or a function from `(num_features, num_outputs)` to a new module; or a skorch
+            net, which `fit` trains if it has no history. scikit-learn's `clone` keeps the weights
+            of a module and discards the training of a skorch net.
+        optimizer: A function from parameters to a torch optimizer, such as
+            `functools.partial(torch.optim.Adam, lr=1e-2)`; None for a network that is trained.
+        epochs: Passes over the data to train the network with `optimizer`.
+        batch_size: Rows per batch, to train the network and to fit the posterior.
+        curvature: The structure of the posterior, as `Laplace` takes it.
+        params: Which parameters are Bayesian, as `Laplace` takes them.
+        prior_precision: δ, or `"evidence"` for the largest marginal likelihood.
+        random_state: Seeds a new module's weights and the order of batches.
+
+    Attributes:
+        laplace_: The fitted `Laplace`; its `model` is the network.
+        classes_: The sorted labels.
+
+    Raises:
+        TypeError: By `fit`, if `network` is something else.
+        ValueError: By `fit`, if arguments contradict each other, if there is only one class, or if
+            the outputs do not match the classes. Otherwise `fit` raises what `Laplace.fit` raises.
+
+    Example:
+        >>> from functools import partial
+        >>> import torch
+        >>> from sklearn.datasets import load_iris
+        >>> from torch import nn
+        >>> from laplace_debias.integrations.sklearn import LaplaceClassifier
+        >>> X, y = load_iris(return_X_y=True)
+        >>> adam = partial(torch.optim.Adam, lr=1e-2)
+        >>> classifier = LaplaceClassifier(nn.Linear, optimizer=adam, random_state=0).fit(X, y)
+        >>> classifier.predict_proba(X[:5]).shape
+        (5, 3)
+    """
+
+    classes_: np.ndarray
+    _criteria = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss)
+
+    def fit(self, X: Any, y: Any) -> "LaplaceClassifier":
+        """Fit the posterior, after the network if that is trained here. Returns the object itself.
+
+        Args:
+            X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
+            y: Labels, `[n]`.
+        """
+        self._check_arguments()
+        X, y = validate_data(self, X, y, allow_nd=True)
+        check_classification_targets(y)
+        classes, indices = np.unique(y, return_inverse=True)
+        if len(classes) < 2:
+            raise ValueError(
+                f"A classifier needs labels of two classes or more, and y has 1 class, "
+                f"{classes[0]}. Pass examples of other classes."
+            )
+        network, likelihood = self._trained_network(X, indices, len(classes))
+        self._fit_laplace(network, likelihood, X, indices)
+        self.classes_ = classes
+        return self
+
+    def _likelihood(self, row_shape: tuple[int, ...], num_outputs: int) -> str:
+        if num_outputs == 2 and row_shape in ((), (1,)):
+            return "binary"
+        if row_shape != (num_outputs,):
+            raise ValueError(
+                f"The network's outputs for a row have shape {row_shape}, and y has {num_outputs} "
+                f"classes. Pass a network with {num_outputs} logits in the order of the sorted "
+                "labels, and examples of every class."
+            )
+        return "classification"
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return the probabilities of the classes, `[n, C]`, averaged over the posterior."""
+        inputs = self._inputs(X)
+        predictive: Any = self.laplace_.predict(inputs)
+        probs = predictive.probs.double()
+        if isinstance(predictive, Bernoulli):
+            probs = torch.stack([1 - probs, probs], 1)
+        # Sums that are 1 only in the network's dtype make scikit-learn's metrics warn.
+        return (probs / probs.sum(1, keepdim=True)).cpu().numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the most probable label of each row, `[n]`."""
+        most_probable = self.predict_proba(X).argmax(1)
+        return self.classes_[most_probable]
+
+
+class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
+    """A regressor of scikit-learn with the standard deviations of a Laplace approximation.
+
+    The network returns an output per target, `[n, C]`, or `[n]` for a single one. It is copied and
+    trained as by `LaplaceClassifier`.
+
+    Args:
+        network: A trained module; with `optimizer`, a module or a function from
+            `(num_features, num_outputs)` to a new one; or a skorch net.
+        optimizer: A function from parameters to a torch optimizer; None for a network that is
+            trained.
+        epochs: Passes over the data to train the network with `optimizer`.
+        batch_size: Rows per batch, to train the network and to fit the posterior.
+        curvature: The structure of the posterior, as `Laplace` takes it.
+        params: Which parameters are Bayesian, as `Laplace` takes them.
+        prior_precision: δ, or `"evidence"` for the largest marginal likelihood.
+        sigma: Standard deviation of the noise, one number or one per target. None estimates it from
+            the residuals of the training data; with `prior_precision="evidence"` it is then tuned
+            by the marginal likelihood, too.
+        random_state: Seeds a new module's weights and the order of batches.
+
+    Attributes:
+        laplace_: The fitted `Laplace`; its `model` is the network, its `sigma` the noise.
+
+    Raises:
+        TypeError: By `fit`, if `network` is something else.
+        ValueError: By `fit`, if arguments contradict each other, if the outputs do not match the
+            targets, or if residuals are zero and `sigma` is None. Otherwise `fit` raises what
+            `Laplace.fit` raises.
+
+    Example:
+        >>> from functools import partial
+        >>> import torch
+        >>> from sklearn.datasets import load_diabetes
+        >>> from sklearn.preprocessing import scale
+        >>> from torch import nn
+        >>> from laplace_debias.integrations.sklearn import LaplaceRegressor
+        >>> X, y = map(scale, load_diabetes(return_X_y=True))
+        >>> adam = partial(torch.optim.Adam, lr=1e-2)
+        >>> regressor = LaplaceRegressor(nn.Linear, optimizer=adam, random_state=0).fit(X, y)
+        >>> mean, std = regressor.predict(X[:5], return_std=True)
+        >>> mean.shape, std.shape
+        ((5,), (5,))
+    """
+
+    _criteria = (nn.MSELoss,)
+    _y_is_vector: bool
+
+    def __init__(
+        self,
+        network: Any,
+        *,
+        optimizer: Optimizer | None = None,
+        epochs: int = 100,
+        batch_size: int = 128,
+        curvature: str = "kfac",
+        params: ParameterSelection = "all",
+        prior_precision: PriorPrecision | str = 1.0,
+        sigma: float | Sequence[float] | None = None,
+        random_state: Any = None,
+    ) -> None:
+        super().__init__(
+            network,
+            optimizer=optimizer,
+            epochs=epochs,
+            batch_size=batch_size,
+            curvature=curvature,
+            params=params,
+            prior_precision=prior_precision,
+            random_state=random_state,
+        )
+        self.sigma = sigma
+
+    def __sklearn_tags__(self) -> Tags:
+        """Return the tags of a regressor of one or several targets."""
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def fit(self, X: Any, y: Any) -> "LaplaceRegressor":
+        """Fit the posterior, after the network if that is trained here. Returns the object itself.
+
+        Args:
+            X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
+            y: Targets, `[n]` or `[n, C]`.
+        """
+        self._check_arguments()
+        X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
+        targets = y.reshape(len(y), -1)
+        network, likelihood = self._trained_network(X, targets, targets.shape[1])
+        sigma: Any = self.sigma
+        if sigma is None:
+            sigma = _residual_deviations(network, X, targets, self.batch_size)
+        self._fit_laplace(network, likelihood, X, targets, sigma)
+        self._y_is_vector = y.ndim == 1
+        return self
+
+    def _likelihood(self, row_shape: tuple[int, ...], num_outputs: int) -> str:
+        is_scalar = num_outputs == 1 and row_shape == ()
+        if not is_scalar and row_shape != (num_outputs,):
+            raise ValueError(
+                f"The network's outputs for a row have shape {row_shape}, and y has {num_outputs} "
+                f"targets. Pass a network with {num_outputs} outputs."
+            )
+        return "regression"
+
+    def predict(
+        self, X: Any, return_std: bool = False
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+        """Return the mean of the targets, `[n]` or `[n, C]` as `y` was.
+
+        Args:
+            X: Inputs.
+            return_std: Whether to return standard deviations in addition, of the same shape. They
+                include the noise σ.
+        """
+        inputs = self._inputs(X)
+        predictive = self.laplace_.predict(inputs)
+        mean = self._as_targets(predictive.mean)
+        if not return_std:
+            return mean
+        return mean, self._as_targets(predictive.variance.sqrt())
+
+    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
+        """Draw targets of all rows jointly: a sample is a function's values and independent noise.
+
+        Args:
+            X: Inputs. The covariance of all targets of all rows is formed, `[n·C, n·C]`.
+            n_samples: Number of samples.
+            random_state: Seeds the draws.
+
+        Returns:
+            Samples in the last dimension, `[n, n_samples]` or `[n, C, n_samples]`.
+        """
+        whole(n_samples, "n_samples")
+        inputs = self._inputs(X)
+        mean, covariance = self.laplace_.functional(inputs, joint=True)
+        num_rows = len(inputs)
+        num_targets = mean.numel() // num_rows
+        size = num_rows * num_targets
+        noise = self.laplace_.sigma.square().expand(num_targets).repeat(num_rows)
+        joint = covariance.double().cpu().reshape(size, size) + noise.double().cpu().diag()
+        draws = check_random_state(random_state).standard_normal((size, n_samples))
+        samples = mean.double().cpu().reshape(size, 1).numpy()
+        samples = samples + torch.linalg.cholesky(joint).numpy() @ draws
+        if self._y_is_vector:
+            return samples
+        return samples.reshape(num_rows, num_targets, n_samples)
+
+    def _as_targets(self, values: Tensor) -> np.ndarray:
+        """Return values per target, in the shape that `y` had."""
+        array = values.double().cpu().numpy().reshape(len(values), -1)
+        return array[:, 0] if self._y_is_vector else array
+
+
+def _is_skorch_net(network: Any) -> bool:
+    """Whether an object is a skorch net, which requires that skorch has been imported."""
+    skorch = sys.modules.get("skorch")
+    return skorch is not None and isinstance(network, skorch.NeuralNet)
+
+
+def _criterion_type(net: Any) -> type:
+    """Return the class of a skorch net's loss, which the net has as a class or an instance."""
+    return net.criterion if isinstance(net.criterion, type) else type(net.criterion)
+
+
+def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray) -> Any:
+    """Return the net if it has been trained, else a trained clone."""
+    if net.initialized_ and net.history:
+        return net
+    dtype = np.int64 if issubclass(_criterion_type(net), nn.CrossEntropyLoss) else np.float32
+    return clone(net).fit(X.astype(np.float32), y.astype(dtype))
+
+
+def _tensor(values: np.ndarray, network: nn.Module) -> Tensor:
+    """Return numbers on the device of the network's parameters and in their dtype."""
+    parameter = next(p for p in network.parameters() if p.is_floating_point())
+    return torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
+
+
+def _targets(y: np.ndarray, likelihood: str, network: nn.Module) -> Tensor:
+    """Return class indices as integers, and numbers in the network's dtype."""
+    targets = _tensor(y, network)
+    return targets.long() if likelihood == "classification" else targets
+
+
+def _residual_deviations(
+    network: nn.Module, X: np.ndarray, y: np.ndarray, batch_size: int
+) -> list[float]:
+    """Return the root mean squares of the training residuals, one per target."""
+    with torch.no_grad():
+        outputs = torch.cat([network(x) for x in _tensor(X, network).split(batch_size)])
+    residuals = outputs.double().cpu().numpy().reshape(y.shape) - y
+    deviations = np.sqrt(np.mean(residuals**2, 0))
+    if not deviations.all():
+        raise ValueError(
+            "The noise cannot be estimated, since the network has residuals of zero on the "
+            "training data. Pass sigma=."
+        )
+    return deviations.tolist()
