@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import add_moments
-from laplace_debias.curvature.layers.blocks import Block, curvature_blocks
-from laplace_debias.curvature.layers.patches import displacements_are_faster, patch_moments
-from laplace_debias.curvature.layers.uses import activations, slices
+from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layer_rules.patches import displacements_are_faster, patch_moments
+from laplace_debias.curvature.layers.blocks import curvature_blocks
 
 # Channels, kernel, image size, stride, padding.
 SHAPES = (
@@ -76,8 +76,9 @@ def median_time(function: Callable[[], object]) -> float:
 def unfolded_moments(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
     """The input factor from unfolded patches, a slice of the examples at a time."""
     factor = x.new_zeros(block.shape[1], block.shape[1])
-    for examples in slices(layer, block, x):
-        add_moments(factor, activations(layer, block, x[examples]).flatten(0, 1))
+    for examples in block.rule.slices(layer, block, x):
+        rows = block.rule.activations(layer, block, x[examples])
+        add_moments(factor, rows.flatten(0, 1))
     return factor
 
 

@@ -173,7 +173,7 @@ class Auto(Scheme):
                 that it ends the fit.
         """
         context = prepared.context
-        if any(block.is_joint or block.role == "table" for block in context.blocks):
+        if any(block.is_joint or block.is_one_hot for block in context.blocks):
             raise ValueError(
                 'mode="auto" weights examples, which neither joint=True nor an embedding\'s table '
                 'supports. Remove joint=, name other parameters (params="last_layer"), or use '

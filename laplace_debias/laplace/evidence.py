@@ -17,11 +17,9 @@ from dataclasses import replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.losses.likelihoods import Gaussian
-from laplace_debias.curvature.network.layer_types import CONVOLUTIONS, NORMS, TRANSPOSED
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
 
@@ -138,9 +136,8 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
             f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
         )
     groups, posterior = dict[str, list[int]](), fitted.posterior
-    model = fitted.spec.plain_model
     for index, block in enumerate(fitted.parameters.blocks):
-        name = block.name if per == "block" else kind_of(model, block)
+        name = block.name if per == "block" else block.kind
         groups.setdefault(name, []).append(index)
     together = tune_one(fitted).prior_precision
     assert isinstance(together, float)
@@ -208,24 +205,6 @@ def root_between(
     if falling(math.exp(high)) >= 0:
         return bounds[1]
     return math.exp(brentq(lambda log: falling(math.exp(log)), low, high, xtol=tolerance))
-
-
-def kind_of(model: nn.Module, block: Block) -> str:
-    """The kind of a block's parameters.
-
-    `"linear"` and `"convolution"` weights (with their biases where they make one block),
-    `"embedding"` tables, `"normalisation"` scales and shifts, `"bias"`, or `"other"`.
-    """
-    if block.role == "entries":
-        return "other"
-    layer = model.get_submodule(block.parameters[0].rpartition(".")[0])
-    if isinstance(layer, NORMS):
-        return "normalisation"
-    if block.role == "table":
-        return "embedding"
-    if block.role == "bias":
-        return "bias"
-    return "convolution" if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) else "linear"
 
 
 def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import (
     Inputs,
@@ -222,7 +222,7 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     tap = Tap(network, blocks)
     outputs = tap.forward(example)
     last, layer = tap.last_layer(outputs), network.get_submodule(layers[0])
-    is_linear = isinstance(layer, nn.Linear) and all(b.role in ("weight", "bias") for b in blocks)
+    is_linear = all(block.rule.is_linear for block in blocks)
     if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:
         raise NotImplementedError(
             f"The outputs are not those of {layers[0]} ({type(layer).__name__}) as a linear layer "

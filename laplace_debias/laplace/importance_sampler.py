@@ -19,7 +19,7 @@ from laplace_debias.curvature.fits.factor_sums import (
     factor_sums,
 )
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.network.batches import Fold, Stream
 from laplace_debias.curvature.network.inputs import Inputs, join, take, tensors_of

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block, curvature_blocks, parameter_order
+from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.blocks import curvature_blocks, parameter_order
 from laplace_debias.curvature.layers.resolve import resolve
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.inputs import Inputs

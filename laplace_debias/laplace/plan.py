@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import Batches, Fold
 from laplace_debias.curvature.network.inputs import move, take
 from laplace_debias.curvature.structures import CurvatureStructure

@@ -39,7 +39,7 @@ def test_curvature_and_functional_covariance_are_the_dense_ones(name, curvature)
         torch.testing.assert_close(found.diagonal(), exact.diagonal())
     sizes = [model.get_parameter(n).numel() for n in names]
     at = dict(zip(names, torch.arange(len(exact)).split(sizes), strict=True))
-    measured = [b for b in la._parameters.blocks if b.role == "entries"]
+    measured = [b for b in la._parameters.blocks if b.rule.is_generic]
     assert measured or name in ("weight standardisation",)
     for block in measured if curvature in ("kfac", "ekfac") else []:
         places = at[block.name]
@@ -79,7 +79,7 @@ def test_a_loaded_posterior_predicts_the_same_whatever_the_batch(name, tmp_path)
 def test_what_is_multiplied_by_or_added_takes_no_second_run(name, by_calls):
     model, x, y = unusual_parameters.network(name)
     la = Laplace(model).fit([(x, y)])
-    measured = [b for b in la._parameters.blocks if b.role == "entries"]
+    measured = [b for b in la._parameters.blocks if b.rule.is_generic]
     assert {b.name for b in measured if b.calls} == by_calls
     assert by_calls < {b.name for b in measured}
 

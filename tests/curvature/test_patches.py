@@ -8,17 +8,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from laplace_debias.curvature.fits import factors
 from laplace_debias.curvature.fits.directions import GramFactor, moments
 from laplace_debias.curvature.fits.factors import input_factors
-from laplace_debias.curvature.layers import patches
-from laplace_debias.curvature.layers.blocks import curvature_blocks
-from laplace_debias.curvature.layers.patches import (
+from laplace_debias.curvature.layer_rules import convolution, patches
+from laplace_debias.curvature.layer_rules.patches import (
     displacements_are_faster,
     has_displacements,
     patch_moments,
 )
-from laplace_debias.curvature.layers.uses import activations
+from laplace_debias.curvature.layers.blocks import curvature_blocks
 
 pairs = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
@@ -62,7 +60,7 @@ def test_activations_and_factor_equal_torch_unfold(case):
     layer, x = case
     (block,) = curvature_blocks(layer, ["weight"])
     assert block.num_groups == layer.groups
-    found = activations(layer, block, x)
+    found = block.rule.activations(layer, block, x)
     factor = input_factor(layer, block, x[:1], x[1:])
     for group in range(layer.groups):
         at = (group,) if layer.groups > 1 else ()
@@ -85,7 +83,7 @@ def test_one_dimensional_convolutions():
     layer = nn.Conv1d(3, 2, 4, padding=2, dilation=2, dtype=torch.float64)
     x = torch.randn(5, 3, 17, dtype=torch.float64)
     (block,) = curvature_blocks(layer, ["weight"])
-    rows = activations(layer, block, x).flatten(0, 1)
+    rows = block.rule.activations(layer, block, x).flatten(0, 1)
     torch.testing.assert_close(patch_moments(layer, x), rows.T @ rows)
 
 
@@ -102,7 +100,7 @@ def test_padding_modes_are_followed():
         layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode, dtype=torch.float64)
         x = torch.randn(2, 2, 6, 5, dtype=torch.float64)
         (block,) = curvature_blocks(layer, ["weight"])
-        product = activations(layer, block, x) @ layer.weight.flatten(1).T + layer.bias
+        product = block.rule.activations(layer, block, x) @ layer.weight.flatten(1).T + layer.bias
         torch.testing.assert_close(product.mT.reshape(2, 3, 6, 5), layer(x))
 
 
@@ -114,7 +112,7 @@ def test_small_and_large_products_give_the_same_factor(monkeypatch, groups, join
     found = []
     for are_faster in (True, False):
         monkeypatch.setattr(
-            factors, "displacements_are_faster", lambda *_, choice=are_faster: choice
+            convolution, "displacements_are_faster", lambda *_, choice=are_faster: choice
         )
         block = curvature_blocks(layer, names, joint)[0]
         found.append(input_factor(layer, block, x))

@@ -7,7 +7,8 @@ from cases import one_axis_at_a_time
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.layers import blocks
+from laplace_debias.curvature.layer_rules import base
+from laplace_debias.curvature.layers.blocks import curvature_blocks
 
 # Of the weights `[3, 8]` and `[4, 12]` all sides are wide, the four outputs and the inputs, and the
 # inputs alone.
@@ -53,7 +54,7 @@ def assert_blocks(la, expected):
     one_axis_at_a_time(WIDE, ["expand", "reduce"], ["hooks", "backpack"]),
 )
 def test_kfac_has_the_diagonals_of_wide_factors(model, data, monkeypatch, wide, sharing, backend):
-    monkeypatch.setattr(blocks, "WIDE", wide)
+    monkeypatch.setattr(base, "WIDE", wide)
     la = Laplace(model, sharing=sharing, backend=backend).fit([data])
     assert_blocks(la, expected_blocks(model, data[0], wide, sharing))
     axes = {name: block.U_G for name, block in la.posterior.curvature.blocks.items()}
@@ -62,7 +63,7 @@ def test_kfac_has_the_diagonals_of_wide_factors(model, data, monkeypatch, wide, 
 
 @pytest.mark.parametrize("wide", WIDE)
 def test_ekfac_has_the_exact_diagonal_along_the_axes(model, data, monkeypatch, wide):
-    monkeypatch.setattr(blocks, "WIDE", wide)
+    monkeypatch.setattr(base, "WIDE", wide)
     la = Laplace(model, curvature="ekfac").fit([data])
     for name in la.block_names:
         block = la.posterior.curvature.blocks[name]
@@ -80,7 +81,7 @@ def test_ekfac_has_the_exact_diagonal_along_the_axes(model, data, monkeypatch, w
 
 def test_folds_and_halves_of_factors_without_directions(model, data, monkeypatch):
     """Axes are chosen by no data: a cross-fit is the full fit, a debiased one its second half's."""
-    monkeypatch.setattr(blocks, "WIDE", 2)
+    monkeypatch.setattr(base, "WIDE", 2)
     x, y = data
     folds = Laplace(model).fit([data], mode="crossfit", num_data=6)
     assert_blocks(folds, expected_blocks(model, x, 2))
@@ -97,7 +98,7 @@ def test_positions_that_do_not_count(monkeypatch):
     x, y = torch.randint(6, (4, 5)), torch.randint(6, (4, 5))
     y[0, 2:] = y[2, 4:] = -100
     dense = Laplace(model).fit([(x, y)]).posterior.curvature.blocks
-    monkeypatch.setattr(blocks, "WIDE", 2)
+    monkeypatch.setattr(base, "WIDE", 2)
     wide = Laplace(model).fit([(x, y)]).posterior.curvature.blocks
     for name, block in wide.items():
         assert block.U_G is None
@@ -108,7 +109,7 @@ def test_positions_that_do_not_count(monkeypatch):
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 @pytest.mark.parametrize("wide", WIDE)
 def test_predictions_and_files(model, data, monkeypatch, tmp_path, wide, curvature):
-    monkeypatch.setattr(blocks, "WIDE", wide)
+    monkeypatch.setattr(base, "WIDE", wide)
     la = Laplace(model, curvature=curvature, prior_precision=0.3).fit([data])
     x = data[0][:3]
     J = oracle.flat_jacobian(model, x, la.param_names)
@@ -130,10 +131,10 @@ def test_predictions_and_files(model, data, monkeypatch, tmp_path, wide, curvatu
 
 
 def test_the_bound_is_that_of_the_documentation():
-    assert blocks.WIDE == 8192
+    assert base.WIDE == 8192
     layer = nn.Linear(2, 8193)
-    made = blocks.curvature_blocks(nn.Sequential(layer), ["0.weight", "0.bias"])
+    made = curvature_blocks(nn.Sequential(layer), ["0.weight", "0.bias"])
     assert [block.has_diagonal_G for block in made] == [True, True]
     assert [block.has_diagonal_A for block in made] == [False, False]
-    narrow = blocks.curvature_blocks(nn.Sequential(nn.Linear(8192, 8192)), ["0.weight", "0.bias"])
+    narrow = curvature_blocks(nn.Sequential(nn.Linear(8192, 8192)), ["0.weight", "0.bias"])
     assert not any(block.has_diagonal_G or block.has_diagonal_A for block in narrow)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, jacrev
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.layers import blocks
+from laplace_debias.curvature.layer_rules import base
 from laplace_debias.laplace.functional import request as covariance_request
 
 transformers = pytest.importorskip("transformers")
@@ -94,8 +94,8 @@ def fitted(request):
     model = build(kind, tied)
     with pytest.MonkeyPatch.context() as patched:
         if bounds is not None:
-            patched.setattr(blocks, "WIDE", bounds[0])
-            patched.setattr(blocks, "_DENSE_UP_TO", bounds[1])
+            patched.setattr(base, "WIDE", bounds[0])
+            patched.setattr(base, "_DENSE_UP_TO", bounds[1])
         la = Laplace(model, fisher="mc", prior_precision=0.7)
         la.fit([batch_of()], generator=torch.Generator().manual_seed(2))
         # Llama computes its normalisations in single precision.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.records import BlockRecord
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 
 
 class UnfinishedSumError(RuntimeError):

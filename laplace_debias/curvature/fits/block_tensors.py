@@ -7,7 +7,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import Factor, GramFactor
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 
 BlockTensors = dict[Block, Tensor]
 

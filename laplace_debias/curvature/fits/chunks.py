@@ -12,7 +12,7 @@ from laplace_debias.curvature.fits.accumulators import Accumulator, UnfinishedSu
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.records import BlockRecord, scale_examples
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.uses import CallUses, Masks, Uses, taking_examples
 from laplace_debias.curvature.network.batches import weight_of
@@ -225,7 +225,7 @@ def _check_weights(blocks: Sequence[Block], batch: tuple[Any, ...]) -> None:
     if len(batch) <= 2:
         return
     for block in blocks:
-        if block.is_joint or block.role == "table":
+        if block.is_joint or block.is_one_hot:
             raise ValueError(
                 "Examples have weights, which neither joint=True nor an embedding's table "
                 'takes: leave out joint, or name other parameters (params="last_layer").'

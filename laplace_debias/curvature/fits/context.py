@@ -10,8 +10,8 @@ from torch import nn
 
 from laplace_debias.curvature.fits.checkpoint import NO_CHECKPOINT, Checkpoint, NoCheckpoint
 from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.backends import Backend
-from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.operators import BlockDiagonal

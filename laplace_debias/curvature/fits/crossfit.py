@@ -40,7 +40,7 @@ from laplace_debias.curvature.fits.eigenbases import share_bases
 from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
 from laplace_debias.curvature.fits.magnitudes import exact_sums
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData, Fold, weight_of
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.network.shards import first_indices_of_batches

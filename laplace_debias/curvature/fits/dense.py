@@ -15,7 +15,7 @@ from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.directions import average_degenerate, eigh, resolution
 from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.network.batches import Fold
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
-from laplace_debias.curvature.layers.uses import Uses, activations, output_gradients
+from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.operators import eigh as decomposition
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_thin
 
@@ -335,13 +335,13 @@ def ekfac_magnitudes(
     Reference: George et al. (2018), "Fast approximate natural gradient descent in a
     Kronecker-factored eigenbasis".
     """
-    is_linear = block.role == "weight" and isinstance(layer, nn.Linear)
+    is_linear = block.rule.is_linear and not block.is_exact
     total: Tensor | None = None
     if is_linear and len(uses) == 1 and uses[0][0].ndim == 2:  # type: ignore[index,arg-type]
         # One position: the square of the outer product is the outer product of the squares.
         x, g = uses[0]  # type: ignore[index]
-        a = coordinates(activations(layer, block, x)[:, 0], U_A)
-        rows = coordinates(output_gradients(layer, block, g)[..., 0], U_G)
+        a = coordinates(block.rule.activations(layer, block, x)[:, 0], U_A)
+        rows = coordinates(block.rule.output_gradients(layer, block, x, g)[..., 0], U_G)
         total = rows.square().sum(0).T @ a.square()
     else:
         # A frame has one more coordinate for each thin direction.

@@ -13,7 +13,7 @@ from laplace_debias.curvature.fits.directions import (
     eigh_of_each,
 )
 from laplace_debias.curvature.fits.factor_sums import FactorSums
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 
 # Small factors of so many numbers in all are decomposed together.
 _DECOMPOSED_TOGETHER = 2**20

@@ -23,7 +23,7 @@ from laplace_debias.curvature.fits.directions import Factor, GramFactor, moments
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
 from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.batches import FitData

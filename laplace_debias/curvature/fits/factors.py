@@ -24,29 +24,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import Factor, GramFactor, add_moments, moments
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.patches import (
-    displacements_are_faster,
-    has_displacements,
-    patch_moments,
-)
-from laplace_debias.curvature.layers.uses import (
-    Masks,
-    Uses,
-    activations,
-    chosen,
-    exact_rows,
-    output_gradients,
-    slices,
-    token_gradients,
-    tokens,
-)
+from laplace_debias.curvature.layers.uses import Masks, Uses, chosen, exact_rows
 
 # From so many columns on, a factor is not written for every few rows, nor decomposed whole.
 _WIDE = 16
@@ -99,19 +83,14 @@ def _gradients(
     assert not isinstance(uses, CallUses)
     columns: list[Tensor] = []
     num_positions = 0
-    is_table = block.role == "table"
     for x, g in uses:
-        if is_table:
-            gradients = token_gradients(layer, block, x, g)
-        else:
-            gradients = output_gradients(layer, block, g)
+        gradients = block.rule.output_gradients(layer, block, x, g)
         columns.append(gradients.flatten(0, 1))
         num_positions += gradients.shape[-1]
-    if block.sharing == "reduce" and block.role == "weight":
+    if block.sharing == "reduce":
         total = torch.stack([part.sum(-1) for part in columns]).sum(0)
         return [total.unsqueeze(-1)], len(total), 1
-    if is_table:
-        masks = _counted(layer, [x for x, _ in uses], masks)
+    masks = _without_padding(layer, block, [x for x, _ in uses], masks)
     num_rows = len(columns[0]) * num_positions
     if masks is None:
         return columns, num_rows, num_positions
@@ -138,27 +117,21 @@ def input_factors(
     rows if they are at most half as many as A's and A is wide. With `as_rows` it is rows, however
     many, which then come in several parts.
     """
-    if block.role == "table":
-        masks = _counted(layer, inputs, masks)
-        counts = layer.weight.new_zeros(block.shape[1], dtype=torch.long)
-        for index, x in enumerate(inputs):
-            ids = tokens(x).flatten().long()
-            ones = counts.new_ones(len(ids)) if masks is None else masks[index].flatten()
-            counts.index_add_(0, ids, ones.long())
-        return [counts.to(layer.weight.dtype)]
+    masks = _without_padding(layer, block, inputs, masks)
+    if block.is_one_hot:
+        return [_count_indices(layer, block, inputs, masks)]
     parts = input_rows(layer, block, inputs, masks)
     d_in = block.shape[1]
     if as_rows:
         return map(GramFactor, parts)
-    num_positions = sum(activations(layer, block, x[:1]).shape[1] for x in inputs)
+    num_positions = sum(block.rule.activations(layer, block, x[:1]).shape[1] for x in inputs)
     num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
     if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
         return [GramFactor(torch.cat(list(parts)))]
-    is_plain = masks is None and block.sharing == "expand" and not block.has_diagonal_A
-    # On a GPU a few large products take less time than many small ones.
-    may_displace = is_plain and layer.weight.is_cpu and has_displacements(layer)
-    if may_displace and all(displacements_are_faster(layer, block.num_groups, x) for x in inputs):
-        return [_patch_factor(layer, block, x) for x in inputs]
+    if masks is None and block.sharing == "expand" and not block.has_diagonal_A:
+        second_moments = block.rule.second_moments(layer, block, inputs)
+        if second_moments is not None:
+            return second_moments
     A = layer.weight.new_zeros(block.factor_shapes[1])
     for rows in parts:
         if block.has_diagonal_A:
@@ -168,12 +141,27 @@ def input_factors(
     return [A]
 
 
-def _counted(layer: Any, inputs: Sequence[Tensor], masks: Masks | None) -> Masks | None:
-    """The tokens of an embedding that take part: its `padding_idx` does not."""
-    if layer.padding_idx is None:
-        return masks
-    real = [tokens(x).ne(layer.padding_idx) for x in inputs]
-    return real if masks is None else [a & b for a, b in zip(real, masks, strict=True)]
+def _without_padding(
+    layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
+) -> Masks | None:
+    """The positions that take part and are no padding for the layer, as of an embedding."""
+    paddings = [block.rule.padding(layer, x) for x in inputs]
+    is_input = [padding.logical_not() for padding in paddings if padding is not None]
+    if not is_input or masks is None:
+        return is_input or masks
+    return [a & b for a, b in zip(is_input, masks, strict=True)]
+
+
+def _count_indices(
+    layer: Any, block: Block, inputs: Sequence[Tensor], masks: Masks | None
+) -> Float[Tensor, " d_in"]:
+    """The diagonal of A for one-hot activations: how often each index occurs."""
+    counts = layer.weight.new_zeros(block.shape[1], dtype=torch.long)
+    for number, x in enumerate(inputs):
+        indices = block.rule.activation_indices(layer, x).flatten().long()
+        ones = counts.new_ones(len(indices)) if masks is None else masks[number].flatten()
+        counts.index_add_(0, indices, ones.long())
+    return counts.to(layer.weight.dtype)
 
 
 def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
@@ -189,27 +177,12 @@ def input_rows(
         yield _mean_activations(layer, block, inputs, masks)
         return
     for index, x in enumerate(inputs):
-        for examples in slices(layer, block, x):
-            rows = activations(layer, block, x[examples])
+        for examples in block.rule.slices(layer, block, x):
+            rows = block.rule.activations(layer, block, x[examples])
             if masks is None:
                 yield rows.flatten(0, 1)
             else:
                 yield chosen(rows[None], masks[index][examples])[0]
-
-
-def _patch_factor(layer: Any, block: Block, x: Tensor) -> Tensor:
-    """A of one use without its patches."""
-    factors = [patch_moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
-    A = torch.stack(factors) if block.groups else factors[0]
-    if not block.is_joint:
-        return A
-    # Patches are linear in the image: one image stands for the sum of all.
-    total = activations(layer, block, x.sum(0, keepdim=True))[0].sum(0)
-    total[..., -1] *= len(x)
-    A = F.pad(A, (0, 1, 0, 1))
-    A[..., -1, :] = total
-    A[..., :-1, -1] = total[..., :-1]
-    return A
 
 
 def _mean_activations(
@@ -220,8 +193,8 @@ def _mean_activations(
     num_positions = 0
     for index, x in enumerate(inputs):
         slice_sums = []
-        for examples in slices(layer, block, x):
-            rows = activations(layer, block, x[examples])
+        for examples in block.rule.slices(layer, block, x):
+            rows = block.rule.activations(layer, block, x[examples])
             if masks is not None:
                 # Not a product: padded entries may be infinite.
                 mask = masks[index][examples].view(*rows.shape[:2], *[1] * (rows.ndim - 2))

@@ -28,7 +28,7 @@ from laplace_debias.curvature.fits.directions import (
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
 from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.uses import Masks, Uses
 
 

@@ -20,32 +20,28 @@ convolutional layers of a sequential network. What stands around them is of this
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block, layer_rule
 from laplace_debias.curvature.layers.tap import Tap, not_batched
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, as_columns, quiet
 from laplace_debias.curvature.network.precision import NARROW
 
-# Layers that BackPACK pushes columns through.
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
 
 @cache
-def _derivatives() -> dict[type[nn.Module], Any]:
-    """BackPACK's rules, by layer; imported with the first fit, as they take half a second."""
-    from backpack.core.derivatives.conv1d import Conv1DDerivatives
-    from backpack.core.derivatives.conv2d import Conv2DDerivatives
-    from backpack.core.derivatives.conv3d import Conv3DDerivatives
-    from backpack.core.derivatives.linear import LinearDerivatives
+def _derivatives(name: str) -> Any:
+    """A class of BackPACK's derivatives; imported with the first fit, as that takes half a second.
 
-    rules = (LinearDerivatives, Conv1DDerivatives, Conv2DDerivatives, Conv3DDerivatives)
-    return dict(zip(_LAYERS, rules, strict=True))
+    The name is `module.Class`.
+    """
+    module, _, class_name = name.rpartition(".")
+    return getattr(import_module(f"backpack.core.derivatives.{module}"), class_name)
 
 
 def why_not_backpack(model: nn.Module) -> str | None:
@@ -68,7 +64,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not hook.__module__.startswith("backpack"):
                 return f"{where} has forward hooks, which BackPACK does not see"
-        if kind in _LAYERS:
+        if layer_rule(module).backpack_derivatives(module) is not None:
             padding, mode = getattr(module, "padding", 0), getattr(module, "padding_mode", "zeros")
             if getattr(module, "groups", 1) != 1 or isinstance(padding, str) or mode != "zeros":
                 return f"{where} has padding or groups that BackPACK cannot follow"
@@ -136,12 +132,12 @@ class BackpackTap:
 
 def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
     """Gradients `[K, B, ...]` with respect to a layer's input from those to its output."""
-    if type(layer) in _LAYERS:
-        rule = _derivatives()[type(layer)]
+    derivatives = layer_rule(layer).backpack_derivatives(layer)
+    if derivatives is not None:
         # Where BackPACK looks for them; the layer is that of a `shared_copy`.
         layer.input0, layer.output = x, z
         try:
-            return rule().jac_t_mat_prod(layer, (), (), gradients)
+            return _derivatives(derivatives)().jac_t_mat_prod(layer, (), (), gradients)
         finally:
             del layer.input0, layer.output
     x = x.detach().requires_grad_()
@@ -170,7 +166,7 @@ def choose_backend(
         raise ValueError(f"Unknown backend={name!r}: use 'auto', 'backpack' or 'hooks'.")
     obstacle = why_not_backpack(model)
     for block in blocks:
-        if obstacle is None and block.role == "entries":
+        if obstacle is None and block.rule.is_generic:
             obstacle = f"{block.name} belongs to no layer that it knows"
     if obstacle is None:
         return BackpackTap

@@ -1,139 +1,20 @@
-"""The curvature blocks that the Bayesian parameters make, and where their entries lie."""
+"""The curvature blocks that the Bayesian parameters make, and the order of their entries."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.layer_types import (
-    CONVOLUTIONS,
-    LAYERS,
-    NORMS,
-    PROJECTIONS,
-    TRANSPOSED,
-    is_attention,
-    is_hugging_face_conv1d,
-)
+from laplace_debias.curvature.layer_rules import GENERIC, Block, layer_rule
 
 SHARINGS = ("expand", "reduce")
-# The exact block of a parameter without layer is dense up to so many entries, and diagonal above.
-_DENSE_UP_TO = 1024
-WIDE = 8192
-"""Of more outputs (or inputs) than this a layer's factor on that side is diagonal.
-
-A dense factor of a vocabulary of 50,000 would be 10 GB in single precision.
-"""
 
 _PARAMETRIZATIONS = "parametrizations"
 
 # How positions share a weight: one answer, or one for a layer's path.
 Sharing = str | Mapping[str, str]
-
-
-class Site(NamedTuple):
-    """Where blocks are measured: at a layer, at a parameter, or at calls that are run once more.
-
-    At a parameter the path is its name: operations multiply by it, or add it. At calls, `paths` are
-    those of the modules whose calls read one parameter: they are run once more, example by example,
-    to differentiate them.
-    """
-
-    paths: tuple[str, ...]
-    is_call: bool = False
-
-    def __str__(self) -> str:
-        return " and ".join(path or "the model" for path in self.paths)
-
-
-@dataclass(eq=False)
-class Block:
-    """One curvature block: a layer's weight matrix, bias or scale.
-
-    A convolution's groups of channels share no parameter and no output, so the curvature of its
-    weight is block-diagonal in itself, with one matrix for each group, all of one shape. They are
-    one block here, and are computed all at once.
-
-    Attributes:
-        name: The parameter's name, with a number in brackets behind it for query, key and value of
-            one projection; both names, with a `+` between them, where the block is a weight's and
-            its bias's.
-        parameters: The parameters' names in the model: one, or weight and bias.
-        layer: The path of the layer that yields the block's inputs and output gradients.
-        role: `"weight"`: a matrix, whose block is Kronecker-factored; `"table"`: an embedding's
-            weight, whose input factor is diagonal; `"bias"`, or `"scale"` (the weight of a
-            normalisation): a vector, whose block is exact; `"depthwise"`: the kernels of a
-            convolution with one output channel a group, a vector for each group, whose matrices are
-            exact; `"entries"`: any other parameter, as a vector, whose block is exact.
-        shape: `(d_out, d_in)`, of one group; what is exact has `d_in = 1`.
-        group: Which of query, key and value.
-        sharing: `"expand"` or `"reduce"`, for a weight.
-        num_groups: How many groups a convolution's weight has.
-        calls: For `"entries"` the paths of the modules whose calls read the parameter; none where
-            the forward pass multiplies by it, or adds it, entry by entry.
-        rank: How many directions of a factor are kept; None for all.
-        size: The number of parameters in the block.
-        site: Where the block is measured.
-        groups: The leading dimension of what there is for every group, `(g,)`; `()` for one group.
-        is_exact: Whether the block is that of vectors, and exact, instead of Kronecker-factored.
-        is_joint: Whether the bias is the weight matrix's last column.
-        has_diagonal_G: Whether only G's diagonal is kept, as a vector: it is wide, or a large exact
-            block.
-        has_diagonal_A: Whether A is a vector: that of an embedding is diagonal, of a wide one its
-            diagonal.
-        factor_shapes: The shapes of G and A; that of A is `()` where the block is exact.
-        most_rows: More rows of a streamed factor than this are compressed to half as many.
-        is_streamed: Whether no matrix is made of G, and of A, which is much wider than `rank`.
-    """
-
-    name: str
-    parameters: tuple[str, ...]
-    layer: str
-    role: str
-    shape: tuple[int, int]
-    group: int = 0
-    sharing: str = "expand"
-    num_groups: int = 1
-    calls: tuple[str, ...] = ()
-    rank: int | None = None
-
-    size: int = field(init=False)
-    site: Site = field(init=False)
-    groups: tuple[int, ...] = field(init=False)
-    is_exact: bool = field(init=False)
-    is_joint: bool = field(init=False)
-    has_diagonal_G: bool = field(init=False)
-    has_diagonal_A: bool = field(init=False)
-    factor_shapes: tuple[tuple[int, ...], tuple[int, ...]] = field(init=False)
-    most_rows: int | None = field(init=False)
-    is_streamed: tuple[bool, bool] = field(init=False)
-
-    def __post_init__(self) -> None:
-        d_out, d_in = self.shape
-        self.size = self.num_groups * d_out * d_in
-        self.groups = () if self.num_groups == 1 else (self.num_groups,)
-        self.is_exact = self.role in ("bias", "scale", "depthwise", "entries")
-        self.is_joint = len(self.parameters) == 2
-        self.most_rows = None if self.rank is None else 4 * self.rank
-        at = self.name if self.role == "entries" else self.layer
-        self.site = Site(self.calls, True) if self.calls else Site((at,))
-        wide = math.inf
-        if self.most_rows is not None and not self.groups and self.role != "entries":
-            wide = 2 * self.most_rows
-        self.is_streamed = d_out >= wide, d_in >= wide and self.role != "table"
-        self.has_diagonal_G = d_out > WIDE and not self.groups and not self.is_streamed[0]
-        self.has_diagonal_A = d_in > WIDE and not self.groups and not self.is_streamed[1]
-        if self.role == "entries":
-            self.has_diagonal_G = self.size > _DENSE_UP_TO
-        if self.role == "table":
-            self.has_diagonal_A = True
-        G = (d_out,) if self.has_diagonal_G else (*self.groups, d_out, d_out)
-        A = (d_in,) if self.has_diagonal_A else (*self.groups, d_in, d_in)
-        self.factor_shapes = G, () if self.is_exact else A
 
 
 def curvature_blocks(
@@ -152,48 +33,56 @@ def curvature_blocks(
     parameters that are measured at calls of modules, whatever layer they belong to, with the
     modules' paths, or at operations, with none; see `resolve`.
     """
-    paths = dict(model.named_modules())
-    default, of_layers = (sharing, {}) if isinstance(sharing, str) else ("expand", sharing)
-    for value in (default, *of_layers.values()):
+    modules = dict(model.named_modules())
+    default_sharing = "expand"
+    layer_sharings: Mapping[str, str] = {}
+    if isinstance(sharing, str):
+        default_sharing = sharing
+    else:
+        layer_sharings = sharing
+    for value in (default_sharing, *layer_sharings.values()):
         if value not in SHARINGS:
             raise ValueError(f"Unknown sharing={value!r}: use one of {', '.join(SHARINGS)}.")
-    if missing := sorted(of_layers.keys() - paths.keys()):
+    if missing := sorted(layer_sharings.keys() - modules.keys()):
+        layers = [path for path, layer in modules.items() if not layer_rule(layer).is_generic]
         raise ValueError(
-            f"sharing names {missing}, which the model does not have. Its layers are "
-            f"{[path for path, layer in paths.items() if isinstance(layer, LAYERS)]}."
+            f"sharing names {missing}, which the model does not have. Its layers are {layers}."
         )
     owners = owners_of_parameters(model)
-    parameters, by_calls = dict(model.named_parameters()), dict(calls or {})
+    parameters = dict(model.named_parameters())
+    readers = {name: tuple(paths) for name, paths in (calls or {}).items()}
     for name in names:
         path, _, key = name.rpartition(".")
-        holders, layer = owners[id(parameters[name])], paths[path]
+        layer_paths = owners[id(parameters[name])]
+        layer = modules[path]
         # A subclass may compute the same as the layer; `resolve` finds out.
-        if isinstance(layer, nn.MultiheadAttention):
-            is_of_layer = is_attention(layer) and layer.bias_k is None
-        else:
-            is_of_layer = key in ("weight", "bias") and (
-                isinstance(layer, LAYERS) or is_hugging_face_conv1d(layer)
-            )
-        if len(holders) > 1 or not is_of_layer:
-            by_calls.setdefault(name, holders)
+        if len(layer_paths) > 1 or not layer_rule(layer).owns(layer, key):
+            readers.setdefault(name, layer_paths)
     blocks: list[Block] = []
-    merged: set[str] = set()
+    joint_biases: set[str] = set()
     for name in names:
-        if name in merged:
-            continue
-        if name in by_calls:
-            holder, *_ = owners[id(parameters[name])]
-            shape, read_by = (parameters[name].numel(), 1), tuple(by_calls[name])
-            blocks.append(Block(name, (name,), holder, "entries", shape, calls=read_by))
-            continue
         path, _, key = name.rpartition(".")
-        layer = paths[path]
+        if name in joint_biases:
+            continue
+        if name in readers:
+            size = parameters[name].numel()
+            first_path = owners[id(parameters[name])][0]
+            blocks.append(GENERIC.parameter_block(name, first_path, size, readers[name]))
+            continue
+        layer = modules[path]
+        rule = layer_rule(layer)
         bias = f"{path}.bias".lstrip(".")
-        partner = joint and key == "weight" and bias in names and bias not in by_calls
-        partner = partner and not isinstance(layer, NORMS)
-        merged.update([bias] if partner else [])
-        chosen = of_layers.get(path, default)
-        blocks += _blocks_of(name, bias if partner else None, path, layer, chosen)
+        is_joint = (
+            joint
+            and rule.can_be_joint
+            and key == "weight"
+            and bias in names
+            and bias not in readers
+        )
+        if is_joint:
+            joint_biases.add(bias)
+        layer_sharing = layer_sharings.get(path, default_sharing)
+        blocks += rule.blocks(layer, path, key, layer_sharing, is_joint)
     return blocks
 
 
@@ -226,67 +115,13 @@ def parameter_order(
     return order[:place]
 
 
-def _blocks_of(
-    name: str, bias: str | None, path: str, layer: nn.Module, sharing: str
-) -> list[Block]:
-    key = name.rpartition(".")[2]
-    parameter = layer.get_parameter(key)
-    if isinstance(layer, nn.MultiheadAttention):
-        # Query, key and value project different inputs in general: a block each.
-        inside = f"{path}." if path else ""
-        role, d_out = "bias" if key == "in_proj_bias" else "weight", parameter.shape[0]
-        d_in = parameter.shape[1:].numel()
-        if key.startswith("in_proj"):
-            shape, blocks = (d_out // 3, d_in), []
-            for group, projection in enumerate(PROJECTIONS):
-                of_group = f"{name}[{group}]", (name,), inside + projection, role, shape, group
-                blocks.append(Block(*of_group, sharing))
-            return blocks
-        projection = next(p for p in PROJECTIONS if key.startswith(p[0]))
-        return [Block(name, (name,), inside + projection, role, (d_out, d_in), 0, sharing)]
-    if isinstance(layer, NORMS) or key == "bias":
-        role = "scale" if key == "weight" else "bias"
-        return [Block(name, (name,), path, role, (parameter.numel(), 1))]
-    role = "table" if isinstance(layer, nn.Embedding) else "weight"
-    groups = layer.groups if isinstance(layer, (*CONVOLUTIONS, *TRANSPOSED)) else 1
-    d_out, d_in = parameter.shape[0] // groups, parameter.shape[1:].numel()
-    if isinstance(layer, TRANSPOSED):
-        d_out, d_in = parameter.shape[1], parameter.numel() // (parameter.shape[1] * groups)
-    elif role == "table" or not isinstance(layer, LAYERS):  # transformers' `Conv1D`
-        d_out, d_in = d_in, d_out
-    parameters = (name,) if bias is None else (name, bias)
-    shape = (d_out, d_in + len(parameters) - 1)
-    if groups > 1 and d_out == 1:
-        role, shape = "depthwise", (shape[1], 1)
-    return [Block("+".join(parameters), parameters, path, role, shape, 0, sharing, groups)]
-
-
 def entries_of(
     model: nn.Module, block: Block, values: Mapping[str, Tensor]
 ) -> Shaped[Tensor, "*groups d_out d_in"]:
-    """A block's entries, `[*groups, d_out, d_in]`, of what there is for every parameter's entry."""
+    """Order the entries of a block, given a tensor of its shape for each parameter's name."""
     path, _, _ = block.parameters[0].rpartition(".")
     layer = model.get_submodule(path)
-    weight = values[block.parameters[0]]
-    d_out = block.shape[0]
-    rows = slice(block.group * d_out, (block.group + 1) * d_out)
-    if block.role in ("bias", "scale", "entries"):
-        return weight.flatten()[rows, None]
-    bias = values[block.parameters[1]] if block.is_joint else None
-    if block.num_groups > 1:
-        rows = slice(None)
-    if block.role == "table" or not isinstance(layer, LAYERS):  # transformers' `Conv1D`
-        matrices = weight.T
-    elif isinstance(layer, TRANSPOSED):
-        # [C_in, d_out, k_1, …], and the groups divide C_in.
-        of_groups = weight.flatten(2).unflatten(0, (*block.groups, -1))
-        matrices = of_groups.transpose(-3, -2).flatten(-2)
-    else:
-        matrices = weight[rows].flatten(1).unflatten(0, (*block.groups, -1))
-    if bias is not None:
-        last = bias[rows].unflatten(0, (*block.groups, -1)).unsqueeze(-1)
-        matrices = torch.cat([matrices, last], dim=-1)
-    return matrices.reshape(*block.groups, *block.shape)
+    return block.rule.entries(layer, block, [values[name] for name in block.parameters])
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:

@@ -2,27 +2,16 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_weight
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.uses import (
-    LayerUses,
-    Uses,
-    activations,
-    exact_rows,
-    output_gradients,
-    padded,
-    slices,
-    token_gradients,
-    tokens,
-)
+from laplace_debias.curvature.layers.uses import LayerUses, Uses, exact_rows
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, in_parts, is_thin
 
 # Numbers that a slice of an embedding's Jacobian holds.
@@ -68,10 +57,11 @@ def rotated_jacobians(
             yield Rotated(part, coordinates(rows, U_G).movedim(0, 1).unsqueeze(-1))
         return
     assert not isinstance(uses, CallUses)
-    if block.role == "table":
+    if block.is_one_hot:
         yield from _looked_up(layer, block, uses, U_G, U_A)
         return
-    for part in slices(layer, block, uses[0][0], extra=uses[0][1].shape[0] * block.size):
+    columns_size = uses[0][1].shape[0] * block.size
+    for part in block.rule.slices(layer, block, uses[0][0], extra=columns_size):
         # Not held here, so that one slice's is let go before the next is made.
         yield Rotated(part, _of_slice(layer, block, uses, part, U_G, U_A, apart))
 
@@ -94,23 +84,24 @@ def _of_slice(
     is_apart = apart and len(uses) == 1
     has_few_rows = is_apart and is_thin(U_G) and 2 * num_columns * positions < block.shape[0]
     is_summed_first = positions > block.shape[1] and not has_few_rows
-    # A processor convolves faster than it multiplies patches.
-    convolves = isinstance(layer, nn.Conv2d) and not block.groups and layer.weight.is_cpu
+    rule = block.rule
     total: Tensor | None = None
     for x, g in uses:
-        if convolves and is_summed_first:
-            product = coordinates(_convolved(layer, block, x[part], g[:, part]), U_A)
-            total = product if total is None else total.add_(product)
-            continue
-        if convolves and U_A is not None and not is_thin(U_A):
-            a = _filtered(layer, block, x[part], U_A)
-        else:
-            a = activations(layer, block, x[part])
-            is_few = is_apart and is_thin(U_A) and a.shape[1] < block.shape[1]
+        if is_summed_first:
+            summed = rule.summed_products(layer, block, x[part], g[:, part])
+            if summed is not None:
+                product = coordinates(summed, U_A)
+                total = product if total is None else total.add_(product)
+                continue
+        if is_apart and is_thin(U_A):
+            a = rule.activations(layer, block, x[part])
+            is_few = a.shape[1] < block.shape[1]
             a = _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
+        else:
+            a = rule.activations_along(layer, block, x[part], U_A)
         # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves every
         # column.
-        rows = output_gradients(layer, block, g[:, part]).movedim(0, -3)
+        rows = rule.output_gradients(layer, block, x[part], g[:, part]).movedim(0, -3)
         if has_few_rows:
             of_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
             few = _few_coordinates(of_example.flatten(1, 2), U_G)
@@ -122,28 +113,6 @@ def _of_slice(
     assert total is not None
     J = total.unflatten(-2, (num_columns, -1))
     return (_along(U_G, J) if is_summed_first else J).movedim(-3, 1)
-
-
-def _convolved(
-    layer: Any,
-    block: Block,
-    x: Float[Tensor, "batch *image"],
-    g: Float[Tensor, "columns batch *out"],
-) -> Float[Tensor, "batch rows d_in"]:
-    """`Σ_t g_t a_tᵀ` of each example, one column's rows below the other's, without patches."""
-    x, g, how = padded(layer, x), g.transpose(0, 1).flatten(1, 2), (layer.stride, 0, layer.dilation)
-    size, pairs = (g.shape[1], *layer.weight.shape[1:]), zip(x.split(1), g.split(1), strict=True)
-    rows = torch.stack([conv2d_weight(image, size, of, *how) for image, of in pairs]).flatten(2)
-    return torch.cat([rows, g.flatten(2).sum(-1, keepdim=True)], -1) if block.is_joint else rows
-
-
-def _filtered(
-    layer: Any, block: Block, x: Float[Tensor, "batch *image"], U: Float[Tensor, "d_in r"]
-) -> Float[Tensor, "batch positions r"]:
-    """Activations along directions, which are filters of the image."""
-    filters, bias = (U[:-1], U[-1]) if block.is_joint else (U, None)
-    filters = filters.T.unflatten(1, layer.weight.shape[1:])
-    return F.conv2d(padded(layer, x), filters, bias, layer.stride, 0, layer.dilation).flatten(2).mT
 
 
 def _few_coordinates(
@@ -202,13 +171,15 @@ def _looked_up(
     """The Jacobian of an embedding: gradients added up token by token, zero for all others."""
     assert U_A is None, "An embedding's input directions are the coordinate axes."
     num_columns, batch = uses[0][1].shape[:2]
-    positions = sum(tokens(x).shape[1] for x, _ in uses)
+    rule = block.rule
+    positions = sum(rule.activation_indices(layer, x).shape[1] for x, _ in uses)
     # A slice has up to `step · positions` different tokens.
     step = max(1, math.isqrt(_SLICE // (positions * block.shape[0] * num_columns)))
     for start in range(0, batch, step):
         part = slice(start, min(start + step, batch))
-        ids = torch.cat([tokens(x[part]) for x, _ in uses], dim=1)
-        g = torch.cat([token_gradients(layer, block, x[part], g[:, part]) for x, g in uses], dim=3)
+        ids = torch.cat([rule.activation_indices(layer, x[part]) for x, _ in uses], dim=1)
+        gradients = [rule.output_gradients(layer, block, x[part], g[:, part]) for x, g in uses]
+        g = torch.cat(gradients, dim=3)
         g = _along(U_G, g)
         columns, places = _distinct(ids, block.shape[1])
         J = g.new_zeros(*g.shape[:3], len(columns))

@@ -31,12 +31,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block, Site
+from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
 from laplace_debias.curvature.layers.tap import Tap, Use
-from laplace_debias.curvature.layers.uses import Masks, takes_part
+from laplace_debias.curvature.layers.uses import Masks
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
-from laplace_debias.curvature.network.layer_types import is_hugging_face_conv1d
 from laplace_debias.curvature.network.shared_copy import shared_copy
 
 # Nodes of the recorded graph whose derivative can vanish by the numbers alone.
@@ -50,7 +49,6 @@ _POINTWISE = frozenset(
     )
 )
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_SEQUENCES = (nn.Conv1d, nn.ConvTranspose1d)
 
 
 class PositionFinder:
@@ -157,8 +155,7 @@ class _Pass:
         # What the other layers have in common with these does not depend on which ones are asked.
         self._others: list[tuple[nn.Module, Tensor, Tensor]] = []
         for path, module in network.named_modules():
-            is_layer = isinstance(module, (nn.Linear, nn.Embedding, *_SEQUENCES))
-            if path not in layers and (is_layer or is_hugging_face_conv1d(module)):
+            if path not in layers and layer_rule(module).has_sequence(module):
                 module.register_forward_hook(self._record, prepend=True, with_kwargs=True)
 
     def _record(
@@ -182,6 +179,7 @@ class _Pass:
         batch, asked = len(outputs), self._tap.uses
         calls = [(self._tap.layers[Site((use.layer,))], use.x, use.z) for use in asked]
         calls += [c for c in self._others if c[2].ndim > 2 and len(c[2]) == batch]
+        rules = [layer_rule(layer) for layer, *_ in calls]
         self._tap.forget()
         self._others.clear()
         if not outputs.requires_grad:
@@ -195,23 +193,25 @@ class _Pass:
             outputs, [z for *_, z in calls], cotangent, allow_unused=True
         )
         here = [
-            takes_part(layer, torch.zeros_like(z) if g is None else g)
-            for (layer, _, z), g in zip(calls, gradients, strict=True)
+            rule.nonzero_positions(torch.zeros_like(z) if g is None else g)
+            for rule, (*_, z), g in zip(rules, calls, gradients, strict=True)
         ]
         # By the number of positions: where some layer has a gradient, and where tokens are padding.
         influence: dict[int, Tensor] = {}
         padding: dict[int, Tensor] = {}
-        for (layer, ids, _), mask in zip(calls, here, strict=True):
+        for rule, (layer, ids, _), mask in zip(rules, calls, here, strict=True):
             influence[mask.shape[1]] = influence.get(mask.shape[1], torch.zeros_like(mask)) | mask
-            if isinstance(layer, nn.Embedding) and layer.padding_idx is not None:
-                of_tokens = ids.eq(layer.padding_idx).flatten(1)
-                length = of_tokens.shape[1]
-                padding[length] = padding.get(length, torch.zeros_like(of_tokens)) | of_tokens
+            is_padding = rule.padding(layer, ids)
+            if is_padding is not None:
+                length = is_padding.shape[1]
+                padding[length] = padding.get(length, torch.zeros_like(is_padding)) | is_padding
         ignored = None if counted is None else ~counted.flatten(1)
         zero_rows = _zero_rows(tensors_of(x))
 
         found: dict[str, list[Tensor]] = {}
-        for use, (layer, *_), mask, g in zip(asked, calls, here, gradients, strict=False):
+        for use, rule, (layer, *_), mask, g in zip(
+            asked, rules, calls, here, gradients, strict=False
+        ):
             if g is None:
                 continue
             # Positions that take no part in this use if their gradient vanishes here.
@@ -221,8 +221,8 @@ class _Pass:
             if length in padding:
                 idle |= padding[length]
             # A convolution of images may have as many positions as a sequence has by accident.
-            is_sequence = isinstance(layer, _SEQUENCES) and length in lengths
-            if is_sequence or not isinstance(layer, nn.modules.conv._ConvNd):
+            has_length = length in lengths or not rule.channels_first
+            if has_length and rule.has_sequence(layer):
                 if zero_rows is None:
                     idle |= ~influence[length]
                 elif zero_rows.shape[1] == length:

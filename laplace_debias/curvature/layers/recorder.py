@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.layers.calls import Call
 from laplace_debias.curvature.network.inputs import Inputs
-from laplace_debias.curvature.network.layer_types import is_hugging_face_conv1d
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class CallRecorder:
         self.loops: set[str] = set()
         for path in paths:
             parts = network.get_submodule(path).modules()
-            if any(isinstance(part, nn.RNNBase) for part in parts):
+            if any(layer_rule(part).is_recurrent for part in parts):
                 self.loops.add(path)
         self._forms: dict[tuple[str, int], list[CallForm]] = {}
         self.calls: RecordedCalls = {}
@@ -290,10 +290,6 @@ class OperandRecorder(TorchFunctionMode):
         return z.clone().reshape([output.shape[dim] for dim in order]).permute(back)
 
 
-# Layers that treat whatever stands between examples and features alike.
-_WITH_POSITIONS = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
-
-
 @dataclass
 class ExampleDims:
     """The dimensions of examples in the inputs of layers.
@@ -326,14 +322,15 @@ class ExampleDims:
         """Compare the shapes of layers' inputs for a batch, and for each of its examples twice."""
         dims = cls(is_known=True)
         for path in inputs.keys() & doubled.keys():
-            layer = network.get_submodule(path)
+            rule = layer_rule(network.get_submodule(path))
             sizes = [shape[0] for shape in inputs[path]]
             sizes_of_doubled = [shape[0] for shape in doubled[path]]
-            if isinstance(layer, nn.Embedding):
+            if rule.is_one_hot:
                 dims.shapes[path] = inputs[path]
                 if set(sizes) != {batch} or set(sizes_of_doubled) != {2 * batch}:
                     dims.common.add(path)
-            elif isinstance(layer, _WITH_POSITIONS) or is_hugging_face_conv1d(layer):
+            elif not rule.channels_first:
+                # The layer treats whatever is between examples and features alike.
                 is_double = sizes_of_doubled == [2 * size for size in sizes]
                 num_merged, remainder = divmod(sizes[0], batch)
                 if num_merged > 1 and not remainder and len(set(sizes)) == 1 and is_double:

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.layer_rules import Block, Site
 from laplace_debias.curvature.layers.blocks import (
-    Block,
     Sharing,
-    Site,
     around,
     curvature_blocks,
     owners_of_parameters,
@@ -31,7 +30,6 @@ from laplace_debias.curvature.layers.reference import FIRST_EXAMPLES, Reference,
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
-from laplace_debias.curvature.network.layer_types import NORMS
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
@@ -98,11 +96,8 @@ def resolve(
         lost: dict[str, Exception] = {}
         for block, error in wrong.items():
             around_calls = around(network, block.calls) if block.calls else None
-            is_of_norm = block.role in ("scale", "bias") and isinstance(
-                network.get_submodule(block.layer), NORMS
-            )
             for name in block.parameters:
-                if is_of_norm:
+                if block.rule.is_entrywise:
                     calls[name] = ()
                 elif not block.calls:
                     calls[name] = owners[id(network.get_parameter(name))]

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from laplace_debias.curvature.layers.blocks import Block, Site
+from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
 from laplace_debias.curvature.layers.calls import Call, CallUses
 from laplace_debias.curvature.layers.recorder import (
     CallRecorder,
@@ -23,12 +23,6 @@ from laplace_debias.curvature.layers.recorder import (
 )
 from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, quiet, take
-from laplace_debias.curvature.network.layer_types import (
-    CONVOLUTIONS,
-    NORMS,
-    TRANSPOSED,
-    expose_projections,
-)
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import preserve_attributes, requiring_grad
 from laplace_debias.system.memory import is_out_of_memory
@@ -53,13 +47,9 @@ class Tap:
         self.network = network
         self.one_by_one = False
         for module in list(network.modules()):
-            # On a GPU a call costs more than it computes.
-            if isinstance(module, (*CONVOLUTIONS, *TRANSPOSED)):
-                self.one_by_one |= module.weight.is_cpu
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.register_forward_hook(_lay_out_gradients, prepend=True)
-            if type(module) is nn.MultiheadAttention:
-                expose_projections(module)
+            rule = layer_rule(module)
+            self.one_by_one |= rule.differentiates_one_by_one(module)
+            rule.prepare(module)
         self._modules = list(network.modules())
         self._names: dict[Site, list[str]] = {}
         self._batch, self._has_graph = 0, True
@@ -85,7 +75,7 @@ class Tap:
                 self._operands[path] = self.network.get_parameter(path)
                 path = path.rpartition(".")[0]
             self.layers[site] = self.network.get_submodule(path)
-            self._needs_dims |= isinstance(self.layers[site], nn.Embedding)
+            self._needs_dims |= layer_rule(self.layers[site]).is_one_hot
             called |= dict.fromkeys(site.paths if site.is_call else ())
         self._needs_dims |= any(called)
         self._recorder = CallRecorder(self.network, list(called)) if called else None
@@ -136,7 +126,7 @@ class Tap:
                 # Before any hook of the user's that may replace the output: what they do to it is
                 # part of the forward pass, not of the layer.
                 record = partial(self._record, site.paths[0])
-                inside = next(layer.children(), None) if isinstance(layer, NORMS) else None
+                inside = layer_rule(layer).inner_layer(layer)
                 if inside is None:
                     hook = layer.register_forward_hook(record, prepend=True, with_kwargs=True)
                     handles.append(hook)
@@ -402,17 +392,6 @@ class Tap:
             # Let go before the next.
             del of_part, gradient
         return found
-
-
-def _lay_out_gradients(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-    """A forward hook of batch normalisations: contiguous output gradients of a single example.
-
-    If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as it may from
-    tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode reads its numbers in
-    another order (torch 2.15, on the CPU).
-    """
-    if len(output) == 1 and output.requires_grad:
-        output.register_hook(Tensor.contiguous)
 
 
 def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[RemovableHandle]:

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     call,
@@ -210,8 +211,9 @@ class LinearCalls:
         self.z = torch.empty(0)
         self.counts: dict[str, int] = {}
         for path, layer in network.named_modules():
-            is_plain = type(layer).forward is nn.Linear.forward and not is_parametrized(layer)
-            if is_plain and head in (None, path):
+            rule = layer_rule(layer)
+            is_plain = rule.is_linear and rule.has_plain_forward(layer)
+            if is_plain and not is_parametrized(layer) and head in (None, path):
                 layer.register_forward_hook(partial(self._record, path), with_kwargs=True)
 
     def _record(

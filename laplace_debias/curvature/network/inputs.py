@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.precision import wide
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
@@ -303,7 +304,7 @@ def _plain_recurrence() -> Iterator[None]:
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
     """Within, a model has derivatives forward and back, of every order, that agree."""
-    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    is_recurrent = any(layer_rule(module).is_recurrent for module in model.modules())
     recurrence = _plain_recurrence() if is_recurrent else nullcontext()
     with layer_by_layer(), _plain_attention(), _Agreeing(), recurrence:
         yield

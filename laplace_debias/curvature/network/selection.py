@@ -8,13 +8,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 
+from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.inputs import Inputs, call, take
-from laplace_debias.curvature.network.layer_types import (
-    LAYERS,
-    NORMS,
-    PROJECTIONS,
-    expose_projections,
-)
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.quantised import can_require_grad, check_can_be_bayesian
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -25,7 +20,6 @@ _NUM_EXAMPLES = 16
 _REMEDY = (
     'Take params="all", or name the parameters, params=[...] (model.named_parameters() lists them).'
 )
-_NORMS = (*NORMS, nn.modules.batchnorm._NormBase)
 
 
 def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]:
@@ -67,8 +61,7 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     """Paths of the layers that the outputs come from; parameters used outside of a layer."""
     network = shared_copy(model)
     for module in list(network.modules()):
-        if type(module) is nn.MultiheadAttention:
-            expose_projections(module)
+        layer_rule(module).prepare(module)
     cuts: list[tuple[str, Tensor]] = []
     rescaling = {id(p) for m in network.modules() if _only_rescales(m) for p in m.parameters()}
     layers = dict(_layers(network))
@@ -114,10 +107,11 @@ def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _only_rescales(module: nn.Module) -> bool:
     """Whether a module only rescales: a normalisation, or one with single numbers alone."""
-    if isinstance(module, _NORMS):
+    rule = layer_rule(module)
+    if rule.only_rescales:
         return True
     sizes = [parameter.numel() for parameter in module.parameters()]
-    return bool(sizes) and max(sizes) == 1 and not isinstance(module, LAYERS)
+    return bool(sizes) and max(sizes) == 1 and rule.is_generic
 
 
 def _cutter(cuts: list[tuple[str, Tensor]], path: str) -> Any:
@@ -163,7 +157,7 @@ def _owner(model: nn.Module, path: str) -> nn.Module:
     """The user's module at the path; attention itself for a projection made of its parameters."""
     parent, _, key = path.rpartition(".")
     above = model.get_submodule(parent)
-    is_made = type(above) is nn.MultiheadAttention and key in PROJECTIONS
+    is_made = key in layer_rule(above).made_layers and key not in above._modules
     return above if is_made else model.get_submodule(path)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.quantised import (
     is_quantised,
     keep_differentiable,
@@ -61,9 +62,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
             "of the module's attributes, or implement `__deepcopy__`."
         ) from error
     for module, copied in zip(model.modules(), copied_model.modules(), strict=False):
-        if isinstance(copied, (nn.Embedding, nn.EmbeddingBag)):
-            copied.sparse = False
-            copied.scale_grad_by_freq = False
+        layer_rule(copied).use_dense_gradients(copied)
         for name, attribute in vars(module).items():
             if type(attribute) is dict and not name.startswith("_"):
                 for key, value in attribute.items():

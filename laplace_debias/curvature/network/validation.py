@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.quantised import is_quantised, offloaded_parameters
 from laplace_debias.curvature.network.unwrapping import unwrapped
 
@@ -51,7 +52,6 @@ def validate_model(model: nn.Module) -> nn.Module:
     plain = unwrapped(model)
     for path, module in plain.named_modules():
         name = f"{path or 'model'} ({type(module).__name__})"
-        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         # By its module: to import the classes takes long, and torchao is to replace them.
         if ".quantized.dynamic." in type(module).__module__:
             raise ValueError(
@@ -59,19 +59,13 @@ def validate_model(model: nn.Module) -> nn.Module:
                 "an example's output depends on the others. Use the model as it was before "
                 "quantize_dynamic."
             )
-        if is_norm and module.running_mean is None:
-            raise ValueError(
-                f"{name} keeps no running statistics, so an example's output depends on the rest "
-                "of its batch, and curvature per example is not defined: train it with "
-                "track_running_stats=True."
-            )
+        if problem := layer_rule(module).problem(module):
+            raise ValueError(f"{name} {problem}")
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        if module.training and (is_norm or is_dropout):
-            problem = "is active: dropout makes the outputs random"
-            if is_norm:
-                problem = "is in training mode and would mix the examples of a batch"
+        if module.training and is_dropout:
             raise ValueError(
-                f"{name} {problem}. Curvature is computed in eval mode: call `model.eval()` first."
+                f"{name} is active: dropout makes the outputs random. Curvature is computed in "
+                "eval mode: call `model.eval()` first."
             )
     return plain
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.magnitudes import drop_squares
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 

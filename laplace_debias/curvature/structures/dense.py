@@ -13,7 +13,7 @@ from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, CountedRows, SquaresAlong
 from laplace_debias.curvature.fits.directions import average_degenerate
 from laplace_debias.curvature.fits.totals import DataTotals
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import (
     NO_ROWS,

@@ -9,7 +9,7 @@ import torch
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.directions import Factor, GramFactor
 from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import (
     EIGH_MATRICES,

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.blocks import Block, Site
+from laplace_debias.curvature.layer_rules import Block, Site
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.layers.uses import Uses
@@ -70,10 +70,12 @@ class BlockMoments:
         last = tap.last_layer(outputs)
         if last is None or outputs.ndim > 2:
             return {}
-        if not isinstance(tap.network.get_submodule(last.layer), nn.Linear):
-            return {}
         site = Site((last.layer,))
-        return {index: last.x for index, block in enumerate(self.blocks) if block.site == site}
+        return {
+            index: last.x
+            for index, block in enumerate(self.blocks)
+            if block.site == site and block.rule.is_linear
+        }
 
     def add_last_layer(
         self,

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import LinearCalls, Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take
@@ -105,7 +105,7 @@ def acts_through_head(blocks: Sequence[Block], posterior: GaussianPosterior, hea
     # Modules whose calls are replayed may lie behind the head.
     paths: list[str] = []
     for block in blocks:
-        if block.role == "entries":
+        if block.rule.is_generic:
             paths += block.calls or (block.layer,)
     is_behind = any(not path or path == head or head.startswith(f"{path}.") for path in paths)
     return DENSE_BLOCK not in posterior.curvature.blocks and not is_behind

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.outputs import MEMORY_BOUND, MOST_GRANTED, granted
 from laplace_debias.system.memory import ROOM
 
@@ -143,7 +143,7 @@ class CovarianceRequest:
 def bytes_per_column(gradient_bytes: int, blocks: Sequence[Block], element_size: int) -> int:
     """Compute the bytes of one output of an example: its gradients, or a block's Jacobian."""
     # Only the rows of an embedding that are looked up have a Jacobian.
-    sizes = [block.size * element_size for block in blocks if block.role != "table"]
+    sizes = [block.size * element_size for block in blocks if not block.is_one_hot]
     return max(gradient_bytes, *sizes) if sizes else gradient_bytes
 
 

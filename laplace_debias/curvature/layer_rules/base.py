@@ -1,0 +1,382 @@
+"""A curvature block, and the rule by which it is measured at its layer."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor, nn
+
+from laplace_debias.operators.structures.eigen_kronecker import coordinates
+from laplace_debias.system.memory import ROOM
+
+# The exact block of a parameter without a layer's rule is dense up to so many entries, and diagonal
+# above.
+_DENSE_UP_TO = 1024
+WIDE = 8192
+"""A factor of more outputs (or inputs) than this is diagonal.
+
+A dense factor of a vocabulary of 50,000 would be 10 GB in single precision.
+"""
+
+# Unfolded activations are made in slices of at most so many numbers.
+_SLICE = 2**22
+
+
+class Site(NamedTuple):
+    """Where blocks are measured: at a layer, at a parameter, or at calls that are run once more.
+
+    At a parameter the path is its name: operations multiply by it, or add it. At calls, `paths` are
+    those of the modules whose calls read one parameter: they are run once more, example by example,
+    to differentiate them.
+    """
+
+    paths: tuple[str, ...]
+    is_call: bool = False
+
+    def __str__(self) -> str:
+        return " and ".join(path or "the model" for path in self.paths)
+
+
+@dataclass(eq=False)
+class Block:
+    """One curvature block: a layer's weight matrix, bias or scale.
+
+    A convolution's groups of channels share no parameter and no output, so the curvature of its
+    weight is block-diagonal in itself, with one matrix for each group, all of one shape. They are
+    one block here, and are computed all at once.
+
+    Attributes:
+        name: The parameter's name, with a number in brackets behind it for query, key and value of
+            one projection; both names, with a `+` between them, if the block is a weight's and its
+            bias's.
+        parameters: The parameters' names in the model: one, or weight and bias.
+        layer: The path of the layer that yields the block's inputs and output gradients.
+        rule: The rule of the layer's type.
+        shape: `(d_out, d_in)`, of one group; an exact block has `d_in = 1`.
+        kind: The kind of parameters, by which prior precisions can be grouped: that of the rule's
+            weights, or `"bias"`.
+        group: Which of query, key and value.
+        sharing: `"expand"` or `"reduce"`, for a weight.
+        num_groups: How many groups a convolution's weight has.
+        calls: For a parameter without a layer's rule, the paths of the modules whose calls read it;
+            none if the forward pass multiplies by it, or adds it, entry by entry.
+        rank: How many directions of a factor are kept; None for all.
+        is_exact: Whether the block is that of vectors, and exact, instead of Kronecker-factored.
+        is_one_hot: Whether activations are unit vectors, given by their index, as an embedding's
+            are; then A is diagonal.
+        size: The number of parameters in the block.
+        site: Where the block is measured.
+        groups: The leading dimension of each tensor with an entry per group, `(g,)`; `()` for one
+            group.
+        is_joint: Whether the bias is the weight matrix's last column.
+        has_diagonal_G: Whether only G's diagonal is kept, as a vector: it is wide, or a large exact
+            block.
+        has_diagonal_A: Whether A is a vector: that of an embedding is diagonal, of a wide one its
+            diagonal.
+        factor_shapes: The shapes of G and A; that of A is `()` if the block is exact.
+        most_rows: More rows of a streamed factor than this are compressed to half as many.
+        is_streamed: Whether no matrix is made of G, and of A, which is much wider than `rank`.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    layer: str
+    rule: "LayerRule"
+    shape: tuple[int, int]
+    kind: str
+    group: int = 0
+    sharing: str = "expand"
+    num_groups: int = 1
+    calls: tuple[str, ...] = ()
+    rank: int | None = None
+    is_exact: bool = False
+    is_one_hot: bool = False
+
+    size: int = field(init=False)
+    site: Site = field(init=False)
+    groups: tuple[int, ...] = field(init=False)
+    is_joint: bool = field(init=False)
+    has_diagonal_G: bool = field(init=False)
+    has_diagonal_A: bool = field(init=False)
+    factor_shapes: tuple[tuple[int, ...], tuple[int, ...]] = field(init=False)
+    most_rows: int | None = field(init=False)
+    is_streamed: tuple[bool, bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        d_out, d_in = self.shape
+        is_generic = self.rule.is_generic
+        self.size = self.num_groups * d_out * d_in
+        self.groups = () if self.num_groups == 1 else (self.num_groups,)
+        self.is_joint = len(self.parameters) == 2
+        self.most_rows = None if self.rank is None else 4 * self.rank
+        if self.calls:
+            self.site = Site(self.calls, True)
+        else:
+            self.site = Site((self.name if is_generic else self.layer,))
+        wide = math.inf
+        if self.most_rows is not None and not self.groups and not is_generic:
+            wide = 2 * self.most_rows
+        self.is_streamed = d_out >= wide, d_in >= wide and not self.is_one_hot
+        self.has_diagonal_G = d_out > WIDE and not self.groups and not self.is_streamed[0]
+        self.has_diagonal_A = d_in > WIDE and not self.groups and not self.is_streamed[1]
+        if is_generic:
+            self.has_diagonal_G = self.size > _DENSE_UP_TO
+        if self.is_one_hot:
+            self.has_diagonal_A = True
+        G = (d_out,) if self.has_diagonal_G else (*self.groups, d_out, d_out)
+        A = (d_in,) if self.has_diagonal_A else (*self.groups, d_in, d_in)
+        self.factor_shapes = G, () if self.is_exact else A
+
+
+ModuleTypes = tuple[type[nn.Module] | str, ...]
+
+
+class LayerRule:
+    r"""How the curvature of one type of layer is measured.
+
+    The defaults are those of a layer with a weight matrix W, and perhaps a bias b. Its output at
+    each position t is $W a_t + b$, and its weight's gradient along one cotangent is
+    $\sum_t g_t a_t^\top$. A subclass states `module_types` and `kind`, and the methods that differ.
+    In these, x are inputs of a layer, `[B, ...]`, and g gradients at its outputs, `[K, B, ...]`,
+    with one column per cotangent.
+
+    Attributes:
+        module_types: The layer types, as classes or, without importing them, by their names with
+            the module's. Subclasses count, unless another rule has them.
+        kind: The kind of the weights, such as `"linear"`.
+        is_generic: Whether the rule measures no layer; parameters are then measured at operations
+            or calls.
+        is_linear: Whether the outputs are linear in the layer's input, the features last.
+        is_one_hot: Whether activations are unit vectors, given by their index: inputs are looked
+            up. Such an input may be one for all examples.
+        is_entrywise: Whether the parameters multiply, or are added, entry by entry. If the rule
+            does not hold for one of them, such operations are looked for.
+        is_recurrent: Whether the layer loops over time steps.
+        only_rescales: Whether the layer only rescales: as the last layer it does not count.
+        can_be_joint: Whether weight and bias can make one block.
+        channels_first: Whether outputs are `[B, channels, ...]`; if not, `[B, ..., features]`.
+        made_layers: Names of the layers that `prepare` adds.
+    """
+
+    module_types: ClassVar[ModuleTypes] = ()
+    kind: ClassVar[str] = "other"
+    is_generic: ClassVar[bool] = False
+    is_linear: ClassVar[bool] = False
+    is_one_hot: ClassVar[bool] = False
+    is_entrywise: ClassVar[bool] = False
+    is_recurrent: ClassVar[bool] = False
+    only_rescales: ClassVar[bool] = False
+    can_be_joint: ClassVar[bool] = True
+    channels_first: ClassVar[bool] = False
+    made_layers: ClassVar[tuple[str, ...]] = ()
+
+    # Blocks and the order of their entries.
+
+    def owns(self, layer: nn.Module, key: str) -> bool:
+        """Whether the rule holds for a parameter, by its name in the layer."""
+        return key in ("weight", "bias")
+
+    def blocks(
+        self, layer: nn.Module, path: str, key: str, sharing: str, joint: bool
+    ) -> list[Block]:
+        """Make the blocks of a parameter.
+
+        Args:
+            layer: The layer.
+            path: Its path in the model.
+            key: The parameter's name in the layer.
+            sharing: How positions share the weight, `"expand"` or `"reduce"`.
+            joint: Whether the bias becomes the weight matrix's last column.
+        """
+        parameter = layer.get_parameter(key)
+        name = _join(path, key)
+        if parameter.ndim == 1:
+            return [self.vector_block(name, path, parameter.numel(), "bias")]
+        # Without values: only the shape is of interest.
+        matrices = self.matrices(layer, torch.empty(parameter.shape, device="meta"))
+        *groups, d_out, d_in = matrices.shape
+        parameters: tuple[str, ...] = (name,)
+        if joint:
+            parameters = name, _join(path, "bias")
+            d_in += 1
+        block = Block(
+            name="+".join(parameters),
+            parameters=parameters,
+            layer=path,
+            rule=self,
+            shape=(d_out, d_in),
+            kind=self.kind,
+            sharing=sharing,
+            num_groups=math.prod(groups),
+            is_one_hot=self.is_one_hot,
+        )
+        return [block]
+
+    def vector_block(self, name: str, path: str, size: int, kind: str) -> Block:
+        """Make the exact block of a parameter as a vector."""
+        return Block(
+            name=name,
+            parameters=(name,),
+            layer=path,
+            rule=self,
+            shape=(size, 1),
+            kind=kind,
+            is_exact=True,
+        )
+
+    def matrices(
+        self, layer: nn.Module, weight: Shaped[Tensor, "*weight"]
+    ) -> Shaped[Tensor, "*groups d_out d_in"]:
+        """Reshape the weight, or anything of its shape, to the block's matrices.
+
+        They are `[d_out, d_in]`, or for several groups `[groups, d_out, d_in]`.
+        """
+        return weight.flatten(1)
+
+    def entries(
+        self, layer: nn.Module, block: Block, values: Sequence[Tensor]
+    ) -> Shaped[Tensor, "*groups d_out d_in"]:
+        """Order a block's entries.
+
+        Args:
+            layer: The layer that has the parameters.
+            block: The block.
+            values: For each of the block's parameters a tensor of its shape.
+        """
+        parameter = values[0]
+        if parameter.ndim == 1:
+            return parameter.unsqueeze(-1)
+        matrices = self.matrices(layer, parameter)
+        if block.is_joint:
+            last = values[1].unflatten(0, (*block.groups, -1)).unsqueeze(-1)
+            matrices = torch.cat([matrices, last], dim=-1)
+        return matrices.reshape(*block.groups, *block.shape)
+
+    # Activations and output gradients.
+
+    def unfold(self, layer: nn.Module, x: Tensor) -> Float[Tensor, "batch positions features"]:
+        """Reshape inputs to the rows that meet the weight; a group's features are neighbours.
+
+        T is the product of the leading dimensions behind the first.
+        """
+        return x.reshape(x.shape[0], -1, x.shape[-1])
+
+    def unfolded_size(self, layer: nn.Module, block: Block, x: Tensor) -> int:
+        """Count the numbers in one example's rows of `unfold`, or estimate them from above."""
+        return x[0].numel()
+
+    def activations(
+        self, layer: nn.Module, block: Block, x: Tensor
+    ) -> Float[Tensor, "batch positions *groups d_in"]:
+        """Compute the rows that meet the weight; in a joint block with a one behind."""
+        rows = self.unfold(layer, x).unflatten(2, (*block.groups, -1))
+        return F.pad(rows, (0, 1), value=1.0) if block.is_joint else rows
+
+    def activation_indices(self, layer: nn.Module, x: Tensor) -> Int[Tensor, "batch positions"]:
+        """The indices of the ones in one-hot activations."""
+        return x.reshape(x.shape[0], -1)
+
+    def padding(self, layer: nn.Module, x: Tensor) -> Bool[Tensor, "batch positions"] | None:
+        """The positions whose inputs are padding for the layer; None if it has no padding."""
+        return None
+
+    def output_gradients(
+        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+    ) -> Float[Tensor, "columns batch *groups d_out positions"]:
+        """Reshape the gradients at the layer's output to columns.
+
+        A depthwise kernel has one output channel; a bias has those of all groups.
+        """
+        if not self.channels_first:
+            return g.reshape(*g.shape[:2], -1, block.shape[0]).mT
+        columns = g.flatten(3) if g.ndim > 3 else g.unsqueeze(-1)
+        return columns.unflatten(2, (*block.groups, -1))
+
+    def nonzero_positions(
+        self, g: Float[Tensor, "batch *output"]
+    ) -> Bool[Tensor, "batch positions"]:
+        """Find the positions where one cotangent's gradients at the output do not vanish."""
+        return (g != 0).any(1 if self.channels_first else -1).flatten(1)
+
+    def jacobian_rows(
+        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+    ) -> Float[Tensor, "columns batch *groups d_out"]:
+        """Compute the Jacobian rows of an exact block for one call: of a bias, `Σ_t g_t`."""
+        return self.output_gradients(layer, block, x, g).sum(-1)
+
+    def slices(self, layer: nn.Module, block: Block, x: Tensor, extra: int = 0) -> Iterator[slice]:
+        """Yield ranges of examples whose unfolded activations stay below a fixed size.
+
+        The caller makes `extra` numbers for each example on top of the activations.
+        """
+        numbers = self.unfolded_size(layer, block, x) + extra
+        step = max(1, _SLICE * ROOM[x.device.type] // numbers)
+        for start in range(0, x.shape[0], step):
+            yield slice(start, min(start + step, x.shape[0]))
+
+    # Faster ways to the same numbers.
+
+    def summed_products(
+        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+    ) -> Float[Tensor, "batch rows d_in"] | None:
+        """Compute `Σ_t g_t a_tᵀ` of each example, one column's rows below the other's.
+
+        None if products of `output_gradients` and `activations` are as fast.
+        """
+        return None
+
+    def activations_along(
+        self, layer: nn.Module, block: Block, x: Tensor, U: Tensor | None
+    ) -> Float[Tensor, "batch positions *groups rank"]:
+        """Compute the coordinates of activations along directions."""
+        return coordinates(self.activations(layer, block, x), U)
+
+    def second_moments(
+        self, layer: nn.Module, block: Block, inputs: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """Compute `Σ_n Σ_t a aᵀ` of each call without its rows; None if this is not faster."""
+        return None
+
+    # The forward pass.
+
+    def prepare(self, layer: nn.Module) -> None:
+        """Make a layer of a working copy ready for hooks at its calls."""
+
+    def use_dense_gradients(self, layer: nn.Module) -> None:
+        """Let gradients of a working copy's parameters be plain sums over the calls."""
+
+    def inner_layer(self, layer: nn.Module) -> nn.Module | None:
+        """The layer inside that is given what the rule describes; None if that is the output."""
+        return None
+
+    def has_sequence(self, layer: nn.Module) -> bool:
+        """Whether positions of the outputs are those of a sequence, each with its own input."""
+        return False
+
+    def has_plain_forward(self, layer: nn.Module) -> bool:
+        """Whether the forward pass is that of a layer type, not of a subclass."""
+        types = [kind for kind in self.module_types if isinstance(kind, type)]
+        return any(type(layer).forward is kind.forward for kind in types)
+
+    def differentiates_one_by_one(self, layer: nn.Module) -> bool:
+        """Whether torch pushes one cotangent after the other back through the layer."""
+        return False
+
+    def backpack_derivatives(self, layer: nn.Module) -> str | None:
+        """The class with which BackPACK pushes cotangents through the layer, if it can.
+
+        It is `module.Class` below `backpack.core.derivatives`.
+        """
+        return None
+
+    def problem(self, layer: nn.Module) -> str | None:
+        """Why the outputs of an example are not defined by its inputs, with what to do."""
+        return None
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,259 @@
+"""Convolutions, plain and transposed, in groups and depthwise."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
+
+from laplace_debias.curvature.layer_rules.base import Block, LayerRule, ModuleTypes
+from laplace_debias.curvature.layer_rules.patches import (
+    displacements_are_faster,
+    has_displacements,
+    patch_moments,
+)
+from laplace_debias.operators.structures.eigen_kronecker import is_thin
+
+
+class ConvolutionRule(LayerRule):
+    """A convolution: positions are those of the output, and activations the patches they see.
+
+    A convolution with one output channel per group has no matrix but a vector per group, whose
+    matrices are exact.
+    """
+
+    module_types: ClassVar[ModuleTypes] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    kind = "convolution"
+    channels_first = True
+
+    def blocks(
+        self, layer: nn.Module, path: str, key: str, sharing: str, joint: bool
+    ) -> list[Block]:
+        """Make the block of the weight or the bias; kernels with one output channel are exact."""
+        blocks = super().blocks(layer, path, key, sharing, joint)
+        return [_depthwise(block) if block.shape[0] == 1 else block for block in blocks]
+
+    def matrices(
+        self, layer: Any, weight: Shaped[Tensor, "channels_out *kernel"]
+    ) -> Shaped[Tensor, "*groups d_out d_in"]:
+        """Flatten the kernels, and split their groups."""
+        return _split_groups(layer, weight.flatten(1))
+
+    def unfold(
+        self, layer: Any, x: Float[Tensor, "batch channels *space"]
+    ) -> Float[Tensor, "batch positions d_in"]:
+        """Copy the patch seen from each output position, in the order of `F.unfold`."""
+        patches = _patches(_pad(layer, x), layer, layer.stride)
+        return _flatten_patches(patches)
+
+    def unfolded_size(self, layer: nn.Module, block: Block, x: Tensor) -> int:
+        """Estimate from above, as if each pixel were an output position."""
+        return x[0, 0].numel() * _patch_size(block)
+
+    def jacobian_rows(
+        self, layer: Any, block: Block, x: Tensor, g: Tensor
+    ) -> Float[Tensor, "columns batch *groups d_out"]:
+        """Compute the rows of depthwise kernels, `Σ_t g_t a_t`, or of a bias, `Σ_t g_t`.
+
+        In a joint block `Σ_t g_t` is behind the kernel's entries.
+        """
+        if not block.groups:  # a bias
+            return super().jacobian_rows(layer, block, x, g)
+        # oneDNN convolves tens of thousands of groups at once, where torch's own code loops over
+        # them.
+        has_mkldnn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        is_flat = isinstance(layer, (nn.Conv1d, nn.Conv2d)) and layer.in_channels == layer.groups
+        if has_mkldnn and is_flat and x.device.type == "cpu" and x.dtype == torch.float32:
+            rows = _correlated(layer, x, g)
+            total = self.output_gradients(layer, block, x, g).sum(-1)
+            return torch.cat([rows, total], dim=-1) if block.is_joint else rows
+        parts = []
+        for part in self.slices(layer, block, x):
+            a = self.activations(layer, block, x[part]).movedim(1, 2)  # [b, groups, T, d]
+            columns = self.output_gradients(layer, block, x[part], g[:, part]).squeeze(-2)
+            products = columns.movedim(0, 2) @ a  # [b, groups, K, d]
+            parts.append(products.movedim(2, 0))
+        return torch.cat(parts, dim=1)
+
+    def summed_products(
+        self, layer: Any, block: Block, x: Tensor, g: Tensor
+    ) -> Float[Tensor, "batch rows d_in"] | None:
+        """Compute `Σ_t g_t a_tᵀ` without patches, as the gradient of the convolution's kernel."""
+        if not _convolves_faster(layer, block):
+            return None
+        padded_x = _pad(layer, x)
+        gradients = g.transpose(0, 1).flatten(1, 2)
+        size = (gradients.shape[1], *layer.weight.shape[1:])
+        pairs = zip(padded_x.split(1), gradients.split(1), strict=True)
+        examples = [
+            conv2d_weight(image, size, gradient, layer.stride, 0, layer.dilation)
+            for image, gradient in pairs
+        ]
+        rows = torch.stack(examples).flatten(2)
+        if not block.is_joint:
+            return rows
+        return torch.cat([rows, gradients.flatten(2).sum(-1, keepdim=True)], -1)
+
+    def activations_along(
+        self, layer: Any, block: Block, x: Tensor, U: Tensor | None
+    ) -> Float[Tensor, "batch positions *groups rank"]:
+        """Compute coordinates of patches: directions are filters of the image."""
+        if U is None or is_thin(U) or not _convolves_faster(layer, block):
+            return super().activations_along(layer, block, x, U)
+        bias = U[-1] if block.is_joint else None
+        filters = U[:-1] if block.is_joint else U
+        filters = filters.T.unflatten(1, layer.weight.shape[1:])
+        filtered = F.conv2d(_pad(layer, x), filters, bias, layer.stride, 0, layer.dilation)
+        return filtered.flatten(2).mT
+
+    def second_moments(
+        self, layer: Any, block: Block, inputs: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """Compute A of each call without its patches, from displaced images, if this is faster."""
+        # On a GPU a few large products take less time than many small ones.
+        if not layer.weight.is_cpu or not has_displacements(layer):
+            return None
+        if not all(displacements_are_faster(layer, block.num_groups, x) for x in inputs):
+            return None
+        return [self._displaced_moments(layer, block, x) for x in inputs]
+
+    def _displaced_moments(self, layer: Any, block: Block, x: Tensor) -> Tensor:
+        factors = [patch_moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
+        A = torch.stack(factors) if block.groups else factors[0]
+        if not block.is_joint:
+            return A
+        # Patches are linear in the image: one image stands for the sum of all.
+        total = self.activations(layer, block, x.sum(0, keepdim=True))[0].sum(0)
+        total[..., -1] *= len(x)
+        A = F.pad(A, (0, 1, 0, 1))
+        A[..., -1, :] = total
+        A[..., :-1, -1] = total[..., :-1]
+        return A
+
+    def has_sequence(self, layer: Any) -> bool:
+        """Whether positions are those of a sequence: with one dimension they may be."""
+        return len(layer.kernel_size) == 1
+
+    def differentiates_one_by_one(self, layer: Any) -> bool:
+        """Whether torch differentiates one cotangent at a time: on a GPU a call costs more."""
+        return layer.weight.is_cpu
+
+    def backpack_derivatives(self, layer: nn.Module) -> str | None:
+        """The class with which BackPACK pushes cotangents through the layer."""
+        for dims, layer_type in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), start=1):
+            if type(layer) is layer_type:
+                return f"conv{dims}d.Conv{dims}DDerivatives"
+        return None
+
+
+class TransposedConvolutionRule(ConvolutionRule):
+    """A transposed convolution.
+
+    It is the convolution, with the kernel turned round, of its input with zeros between the pixels.
+    """
+
+    module_types = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+    def matrices(
+        self, layer: Any, weight: Shaped[Tensor, "channels_in channels_out *kernel"]
+    ) -> Shaped[Tensor, "*groups d_out d_in"]:
+        """Bring the output channels, which each group has as many of, to the front."""
+        flat = weight.flatten(2)
+        if layer.groups > 1:
+            flat = flat.unflatten(0, (layer.groups, -1))
+        return flat.transpose(-3, -2).flatten(-2)
+
+    def unfold(
+        self, layer: Any, x: Float[Tensor, "batch channels *space"]
+    ) -> Float[Tensor, "batch positions d_in"]:
+        """Copy the patch seen from each output position."""
+        dims = x.ndim - 2
+        sizes = [(n - 1) * step + 1 for n, step in zip(x.shape[2:], layer.stride, strict=True)]
+        stuffed = x.new_zeros(*x.shape[:2], *sizes)
+        pixels: Any = (..., *(slice(None, None, step) for step in layer.stride))
+        stuffed[pixels] = x
+        # As F.pad takes it: the last dimension first. Negative padding cuts.
+        margins: list[int] = []
+        for dim in reversed(range(dims)):
+            margin = (layer.kernel_size[dim] - 1) * layer.dilation[dim] - layer.padding[dim]
+            margins += [margin, margin + layer.output_padding[dim]]
+        patches = _patches(F.pad(stuffed, margins), layer, (1,) * dims)
+        return _flatten_patches(patches.flip(tuple(range(2 + dims, 2 + 2 * dims))))
+
+    def unfolded_size(self, layer: Any, block: Block, x: Tensor) -> int:
+        """Estimate from above, with as many output positions per pixel as the stride makes."""
+        return x[0, 0].numel() * torch.Size(layer.stride).numel() * _patch_size(block)
+
+
+def _depthwise(block: Block) -> Block:
+    """The block of kernels with one output channel per group, as a vector for each group."""
+    if block.num_groups == 1 or block.is_exact:
+        return block
+    return replace(block, shape=(block.shape[1], 1), is_exact=True)
+
+
+def _split_groups(layer: Any, kernels: Tensor) -> Tensor:
+    return kernels if layer.groups == 1 else kernels.unflatten(0, (layer.groups, -1))
+
+
+def _patch_size(block: Block) -> int:
+    """Count the entries of a patch, of all groups."""
+    d_out, d_in = block.shape
+    # The entries of an exact block are those of depthwise kernels.
+    return block.num_groups * (d_out if block.is_exact else d_in)
+
+
+def _convolves_faster(layer: Any, block: Block) -> bool:
+    """Whether convolutions are faster than products of patches: a processor's are."""
+    return isinstance(layer, nn.Conv2d) and not block.groups and layer.weight.is_cpu
+
+
+def _pad(layer: Any, x: Float[Tensor, "batch channels *space"]) -> Tensor:
+    """The input with the padding that the layer gives it."""
+    if not any(layer._reversed_padding_repeated_twice):
+        return x
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+
+
+def _patches(
+    x: Float[Tensor, "batch channels *space"], layer: Any, stride: Sequence[int]
+) -> Float[Tensor, "batch channels *positions_and_kernel"]:
+    """The patches of an image, `[B, C, o_1, …, k_1, …]`."""
+    for dim in range(x.ndim - 2):
+        window = (layer.kernel_size[dim] - 1) * layer.dilation[dim] + 1
+        x = x.unfold(2 + dim, window, stride[dim])[..., :: layer.dilation[dim]]
+    return x
+
+
+def _flatten_patches(
+    patches: Float[Tensor, "batch channels *positions_and_kernel"],
+) -> Float[Tensor, "batch positions d_in"]:
+    """Flatten `[B, C, o_1, …, k_1, …]` to `[B, o_1·…, C·k_1·…]`."""
+    dims = (patches.ndim - 2) // 2
+    positions = range(2, 2 + dims)
+    kernels = range(2 + dims, 2 + 2 * dims)
+    return patches.permute(0, *positions, 1, *kernels).flatten(1 + dims).flatten(1, dims)
+
+
+def _correlated(layer: Any, x: Tensor, g: Tensor) -> Float[Tensor, "columns batch groups d_in"]:
+    """Compute `Σ_t g_t a_t` without patches.
+
+    The correlation of an image with a gradient is a convolution whose kernel is the gradient:
+    stride and dilation change places, and every image of every channel is a group of its own.
+    """
+    num_columns, batch, channels = g.shape[:3]
+    x = _pad(layer, x)
+    images = x.reshape(1, -1, *x.shape[2:])
+    kernels = g.movedim(0, 2).reshape(-1, 1, *g.shape[3:])
+    convolve = F.conv1d if isinstance(layer, nn.Conv1d) else F.conv2d
+    full = convolve(
+        images, kernels, stride=layer.dilation, dilation=layer.stride, groups=batch * channels
+    )
+    # If the stride leaves a remainder, the padded image is larger than what the kernel sees.
+    inside: Any = (0, slice(None), *(slice(size) for size in layer.kernel_size))
+    return full[inside].reshape(batch, channels, num_columns, -1).permute(2, 0, 1, 3)

@@ -1,0 +1,60 @@
+"""Any parameter, as a vector with an exact block, whatever the forward pass does with it."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layer_rules.base import Block, LayerRule
+
+
+class GenericRule(LayerRule):
+    """A parameter that operations multiply by or add, or that replayed calls read."""
+
+    is_generic = True
+    can_be_joint = False
+
+    def owns(self, layer: nn.Module, key: str) -> bool:
+        """No parameter is measured at its layer."""
+        return False
+
+    def parameter_block(self, name: str, path: str, size: int, calls: tuple[str, ...]) -> Block:
+        """Make the block of a parameter.
+
+        Args:
+            name: The parameter's name.
+            path: The path of the module that has it.
+            size: The number of its entries.
+            calls: The paths of the modules whose calls read it, and are run again; none if
+                operations multiply by it, or add it, entry by entry.
+        """
+        return Block(
+            name=name,
+            parameters=(name,),
+            layer=path,
+            rule=self,
+            shape=(size, 1),
+            kind=self.kind,
+            calls=calls,
+            is_exact=True,
+        )
+
+    def entries(
+        self, layer: nn.Module, block: Block, values: Sequence[Tensor]
+    ) -> Shaped[Tensor, "size 1"]:
+        """Flatten the parameter."""
+        return values[0].flatten().unsqueeze(-1)
+
+    def jacobian_rows(
+        self,
+        layer: nn.Module,
+        block: Block,
+        x: Float[Tensor, "batch positions size"],
+        g: Float[Tensor, "columns batch positions size"],
+    ) -> Float[Tensor, "columns batch size"]:
+        """Compute `Σ_t g_t ⊙ x_t`, where x are the factors that the parameter is multiplied by."""
+        return (g * x).sum(2)
+
+
+GENERIC = GenericRule()
+"""The rule of all parameters that no layer's rule holds for."""

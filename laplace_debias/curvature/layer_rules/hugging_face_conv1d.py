@@ -1,0 +1,24 @@
+"""The `Conv1D` of transformers, which GPT-2 has in the place of linear layers."""
+
+from jaxtyping import Shaped
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layer_rules.base import LayerRule
+
+
+class HuggingFaceConv1DRule(LayerRule):
+    """A linear layer whose weight is stored transposed, `[d_in, d_out]`."""
+
+    # By its name: importing transformers takes seconds.
+    module_types = ("transformers.pytorch_utils.Conv1D",)
+    kind = "linear"
+
+    def matrices(
+        self, layer: nn.Module, weight: Shaped[Tensor, "d_in d_out"]
+    ) -> Shaped[Tensor, "d_out d_in"]:
+        """Transpose the weight."""
+        return weight.T
+
+    def has_sequence(self, layer: nn.Module) -> bool:
+        """Whether positions are those of a sequence: as far as the inputs' are."""
+        return True

@@ -1,0 +1,23 @@
+"""Linear layers."""
+
+from typing import ClassVar
+
+from torch import nn
+
+from laplace_debias.curvature.layer_rules.base import LayerRule, ModuleTypes
+
+
+class LinearRule(LayerRule):
+    """A linear layer, with any number of positions between examples and features."""
+
+    module_types: ClassVar[ModuleTypes] = (nn.Linear,)
+    kind = "linear"
+    is_linear = True
+
+    def has_sequence(self, layer: nn.Module) -> bool:
+        """Whether positions are those of a sequence: as far as the inputs' are."""
+        return True
+
+    def backpack_derivatives(self, layer: nn.Module) -> str | None:
+        """The class with which BackPACK pushes cotangents through the layer."""
+        return "linear.LinearDerivatives" if type(layer) is nn.Linear else None

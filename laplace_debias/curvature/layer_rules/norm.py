@@ -1,0 +1,106 @@
+"""Normalisations: a scale and a shift, which are exact vectors."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layer_rules.base import Block, LayerRule, ModuleTypes
+
+_BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+class NormRule(LayerRule):
+    """A normalisation over features, which are the last dimensions."""
+
+    module_types: ClassVar[ModuleTypes] = (nn.LayerNorm, nn.RMSNorm)
+    kind = "normalisation"
+    is_entrywise = True
+    only_rescales = True
+    can_be_joint = False
+
+    def blocks(
+        self, layer: nn.Module, path: str, key: str, sharing: str, joint: bool
+    ) -> list[Block]:
+        """Make the exact block of the scale, or of the shift."""
+        name = f"{path}.{key}" if path else key
+        return [self.vector_block(name, path, layer.get_parameter(key).numel(), self.kind)]
+
+    def entries(
+        self, layer: nn.Module, block: Block, values: Sequence[Tensor]
+    ) -> Shaped[Tensor, "size 1"]:
+        """Flatten the parameter."""
+        return values[0].flatten().unsqueeze(-1)
+
+    def normalise(self, layer: Any, x: Tensor) -> Tensor:
+        """Normalise the input without scale and shift."""
+        normalise = F.layer_norm if isinstance(layer, nn.LayerNorm) else F.rms_norm
+        return normalise(x, layer.normalized_shape, eps=layer.eps)
+
+    def jacobian_rows(
+        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+    ) -> Float[Tensor, "columns batch size"]:
+        """Compute `Σ_t g_t ⊙ x̂_t` for the scale, with the normalised input x̂; else `Σ_t g_t`."""
+        if block.parameters[0].rpartition(".")[2] == "weight":
+            g = g * self.normalise(layer, x)
+        return super().jacobian_rows(layer, block, x, g)
+
+    def inner_layer(self, layer: nn.Module) -> nn.Module | None:
+        """The activation that some normalisations apply in their own forward pass."""
+        return next(layer.children(), None)
+
+
+class ChannelNormRule(NormRule):
+    """A normalisation over channels, which are the second dimension.
+
+    Instance normalisation, and batch normalisation over processes, only rescale too; their
+    parameters are measured at operations or calls.
+    """
+
+    module_types = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
+    channels_first = True
+
+    def owns(self, layer: nn.Module, key: str) -> bool:
+        """Whether the rule holds for a parameter."""
+        has_rule = isinstance(layer, (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
+        return has_rule and super().owns(layer, key)
+
+    def normalise(self, layer: Any, x: Tensor) -> Tensor:
+        """Normalise the input without scale and shift."""
+        if isinstance(layer, nn.GroupNorm):
+            return F.group_norm(x, layer.num_groups, eps=layer.eps)
+        return F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)
+
+    def prepare(self, layer: nn.Module) -> None:
+        """Make output gradients of a single example contiguous, for batch normalisation.
+
+        If the output gradient of an example `[1, C, H, W]` has strides `(C, 1, CW, C)`, as it may
+        from tokens `[1, HW, C]` behind the layer, torch's backward pass in eval mode reads its
+        numbers in another order (torch 2.15, on the CPU).
+        """
+        if isinstance(layer, _BatchNorm):
+            layer.register_forward_hook(_make_gradients_contiguous, prepend=True)
+
+    def problem(self, layer: nn.Module) -> str | None:
+        """Why batch normalisation mixes the examples of a batch, with what to do."""
+        if not isinstance(layer, _BatchNorm):
+            return None
+        if layer.running_mean is None:
+            return (
+                "keeps no running statistics, so an example's output depends on the rest of its "
+                "batch, and curvature per example is not defined: train it with "
+                "track_running_stats=True."
+            )
+        if layer.training:
+            return (
+                "is in training mode and would mix the examples of a batch. Curvature is computed "
+                "in eval mode: call `model.eval()` first."
+            )
+        return None
+
+
+def _make_gradients_contiguous(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+    if len(output) == 1 and output.requires_grad:
+        output.register_hook(Tensor.contiguous)
