@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: bench demo docs examples experiments notebooks package test test-all test-arithmetic test-python lint format clean
+.PHONY: bench demo docs examples experiments figures notebooks package test test-all test-arithmetic test-python lint format clean
 
 # What is imported is compiled then: all of torch takes a minute.
 PIP_INSTALL := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
@@ -28,6 +28,10 @@ docs: .venv/.docs
 # The notebooks of docs/tutorials, run anew from examples/tutorials: a minute and a half.
 notebooks: .venv/.docs
 	OMP_NUM_THREADS=1 $(BIN)/python website/notebooks.py
+
+# The figures of the pages that explain the ideas, in docs/images: half a minute.
+figures: .venv/.docs
+	OMP_NUM_THREADS=1 $(BIN)/python website/concept_figures.py
 
 bench: .venv/.bench
 	$(BIN)/python -m benchmarks

@@ -121,7 +121,7 @@ for name in ("accuracy", "nll", "overconfidence", "auroc_shuffled"):
 
 # %% [markdown]
 # The posterior has a better NLL and separates shuffled digits from digits. With clean labels and
-# plentiful data the gain is small or nil: [Choosing a posterior](../choosing.md) shows where it
+# plentiful data the gain is small or nil: [Does it help?](../does-it-help.md) shows where it
 # helped in a study of small problems.
 #
 # ## Keep it
