@@ -20,7 +20,8 @@ def table():
     text = PAGE.read_text(encoding="utf-8")
     block = re.search(r"<!-- capabilities:start -->\n(.*?)<!-- capabilities:end -->", text, re.S)[1]
     header, _, *rows = [
-        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in block.splitlines()
+        [cell.strip().replace("`", "") for cell in line.strip("|").split("|")]
+        for line in block.splitlines()
     ]
     return {row[0].split('"')[1]: dict(zip(header[2:], row[2:], strict=True)) for row in rows}
 
