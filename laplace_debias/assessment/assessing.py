@@ -58,9 +58,10 @@ def assess(
         ValueError: If methods or data do not fit each other, or `Laplace` raises it.
         OSError: If the folder cannot be written; after a full disk the same call resumes.
     """
-    has_validation = loaded.validation is not None
-    methods = default_methods(loaded.task, has_validation) if methods is None else tuple(methods)
-    check_methods(methods, loaded.task, has_validation)
+    if methods is None:
+        methods = default_methods(loaded)
+    methods = tuple(methods)
+    check_methods(methods, loaded)
     sets = evaluation_sets(loaded)
     identity = {
         "task": loaded.task,

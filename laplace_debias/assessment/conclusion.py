@@ -63,9 +63,9 @@ class _Verdict:
         self._others = [method.key for method in record.methods[1:]]
         self._labels = {method.key: f"“{method.label}”" for method in record.methods}
         self._labels[self._network] = "the network"
-        self._is_regression = record.is_regression
+        self._has_numbers = record.has_numbers
         self._criteria = ("nll", "brier", "overconfidence")
-        if self._is_regression:
+        if self._has_numbers:
             self._criteria = ("nll", "crps", "scaled_error")
         self._recommended = measurements.recommended
         self._remedy: str | None = None
@@ -135,7 +135,7 @@ class _Verdict:
         if training is not None and "accuracy" in rows:
             assert training.num_classes is not None
             assert training.uniform_nll is not None
-            chance = 0.5 if self._record.task == "multilabel" else 1 / training.num_classes
+            chance = 0.5 if self._record.target_kind == "labels" else 1 / training.num_classes
             accuracy = rows["accuracy"].value
             gap = rows["overconfidence"]
             if accuracy < chance + _LEAST_ABOVE_CHANCE * (1 - chance):
@@ -161,7 +161,7 @@ class _Verdict:
     def doubted(self, doubts: Sequence[str]) -> str:
         """The check that comes before anything else."""
         causes = "the order of the classes, the normalisation of the inputs and the checkpoint"
-        if self._is_regression:
+        if self._has_numbers:
             causes = (
                 "the order and scaling of the columns, the units of the targets and the checkpoint"
             )
@@ -178,7 +178,7 @@ class _Verdict:
         num_examples = self._record.test.num_examples
         beginning = f"On {self._inputs(num_examples)} of the test set the network has"
         nll = f"an NLL of {_with_interval(self._metric('nll'))} nats"
-        if self._is_regression:
+        if self._has_numbers:
             rmse = _with_interval(self._metric("rmse"))
             coverage = 100 * self._metric("coverage").value
             return (
@@ -239,7 +239,7 @@ class _Verdict:
         unchanged = _names([metric for metric in self._criteria if metric not in better])
         unchanged = f" (no significant change: {unchanged})" if unchanged else ""
         confidence = ""
-        if not self._is_regression:
+        if not self._has_numbers:
             confidence = f" It is {_confidence(self._metric('overconfidence', self._remedy))}."
         advice = (
             f"Use {self._labels[self._remedy]}: on the same {self._inputs(num_examples)} it lowers "
@@ -271,7 +271,7 @@ class _Verdict:
 
     def _on_reversal(self, key: str) -> str:
         """Whether a method makes an over-confident network under-confident, or the reverse."""
-        if self._is_regression:
+        if self._has_numbers:
             return ""
         gap_of_network = self._metric("overconfidence")
         gap = self._metric("overconfidence", key)
@@ -288,7 +288,7 @@ class _Verdict:
         calibration = self._criteria[2]
         gap = self._metric(calibration, set_name=hardest.name)
         sentence = f"Shifted inputs: at severity {hardest.severity} the network"
-        if self._is_regression:
+        if self._has_numbers:
             sentence += f"'s errors measure {_with_interval(gap)} of its standard deviations"
         else:
             accuracy = 100 * self._metric("accuracy", set_name=hardest.name).value

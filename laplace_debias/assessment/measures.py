@@ -8,11 +8,11 @@ from torch import Tensor
 
 from laplace_debias import metrics
 from laplace_debias.assessment.conclusion import conclude
+from laplace_debias.assessment.labelled import Columns, labelled_report, scores_of
 from laplace_debias.assessment.methods import Method
 from laplace_debias.assessment.notable_examples import write_examples
-from laplace_debias.assessment.predictions import SCORES
 from laplace_debias.assessment.run_writer import RunWriter
-from laplace_debias.metrics.definitions import per_example
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.runs.records import (
     TEST,
     DifferenceRow,
@@ -20,10 +20,6 @@ from laplace_debias.runs.records import (
     MetricRow,
     Recommendation,
 )
-from laplace_debias.sources.task import REGRESSIONS
-
-Columns = Mapping[str, Tensor]
-"""The columns of a table of predictions."""
 
 
 def measure(run: RunWriter) -> None:
@@ -35,11 +31,11 @@ def measure(run: RunWriter) -> None:
             for name in run.sets
         }
         roles = {dataset.name: dataset.role for dataset in run.record.sets}
-        comparison = Comparison(tables, roles, run.loaded.task)
+        comparison = Comparison(tables, roles, run.loaded.likelihood)
         measurements = Measurements(
             rows=comparison.rows(),
             differences=list(comparison.differences()),
-            recommended=recommended(run.methods, run.loaded.task),
+            recommended=recommended(run.methods, run.loaded.likelihood),
         )
         run.folder.write_measurements(measurements)
         test_tables = {method.key: tables[method.key, TEST] for method in run.methods}
@@ -67,32 +63,14 @@ def _record_seconds(run: RunWriter, method: Method) -> None:
     record.seconds_per_example = seconds / num_examples
 
 
-def scores_of(table: Columns, task: str) -> dict[str, Tensor]:
-    """Scores of how unlike the training data an example is, higher where it is less like them.
-
-    Several labels have no largest probability; a regression has only the variance without the
-    noise.
-    """
-    if task in REGRESSIONS:
-        variance = per_example(table["epistemic"].square())
-        return {"variance": variance} if bool((variance > 0).any()) else {}
-    scores = {"entropy": table["entropy"]}
-    if task != "multilabel":
-        scores["max_probability"] = metrics.max_probability(table["probs"])
-    for name in SCORES:
-        if not bool(table[name].isnan().any()):
-            scores[name] = table[name]
-    return scores
-
-
-def recommended(methods: Sequence[Method], task: str) -> Recommendation | None:
+def recommended(methods: Sequence[Method], likelihood: Likelihood) -> Recommendation | None:
     """The score for OOD examples: the entropy of the last posterior, or of the network without one.
 
     The rule depends neither on the test set nor on OOD sets. In `examples/study` this score, of all
     parameters and of the last layer, is worse than the entropy of temperature scaling on no
     problem, and mutual information is on four of eleven.
     """
-    if task in REGRESSIONS:
+    if likelihood.predicts_numbers:
         return None
     *_, last = (method for method in methods if method is methods[0] or method.posterior)
     return Recommendation(last.key, "entropy")
@@ -108,11 +86,14 @@ class Comparison:
     """Metrics of every method on every set, and differences between methods."""
 
     def __init__(
-        self, tables: Mapping[tuple[str, str], Columns], roles: Mapping[str, str], task: str
+        self,
+        tables: Mapping[tuple[str, str], Columns],
+        roles: Mapping[str, str],
+        likelihood: Likelihood,
     ) -> None:
         self._tables = tables
         self._roles = roles
-        self._task = task
+        self._likelihood = likelihood
         self._methods = list(dict.fromkeys(method for method, _ in tables))
         self._cached_reports: dict[tuple[str, str, int, int], dict[str, metrics.Report]] = {}
 
@@ -143,7 +124,7 @@ class Comparison:
                 with_scores = (
                     method
                     for method in self._methods
-                    if scores_of(self._tables[method, set_name], self._task)
+                    if scores_of(self._tables[method, set_name], self._likelihood)
                 )
                 first = next(with_scores, None)
                 pairs = ((first, method) for method in self._methods if first is not None)
@@ -183,19 +164,11 @@ class Comparison:
     def _evaluated(self, table: Columns, test: Columns, role: str) -> dict[str, metrics.Report]:
         """The reports on a table of predictions; an OOD set is compared with the test set."""
         if role == "ood":
-            inside = scores_of(test, self._task)
-            outside = scores_of(table, self._task)
+            inside = scores_of(test, self._likelihood)
+            outside = scores_of(table, self._likelihood)
             return {
                 score: metrics.evaluate_ood(inside[score], outside[score])
                 for score in inside
                 if score in outside
             }
-        if self._task in REGRESSIONS:
-            return {
-                "": metrics.evaluate_regression(
-                    table["mean"], table["standard_deviation"], table["target"]
-                )
-            }
-        is_multilabel = self._task == "multilabel"
-        evaluate = metrics.evaluate_multilabel if is_multilabel else metrics.evaluate
-        return {"": evaluate(table["probs"], table["label"].long())}
+        return {"": labelled_report(table, self._likelihood)}

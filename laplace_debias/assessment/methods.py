@@ -4,11 +4,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from laplace_debias.curvature.structures import CurvatureName
-from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.settings import check_at_least
+
+if TYPE_CHECKING:
+    from laplace_debias.sources.loaded import Loaded
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
@@ -131,17 +133,16 @@ BUILT_IN = {method.key: method for method in (NETWORK, TEMPERATURE, LAST_LAYER, 
 """Methods that have names."""
 
 
-def default_methods(task: str, has_validation: bool) -> tuple[Method, ...]:
+def default_methods(loaded: "Loaded") -> tuple[Method, ...]:
     """The methods that `report` compares by default.
 
     A posterior of all parameters is compared only on request: in `examples/study` the last layer's
     NLL is better than that of temperature scaling on four problems of 14, its own on three.
 
-    Args:
-        task: As in `Loaded`. A regression's noise is fitted in any case; it has no temperature.
-        has_validation: Whether there are examples to fit a temperature on.
+    A temperature is fitted to logits, on validation examples; the noise of a regression is fitted
+    in any case.
     """
-    has_temperature = task not in REGRESSIONS and has_validation
+    has_temperature = loaded.likelihood.activation is not None and loaded.validation is not None
     default = (method for method in BUILT_IN.values() if method is not LAPLACE)
     return tuple(method for method in default if has_temperature or not method.has_temperature)
 
@@ -150,10 +151,9 @@ def chosen_methods(
     names: Sequence[str] | None,
     posteriors: Mapping[str, PosteriorChoice],
     examples: int | None,
-    task: str,
-    has_validation: bool,
+    loaded: "Loaded",
 ) -> tuple[Method, ...]:
-    """The methods that somebody asks for, the network in any case."""
+    """The methods of some names, and those of some posteriors; the network in any case."""
     unknown = [name for name in names or () if name not in BUILT_IN]
     if unknown:
         raise ValueError(
@@ -161,7 +161,7 @@ def chosen_methods(
             "a posterior in posteriors"
         )
     if names is None:
-        methods = list(default_methods(task, has_validation))
+        methods = list(default_methods(loaded))
     else:
         methods = [
             replace(method, examples=examples) if method is LAPLACE else method
@@ -193,14 +193,15 @@ def method_of(
     return Method(key=key, label=label, describes=text, posterior=posterior, examples=examples)
 
 
-def check_methods(methods: Sequence[Method], task: str, has_validation: bool) -> None:
+def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
     """Refuse methods that cannot be compared, before any work."""
     scaled = [method.key for method in methods if method.has_temperature]
-    if scaled and task in REGRESSIONS:
+    if scaled and loaded.likelihood.activation is None:
         raise ValueError(
-            f"a regression has no temperature, its noise is fitted: leave out {', '.join(scaled)}"
+            f"task {loaded.task} has no logits that a temperature divides: leave out "
+            f"{', '.join(scaled)}"
         )
-    if scaled and not has_validation:
+    if scaled and loaded.validation is None:
         raise ValueError(
             f"{', '.join(scaled)}: a temperature is fitted on validation examples, and there are "
             "none; give some, or leave the method out"

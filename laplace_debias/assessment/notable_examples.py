@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from laplace_debias.assessment.predictions import SelectedBatches
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.metrics.definitions import per_example
 from laplace_debias.runs.folder import RunFolder
 from laplace_debias.runs.records import ExampleGroups, ExampleRecord
 from laplace_debias.sources.loaded import Loaded
-from laplace_debias.sources.task import REGRESSIONS
 
 NUM_EXAMPLES = 12
 NUM_CLASSES = 5
@@ -23,7 +23,7 @@ def write_examples(
     folder: RunFolder, loaded: Loaded, tables: Mapping[str, Mapping[str, Tensor]], network: str
 ) -> None:
     """Write `examples.json`, and the images of the examples where inputs are images."""
-    groups = chosen_examples(tables, network, loaded.task)
+    groups = chosen_examples(tables, network, loaded.likelihood)
     records = [*groups.most_uncertain, *groups.most_confidently_wrong]
     indices = sorted({record.index for record in records})
     positions = torch.tensor(indices, dtype=torch.long)
@@ -43,7 +43,7 @@ def write_examples(
 
 
 def chosen_examples(
-    tables: Mapping[str, Mapping[str, Tensor]], network: str, task: str
+    tables: Mapping[str, Mapping[str, Tensor]], network: str, likelihood: Likelihood
 ) -> ExampleGroups:
     """Choose the examples, with the predictions of every method.
 
@@ -51,52 +51,54 @@ def chosen_examples(
     standard deviation). The most confidently wrong ones are the network's mistakes with the largest
     probability (the largest error in standard deviations).
     """
-    spread = "epistemic" if task in REGRESSIONS else "variance"
+    spread = "epistemic" if likelihood.predicts_numbers else "variance"
     with_spread = (key for key, table in tables.items() if (table[spread] > 0).any())
     posterior = next(with_spread, network)
-    uncertainty = "standard_deviation" if task in REGRESSIONS else "entropy"
+    uncertainty = "standard_deviation" if likelihood.predicts_numbers else "entropy"
     uncertainties = per_example(tables[posterior][uncertainty])
     return ExampleGroups(
-        most_uncertain=_highest(tables, posterior, uncertainties, task),
+        most_uncertain=_highest(tables, posterior, uncertainties, likelihood),
         most_confidently_wrong=_highest(
-            tables, network, _confidence_in_mistakes(tables[network], task), task
+            tables, network, _confidence_in_mistakes(tables[network], likelihood), likelihood
         ),
         chosen_by={"most_uncertain": posterior, "most_confidently_wrong": network},
     )
 
 
 def _highest(
-    tables: Mapping[str, Mapping[str, Tensor]], method: str, scores: Tensor, task: str
+    tables: Mapping[str, Mapping[str, Tensor]], method: str, scores: Tensor, likelihood: Likelihood
 ) -> list[ExampleRecord]:
     """The examples with the highest scores of a method; minus infinity leaves an example out."""
     # Ties are in the order of the set.
     order = scores.argsort(descending=True, stable=True)[:NUM_EXAMPLES]
     indices = [int(tables[method]["index"][i]) for i in order if scores[i] > -torch.inf]
-    return [_record(tables, index, task) for index in indices]
+    return [_record(tables, index, likelihood) for index in indices]
 
 
-def _confidence_in_mistakes(table: Mapping[str, Tensor], task: str) -> Tensor:
+def _confidence_in_mistakes(table: Mapping[str, Tensor], likelihood: Likelihood) -> Tensor:
     """Confidence of wrong predictions, minus infinity for right ones."""
-    if task in REGRESSIONS:
+    if likelihood.predicts_numbers:
         errors = (table["target"] - table["mean"]) / table["standard_deviation"]
         return errors.abs().reshape(len(errors), -1).amax(1)
     probs = table["probs"]
     labels = table["label"].long()
-    if task == "multilabel":
+    if likelihood.targets == "labels":
         confidence = torch.maximum(probs, 1 - probs)
         return confidence.where((probs > 0.5) != labels, -torch.inf).amax(1)
     likeliest = probs.max(1)
     return likeliest.values.where(likeliest.indices != labels, -torch.inf)
 
 
-def _record(tables: Mapping[str, Mapping[str, Tensor]], index: int, task: str) -> ExampleRecord:
+def _record(
+    tables: Mapping[str, Mapping[str, Tensor]], index: int, likelihood: Likelihood
+) -> ExampleRecord:
     """An example with the predictions of the methods that have predicted it."""
     record = ExampleRecord(index)
     for key, table in tables.items():
         if index not in table["index"]:
             continue
         row = int(torch.searchsorted(table["index"], index))
-        if task in REGRESSIONS:
+        if likelihood.predicts_numbers:
             record.target = table["target"][row].tolist()
             record.predictions[key] = {
                 name: table[name][row].tolist() for name in ("mean", "standard_deviation")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from laplace_debias import metrics
+from laplace_debias.assessment.labelled import labelled_report
 from laplace_debias.assessment.methods import PosteriorChoice
 from laplace_debias.assessment.predictions import (
     SelectedBatches,
@@ -13,7 +13,6 @@ from laplace_debias.assessment.predictions import (
     network_predictions,
     probabilities,
 )
-from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.structures import STRUCTURES
@@ -22,7 +21,6 @@ from laplace_debias.metrics.intervals import normal_quantile
 from laplace_debias.runs.records import MetricValue, Sweep, SweepPoint, TrainingRecord
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
-from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.ranks import alone
 
 _SELECTIONS = ("all", "weights", "supported", "last_layer")
@@ -37,15 +35,15 @@ _NUM_BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
 
 
 def fitted_posterior(
-    loaded: Loaded, choice: PosteriorChoice | Path, sigma: float | None, seed: int, resume: Path
+    loaded: Loaded, choice: PosteriorChoice | Path, seed: int, resume: Path
 ) -> Laplace:
     """Fit a posterior to the training examples, or read it from its file; it is not tuned."""
     if isinstance(choice, Path):
-        return Laplace.load(choice, loaded.model)
+        return loaded.posterior(choice)
     names = [name.strip() for name in choice.params.split(",")]
     la = Laplace(
         loaded.model,
-        Gaussian(sigma) if loaded.task == "regression" else loaded.task,
+        loaded.likelihood,
         curvature=choice.curvature,
         params=choice.params if choice.params in _SELECTIONS else names,
         fisher=choice.fisher,
@@ -154,8 +152,9 @@ def training_record(loaded: Loaded) -> TrainingRecord:
             all_targets.append(y.cpu())
     outputs = torch.cat(all_outputs)
     targets = torch.cat(all_targets)
-    if loaded.task in REGRESSIONS:
-        mean = network_predictions(outputs, loaded.task, 1.0)["mean"]
+    likelihood = loaded.likelihood
+    if likelihood.predicts_numbers:
+        mean = network_predictions(outputs, likelihood)["mean"]
         targets = targets.double().reshape(mean.shape)
         squared_error = (mean - targets).square().mean(0)
         variance = (targets - targets.mean(0)).square().mean(0)
@@ -163,15 +162,15 @@ def training_record(loaded: Loaded) -> TrainingRecord:
             metric="explained", value=(1 - squared_error / variance).mean().item()
         )
         return TrainingRecord(len(targets), [explained])
-    log_probs = network_predictions(outputs, loaded.task, None)["log_probs"]
-    probs = probabilities(log_probs, loaded.task)
-    is_multilabel = loaded.task == "multilabel"
-    evaluate = metrics.evaluate_multilabel if is_multilabel else metrics.evaluate
+    log_probs = network_predictions(outputs, likelihood)["log_probs"]
+    probs = probabilities(log_probs, likelihood)
     rows = [
         MetricValue(**row)
-        for row in evaluate(probs, targets.long()).rows()
+        for row in labelled_report({"probs": probs, "label": targets}, likelihood).rows()
         if row["metric"] in ("accuracy", "nll", "overconfidence")
     ]
     num_classes = probs.shape[1]
-    uniform_nll = num_classes * math.log(2) if is_multilabel else math.log(num_classes)
+    uniform_nll = math.log(num_classes)
+    if likelihood.targets == "labels":
+        uniform_nll = num_classes * math.log(2)
     return TrainingRecord(len(targets), rows, num_classes, uniform_nll)

@@ -11,6 +11,7 @@ from torch import Generator, Tensor
 from tqdm import tqdm
 
 from laplace_debias import metrics
+from laplace_debias.assessment.numbers import predictive_columns
 from laplace_debias.assessment.predictions import posterior_predictions, probabilities
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import Inputs
@@ -19,7 +20,6 @@ from laplace_debias.metrics import gaussian_interval
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import dealt
-from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.ranks import alone, current
 
 _SCORES = ("mutual_information", "variance", "instability")
@@ -81,9 +81,9 @@ def prediction_columns(
 
 def _target_columns(y: Tensor, loaded: Loaded) -> dict[str, Any]:
     """The true targets, classes by their names."""
-    if loaded.task == "classification" and loaded.classes is not None:
+    if loaded.likelihood.activation == "softmax" and loaded.classes is not None:
         return {"label": [loaded.classes[label] for label in y.tolist()]}
-    name = "target" if loaded.task in REGRESSIONS else "label"
+    name = "target" if loaded.likelihood.predicts_numbers else "label"
     return {column: values.numpy() for column, values in _numbered(name, y).items()}
 
 
@@ -96,18 +96,20 @@ def _batch_columns(
     generator: Generator,
 ) -> dict[str, Tensor]:
     """The columns of a batch of inputs."""
-    if loaded.task in REGRESSIONS:
-        return _regression_columns(la, loaded, x, method, samples, generator)
+    if loaded.likelihood.predicts_numbers:
+        return _number_columns(la, x, method, samples, generator)
     scores: Mapping[str, Tensor] = {}
     if method == "glm" and samples is None:
-        table = posterior_predictions(la, x, loaded.task)
-        probs = probabilities(table["log_probs"], loaded.task)
+        table = posterior_predictions(la, x)
+        probs = probabilities(table["log_probs"], la.likelihood)
         scores = table
     else:
         same_draws = generator.clone_state()
         predictive: Any = la.predict(x, method, samples, generator)
-        probs = predictive.probs if loaded.task == "classification" else predictive.mean
-        if loaded.task == "binary":
+        probs = predictive.mean
+        if loaded.likelihood.targets == "class":
+            probs = predictive.probs
+        if _has_one_logit(loaded):
             probs = torch.stack([1 - probs.flatten(), probs.flatten()], 1)
         if method != "map":
             scores = la.uncertainty(x, method, samples, same_draws).scores
@@ -118,51 +120,46 @@ def _batch_columns(
     return columns
 
 
+def _has_one_logit(loaded: Loaded) -> bool:
+    """Whether the probability is that of one of two classes."""
+    return loaded.likelihood.targets == "class" and loaded.likelihood.activation == "sigmoid"
+
+
 def _probability_columns(probs: Tensor, loaded: Loaded) -> dict[str, Tensor]:
     """Probabilities, the decision and the entropy."""
-    if loaded.task == "multilabel":
+    if loaded.likelihood.targets == "labels":
         return {**_numbered("probability", probs), "entropy": label_entropy(probs)}
     entropy = metrics.entropy(probs)
-    if loaded.task == "binary":
+    if _has_one_logit(loaded):
         return {"probability": probs[:, 1], "entropy": entropy}
     names = loaded.classes or tuple(map(str, range(probs.shape[-1])))
     by_class = {f"probability_{name}": probs[:, n] for n, name in enumerate(names)}
     return {"prediction": probs.argmax(1), **by_class, "entropy": entropy}
 
 
-def _regression_columns(
-    la: Laplace,
-    loaded: Loaded,
-    x: Inputs,
-    method: str,
-    samples: int | None,
-    generator: Generator,
+def _number_columns(
+    la: Laplace, x: Inputs, method: str, samples: int | None, generator: Generator
 ) -> dict[str, Tensor]:
-    """Mean, standard deviation, interval, and the deviation without the noise, of each target."""
+    """Mean, standard deviation, interval, and the deviation without the noise, of each target.
+
+    The interval of a predictive that has no quantiles is that of the normal distribution.
+    """
     if method == "glm" and samples is None:
-        table = posterior_predictions(la, x, loaded.task)
-        mean = table["mean"]
-        deviation = table["standard_deviation"]
-        epistemic = table["epistemic"]
+        table = posterior_predictions(la, x)
     else:
         same_draws = generator.clone_state()
         predictive = la.predict(x, method, samples, generator)
-        mean = predictive.mean
-        deviation = predictive.variance.double().sqrt()
-        epistemic = torch.zeros_like(deviation)
+        table = predictive_columns(predictive)
+        epistemic = torch.zeros_like(table["mean"])
         if method != "map":
             epistemic = la.uncertainty(x, method, samples, same_draws).epistemic.double().sqrt()
-    lower, upper = gaussian_interval(mean, deviation)
-    columns = {
-        "mean": mean,
-        "standard_deviation": deviation,
-        "lower": lower,
-        "upper": upper,
-        "epistemic": epistemic,
-    }
+        table["epistemic"] = epistemic
+    if "lower" not in table:
+        ends = gaussian_interval(table["mean"], table["standard_deviation"])
+        table["lower"], table["upper"] = ends
     numbered: dict[str, Tensor] = {}
-    for name, values in columns.items():
-        numbered |= _numbered(name, values)
+    for name in ("mean", "standard_deviation", "lower", "upper", "epistemic"):
+        numbered |= _numbered(name, table[name])
     return numbered
 
 

@@ -1,13 +1,15 @@
 """Predictions of a method for a set: tensors by name, each with a row per example.
 
-For classes and labels they are `log_probs` (logarithms of probabilities `[n, C]`; for binary and
-several labels the logits), `aleatoric` (nats) and the scores of `SCORES`, `[n]`, NaN where they are
-not known; for a regression `mean`, `standard_deviation` (with the noise) and `epistemic` (without),
-`[n, C]`. All are float64 on the CPU; `index`, positions in the set, and `targets` come with them.
+For classes and labels they are `log_probs` (logarithms of probabilities `[n, C]`; logits where each
+has a sigmoid), `aleatoric` (nats) and the scores of `SCORES`, `[n]`, NaN where they are not known.
+For numbers they are `mean`, `standard_deviation` (with the noise) and `epistemic` (without),
+`[n, C]`; if the predictive is not normal, also what `number_columns` adds. All are float64 on the
+CPU; `index`, positions in the set, and `targets` come with them.
 """
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +17,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias import metrics
+from laplace_debias.assessment.numbers import gaussian_draws, number_columns
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
 from laplace_debias.laplace import Laplace, links
 from laplace_debias.laplace.decomposition import scores_of_moments, uncertainty_of_draws
 from laplace_debias.laplace.predictive import mean_logits
 from laplace_debias.metrics.ood import label_entropy
-from laplace_debias.operators.eigh import eigh
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import dealt
-from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.ranks import current
 
 Predictions = dict[str, Tensor]
@@ -95,20 +97,29 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
 
 
 def network_predictions(
-    outputs: Float[Tensor, "n outputs"], task: str, sigma: float | None
+    outputs: Float[Tensor, "n outputs"], likelihood: Likelihood, targets: Tensor | None = None
 ) -> Predictions:
-    """Predictions of the trained network; `sigma` is the noise of `regression`, else None."""
-    if task == "heteroscedastic":
-        mean, log_variance = outputs.chunk(2, 1)
-        deviation = (log_variance / 2).exp()
-        return {"mean": mean, "standard_deviation": deviation, "epistemic": 0 * deviation}
-    if sigma is not None:
-        deviation = torch.full_like(outputs, sigma)
-        return {"mean": outputs, "standard_deviation": deviation, "epistemic": 0 * deviation}
-    if task != "classification":
-        return {"log_probs": outputs} | _unknown_scores(len(outputs))
+    """Predictions of the trained network.
+
+    Args:
+        outputs: Its outputs.
+        likelihood: The likelihood, with its noise.
+        targets: The targets of the examples, for their log-probabilities; None if there are none.
+    """
+    if likelihood.predicts_numbers:
+        return number_columns(likelihood, outputs, None, targets)
+    unknown_scores = _unknown_scores(len(outputs))
+    if likelihood.activation == "sigmoid":
+        return {"log_probs": outputs} | unknown_scores
+    if likelihood.activation is None:
+        return {"log_probs": _log_probs(likelihood.predictive(outputs, None))} | unknown_scores
     scores = {"energy": metrics.energy(outputs), "max_logit": metrics.max_logit(outputs)}
-    return {"log_probs": outputs.log_softmax(1)} | _unknown_scores(len(outputs)) | scores
+    return {"log_probs": outputs.log_softmax(1)} | unknown_scores | scores
+
+
+def _log_probs(predictive: Any) -> Float[Tensor, "n classes"]:
+    """Logarithms of the probabilities of classes."""
+    return predictive.probs.double().cpu().log()
 
 
 def _unknown_scores(n: int) -> Predictions:
@@ -116,17 +127,26 @@ def _unknown_scores(n: int) -> Predictions:
     return {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in names}
 
 
-def posterior_predictions(la: Laplace, x: Inputs, task: str) -> Predictions:
-    """Predictions of a Laplace posterior, `method="glm"` in closed form."""
-    if task in REGRESSIONS:
-        outputs, variances = la.functional(x, diagonal=True)
-        marginals = la.likelihood.marginals(outputs, variances)
-        # With predicted noise the outputs are means and log-variances.
-        num_targets = marginals.mean.shape[1]
-        return {
-            "mean": marginals.mean.double().cpu(),
-            "standard_deviation": marginals.stddev.double().cpu(),
-            "epistemic": variances[:, :num_targets].double().sqrt().cpu(),
+def posterior_predictions(la: Laplace, x: Inputs, targets: Tensor | None = None) -> Predictions:
+    """Predictions of a Laplace posterior, `method="glm"` in closed form.
+
+    Args:
+        la: The posterior.
+        x: Inputs.
+        targets: Their targets, as for `network_predictions`.
+    """
+    likelihood = la.likelihood
+    if likelihood.predicts_numbers:
+        needs_covariance = not (likelihood.has_marginals or likelihood.variances_suffice)
+        mean, covariance = la.functional(x, diagonal=not needs_covariance)
+        return number_columns(likelihood, mean, covariance, targets)
+    if likelihood.activation is None:
+        mean, covariance = la.functional(x)
+        uncertainty = uncertainty_of_draws([likelihood], [gaussian_draws(mean, covariance)])
+        return _unknown_scores(len(mean)) | {
+            "log_probs": _log_probs(likelihood.predictive(mean, covariance)),
+            "aleatoric": uncertainty.aleatoric,
+            "mutual_information": uncertainty.epistemic,
         }
     has_covariance = network_outputs(la.model, take(x, slice(1))).shape[1] <= MOST_OUTPUTS
     mean, covariance = la.functional(x, diagonal=not has_covariance)
@@ -148,11 +168,7 @@ def _posterior_scores(
     la: Laplace, mean: Float[Tensor, "n outputs"], covariance: Float[Tensor, "n outputs outputs"]
 ) -> Predictions:
     """Scores of Gaussian logits; entropies at the Sobol points that links take."""
-    values, vectors = eigh(covariance.cpu(), "the functional covariance")
-    root = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-    points = links.normal_points(mean.shape[1])
-    draws = mean.cpu() + torch.einsum("bij,sj->sbi", root, points)
-    uncertainty = uncertainty_of_draws([la.likelihood], [draws])
+    uncertainty = uncertainty_of_draws([la.likelihood], [gaussian_draws(mean, covariance)])
     scores = scores_of_moments(la.likelihood, mean.unsqueeze(0), covariance.unsqueeze(0))
     return {
         "aleatoric": uncertainty.aleatoric,
@@ -166,9 +182,16 @@ def predict_set(
     batches: Batches,
     la: Laplace | None,
     positions: Tensor | None,
-    sigma: float | None,
+    has_labels: bool = True,
 ) -> tuple[Predictions, float]:
     """Predict a set with a posterior, or with the network itself, in all processes.
+
+    Args:
+        loaded: The network and its data, with the noise of its likelihood.
+        batches: The set.
+        la: The posterior; None for the network itself.
+        positions: Positions of the examples that are predicted; None for all.
+        has_labels: Whether targets are the true ones, whose log-probabilities are predicted.
 
     Returns:
         The predictions, and the seconds of the slowest process, without reading data.
@@ -177,10 +200,12 @@ def predict_set(
     seconds = 0.0
     for first, x, y in SelectedBatches(loaded.model, batches, positions).with_positions():
         start = time.perf_counter()
+        targets = y.detach().cpu() if has_labels else None
         if la is None:
-            batch = network_predictions(network_outputs(loaded.model, x), loaded.task, sigma)
+            outputs = network_outputs(loaded.model, x)
+            batch = network_predictions(outputs, loaded.likelihood, targets)
         else:
-            batch = posterior_predictions(la, x, loaded.task)
+            batch = posterior_predictions(la, x, targets)
         seconds += time.perf_counter() - start
         batch["targets"] = y.detach().cpu()
         batch["index"] = torch.arange(first, first + len(y))
@@ -198,33 +223,30 @@ def predict_set(
     return predictions, max(current().exchange(seconds))
 
 
-def scaled_by_temperature(predictions: Predictions, temperature: float, task: str) -> Predictions:
+def scaled_by_temperature(
+    predictions: Predictions, temperature: float, likelihood: Likelihood
+) -> Predictions:
     """Divide the network's logits by a temperature; its scores are no longer known."""
     log_probs = predictions["log_probs"].double() / temperature
-    if task == "classification":
+    if likelihood.activation == "softmax":
         log_probs = log_probs.log_softmax(1)
     return predictions | {"log_probs": log_probs} | _unknown_scores(len(log_probs))
 
 
-def mean_of_members(members: Sequence[Predictions], task: str) -> Predictions:
-    """The mean of several predictives; for a regression the normal with its mean and variance.
+def mean_of_members(members: Sequence[Predictions], likelihood: Likelihood) -> Predictions:
+    """The mean of several predictives; for numbers the distribution with its mean and variance.
 
     The mutual information is that of the label with member and parameters together; other scores
     of single posteriors are not known.
     """
     columns = {name: torch.stack([member[name] for member in members]) for name in members[0]}
     shared = {name: members[0][name] for name in ("targets", "index")}
-    if task in REGRESSIONS:
-        mean = columns["mean"].mean(0)
-        variance_of_means = columns["mean"].var(0, unbiased=False)
-        deviations = {
-            name: (columns[name].square().mean(0) + variance_of_means).sqrt()
-            for name in ("standard_deviation", "epistemic")
-        }
-        return shared | {"mean": mean, **deviations}
-    log_probs = mean_logits(columns["log_probs"], exclusive=task == "classification")
-    total = entropy(log_probs, task)
-    mean_entropy = torch.stack([entropy(member, task) for member in columns["log_probs"]]).mean(0)
+    if likelihood.predicts_numbers:
+        return shared | _mean_of_numbers(columns)
+    log_probs = mean_logits(columns["log_probs"], exclusive=likelihood.activation != "sigmoid")
+    total = entropy(log_probs, likelihood)
+    entropies = [entropy(member, likelihood) for member in columns["log_probs"]]
+    mean_entropy = torch.stack(entropies).mean(0)
     # The chain rule: label and member, and given the member its parameters.
     between_members = (total - mean_entropy).clamp(min=0)
     within_members = columns["mutual_information"].nan_to_num(0).mean(0)
@@ -235,13 +257,30 @@ def mean_of_members(members: Sequence[Predictions], task: str) -> Predictions:
     return shared | {"log_probs": log_probs} | _unknown_scores(len(total)) | scores
 
 
-def entropy(log_probs: Tensor, task: str) -> Float[Tensor, " n"]:
+def _mean_of_numbers(columns: Mapping[str, Tensor]) -> Predictions:
+    """Columns of the mixture of several predictives, `[members, n, C]`.
+
+    Its intervals are not those of a member, so they are left out.
+    """
+    variance_of_means = columns["mean"].var(0, unbiased=False)
+    mixture = {"mean": columns["mean"].mean(0)}
+    for name in ("standard_deviation", "epistemic"):
+        mixture[name] = (columns[name].square().mean(0) + variance_of_means).sqrt()
+    if "log_prob" in columns:
+        log_probs = columns["log_prob"]
+        mixture["log_prob"] = log_probs.logsumexp(0) - math.log(len(log_probs))
+    return mixture
+
+
+def entropy(log_probs: Tensor, likelihood: Likelihood) -> Float[Tensor, " n"]:
     """Entropy of the label, or of all labels together, in nats."""
-    probs = probabilities(log_probs, task)
-    return label_entropy(probs) if task == "multilabel" else metrics.entropy(probs)
+    probs = probabilities(log_probs, likelihood)
+    return label_entropy(probs) if likelihood.targets == "labels" else metrics.entropy(probs)
 
 
-def columns_to_write(predictions: Predictions, task: str, has_labels: bool) -> Predictions:
+def columns_to_write(
+    predictions: Predictions, likelihood: Likelihood, has_labels: bool
+) -> Predictions:
     """The columns of `predictions/METHOD/SET.parquet`."""
     columns = {"index": predictions["index"]}
     scores = {
@@ -249,23 +288,25 @@ def columns_to_write(predictions: Predictions, task: str, has_labels: bool) -> P
         for name, column in predictions.items()
         if name not in ("index", "targets", "log_probs")
     }
-    if task in REGRESSIONS:
+    if likelihood.predicts_numbers:
         if has_labels:
             shape = predictions["mean"].shape
             columns["target"] = predictions["targets"].double().reshape(shape)
         return {name: _squeezed(column) for name, column in {**columns, **scores}.items()}
     if has_labels:
         columns["label"] = _squeezed(predictions["targets"].long())
-    columns["probs"] = probabilities(predictions["log_probs"], task)
-    columns["entropy"] = entropy(predictions["log_probs"], task)
+    columns["probs"] = probabilities(predictions["log_probs"], likelihood)
+    columns["entropy"] = entropy(predictions["log_probs"], likelihood)
     return {**columns, **scores}
 
 
-def probabilities(log_probs: Float[Tensor, "n outputs"], task: str) -> Float[Tensor, "n classes"]:
-    """Probabilities `[n, C]`; for a binary task of both classes, `[n, 2]`."""
-    if task == "classification":
+def probabilities(
+    log_probs: Float[Tensor, "n outputs"], likelihood: Likelihood
+) -> Float[Tensor, "n classes"]:
+    """Probabilities `[n, C]`; of both classes, `[n, 2]`, where one logit has a sigmoid."""
+    if likelihood.activation != "sigmoid":
         return log_probs.exp()
-    if task == "binary":
+    if likelihood.targets == "class":
         return torch.cat([-log_probs, log_probs], 1).sigmoid()
     return log_probs.sigmoid()
 

@@ -78,6 +78,7 @@ class RunWriter:
             title=title or type(loaded.model).__name__,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             task=loaded.task,
+            targets=loaded.likelihood.targets or "numbers",
             input_name=loaded.input_name,
             target=loaded.target,
             classes=None if loaded.classes is None else list(loaded.classes),

@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.curvature.losses.likelihoods import HeteroscedasticGaussian
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.linalg import (
     EigenPairs,
@@ -22,16 +21,6 @@ from laplace_debias.linalg import (
 from laplace_debias.operators import LinearOperator, LowRankPlusDiagonal
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import share
-from laplace_debias.sources.task import Task
-
-LOSSES: dict[Task, tuple[str, nn.Module | HeteroscedasticGaussian]] = {
-    "classification": ("mean cross-entropy", nn.CrossEntropyLoss()),
-    "binary": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
-    "multilabel": ("mean binary cross-entropy", nn.BCEWithLogitsLoss()),
-    "regression": ("mean squared error", nn.MSELoss()),
-    "heteroscedastic": ("mean negative log-likelihood", HeteroscedasticGaussian()),
-}
-"""The loss of each task, and its name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +49,7 @@ def curvature_of(
         ValueError: If there are fewer.
     """
     operator = GGN if matrix == "ggn" else Hessian
-    _, loss = LOSSES[loaded.task]
+    _, loss = loaded.likelihood.training_loss()
     batches = list(share(_first_batches(loaded, examples), loaded.model))
     return operator(loaded.model, loss, batches, memory_bound=memory_bound)
 
@@ -71,7 +60,7 @@ def _first_batches(loaded: Loaded, examples: int) -> Batches:
     batches: list[tuple[Tensor, Tensor]] = []
     num_missing = examples
     for x, y in loaded.train:
-        if loaded.task in ("binary", "multilabel"):
+        if loaded.likelihood.activation == "sigmoid":
             y = y.reshape(len(y), -1).float()
         batches.append((x[:num_missing].to(device), y[:num_missing].to(device)))
         num_missing -= len(batches[-1][1])

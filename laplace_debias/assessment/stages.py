@@ -69,8 +69,12 @@ def fit(run: RunWriter) -> dict[str, list[Member]]:
     """Find the noise, the posteriors and the temperature; return what predicts by methods' keys."""
     members: dict[str, list[Member]] = {}
     with run.stage("fit"):
-        if run.loaded.task == "regression" and run.record.sigma is None:
-            run.record.sigma = _noise(run.loaded)
+        likelihood = run.loaded.likelihood
+        if likelihood.has_sigma and likelihood.is_assumed:
+            if run.record.sigma is None:
+                run.record.sigma = _noise(run.loaded)
+            likelihood = likelihood.with_sigma(run.record.sigma)
+            run.loaded = replace(run.loaded, likelihood=likelihood)
         if run.record.training is None:
             run.record.training = training_record(run.loaded)
         run.write()
@@ -91,7 +95,7 @@ def fit(run: RunWriter) -> dict[str, list[Member]]:
 def _noise(loaded: Loaded) -> float:
     """The standard deviation of the validation (else training) residuals, about zero."""
     data = loaded.train if loaded.validation is None else loaded.validation
-    predictions, _ = predict_set(loaded, data, None, None, 1.0)
+    predictions, _ = predict_set(loaded, data, None, None)
     targets = predictions["targets"].double().reshape(predictions["mean"].shape)
     residuals = targets - predictions["mean"]
     sigma = math.sqrt(residuals.square().mean().item())
@@ -113,7 +117,7 @@ def _posterior(run: RunWriter, method: Method, model: nn.Module, number: int) ->
     if not current().from_rank(path.exists(), 0):
         _make_posterior(run, method, choice, model, number)
     # It is also read by the run that wrote it, so that one that resumes gives the same numbers.
-    la = Laplace.load(path, model)
+    la = run.loaded.posterior(path, model)
     record = run.method_record(method)
     if not method.uses_all_checkpoints:
         record.prior_precision = la.prior_precision.tolist()
@@ -134,7 +138,7 @@ def _make_posterior(
     run.log(f"{verb} {method.label}{checkpoint}")
     with run.stage("fit", method):
         resume = run.folder.state / f"{name}.fit"
-        la = fitted_posterior(loaded, choice, run.record.sigma, run.seed, resume)
+        la = fitted_posterior(loaded, choice, run.seed, resume)
     _choose_examples(run, la, method)
     with run.stage("tune", method):
         validation = _validation_batches(run, method, loaded)
@@ -148,7 +152,7 @@ def _make_posterior(
     # The last of its files, which shows that the others are complete.
     path = run.folder.posterior(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    la.save(path)
+    la.save(path, own_likelihood=la.likelihood.name is None)
 
 
 def _validation_batches(run: RunWriter, method: Method, loaded: Loaded) -> Batches | None:
@@ -219,9 +223,9 @@ def _find_temperature(run: RunWriter, method: Method) -> None:
     """Fit the network's temperature on the validation examples."""
     assert run.loaded.validation is not None
     with run.stage("tune", method):
-        predictions, _ = predict_set(run.loaded, run.loaded.validation, None, None, None)
+        predictions, _ = predict_set(run.loaded, run.loaded.validation, None, None)
         temperature = fit_temperature(
-            predictions["log_probs"], predictions["targets"], run.loaded.task
+            predictions["log_probs"], predictions["targets"], run.loaded.likelihood
         )
         run.method_record(method).temperature = temperature
     if temperature in BOUNDS:
@@ -240,12 +244,12 @@ def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
     with alone():
         x, _ = next(iter(SelectedBatches(loaded.model, loaded.test)))
     # Once before: first calls also choose algorithms and allocate.
-    posterior_predictions(la, take(x, slice(1)), loaded.task)
+    posterior_predictions(la, take(x, slice(1)))
     size = 1
     largest = num_examples(x)
     while True:
         start = time.perf_counter()
-        posterior_predictions(la, take(x, slice(size)), loaded.task)
+        posterior_predictions(la, take(x, slice(size)))
         seconds = time.perf_counter() - start
         if size == largest or seconds > _MEASURED_SECONDS:
             return seconds / size
@@ -280,14 +284,14 @@ def _write_predictions(
     run: RunWriter, method: Method, set_name: str, predictions: Predictions, seconds: float
 ) -> None:
     """Write a method's predictions, by its temperature where it has one."""
-    task = run.loaded.task
+    likelihood = run.loaded.likelihood
     temperature = run.method_record(method).temperature
     if temperature is not None:
-        predictions = scaled_by_temperature(predictions, temperature, task)
+        predictions = scaled_by_temperature(predictions, temperature, likelihood)
     has_labels = set_name not in run.loaded.ood
     columns = {
         name: column.numpy()
-        for name, column in columns_to_write(predictions, task, has_labels).items()
+        for name, column in columns_to_write(predictions, likelihood, has_labels).items()
     }
     summary = PredictionsSummary(len(predictions["index"]), seconds)
     run.folder.write_predictions(method.key, set_name, columns, summary)
@@ -305,12 +309,14 @@ def _predicted(
         assert summary is not None
         positions = subset_indices(summary.num_examples, limit, run.seed)
     batches = run.sets[set_name]
+    has_labels = set_name not in run.loaded.ood
     results = [
-        predict_set(member.loaded, batches, member.posterior, positions, run.record.sigma)
+        predict_set(member.loaded, batches, member.posterior, positions, has_labels)
         for member in members
     ]
     seconds = sum(seconds for _, seconds in results)
     if not method.uses_all_checkpoints:
         predictions, _ = results[0]
         return predictions, seconds
-    return mean_of_members([predictions for predictions, _ in results], run.loaded.task), seconds
+    members_predictions = [predictions for predictions, _ in results]
+    return mean_of_members(members_predictions, run.loaded.likelihood), seconds

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_from
 from laplace_debias.laplace.evidence import root_between
 
 BOUNDS = (1e-3, 1e3)
@@ -14,7 +15,9 @@ Examples that the network has all right want T → 0, a network that is no bette
 
 
 def fit_temperature(
-    logits: Float[Tensor, "n outputs"], labels: Shaped[Tensor, "n *outputs"], kind: str
+    logits: Float[Tensor, "n outputs"],
+    labels: Shaped[Tensor, "n *outputs"],
+    likelihood: str | Likelihood,
 ) -> float:
     r"""The T that minimises the mean negative log-likelihood of logits divided by it.
 
@@ -24,10 +27,9 @@ def fit_temperature(
 
     Args:
         logits: Logits, or logarithms of predicted probabilities, which differ from logits by a
-            constant of each example; for `binary` `[n, 1]`.
-        labels: Class indices `[n]`; for `binary` `[n]` and for `multilabel` `[n, outputs]` zeros
-            and ones.
-        kind: Task of the logits: `classification`, `binary` or `multilabel`.
+            constant of each example.
+        labels: Class indices `[n]` for a softmax; for sigmoids zeros and ones, as many as logits.
+        likelihood: The likelihood or its name; it has a softmax, or a sigmoid for each logit.
 
     Raises:
         ValueError: If there is no example, or a logit is not finite.
@@ -42,7 +44,8 @@ def fit_temperature(
     if not z.isfinite().all():
         raise ValueError("a temperature cannot be fitted to logits that are not finite")
 
-    if kind != "classification":  # each label is a problem of two classes with the logits 0 and z
+    if likelihood_from(likelihood).activation == "sigmoid":
+        # Each label is a problem of two classes with the logits 0 and z.
         z = torch.stack([z.new_zeros(z.numel()), z.flatten()], 1)
         y = y.flatten()
     label_logits = z.gather(1, y[:, None])[:, 0]

@@ -28,11 +28,9 @@ _WITHOUT_INFLUENCE = {
 """Settings that do not change results. A checkpoint counts by its content, not by its path."""
 
 _METRICS = {
-    "classification": ("accuracy", "nll", "brier", "smooth_ece"),
-    "binary": ("accuracy", "nll", "brier", "smooth_ece"),
-    "multilabel": ("accuracy", "nll", "brier", "ece"),
-    "regression": ("nll", "rmse", "crps", "coverage"),
-    "heteroscedastic": ("nll", "rmse", "crps", "coverage"),
+    "class": ("accuracy", "nll", "brier", "smooth_ece"),
+    "labels": ("accuracy", "nll", "brier", "ece"),
+    "numbers": ("nll", "rmse", "mae", "crps", "coverage"),
 }
 _SCORES = ("entropy", "variance")
 
@@ -85,14 +83,14 @@ def _rows(
     table = []
     for method in record.methods:
         line = {"method": method.label}
-        for metric in _METRICS[record.task]:
+        for metric in _METRICS[record.target_kind]:
             row = by_key.get((method.key, "test", metric, None))
             if row is not None:
                 line[metric] = _cell(row, with_intervals)
         for dataset in record.sets:
             for score in _SCORES:
                 row = by_key.get((method.key, dataset.name, "auroc", score))
-                if row and (score == "entropy" or record.is_regression):
+                if row and (score == "entropy" or record.has_numbers):
                     line[f"AUROC\n{dataset.name}"] = _cell(row, with_intervals)
         line["examples"] = f"{by_key[method.key, 'test', 'nll', None].num_examples:,}"
         table.append(line)

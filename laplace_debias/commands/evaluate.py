@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from laplace_debias.sources.settings import SourceSettings
-from laplace_debias.sources.task import REGRESSIONS
 from laplace_debias.system.settings import check_at_least
 
 
@@ -62,7 +61,7 @@ def run(settings: Settings) -> dict[str, Any]:
         file.read(path)  # Before the data, which can take minutes.
     loaded = load(settings)
     methods = [NETWORK]
-    if loaded.validation is not None and loaded.task not in REGRESSIONS:
+    if loaded.validation is not None and loaded.likelihood.activation is not None:
         methods.append(TEMPERATURE)
     for path in settings.posterior:
         key = re.sub(r"[^a-z0-9._-]", "-", f"posterior-{path.stem.lower()}")

@@ -103,19 +103,19 @@ def run(settings: Settings) -> "Laplace | Plan":
     if settings.resume is not None:
         check_folder(settings.resume)
     loaded = load(settings.without_comparison())
-    if settings.sigma is not None and loaded.task != "regression":
-        raise ValueError(f"sigma is the noise of a regression; the task is {loaded.task}")
+    likelihood = loaded.likelihood
+    if settings.sigma is not None:
+        likelihood = likelihood.with_sigma(settings.sigma)
     print_notes(loaded)
     la = Laplace(
         loaded.model,
-        likelihood=loaded.task,
+        likelihood=likelihood,
         curvature=settings.curvature,
         params=settings.params,
         prior_precision=settings.prior_precision,
         fisher=settings.fisher,
         joint=settings.joint,
         sharing=settings.sharing,
-        sigma=settings.sigma,
     )
     train = share(loaded.train, loaded.model)
     if settings.plan:

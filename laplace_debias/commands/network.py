@@ -23,7 +23,7 @@ def not_for(command: str, *names: str) -> dict[str, str]:
 def save(la: Any, output: Path) -> None:
     """Save a posterior, in a new folder if there is none."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    la.save(output)
+    la.save(output, own_likelihood=la.likelihood.name is None)
 
 
 def print_notes(loaded: Any) -> None:

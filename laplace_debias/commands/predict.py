@@ -77,7 +77,7 @@ def run(settings: Settings) -> Any:
     import pandas
 
     from laplace_debias.assessment.prediction_table import prediction_columns
-    from laplace_debias.laplace import Laplace, file
+    from laplace_debias.laplace import file
     from laplace_debias.report.tables import not_a_formula
     from laplace_debias.sources import load
     from laplace_debias.sources.splits import batches_of
@@ -97,7 +97,7 @@ def run(settings: Settings) -> Any:
             print(note)
         batches, _ = batches_of(inputs.examples, settings)
         names = inputs.names
-    la = Laplace.load(settings.posterior, loaded.model)
+    la = loaded.posterior(settings.posterior)
     columns = prediction_columns(
         la,
         loaded,

@@ -105,8 +105,7 @@ def run(settings: Settings) -> Path:
             settings.methods,
             settings.posteriors,
             settings.examples,
-            loaded.task,
-            loaded.validation is not None,
+            loaded,
         )
         if further_models:
             methods += (ENSEMBLE, MIXTURE)

@@ -86,7 +86,6 @@ class Settings(SourceSettings):
 def run(settings: Settings) -> "Spectrum":
     """Load, multiply, print the results and write tables and the figure."""
     from laplace_debias.assessment.spectrum import (
-        LOSSES,
         curvature_of,
         measure_spectrum,
     )
@@ -100,7 +99,7 @@ def run(settings: Settings) -> "Spectrum":
     check_target(settings.output / "eigenvalues.csv", make_folders=True)
     loaded = load(settings.without_comparison())
     print_notes(loaded)
-    name, _ = LOSSES[loaded.task]
+    name, _ = loaded.likelihood.training_loss()
     matrix = "GGN" if settings.matrix == "ggn" else "Hessian"
     A = curvature_of(loaded, settings.matrix, settings.examples, settings.memory_bound)
     num_parameters = sum(p.numel() for p in loaded.model.parameters())

@@ -63,7 +63,7 @@ class Settings(SourceSettings):
 
 def run(settings: Settings) -> "Tuning":
     """Tune a saved posterior's prior precision and save it again."""
-    from laplace_debias.laplace import Laplace, file
+    from laplace_debias.laplace import file
     from laplace_debias.report.tables import print_table
     from laplace_debias.sources import load
     from laplace_debias.sources.shares import share
@@ -75,7 +75,7 @@ def run(settings: Settings) -> "Tuning":
     file.read(settings.posterior)
     loaded = load(settings.without_comparison())
     print_notes(loaded)
-    la = Laplace.load(settings.posterior, loaded.model)
+    la = loaded.posterior(settings.posterior)
     if settings.method == "marglik":
         tuning = la.tune_evidence(sigma=settings.sigma, per=settings.per)
     else:

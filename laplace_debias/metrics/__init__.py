@@ -10,14 +10,16 @@ from laplace_debias.metrics.calibration import (
     smooth_ece,
 )
 from laplace_debias.metrics.classification import accuracy, brier, nll, overconfidence
-from laplace_debias.metrics.definitions import METRICS, Metric
+from laplace_debias.metrics.definitions import METRICS
 from laplace_debias.metrics.evaluation import (
     evaluate,
     evaluate_multilabel,
+    evaluate_numbers,
     evaluate_ood,
     evaluate_regression,
 )
 from laplace_debias.metrics.intervals import Interval
+from laplace_debias.metrics.metric import Metric
 from laplace_debias.metrics.ood import aupr, aupr_in, auroc, entropy, fpr95
 from laplace_debias.metrics.regression import (
     crps,
@@ -64,6 +66,7 @@ __all__ = [
     "entropy",
     "evaluate",
     "evaluate_multilabel",
+    "evaluate_numbers",
     "evaluate_ood",
     "evaluate_regression",
     "fpr95",

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -20,6 +19,13 @@ from laplace_debias.metrics.calibration import (
 )
 from laplace_debias.metrics.checks import check_classification
 from laplace_debias.metrics.classification import accuracy, brier, nll, overconfidence
+from laplace_debias.metrics.metric import (
+    AREA_INTERVAL,
+    NO_INTERVAL,
+    ROOT_INTERVAL,
+    SHARE_INTERVAL,
+    Metric,
+)
 from laplace_debias.metrics.ood import aupr, aupr_in, auroc, entropy, fpr95
 from laplace_debias.metrics.regression import (
     crps,
@@ -32,67 +38,6 @@ from laplace_debias.metrics.regression import (
 )
 from laplace_debias.metrics.selective import mean_of_equals, risk_coverage_curve
 from laplace_debias.metrics.statistics import Area, Mean, Proportion, Statistic
-
-_MEANINGS = {
-    "nll": "Mean negative log-probability of the label: how surprising the truth is.",
-    "rmse": "Root of the mean squared error.",
-    "bias": "Mean of prediction minus target, over all outputs; it should be 0.",
-    "scaled_error": "Root mean square error in predicted SDs: too narrow above 1, too wide below.",
-    "crps": "Distance of the predicted distribution from the target; if certain, the error.",
-    "coverage": "Share of targets in the predictive's central interval; it should be its level.",
-    "width": "Mean width of the central interval; narrower is better at equal coverage.",
-    "quantile_calibration_error": "Mean gap of levels and shares of targets below them.",
-    "accuracy": "Share of examples whose most probable class is the label.",
-    "brier": "Mean squared distance of the probabilities from the label, between 0 and 2.",
-    "overconfidence": "Mean confidence minus accuracy: above 0 too sure, below 0 not sure enough.",
-    "ece": "Mean gap of confidence and accuracy over 15 equal intervals of the confidence.",
-    "mean_entropy": "Mean uncertainty of the predictive.",
-    "ece_equal_mass": "Mean gap of confidence and accuracy over 15 groups of equal size.",
-    "smooth_ece": "Gap of confidence and accuracy after smoothing, with no bins to choose.",
-    "mce": "Largest gap of confidence and accuracy of 15 bins, often that of the smallest bin.",
-    "classwise_ece": "Mean over the classes of the gap of probability and frequency.",
-    "aurc": "Mean error rate where only the most confident examples are answered.",
-    "exact_match": "Share of examples with every label right.",
-    "auroc": "Probability that an OOD example has a higher score than one of the test set.",
-    "aupr_out": "Mean precision in finding OOD examples; by chance it is their share.",
-    "aupr_in": "Mean precision in finding examples of the test set; by chance it is their share.",
-    "fpr95": "Share of the test set taken for OOD where 95 % of the OOD examples are found.",
-}
-_MEAN = "For the mean over many test examples, by Student's t corrected for skewness (Hall)."
-_SHARE = "For the share among many test examples (Wilson)."
-_ROOT = "Root of the interval for the mean square over many test examples (Hall's t)."
-_AREA = "For many examples of both kinds, by the normal approximation of the logit."
-_NONE = "None: no interval is known that has its nominal coverage."
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric of a predictive.
-
-    Attributes:
-        name: Name in reports.
-        label: Name in tables and on axes.
-        statistic: Computes it from probabilities and labels, from scores of ID and OOD examples, or
-            from mean, standard deviation, targets and the level of the interval.
-        better: Whether `lower` or `higher` is better; `level` if it should equal the level of the
-            interval that it measures; `ideal` if it should be a certain number (differences are
-            then those of the distances from it, and lower is better); None if nothing is better.
-        unit: Unit of the values; "" for numbers between 0 and 1.
-        interval: One sentence on what its interval means.
-    """
-
-    name: str
-    label: str
-    statistic: Callable[..., Statistic]
-    better: Literal["lower", "higher", "level", "ideal"] | None = "lower"
-    unit: str = ""
-    interval: str = _MEAN
-
-    @property
-    def meaning(self) -> str:
-        """One sentence on what it measures."""
-        return _MEANINGS[self.name]
-
 
 # ------------------------------------------------------------- probabilities and labels
 
@@ -146,23 +91,95 @@ def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
 
 
 CLASSIFICATION_METRICS = (
-    Metric("accuracy", "Accuracy", proportion_statistic(accuracy), "higher", interval=_SHARE),
-    Metric("nll", "NLL", mean_statistic(nll, lowest=0), unit="nats"),
-    Metric("brier", "Brier score", mean_statistic(brier, lowest=0)),
-    Metric("overconfidence", "Over-confidence", mean_statistic(overconfidence, ideal=0), "ideal"),
-    Metric("ece", "ECE", without_interval(ece), interval=_NONE),
+    Metric(
+        "accuracy",
+        "Accuracy",
+        proportion_statistic(accuracy),
+        "higher",
+        interval=SHARE_INTERVAL,
+        meaning="Share of examples whose most probable class is the label.",
+        is_main=True,
+        over_labels="mean",
+    ),
+    Metric(
+        "nll",
+        "NLL",
+        mean_statistic(nll, lowest=0),
+        unit="nats",
+        meaning="Mean negative log-probability of the label: how surprising the truth is.",
+        is_main=True,
+        over_labels="sum",
+    ),
+    Metric(
+        "brier",
+        "Brier score",
+        mean_statistic(brier, lowest=0),
+        meaning="Mean squared distance of the probabilities from the label, between 0 and 2.",
+        is_main=True,
+        over_labels="mean",
+    ),
+    Metric(
+        "overconfidence",
+        "Over-confidence",
+        mean_statistic(overconfidence, ideal=0),
+        "ideal",
+        meaning="Mean confidence minus accuracy: above 0 too sure, below 0 not sure enough.",
+        is_main=True,
+        over_labels="mean",
+    ),
+    Metric(
+        "ece",
+        "ECE",
+        without_interval(ece),
+        interval=NO_INTERVAL,
+        meaning="Mean gap of confidence and accuracy over 15 equal intervals of the confidence.",
+        is_main=True,
+        over_labels="mean",
+    ),
     Metric(
         "mean_entropy",
         "Mean entropy",
         lambda probs, labels: _mean(entropy(probs), lowest=0),
         better=None,
         unit="nats",
+        meaning="Mean uncertainty of the predictive.",
+        over_labels="sum",
     ),
-    Metric("ece_equal_mass", "ECE (equal mass)", without_interval(ece_equal_mass), interval=_NONE),
-    Metric("smooth_ece", "Smooth ECE", without_interval(smooth_ece), interval=_NONE),
-    Metric("mce", "MCE", without_interval(mce), interval=_NONE),
-    Metric("classwise_ece", "Classwise ECE", without_interval(classwise_ece), interval=_NONE),
-    Metric("aurc", "AURC", _aurc_statistic),
+    Metric(
+        "ece_equal_mass",
+        "ECE (equal mass)",
+        without_interval(ece_equal_mass),
+        interval=NO_INTERVAL,
+        meaning="Mean gap of confidence and accuracy over 15 groups of equal size.",
+    ),
+    Metric(
+        "smooth_ece",
+        "Smooth ECE",
+        without_interval(smooth_ece),
+        interval=NO_INTERVAL,
+        meaning="Gap of confidence and accuracy after smoothing, with no bins to choose.",
+    ),
+    Metric(
+        "mce",
+        "MCE",
+        without_interval(mce),
+        interval=NO_INTERVAL,
+        meaning="Largest gap of confidence and accuracy of 15 bins, often of the smallest bin.",
+    ),
+    Metric(
+        "classwise_ece",
+        "Classwise ECE",
+        without_interval(classwise_ece),
+        interval=NO_INTERVAL,
+        meaning="Mean over the classes of the gap of probability and frequency.",
+    ),
+    Metric(
+        "aurc",
+        "AURC",
+        _aurc_statistic,
+        meaning="Mean error rate where only the most confident examples are answered.",
+        is_main=True,
+    ),
 )
 
 # ------------------------------------------------------ several labels per example, [n, labels]
@@ -195,7 +212,12 @@ def _exact_match_statistic(probs: Tensor, labels: Tensor) -> Statistic:
 
 
 EXACT_MATCH = Metric(
-    "exact_match", "Exact match", _exact_match_statistic, "higher", interval=_SHARE
+    "exact_match",
+    "Exact match",
+    _exact_match_statistic,
+    "higher",
+    interval=SHARE_INTERVAL,
+    meaning="Share of examples with every label right.",
 )
 
 # ------------------------------------------------------------- scores of ID and OOD examples
@@ -289,14 +311,36 @@ def _sum_up_to(keys: Tensor, weights: Tensor, values: Tensor) -> Float[Tensor, "
 
 
 OOD_METRICS = (
-    Metric("auroc", "AUROC", _auroc_statistic, "higher", interval=_AREA),
-    Metric("aupr_out", "AUPR (out)", _aupr_statistic, "higher", interval=_AREA),
-    Metric("aupr_in", "AUPR (in)", _aupr_in_statistic, "higher", interval=_AREA),
+    Metric(
+        "auroc",
+        "AUROC",
+        _auroc_statistic,
+        "higher",
+        interval=AREA_INTERVAL,
+        meaning="Probability that an OOD example has a higher score than one of the test set.",
+    ),
+    Metric(
+        "aupr_out",
+        "AUPR (out)",
+        _aupr_statistic,
+        "higher",
+        interval=AREA_INTERVAL,
+        meaning="Mean precision in finding OOD examples; by chance it is their share.",
+    ),
+    Metric(
+        "aupr_in",
+        "AUPR (in)",
+        _aupr_in_statistic,
+        "higher",
+        interval=AREA_INTERVAL,
+        meaning="Mean precision in finding examples of the test set; by chance it is their share.",
+    ),
     Metric(
         "fpr95",
         "FPR95",
         _fpr95_statistic,
-        interval=f"{_AREA} Too narrow near 1 for fewer than some 200 OOD examples.",
+        interval=f"{AREA_INTERVAL} Too narrow near 1 for fewer than some 200 OOD examples.",
+        meaning="Share of the test set taken for OOD where 95 % of the OOD examples are found.",
     ),
 )
 
@@ -341,6 +385,11 @@ def widths(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
     return interval_width(low, high, reduction="none")
 
 
+def width_statistic(values: Float[Tensor, "n *outputs"]) -> Statistic:
+    """The mean width of intervals."""
+    return _mean(values, lowest=0)
+
+
 def covered(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
     """1 where a target is in its central interval, else 0."""
     low, high = gaussian_interval(mean, sd, level)
@@ -348,7 +397,11 @@ def covered(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Tensor:
 
 
 def _coverage_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float) -> Statistic:
-    inside = covered(mean, sd, targets, level)
+    return share_statistic(covered(mean, sd, targets, level))
+
+
+def share_statistic(inside: Float[Tensor, "n *outputs"]) -> Statistic:
+    """The share of targets that are in their interval, which have a 1."""
     if inside.numel() == len(inside):
         return Proportion(inside.mean().item(), per_example(inside))
     return _mean(inside, lowest=0)
@@ -361,35 +414,97 @@ def _quantile_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float)
 _UNIT = "units of the target"
 
 REGRESSION_METRICS = (
-    Metric("nll", "NLL", _gaussian_nll_statistic, unit="nats"),
     Metric(
-        "rmse", "RMSE", lambda m, sd, y, level: rmse_statistic(m, y), unit=_UNIT, interval=_ROOT
+        "nll",
+        "NLL",
+        _gaussian_nll_statistic,
+        unit="nats",
+        meaning="Mean negative log-probability of the label: how surprising the truth is.",
+        is_main=True,
     ),
-    Metric("bias", "Bias", lambda m, sd, y, level: _mean(m - y, ideal=0), "ideal", unit=_UNIT),
-    Metric("scaled_error", "Error in SDs", _scaled_error_statistic, "ideal", interval=_ROOT),
+    Metric(
+        "rmse",
+        "RMSE",
+        lambda m, sd, y, level: rmse_statistic(m, y),
+        unit=_UNIT,
+        interval=ROOT_INTERVAL,
+        meaning="Root of the mean squared error.",
+        is_main=True,
+    ),
+    Metric(
+        "bias",
+        "Bias",
+        lambda m, sd, y, level: _mean(m - y, ideal=0),
+        "ideal",
+        unit=_UNIT,
+        meaning="Mean of prediction minus target, over all outputs; it should be 0.",
+        is_main=True,
+    ),
+    Metric(
+        "scaled_error",
+        "Error in SDs",
+        _scaled_error_statistic,
+        "ideal",
+        interval=ROOT_INTERVAL,
+        meaning="Root mean square error in predicted SDs: too narrow above 1, too wide below.",
+        is_main=True,
+    ),
     Metric(
         "crps",
         "CRPS",
         lambda m, sd, y, level: _mean(crps(m, sd, y, reduction="none"), lowest=0),
         unit=_UNIT,
+        meaning="Distance of the predicted distribution from the target; if certain, the error.",
+        is_main=True,
     ),
-    Metric("coverage", "Coverage", _coverage_statistic, "level", interval=_SHARE),
+    Metric(
+        "coverage",
+        "Coverage",
+        _coverage_statistic,
+        "level",
+        interval=SHARE_INTERVAL,
+        meaning="Share of targets in the predictive's central interval; it should be its level.",
+        is_main=True,
+    ),
     Metric(
         "width",
         "Interval width",
-        lambda m, sd, y, level: _mean(widths(m, sd, y, level), lowest=0),
+        lambda m, sd, y, level: width_statistic(widths(m, sd, y, level)),
         unit=_UNIT,
+        meaning="Mean width of the central interval; narrower is better at equal coverage.",
     ),
     Metric(
         "quantile_calibration_error",
         "Quantile calibration error",
         _quantile_statistic,
-        interval=_NONE,
+        interval=NO_INTERVAL,
+        meaning="Mean gap of levels and shares of targets below them.",
     ),
 )
 
+MEAN_ABSOLUTE_ERROR = Metric(
+    "mae",
+    "MAE",
+    lambda m, sd, y, level: _mean((m - y).abs().double(), lowest=0),
+    unit=_UNIT,
+    meaning="Mean absolute difference of prediction and target.",
+    is_main=True,
+)
+_MOMENTS = ("rmse", "bias", "scaled_error")
+MOMENT_METRICS = (
+    *(metric for metric in REGRESSION_METRICS if metric.name in _MOMENTS),
+    MEAN_ABSOLUTE_ERROR,
+)
+"""Metrics of the mean and the standard deviation of any predictive of numbers."""
+
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metric in (*REGRESSION_METRICS, *CLASSIFICATION_METRICS, EXACT_MATCH, *OOD_METRICS)
+    for metric in (
+        *REGRESSION_METRICS,
+        MEAN_ABSOLUTE_ERROR,
+        *CLASSIFICATION_METRICS,
+        EXACT_MATCH,
+        *OOD_METRICS,
+    )
 }
 """The metrics by name, in the order in which they are shown."""

@@ -15,24 +15,21 @@ from laplace_debias.metrics.checks import (
 from laplace_debias.metrics.definitions import (
     CLASSIFICATION_METRICS,
     EXACT_MATCH,
+    MOMENT_METRICS,
     OOD_METRICS,
     REGRESSION_METRICS,
     nll_statistic,
     over_labels,
     per_example,
+    share_statistic,
+    width_statistic,
 )
 from laplace_debias.metrics.ood import entropy, label_entropy
-from laplace_debias.metrics.regression import Real, check_gaussian
+from laplace_debias.metrics.regression import Real, check_gaussian, interval_width
 from laplace_debias.metrics.report import Report, report_of
 from laplace_debias.metrics.statistics import Statistic
 
 Sets = Mapping[str, Float[Tensor, "..."]]
-
-_MULTILABEL = frozenset({"accuracy", "nll", "brier", "overconfidence", "ece", "mean_entropy"})
-"""Metrics of a classification that are also reported over all labels of a multi-label problem."""
-
-_SUMMED_OVER_LABELS = frozenset({"nll", "mean_entropy"})
-"""Metrics that are summed over an example's labels instead of averaged."""
 
 
 def evaluate(
@@ -143,8 +140,8 @@ def evaluate_multilabel(
     flat_probs, flat_labels = check_classification(probs.flatten(), labels.flatten())
     statistics: dict[str, Statistic] = {}
     for metric in CLASSIFICATION_METRICS:
-        if metric.name in _MULTILABEL:
-            num_terms = probs.shape[1] if metric.name in _SUMMED_OVER_LABELS else 1
+        if metric.over_labels is not None:
+            num_terms = probs.shape[1] if metric.over_labels == "sum" else 1
             per_label = metric.statistic(flat_probs, flat_labels)
             statistics[metric.name] = over_labels(per_label, probs.shape, num_terms)
     statistics["exact_match"] = EXACT_MATCH.statistic(probs, labels)
@@ -201,6 +198,73 @@ def evaluate_regression(
     }
     if log_probs is not None:
         statistics["nll"] = _nll_of_log_probs(log_probs, len(means))
+    variances_ood = {}
+    for name, ood_deviation in (ood or {}).items():
+        check_gaussian(ood_deviation, ood_deviation)
+        variances_ood[name] = per_example(ood_deviation.double().square())
+    statistics |= separation(per_example(deviations.square()), variances_ood)
+    return report_of(statistics, targets, level, intervals)
+
+
+def evaluate_numbers(
+    mean: Real,
+    standard_deviation: Real,
+    targets: Real,
+    log_probs: Float[Tensor, " n"],
+    ood: Sets | None = None,
+    *,
+    levels: Real | None = None,
+    interval: tuple[Real, Real] | None = None,
+    intervals: bool = True,
+    level: float = 0.95,
+) -> Report:
+    """Errors and calibration of any predictive of numbers, such as counts.
+
+    Args:
+        mean: Means of the predictive, `[n]` or `[n, outputs]`.
+        standard_deviation: Its standard deviations, positive, in the same shape.
+        targets: Numbers in the same shape.
+        log_probs: Log-probabilities or log-densities of each example's targets, `[n]`.
+        ood: As for `evaluate_regression`.
+        levels: For each target the smallest level of a central interval that contains it; None if
+            the predictive has no distribution function.
+        interval: Lower and upper ends of the predictive's central intervals of probability `level`;
+            None if it has no quantiles.
+        intervals: As for `evaluate`.
+        level: As for `evaluate_regression`.
+
+    Returns:
+        `nll` (nats per example), `rmse`, `bias`, `scaled_error` as for `evaluate_regression`, `mae`
+        (mean absolute error, in units of the targets); with `levels` `coverage`, with `interval`
+        `width`; and what `evaluate` has of each out-of-distribution set, by the mean variance of an
+        example.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: As `evaluate_regression`.
+
+    Example:
+        >>> import torch
+        >>> counts = torch.tensor([0.0, 2.0, 5.0])
+        >>> poisson = torch.distributions.Poisson(torch.tensor([1.0, 2.0, 4.0]))
+        >>> log_probs = poisson.log_prob(counts)
+        >>> report = evaluate_numbers(poisson.mean, poisson.stddev, counts, log_probs)
+        >>> round(report["mae"].value, 2)
+        0.67
+    """
+    check_level(level)
+    check_gaussian(mean, standard_deviation, targets)
+    means = mean.double()
+    deviations = standard_deviation.double()
+    statistics = {"nll": _nll_of_log_probs(log_probs, len(means))}
+    for metric in MOMENT_METRICS:
+        statistics[metric.name] = metric.statistic(means, deviations, targets.double(), level)
+    if levels is not None:
+        check_tensor(levels, "levels")
+        statistics["coverage"] = share_statistic((levels <= level).double())
+    if interval is not None:
+        low, high = interval
+        statistics["width"] = width_statistic(interval_width(low, high, reduction="none"))
     variances_ood = {}
     for name, ood_deviation in (ood or {}).items():
         check_gaussian(ood_deviation, ood_deviation)

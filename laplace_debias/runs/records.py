@@ -14,6 +14,16 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 Record = TypeVar("Record")
 Role = Literal["test", "shift", "ood"]
 
+TargetKind = Literal["class", "labels", "numbers"]
+
+_TARGETS_BY_TASK: dict[str, TargetKind] = {
+    "classification": "class",
+    "binary": "class",
+    "multilabel": "labels",
+    "regression": "numbers",
+    "heteroscedastic": "numbers",
+}
+"""Targets of the tasks that runs of earlier versions have, which do not state them."""
 FORMAT = 1
 """The version of the files."""
 TEST = "test"
@@ -161,7 +171,9 @@ class RunRecord:
         status: `running` or `complete`.
         title: Title of the page.
         created: Time of the beginning, ISO 8601.
-        task: Task of the network.
+        task: Name of the likelihood.
+        targets: What a target is: a class, several labels, or numbers; None in runs of earlier
+            versions.
         input_name: Name of an input, in the singular.
         target: Column of a table that is predicted.
         classes: Names of the classes.
@@ -185,6 +197,7 @@ class RunRecord:
     task: str
     sets: list[SetRecord]
     methods: list[MethodRecord]
+    targets: TargetKind | None = None
     status: str = "running"
     title: str = ""
     created: str | None = None
@@ -205,9 +218,14 @@ class RunRecord:
     identity: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def is_regression(self) -> bool:
+    def target_kind(self) -> TargetKind:
+        """What a target is, also in runs of earlier versions."""
+        return self.targets or _TARGETS_BY_TASK[self.task]
+
+    @property
+    def has_numbers(self) -> bool:
         """Whether the targets are numbers."""
-        return self.task in ("regression", "heteroscedastic")
+        return self.target_kind == "numbers"
 
     @property
     def network(self) -> MethodRecord:

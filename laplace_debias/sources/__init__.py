@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from laplace_debias.sources.settings import SourceSettings
-from laplace_debias.sources.task import Task
 from laplace_debias.system.lazy import attributes_from
 
 if TYPE_CHECKING:
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Loaded",
     "SourceSettings",
-    "Task",
     "load",
     "split_by_seed",
 ]

@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.sources.likelihoods import likelihood_from_settings, likelihood_of_array
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.splits import Examples, Splits, split_indices
-from laplace_debias.sources.targets import as_targets, check_numbers, task_of
-from laplace_debias.sources.task import Task
+from laplace_debias.sources.targets import as_targets, check_numbers
 
 _NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
 
@@ -63,7 +64,7 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
         pairs = {
             name[2:]: (arrays[name], arrays[f"y{name[1:]}"]) for name in needed if name[0] == "x"
         }
-    task = settings.task or task_of(pairs["train"][1])
+    likelihood = likelihood_from_settings(settings) or likelihood_of_array(pairs["train"][1])
     pixels = image_pixels(pairs["train"][0], settings)
     if pixels is None and Pixels.from_settings(settings) is not None:
         raise ValueError(
@@ -71,14 +72,13 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
             f"{list(pairs['train'][0].shape[1:])}: leave them out"
         )
     examples = {
-        name: _examples(x, y, task, pixels, f"{path}, {name}") for name, (x, y) in pairs.items()
+        name: _examples(x, y, likelihood, pixels, f"{path}, {name}")
+        for name, (x, y) in pairs.items()
     }
     train = examples["train"]
-    num_outputs = 1 if task == "binary" else train.targets.shape[-1]
-    if task == "heteroscedastic":
-        num_outputs *= 2
-    if task == "classification":
-        num_outputs = 1 + max(int(split.targets.max()) for split in examples.values())
+    num_targets = train.targets.shape[-1]
+    if likelihood.targets == "class":
+        num_targets = 1 + max(int(split.targets.max()) for split in examples.values())
     for name, split in examples.items():
         if split.inputs.shape[1:] != train.inputs.shape[1:]:
             raise ValueError(
@@ -89,8 +89,8 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
         train=train,
         validation=examples.get("val"),
         test=examples["test"],
-        task=task,
-        num_outputs=num_outputs,
+        likelihood=likelihood,
+        num_targets=num_targets,
         input_name="example" if pixels is None else "image",
         pixels=pixels,
         was_whole=was_whole,
@@ -99,14 +99,14 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
 
 
 def _examples(
-    x: np.ndarray, y: np.ndarray, task: Task, pixels: Pixels | None, source: str
+    x: np.ndarray, y: np.ndarray, likelihood: Likelihood, pixels: Pixels | None, source: str
 ) -> Examples:
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(
             f"{source}: x has {len(x)} rows, y {len(y)}; expected one each, at least one"
         )
     inputs = as_inputs(x, source)
-    targets = as_targets(y, task, f"y of {source}")
+    targets = as_targets(y, likelihood, f"y of {source}")
     return Examples(inputs, targets, pixels if inputs.dtype == torch.uint8 else None)
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from torch import nn
 
+from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
 from laplace_debias.sources.arrays import archive_splits
 from laplace_debias.sources.image_files import ImageFiles, images_below, view_of
 from laplace_debias.sources.imports import called, imported, is_import_path
+from laplace_debias.sources.likelihoods import likelihood_from_settings
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.sources.splits import Splits, split_indices
@@ -45,11 +47,11 @@ def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module
     if path.is_dir():
         _check_options(settings, "a folder of images", *_OF_TABLES)
         classes, image_files = find_image_folder(path)
-        if settings.task not in (None, "classification", "binary"):
+        likelihood = likelihood_from_settings(settings) or Categorical()
+        if likelihood.targets != "class":
             raise ValueError(f"task is {settings.task}; class folders make a classification")
-        if settings.task == "binary" and len(classes) != 2:
-            raise ValueError(f"task is binary; {path} has {len(classes)} classes, not two")
-        return len(classes), partial(_opened, path, classes, image_files, settings)
+        num_outputs = likelihood.num_outputs(len(classes))
+        return num_outputs, partial(_opened, path, classes, image_files, settings, likelihood)
     raise ValueError(f"--data {path} has an unknown format; expected {_KINDS}")
 
 
@@ -88,7 +90,7 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
         validation=content.get("validation"),
         test=content["test"],
         ood=content.get("ood") or {},
-        num_outputs=None if classes is None else len(classes),
+        num_targets=None if classes is None else len(classes),
         classes=None if classes is None else tuple(map(str, classes)),
         # Inputs come normalised, and only the settings have the mean and std.
         pixels=Pixels.from_settings(settings),
@@ -103,6 +105,7 @@ def _opened(
     classes: tuple[str, ...],
     files: dict[str, list[tuple[Path, int]]],
     settings: SourceSettings,
+    likelihood: Likelihood,
     model: nn.Module,
 ) -> Splits:
     """The splits of an image folder as the network takes them."""
@@ -119,8 +122,8 @@ def _opened(
         train=images["train"],
         validation=images.get("val"),
         test=images["test"],
-        task="classification",
-        num_outputs=len(classes),
+        likelihood=likelihood,
+        num_targets=len(classes),
         classes=classes,
         input_name="image",
         pixels=view.pixels,

@@ -8,8 +8,10 @@ from typing import Any
 from jaxtyping import UInt8
 from torch import Tensor, nn
 
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.sources.task import Task
+from laplace_debias.laplace import Laplace
+from laplace_debias.sources.likelihoods import task_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +25,7 @@ class Loaded:
         model: The network, in evaluation mode, on its device.
         further_models: The same network with the weights of other trainings, to predict with
             all of them.
-        task: Task, as `Laplace` takes it for `likelihood`.
+        likelihood: The likelihood of its outputs.
         train: The training examples, batches `(x, y)` in an order that mixes the classes.
         num_train: N, the number of training examples in all; `train` may have fewer
             (`train_examples`), which then represent all.
@@ -44,7 +46,7 @@ class Loaded:
     """
 
     model: nn.Module
-    task: Task
+    likelihood: Likelihood
     train: Batches
     num_train: int
     validation: Batches | None
@@ -59,3 +61,23 @@ class Loaded:
     target: str | None = None
     input_name: str = "example"
     notes: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> str:
+        """The name of the likelihood."""
+        return task_name(self.likelihood)
+
+    def posterior(self, path: Path, model: nn.Module | None = None) -> Laplace:
+        """Read a saved posterior of the network, or of another one with its data.
+
+        Raises:
+            ValueError: If it was fitted with a likelihood of another name; as `Laplace.load`.
+        """
+        own_likelihood = self.likelihood if self.likelihood.name is None else None
+        la = Laplace.load(path, model or self.model, likelihood=own_likelihood)
+        if la.likelihood.name != self.likelihood.name:
+            raise ValueError(
+                f"{path} was fitted with --task={la.likelihood.name}, this command has "
+                f"--task={self.task}. Give the task of the fit."
+            )
+        return la

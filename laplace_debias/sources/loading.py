@@ -7,27 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.losses.likelihoods import Bernoulli, Categorical, Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.inputs import as_columns
 from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, shuffled_patches
 from laplace_debias.sources.data import find_data
 from laplace_debias.sources.further_inputs import FurtherInputs, read_further_inputs
 from laplace_debias.sources.imports import described
+from laplace_debias.sources.likelihoods import (
+    likelihood_from_settings,
+    likelihood_of_batch,
+)
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.networks import build
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.sources.splits import Splits, batches_of
-from laplace_debias.sources.task import Task
-
-_MEANINGS: dict[Task, str] = {
-    "classification": "classes",
-    "multilabel": "labels",
-    "binary": "logit",
-    "regression": "targets",
-    "heteroscedastic": "means and log-variances",
-}
-"""Meanings of outputs in messages."""
 
 
 def load(settings: SourceSettings) -> Loaded:
@@ -77,7 +72,7 @@ def load(settings: SourceSettings) -> Loaded:
         )
         for level in sorted(set(settings.corruptions))
     }
-    task = task_of_outputs(model, first, splits, settings.task)
+    likelihood = _likelihood(model, first, splits, likelihood_from_settings(settings))
     notes += splits.notes + tuple(note for _, notes in ood_sets.values() for note in notes)
     if settings.held_out != SourceSettings.held_out and not splits.was_whole:
         notes += ("held_out is not used: the data comes in parts of its own.",)
@@ -88,7 +83,7 @@ def load(settings: SourceSettings) -> Loaded:
         )
     return Loaded(
         model=model,
-        task=task,
+        likelihood=likelihood,
         train=train,
         num_train=number,
         validation=validation,
@@ -156,34 +151,35 @@ def _device_from(name: str) -> torch.device:
 
 
 @torch.no_grad()
-def task_of_outputs(model: nn.Module, batch: Any, splits: Splits, chosen_task: Task | None) -> Task:
-    """The meaning of the outputs, after a check that they fit the data."""
-    task = chosen_task or splits.task
+def _likelihood(
+    model: nn.Module, batch: Any, splits: Splits, chosen: Likelihood | None
+) -> Likelihood:
+    """The likelihood of the outputs, after a check that they fit the data."""
+    likelihood = chosen or splits.likelihood
     if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
         # Dicts of a collator: `Laplace` reads and checks them.
-        if task is None:
+        if likelihood is None:
             raise ValueError("the task is not known: give --task")
-        return task
+        return likelihood
     x, y = batch
     outputs = _outputs(model, x[:2])
-    if task is None:
-        task = _task_of_labels(y, outputs)
+    if likelihood is None:
+        likelihood = likelihood_of_batch(y, outputs)
     if outputs is None or outputs.ndim < 2:
-        return task
+        return likelihood
     width = outputs.shape[-1] if outputs.ndim == 2 else outputs.shape[1]
-    expected = splits.num_outputs
-    if task == "classification" and expected == 2 and width == 1 and chosen_task is None:
-        return "binary"
-    if task == "binary":
-        expected = 1
+    num_targets = splits.num_targets
+    is_classification = chosen is None and isinstance(likelihood, Categorical)
+    if is_classification and num_targets == 2 and width == 1:
+        return Bernoulli()
+    expected = None if num_targets is None else likelihood.num_outputs(num_targets)
     if expected is not None and outputs.ndim == 2 and width != expected:
-        meaning = _MEANINGS[task]
         raise ValueError(
-            f"the network gives {width} outputs, the data has {expected} {meaning}: give the "
-            "network that was trained on this data, or make it with as many "
-            "(--model_args.KEY=VALUE)"
+            f"the network gives {width} outputs, the data has {expected} "
+            f"{likelihood.outputs_meaning}: give the network that was trained on this data, or "
+            "make it with as many (--model_args.KEY=VALUE)"
         )
-    return task
+    return likelihood
 
 
 def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
@@ -198,16 +194,3 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
     if not isinstance(outputs, Tensor):
         outputs = getattr(outputs, "logits", None)
     return None if outputs is None else as_columns(outputs, x.shape[:1])
-
-
-def _task_of_labels(y: Tensor, outputs: Tensor | None) -> Task:
-    if y.is_floating_point():
-        return "regression"
-    if y.ndim == 1:
-        return "binary" if outputs is not None and outputs.shape[-1] == 1 else "classification"
-    if y.ndim == 2 and outputs is not None and y.shape == outputs.shape:
-        return "multilabel"
-    raise ValueError(
-        f"the task cannot be inferred from targets of shape {list(y.shape)} and dtype "
-        f"{y.dtype}: give --task"
-    )

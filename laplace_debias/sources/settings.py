@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from laplace_debias.sources.task import Task
+from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, LikelihoodName
 from laplace_debias.system.settings import check_at_least
 
 AnySettings = TypeVar("AnySettings", bound="SourceSettings")
@@ -49,7 +49,8 @@ class SourceSettings:
             default.
         standardise: Standardise a table's features by the mean and standard deviation of its
             training rows.
-        task: Task; inferred from the data by default.
+        task: Likelihood of the outputs: its name, or the import path of one of your own,
+            `my_pkg.likelihoods:Binomial`; inferred from the data by default.
         held_out: Share of the examples, 0 … 0.5, held out for validation, and the same share again
             for the test, if the data has no parts. The seed chooses them.
         ood: Out-of-distribution data by name, once or several times: a path as for `data`, or
@@ -120,7 +121,7 @@ class SourceSettings:
     target: str | None = None
     features: tuple[str, ...] | None = None
     standardise: bool = True
-    task: Task | None = None
+    task: LikelihoodName | str | None = None
     held_out: float = 0.2
     ood: dict[str, str] = field(default_factory=dict)
     corruptions: tuple[int, ...] = ()
@@ -142,6 +143,11 @@ class SourceSettings:
         check_at_least(self, 1, *_LIMITS, "batch_size", "image_size")
         check_at_least(self, 0, "workers", "seed")
         self._check_network()
+        if self.task is not None and self.task not in LIKELIHOODS and ":" not in self.task:
+            raise ValueError(
+                f"task is {self.task}; expected {', '.join(LIKELIHOODS)}, or the import path of a "
+                "likelihood, such as my_pkg.likelihoods:Binomial"
+            )
         if not 0 < self.held_out < 0.5:
             raise ValueError(f"held_out is {self.held_out}; expected a share between 0 and 0.5")
         if not set(self.corruptions) <= {1, 2, 3, 4, 5}:

@@ -10,11 +10,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, Subset
 
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.sources.image_files import View
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
-from laplace_debias.sources.task import Task
 
 ExampleSource = Dataset[Any] | Iterable[Any]
 """Examples one by one, or batches of them."""
@@ -79,15 +79,16 @@ def check_complete(table: Any, names: Iterable[str], source: str) -> None:
 class Splits:
     """Data before it is batched; None stands for what it lacks or what is not known.
 
-    With `was_whole` validation and test examples were chosen here, by the seed.
+    With `was_whole` validation and test examples were chosen here, by the seed. `num_targets` is
+    the number of classes, of labels or of target columns.
     """
 
     train: ExampleSource
     validation: ExampleSource | None
     test: ExampleSource
     ood: Mapping[str, ExampleSource] = field(default_factory=dict)
-    task: Task | None = None
-    num_outputs: int | None = None
+    likelihood: Likelihood | None = None
+    num_targets: int | None = None
     classes: tuple[str, ...] | None = None
     input_name: str = "example"
     pixels: Pixels | None = None
@@ -95,6 +96,13 @@ class Splits:
     columns: Columns | None = None
     was_whole: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def num_outputs(self) -> int | None:
+        """Number of outputs of a network for the data, as far as that is known."""
+        if self.num_targets is None or self.likelihood is None:
+            return self.num_targets
+        return self.likelihood.num_outputs(self.num_targets)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian, Likelihood
+from laplace_debias.sources.likelihoods import likelihood_from_settings, task_name
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.splits import (
     Columns,
@@ -16,7 +18,6 @@ from laplace_debias.sources.splits import (
     split_indices,
 )
 from laplace_debias.sources.targets import as_targets
-from laplace_debias.sources.task import REGRESSIONS, Task
 
 SUFFIXES = (".csv", ".parquet")
 MOST_CLASSES = 20
@@ -82,11 +83,12 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
         deviation = values.std(0)
         std = np.where(deviation > 1e-12 * np.abs(mean).clip(1e-300), deviation, 1.0)
     columns = Columns(features, mean, std, target)
-    classes, task = _meaning(train[target], settings.task, target)
+    likelihood = _likelihood(train[target], likelihood_from_settings(settings), target)
+    classes = _classes(train[target], likelihood, target)
     examples = {
         split: Examples(
             columns.inputs(table, str(files.get(split, first))),
-            _targets(table[target], classes, task, f"{target} of {files.get(split, first)}"),
+            _targets(table[target], classes, likelihood, f"{target} of {files.get(split, first)}"),
         )
         for split, table in tables.items()
     }
@@ -94,8 +96,8 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
         train=examples["train"],
         validation=examples.get("val"),
         test=examples["test"],
-        task=task,
-        num_outputs=_num_outputs(task, classes),
+        likelihood=likelihood,
+        num_targets=1 if classes is None else len(classes),
         classes=None if classes is None else tuple(map(str, classes)),
         input_name="row",
         columns=columns,
@@ -121,44 +123,45 @@ def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSett
     return settings.target
 
 
-def _meaning(column: Any, task: Task | None, name: str) -> tuple[list[Any] | None, Task]:
-    """The classes of a target's training rows, None if it is a number; and the task."""
-    if task == "multilabel":
-        raise ValueError("a table has one target; give several labels as a .npz file")
-    is_number = column.dtype.kind in "iuf"
-    values = sorted(column.unique().tolist())
-    if task is None:
-        if column.dtype.kind == "f":
-            task = "regression"
-        elif is_number and len(values) > MOST_CLASSES:
-            raise ValueError(
-                f"target {name} has {len(values)} different whole numbers; say what they are by "
-                "--task=regression or --task=classification"
-            )
-        else:
-            task = "classification"
-    if task in REGRESSIONS:
-        if not is_number:
-            raise ValueError(f"target {name} holds {column.dtype}; expected numbers ({task})")
-        return None, task
-    if len(values) < 2 or (task == "binary" and len(values) != 2):
+def _likelihood(column: Any, chosen: Likelihood | None, name: str) -> Likelihood:
+    """The likelihood of a target's training rows, by their type if none was chosen."""
+    if chosen is not None:
+        return chosen
+    if column.dtype.kind == "f":
+        return Gaussian()
+    num_values = column.nunique()
+    if column.dtype.kind in "iu" and num_values > MOST_CLASSES:
         raise ValueError(
-            f"target {name} has {len(values)} different values; expected "
-            f"{'two' if task == 'binary' else 'at least two'} (task={task})"
+            f"target {name} has {num_values} different whole numbers; say what they are by "
+            "--task=regression, --task=poisson (counts) or --task=classification"
         )
-    return values, task
+    return Categorical()
 
 
-def _num_outputs(task: Task, classes: list[Any] | None) -> int:
-    """Number of outputs of a network for one target."""
-    if task == "classification" and classes is not None:
-        return len(classes)
-    return 2 if task == "heteroscedastic" else 1
+def _classes(column: Any, likelihood: Likelihood, name: str) -> list[Any] | None:
+    """The classes of a target's training rows; None if it is a number."""
+    task = task_name(likelihood)
+    if likelihood.targets == "labels":
+        raise ValueError("a table has one target; give several labels as a .npz file")
+    if likelihood.targets != "class":
+        if column.dtype.kind not in "iuf":
+            raise ValueError(f"target {name} holds {column.dtype}; expected numbers ({task})")
+        return None
+    values = sorted(column.unique().tolist())
+    if len(values) < 2:
+        raise ValueError(
+            f"target {name} has {len(values)} different values; expected at least two (task={task})"
+        )
+    try:
+        likelihood.num_outputs(len(values))
+    except ValueError as error:
+        raise ValueError(f"target {name}: {error}") from error
+    return values
 
 
-def _targets(column: Any, classes: list[Any] | None, task: Task, source: str) -> Tensor:
+def _targets(column: Any, classes: list[Any] | None, likelihood: Likelihood, source: str) -> Tensor:
     if classes is None:
-        return as_targets(column.to_numpy(dtype=np.float64), task, source)
+        return as_targets(column.to_numpy(dtype=np.float64), likelihood, source)
     number = {value: label for label, value in enumerate(classes)}
     unknown = [value for value in column.unique().tolist() if value not in number]
     if unknown:
@@ -166,4 +169,4 @@ def _targets(column: Any, classes: list[Any] | None, task: Task, source: str) ->
             f"{source} has {unknown[0]!r}, which no training row has; expected "
             f"{', '.join(map(str, classes[:10]))}"
         )
-    return as_targets(column.map(number).to_numpy(dtype=np.int64), task, source)
+    return as_targets(column.map(number).to_numpy(dtype=np.int64), likelihood, source)

@@ -1,10 +1,11 @@
-"""Targets from arrays: what they mean, and as the likelihoods take them."""
+"""Targets from arrays, as the likelihoods take them."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_debias.sources.task import Task
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.sources.likelihoods import task_name
 
 
 def check_numbers(values: np.ndarray, source: str) -> None:
@@ -19,40 +20,45 @@ def check_numbers(values: np.ndarray, source: str) -> None:
         )
 
 
-def task_of(targets: np.ndarray) -> Task:
-    """The meaning of targets, by their type and shape.
-
-    Whole numbers `[N]` are classes, rows of zeros and ones `[N, K]` labels, other numbers a
-    regression's targets.
-    """
-    if targets.dtype.kind == "f":
-        return "regression"
-    return "classification" if targets.ndim == 1 else "multilabel"
-
-
-def as_targets(targets: np.ndarray, task: Task, source: str) -> Tensor:
+def as_targets(array: np.ndarray, likelihood: Likelihood, source: str) -> Tensor:
     """Targets as the likelihood takes them: classes int64 `[N]`, others float32 `[N, K]`."""
-    check_numbers(targets, source)
-    if task in ("classification", "binary"):
-        if targets.ndim == 2 and targets.shape[1] == 1:
-            targets = targets[:, 0]
-        if targets.ndim != 1 or (targets != np.rint(targets)).any() or targets.min(initial=0) < 0:
-            raise ValueError(
-                f"{source} has shape {list(targets.shape)} and values {targets.min(initial=0):g} … "
-                f"{targets.max(initial=0):g}; expected class numbers 0, 1, 2, …, one an example, "
-                f"for task={task}"
-            )
-        if task == "binary" and targets.max(initial=0) > 1:
-            raise ValueError(
-                f"{source} goes up to {targets.max():g}; expected 0 or 1 (task=binary)"
-            )
-        return torch.from_numpy(targets.astype(np.int64))
-    if task == "multilabel" and (targets.ndim != 2 or not np.isin(targets, (0, 1)).all()):
+    check_numbers(array, source)
+    if likelihood.targets == "class":
+        targets = _classes(array, task_name(likelihood), source)
+    elif likelihood.targets == "labels":
+        targets = _labels(array, task_name(likelihood), source)
+    else:
+        targets = _columns(array, source)
+    try:
+        likelihood.check_targets(targets)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{source}: {error}") from error
+    return targets
+
+
+def _classes(array: np.ndarray, task: str, source: str) -> Tensor:
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1 or (array != np.rint(array)).any() or array.min(initial=0) < 0:
         raise ValueError(
-            f"{source} has shape {list(targets.shape)}; expected zeros and ones [N, labels] for "
-            "task=multilabel"
+            f"{source} has shape {list(array.shape)} and values {array.min(initial=0):g} … "
+            f"{array.max(initial=0):g}; expected class numbers 0, 1, 2, …, one an example, "
+            f"for task={task}"
         )
-    columns = targets[:, None] if targets.ndim == 1 else targets
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _labels(array: np.ndarray, task: str, source: str) -> Tensor:
+    if array.ndim != 2 or not np.isin(array, (0, 1)).all():
+        raise ValueError(
+            f"{source} has shape {list(array.shape)}; expected zeros and ones [N, labels] for "
+            f"task={task}"
+        )
+    return _columns(array, source)
+
+
+def _columns(array: np.ndarray, source: str) -> Tensor:
+    columns = array[:, None] if array.ndim == 1 else array
     if columns.ndim != 2:
-        raise ValueError(f"{source} has shape {list(targets.shape)}; expected [N] or [N, targets]")
+        raise ValueError(f"{source} has shape {list(array.shape)}; expected [N] or [N, targets]")
     return torch.from_numpy(columns.astype(np.float32))

@@ -11,6 +11,12 @@ from laplace_debias.assessment.measures import Comparison, recommended
 from laplace_debias.assessment.methods import Method, PosteriorChoice
 from laplace_debias.assessment.posteriors import training_record
 from laplace_debias.commands.compared import _cell
+from laplace_debias.curvature.losses.likelihoods import (
+    Categorical,
+    Gaussian,
+    MultiLabel,
+    likelihood_from,
+)
 from laplace_debias.runs.records import (
     Measurements,
     MetricRow,
@@ -56,7 +62,8 @@ def verdict(
     keys = list(dict.fromkeys(key for key, _ in tables))
     names = list(dict.fromkeys(name for _, name in tables))
     roles = {name: name.split("-")[0] if name != "test" else "test" for name in names}
-    compared = Comparison(tables, roles, task)
+    likelihood = likelihood_from(task)
+    compared = Comparison(tables, roles, likelihood)
     chosen = None if recommended is None else Recommendation(**recommended)
     measurements = Measurements(compared.rows(), list(compared.differences()), chosen)
     run = {
@@ -212,7 +219,7 @@ def test_methods_are_compared_on_the_examples_of_both():
     told = verdict(tables, training=trained())
     assert told[1].startswith("Use “Laplace head”: on the same 1,500 images")
     assert "No clear difference from “Laplace head”: “Laplace”" in told[2]
-    found = Comparison(tables, {"test": "test"}, "classification").differences()
+    found = Comparison(tables, {"test": "test"}, Categorical()).differences()
     between = [r for r in found if (r.method, r.reference) == ("laplace", "laplace-head")]
     assert {row.num_examples for row in between} == {300}
 
@@ -291,10 +298,10 @@ def test_the_last_posterior_is_recommended():
     network = Method(key="network", label="n", describes="n.")
     last = Method(key="laplace", label="l", describes="l.", posterior=posterior)
     ensemble = Method(key="ensemble", label="e", describes="e.", uses_all_checkpoints=True)
-    found = recommended([network, last, ensemble], "classification")
+    found = recommended([network, last, ensemble], Categorical())
     assert found == Recommendation("laplace", "entropy")
-    assert recommended([network, ensemble], "multilabel").method == "network"
-    assert recommended([network, last], "regression") is None
+    assert recommended([network, ensemble], MultiLabel()).method == "network"
+    assert recommended([network, last], Gaussian()) is None
 
 
 def test_the_hardest_shift_is_told():
@@ -353,14 +360,14 @@ def test_the_network_is_judged_on_its_first_training_examples():
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[0.0, 0, 0, 0], [9.0, 0, 0, 0]]))
     batches = list(zip(x.double().split(400), y.split(400), strict=True))
-    loaded = SimpleNamespace(model=model, task="classification", train=batches)
+    loaded = SimpleNamespace(model=model, likelihood=Categorical(), train=batches)
     found = training_record(loaded)
     assert (found.num_examples, found.num_classes) == (1000, 2)
     assert found.uniform_nll == pytest.approx(math.log(2))
     expected = (model(x[:1000].double()).argmax(1) == y[:1000]).double().mean().item()
     assert found.rows[0].value == pytest.approx(expected)
     loaded = SimpleNamespace(
-        model=model, task="regression", train=[(a, model(a).detach() * 2) for a, _ in batches]
+        model=model, likelihood=Gaussian(), train=[(a, model(a).detach() * 2) for a, _ in batches]
     )
     assert training_record(loaded).rows[0].value < 1
 

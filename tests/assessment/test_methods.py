@@ -1,6 +1,7 @@
 """Which methods can be compared, and how they are chosen."""
 
 import pytest
+from torch import nn
 
 from laplace_debias.assessment import Method, PosteriorChoice, default_methods
 from laplace_debias.assessment.methods import (
@@ -9,17 +10,34 @@ from laplace_debias.assessment.methods import (
     check_methods,
     chosen_methods,
 )
+from laplace_debias.curvature.losses.likelihoods import likelihood_from
+from laplace_debias.sources import Loaded
 
 
 def keys(methods):
     return [method.key for method in methods]
 
 
+def loaded(task, has_validation):
+    return Loaded(
+        model=nn.Identity(),
+        likelihood=likelihood_from(task),
+        train=[],
+        num_train=1,
+        validation=[] if has_validation else None,
+        test=[],
+    )
+
+
 def test_the_default_has_a_temperature_where_one_can_be_fitted():
-    assert keys(default_methods("classification", True)) == ["network", "temperature", "last-layer"]
+    assert keys(default_methods(loaded("classification", True))) == [
+        "network",
+        "temperature",
+        "last-layer",
+    ]
     plain = ["network", "last-layer"]
-    assert keys(default_methods("classification", False)) == plain
-    assert keys(default_methods("regression", True)) == plain
+    assert keys(default_methods(loaded("classification", False))) == plain
+    assert keys(default_methods(loaded("regression", True))) == plain
 
 
 @pytest.mark.parametrize(
@@ -31,7 +49,7 @@ def test_the_default_has_a_temperature_where_one_can_be_fitted():
 )
 def test_what_cannot_be_compared_is_refused(methods, task, has_validation, told):
     with pytest.raises(ValueError, match=told):
-        check_methods(methods, task, has_validation)
+        check_methods(methods, loaded(task, has_validation))
 
 
 def test_a_key_must_name_files():
@@ -49,17 +67,17 @@ def test_posteriors_that_are_asked_for_come_last():
         "ekfac": PosteriorChoice(curvature="ekfac", params="all"),
         "head": PosteriorChoice(),
     }
-    found = chosen_methods(None, asked, 100, "classification", True)
+    found = chosen_methods(None, asked, 100, loaded("classification", True))
     assert keys(found) == ["network", "temperature", "last-layer", "ekfac", "head"]
     # Predicting with the last layer alone is cheap.
     assert [method.examples for method in found[3:]] == [100, None]
 
 
 def test_methods_can_be_named_and_keep_their_order():
-    found = chosen_methods(("laplace", "temperature"), {}, 7, "classification", True)
+    found = chosen_methods(("laplace", "temperature"), {}, 7, loaded("classification", True))
     assert keys(found) == ["network", "temperature", "laplace"]
     assert found[-1].examples == 7
     with pytest.raises(ValueError, match="no method magic; expected network, temperature"):
-        chosen_methods(("magic",), {}, None, "classification", True)
+        chosen_methods(("magic",), {}, None, loaded("classification", True))
     with pytest.raises(ValueError, match="built-in method"):
-        chosen_methods(None, {"laplace": PosteriorChoice()}, None, "classification", True)
+        chosen_methods(None, {"laplace": PosteriorChoice()}, None, loaded("classification", True))

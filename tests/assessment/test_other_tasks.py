@@ -13,6 +13,7 @@ from bring import every as joined
 from laplace_debias import Laplace
 from laplace_debias.assessment import Method, PosteriorChoice, assess
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
+from laplace_debias.curvature.losses.likelihoods import HeteroscedasticGaussian
 from laplace_debias.report.page import write_page
 
 
@@ -76,7 +77,7 @@ def test_a_regression_whose_network_predicts_the_noise(tmp_path):
     torch.manual_seed(0)
     head = torch.nn.Linear(4, 2)
     model = torch.nn.Sequential(head).eval()
-    loaded = replace(rows, model=model, task="heteroscedastic")
+    loaded = replace(rows, model=model, likelihood=HeteroscedasticGaussian())
     folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER))
     assert read(folder, "run.json")["sigma"] is None
     x, y = joined(loaded.test)

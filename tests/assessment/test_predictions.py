@@ -26,9 +26,9 @@ def fitted():
 def test_probabilities_are_those_of_predict(fitted):
     loaded, la = fitted
     x, _ = loaded.test[0]
-    found = posterior_predictions(la, x, "classification")
+    found = posterior_predictions(la, x)
     torch.testing.assert_close(
-        probabilities(found["log_probs"], "classification").float(), la.predict(x).probs
+        probabilities(found["log_probs"], la.likelihood).float(), la.predict(x).probs
     )
     scores = la.uncertainty(x).scores
     for name in ("variance", "instability"):
@@ -41,12 +41,10 @@ def test_the_temperature_divides_the_logits_of_every_column(fitted):
     x, _ = loaded.test[0]
     mean, covariance = (part.double() for part in la.functional(x))
     la.link = Link("pairwise", 4.0)
-    found = posterior_predictions(la, x, "classification")
+    found = posterior_predictions(la, x)
     predicted, scores = la.predict(x).probs, la.uncertainty(x).scores
     la.link = None
-    torch.testing.assert_close(
-        probabilities(found["log_probs"], "classification").float(), predicted
-    )
+    torch.testing.assert_close(probabilities(found["log_probs"], la.likelihood).float(), predicted)
     for name in ("variance", "instability"):
         torch.testing.assert_close(found[name].float(), scores[name], rtol=1e-3, atol=1e-6)
     generator = torch.Generator().manual_seed(7)
@@ -62,7 +60,7 @@ def test_the_temperature_divides_the_logits_of_every_column(fitted):
 def test_the_mutual_information_is_that_of_many_independent_draws(fitted):
     loaded, la = fitted
     x = loaded.test[0][0][:4]
-    found = posterior_predictions(la, x, "classification")
+    found = posterior_predictions(la, x)
     mean, covariance = la.functional(x)
     generator = torch.Generator().manual_seed(7)
     for row in range(len(x)):
@@ -82,8 +80,7 @@ def test_predictions_do_not_depend_on_the_batches(fitted):
     whole = torch.cat([x for x, _ in loaded.test])
     labels = torch.cat([y for _, y in loaded.test])
     both = [
-        predict_set(loaded, a_run.batches_of(whole, labels, size), la, None, None)
-        for size in (7, 40)
+        predict_set(loaded, a_run.batches_of(whole, labels, size), la, None) for size in (7, 40)
     ]
     for name in ("log_probs", "aleatoric", "mutual_information", "variance"):
         values = [found[name] for found, _ in both]
@@ -96,11 +93,11 @@ def test_many_outputs_have_variances_alone():
         model = nn.Linear(3, 101).eval()
         x, y = torch.randn(20, 3), torch.randint(101, (20,))
     la = Laplace(model).fit([(x, y)], num_data=20)
-    found = posterior_predictions(la, x, "classification")
+    found = posterior_predictions(la, x)
     assert found["mutual_information"].isnan().all()
     assert found["aleatoric"].isnan().all()
     torch.testing.assert_close(
-        probabilities(found["log_probs"], "classification").float(), la.predict(x).probs
+        probabilities(found["log_probs"], la.likelihood).float(), la.predict(x).probs
     )
 
 
@@ -109,13 +106,13 @@ def test_labels_that_apply_or_not(task):
     loaded = a_run.loaded_yes_no(task)
     la = Laplace(loaded.model, task).fit(loaded.train, num_data=loaded.num_train)
     x, _ = loaded.test[0]
-    found = posterior_predictions(la, x, task)
+    found = posterior_predictions(la, x)
     predicted = la.predict(x)
     if task == "binary":
         expected = torch.stack([1 - predicted.probs, predicted.probs], 1)
     else:
         expected = predicted.mean
-    torch.testing.assert_close(probabilities(found["log_probs"], task).float(), expected)
+    torch.testing.assert_close(probabilities(found["log_probs"], la.likelihood).float(), expected)
     assert (found["mutual_information"] >= 0).all()
     assert found["mutual_information"].max() > 0.01
     mean, variances = la.functional(x, diagonal=True)
@@ -139,4 +136,4 @@ def test_outputs_for_positions_are_refused():
     loaded = a_run.loaded_rows(num_test=10, num_ood=0)
     model = nn.Sequential(loaded.model, nn.Unflatten(1, (1, 1))).eval()
     with pytest.raises(ValueError, match=r"outputs have the shape .*one row of outputs"):
-        predict_set(replace(loaded, model=model), loaded.test, None, None, sigma=1.0)
+        predict_set(replace(loaded, model=model), loaded.test, None, None)

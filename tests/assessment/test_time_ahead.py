@@ -41,7 +41,7 @@ def test_the_time_of_an_example_is_that_of_a_batch(monkeypatch):
     assert 0.2 / 30 <= stages.seconds_per_example(la, loaded) < 0.02
     # Of slow examples a few tell.
     sizes = []
-    monkeypatch.setattr(stages, "posterior_predictions", lambda _, x, __: sizes.append(len(x)))
+    monkeypatch.setattr(stages, "posterior_predictions", lambda _, x: sizes.append(len(x)))
     monkeypatch.setattr(stages, "_MEASURED_SECONDS", 0.0)
     stages.seconds_per_example(la, loaded)
     assert sizes == [1, 1]

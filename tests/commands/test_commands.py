@@ -75,7 +75,7 @@ def test_printed_config_can_be_read_again(capsys, tmp_path):
         ("--examples=all", "--examples all: expected a whole number"),
         ("--workers=1.5", "--workers 1.5: expected a whole number"),
         ("--corruptions=x", "--corruptions x: expected a whole number"),
-        ("--task=foo", "--task foo: expected one of 'classification', 'regression'"),
+        ("--task=foo", "task is foo; expected classification, regression"),
     ],
 )
 def test_a_value_of_another_kind_is_told_in_a_sentence(option, told, capsys):

@@ -132,6 +132,7 @@ def test_every_metric_of_a_report_is_described():
         *metrics.evaluate(a, labels),
         *metrics.evaluate_multilabel(a, (a > 0.5).long()),
         *metrics.evaluate_regression(mean, torch.ones(20), y),
+        *metrics.evaluate_numbers(mean, torch.ones(20), y, log_probs=-y.abs()),
         *metrics.evaluate_ood(mean, y),
     }
     assert set(metrics.METRICS) == names

@@ -96,7 +96,7 @@ WRONG = {
     ),
     "no images": ([*ROWS, "--mean=[0.5]"], "mean and std are of images; d.npz has inputs of shape"),
     "task": ([*IMAGES, "--task=regression"], "class folders make a classification"),
-    "two classes": ([*IMAGES, "--task=binary"], "has 3 classes, not two"),
+    "two classes": ([*IMAGES, "--task=binary"], "3 classes, binary classification two"),
     "held out": ([*ROWS, "--held_out=0.6"], "expected a share between 0 and 0.5"),
     "pretrained": ([*ROWS, "--pretrained"], "pretrained is for --timm and --torchvision"),
 }

@@ -13,6 +13,7 @@ from laplace_debias.assessment.methods import (
     NETWORK,
     TEMPERATURE,
 )
+from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian, likelihood_from
 from laplace_debias.sources.loaded import Loaded
 
 SIDE = 8
@@ -81,7 +82,7 @@ def loaded_images(
     }
     return Loaded(
         model=model,
-        task="classification",
+        likelihood=Categorical(),
         train=batches_of(x, y),
         num_train=len(x),
         validation=batches_of(x_val, y_val) if has_validation else None,
@@ -110,7 +111,7 @@ def loaded_rows(num_test=120, num_ood=40, has_validation=True, num_outputs=1, se
         trained(model, nn.functional.mse_loss, x, y, steps=300)
     return Loaded(
         model=model,
-        task="regression",
+        likelihood=Gaussian(),
         train=batches_of(x, y),
         num_train=len(x),
         validation=batches_of(*draw(150)) if has_validation else None,
@@ -139,7 +140,7 @@ def loaded_yes_no(task="binary", num_test=120, seed=0):
         trained(model, lambda f, y: loss(f, y.reshape(f.shape)), x, y, steps=200)
     return Loaded(
         model=model,
-        task=task,
+        likelihood=likelihood_from(task),
         train=batches_of(x, y),
         num_train=len(x),
         validation=batches_of(*draw(150)),
@@ -151,7 +152,7 @@ def loaded_yes_no(task="binary", num_test=120, seed=0):
 
 def methods_for(loaded):
     """Five methods, fewer where there is nothing to fit a temperature on."""
-    if loaded.task == "regression" or loaded.validation is None:
+    if loaded.likelihood.predicts_numbers or loaded.validation is None:
         return NETWORK, LAST_LAYER, ALL_PARAMETERS
     return NETWORK, TEMPERATURE, LAST_LAYER, ALL_PARAMETERS
 

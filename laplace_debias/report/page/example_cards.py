@@ -79,7 +79,7 @@ def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
     """An example, with the predictions of some methods by their labels."""
     picture, is_small = _picture(run.folder.example(record.index))
     guesses = []
-    if run.is_regression:
+    if run.has_numbers:
         truth = _numbers(record.target)
         for key, predicted in record.predictions.items():
             if key in methods:

@@ -12,20 +12,6 @@ from laplace_debias.report.page.run import Run
 from laplace_debias.runs.records import MethodRecord
 from laplace_debias.runs.wording import MOST_DECIMALS, SCORES, decimals, in_order, number
 
-_MAIN = (
-    "accuracy",
-    "nll",
-    "brier",
-    "overconfidence",
-    "ece",
-    "aurc",
-    "rmse",
-    "bias",
-    "scaled_error",
-    "crps",
-    "coverage",
-)
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -73,7 +59,7 @@ def _main_columns(run: Run) -> list[tuple[str, str]]:
     """Pairs of a set and a metric."""
     test = run.test.name
     names = in_order(run.rows[run.rows["set_name"] == test]["metric"])
-    main_names = [name for name in names if name in _MAIN] or names
+    main_names = [name for name in names if METRICS[name].is_main] or names
     on_ood_sets = [(dataset.name, "auroc") for dataset in run.sets("ood")]
     return [(test, name) for name in main_names] + on_ood_sets
 

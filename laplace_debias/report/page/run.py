@@ -46,9 +46,9 @@ class Run:
         return self.record.test
 
     @property
-    def is_regression(self) -> bool:
+    def has_numbers(self) -> bool:
         """Whether the targets are numbers."""
-        return self.record.is_regression
+        return self.record.has_numbers
 
     def sets(self, role: Role) -> list[SetRecord]:
         """The sets of a role, by severity."""
@@ -67,7 +67,7 @@ class Run:
         """Probabilities and labels; None where an example has not one label."""
         probs = self.column(method, set_name, "probs")
         labels = self.column(method, set_name, "label")
-        if self.is_regression or probs is None or labels is None or labels.ndim != 1:
+        if self.has_numbers or probs is None or labels is None or labels.ndim != 1:
             return None
         return probs, labels.astype(int)
 

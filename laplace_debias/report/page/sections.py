@@ -30,7 +30,7 @@ def drawn(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
     test = run.test.name
     shifts = run.sets("shift")
     sections: dict[str, Iterable[Picture | None]] = {}
-    if run.is_regression:
+    if run.has_numbers:
         sections["calibration"] = [
             calibration.coverage(run, looks),
             calibration.residuals(run, looks),
@@ -73,7 +73,7 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
 
     Heights are square roots of shares, so that rare values are seen beside the many near zero.
     """
-    score = "epistemic" if run.is_regression else "entropy"
+    score = "epistemic" if run.has_numbers else "entropy"
     rows = []
     for key in methods:
         columns = [run.column(key, name, score) for name in (run.test.name, data)]

@@ -38,6 +38,7 @@ class Likelihood(ABC):
         is_assumed: Whether `sigma` was not given.
         has_marginals: Whether `marginals` and `epistemic_variances` have a closed form.
         variances_suffice: Whether `predictive` depends on the variances of the outputs only.
+        outputs_meaning: What the network's outputs are, in messages.
         checks_shapes_only: Whether `check` uses only shape and dtype of the outputs, so that they
             may be on another device than the targets.
     """
@@ -49,6 +50,7 @@ class Likelihood(ABC):
     is_assumed: bool = False
     has_marginals: ClassVar[bool] = False
     variances_suffice: bool = False
+    outputs_meaning: ClassVar[str] = "outputs"
     checks_shapes_only: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -199,6 +201,43 @@ class Likelihood(ABC):
     def probabilities(self, logits: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "..."]:
         """Probabilities of classes or labels, as the predictive has them in `probs`."""
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
+
+    @property
+    def predicts_numbers(self) -> bool:
+        """Whether targets are numbers; they are if the likelihood does not state it."""
+        return self.targets in ("numbers", None)
+
+    def num_outputs(self, num_targets: int) -> int | None:
+        """How many outputs a network has for data; None if the likelihood does not state it.
+
+        Args:
+            num_targets: The number of classes, of labels, or of target columns.
+
+        Raises:
+            ValueError: If the likelihood is not for so many.
+        """
+        return None
+
+    def check_targets(self, targets: Tensor) -> None:  # noqa: B027 (any target fits)
+        """Raise a `ValueError` if targets have values that no prediction could fit.
+
+        Data is checked by it before a network is. `check` and `check_predicted` also have the
+        outputs.
+        """
+
+    def training_loss(self) -> tuple[str, "nn.Module | Likelihood"]:
+        """Name of the loss that networks are trained with, and the loss, a mean over examples."""
+        return "mean negative log-likelihood", self
+
+    def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":
+        """The likelihood with a noise that was given.
+
+        Raises:
+            ValueError: If the likelihood has no `sigma`.
+        """
+        raise ValueError(
+            f"sigma is the noise of a regression, {self.describe()} has none. Leave sigma out."
+        )
 
     @property
     def is_exportable(self) -> bool:

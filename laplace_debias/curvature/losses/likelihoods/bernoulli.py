@@ -26,6 +26,10 @@ class _Sigmoids(Likelihood):
 
     variances_suffice = True
 
+    def training_loss(self) -> tuple[str, nn.Module]:
+        """The binary cross-entropy, a mean over examples and labels."""
+        return "mean binary cross-entropy", nn.BCEWithLogitsLoss()
+
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
         """Warn if the network ends in a sigmoid."""
         warn_of_sigmoid(network, outputs)
@@ -65,6 +69,7 @@ class Bernoulli(_Sigmoids):
     name = "binary"
     targets = "class"
     activation = "sigmoid"
+    outputs_meaning = "logit"
     checks_shapes_only = True
 
     def __init__(self, positive_weight: float | None = None) -> None:
@@ -95,10 +100,23 @@ class Bernoulli(_Sigmoids):
                 f"Expected binary targets of shape {tuple(outputs.shape[:1])} or "
                 f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. {RESHAPE_TARGETS}"
             )
+        self.check_targets(targets)
+
+    def check_targets(self, targets: Tensor) -> None:
+        """Require zeros and ones."""
         require(
             ((targets == 0) | (targets == 1)).all(),
             lambda: ValueError("Binary targets must be 0 or 1."),
         )
+
+    def num_outputs(self, num_targets: int) -> int:
+        """One logit, for at most two classes."""
+        if num_targets > 2:
+            raise ValueError(
+                f"The data has {num_targets} classes, binary classification two. Use "
+                "classification."
+            )
+        return 1
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy on the logit."""
@@ -150,6 +168,7 @@ class MultiLabel(_Sigmoids):
     name = "multilabel"
     targets = "labels"
     activation = "sigmoid"
+    outputs_meaning = "labels"
     checks_shapes_only = True
 
     def __init__(
@@ -193,6 +212,10 @@ class MultiLabel(_Sigmoids):
                 "which some labels are not known."
             ),
         )
+
+    def num_outputs(self, num_targets: int) -> int:
+        """One for each label."""
+        return num_targets
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Binary cross-entropy on the logits, summed over the labels."""

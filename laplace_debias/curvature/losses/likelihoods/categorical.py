@@ -57,6 +57,7 @@ class Categorical(Likelihood):
     name = "classification"
     targets = "class"
     activation = "softmax"
+    outputs_meaning = "classes"
     variances_suffice = True
     checks_shapes_only = True
 
@@ -80,6 +81,14 @@ class Categorical(Likelihood):
         if self.label_smoothing:
             options["label_smoothing"] = self.label_smoothing
         return options
+
+    def num_outputs(self, num_targets: int) -> int:
+        """One for each class."""
+        return num_targets
+
+    def training_loss(self) -> tuple[str, nn.Module]:
+        """The cross-entropy, a mean over examples."""
+        return "mean cross-entropy", nn.CrossEntropyLoss()
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
         """Warn if the outputs are probabilities."""

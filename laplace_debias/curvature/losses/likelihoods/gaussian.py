@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
 
 from laplace_debias.curvature.losses.likelihoods.base import (
@@ -75,6 +75,7 @@ class Gaussian(Likelihood):
 
     name = "regression"
     targets = "numbers"
+    outputs_meaning = "targets"
     has_sigma = True
     has_marginals = True
     checks_shapes_only = True
@@ -108,6 +109,18 @@ class Gaussian(Likelihood):
         likelihood = cls(options["sigma"])
         likelihood.is_assumed |= options.get("is_estimated", False)
         return likelihood
+
+    def num_outputs(self, num_targets: int) -> int:
+        """One for each target."""
+        return num_targets
+
+    def training_loss(self) -> tuple[str, nn.Module]:
+        """The squared error, a mean over examples and targets."""
+        return "mean squared error", nn.MSELoss()
+
+    def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Gaussian":
+        """The likelihood with a noise that was given."""
+        return Gaussian(sigma)
 
     def describe(self) -> str:
         """The name and σ."""
@@ -272,6 +285,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     name = "heteroscedastic"
     targets = "numbers"
+    outputs_meaning = "means and log-variances"
     has_marginals = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -296,6 +310,10 @@ class HeteroscedasticGaussian(Likelihood):
                 "variances."
             ),
         )
+
+    def num_outputs(self, num_targets: int) -> int:
+        """A mean and a log-variance for each target."""
+        return 2 * num_targets
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
         """Require targets that fit a predictive's means, `[B, C]`."""

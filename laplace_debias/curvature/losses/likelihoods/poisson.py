@@ -49,6 +49,7 @@ class Poisson(Likelihood):
 
     name = "poisson"
     targets = "numbers"
+    outputs_meaning = "logarithms of rates"
     has_marginals = True
     variances_suffice = True
 
@@ -73,6 +74,10 @@ class Poisson(Likelihood):
                 f"Counts must have the outputs' shape {tuple(values.shape)}, got "
                 f"{tuple(targets.shape)}. {RESHAPE_TARGETS}"
             )
+        self.check_targets(targets)
+
+    def check_targets(self, targets: Tensor) -> None:
+        """Require whole numbers from 0 on."""
         if targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(f"Counts must be numbers, got {targets.dtype}. Use `targets.long()`.")
         are_counts = (targets >= 0) & (targets == targets.floor()) & targets.isfinite()
@@ -83,6 +88,10 @@ class Poisson(Likelihood):
                 "fractions and NaN."
             ),
         )
+
+    def num_outputs(self, num_targets: int) -> int:
+        """One for each count."""
+        return num_targets
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Negative log-probability of the counts, float64."""

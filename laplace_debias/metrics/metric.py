@@ -1,0 +1,46 @@
+"""What a metric is: its name, its unit, its meaning and its statistic."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from laplace_debias.metrics.statistics import Statistic
+
+MEAN_INTERVAL = (
+    "For the mean over many test examples, by Student's t corrected for skewness (Hall)."
+)
+SHARE_INTERVAL = "For the share among many test examples (Wilson)."
+ROOT_INTERVAL = "Root of the interval for the mean square over many test examples (Hall's t)."
+AREA_INTERVAL = "For many examples of both kinds, by the normal approximation of the logit."
+NO_INTERVAL = "None: no interval is known that has its nominal coverage."
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of a predictive.
+
+    Attributes:
+        name: Name in reports.
+        label: Name in tables and on axes.
+        statistic: Computes it from probabilities and labels, from scores of ID and OOD examples, or
+            from mean, standard deviation, targets and the level of the interval.
+        better: Whether `lower` or `higher` is better; `level` if it should equal the level of the
+            interval that it measures; `ideal` if it should be a certain number (differences are
+            then those of the distances from it, and lower is better); None if nothing is better.
+        unit: Unit of the values; "" for numbers between 0 and 1.
+        interval: One sentence on what its interval means.
+        meaning: One sentence on what it measures.
+        is_main: Whether the first table of a report has it; a table of all metrics has it anyway.
+        over_labels: Whether it is also reported for several labels per example, as the mean over an
+            example's labels or as their sum; None if it is not.
+    """
+
+    name: str
+    label: str
+    statistic: Callable[..., Statistic]
+    better: Literal["lower", "higher", "level", "ideal"] | None = "lower"
+    unit: str = ""
+    interval: str = MEAN_INTERVAL
+    meaning: str = ""
+    is_main: bool = False
+    over_labels: Literal["mean", "sum"] | None = None
