@@ -64,9 +64,11 @@ class _Verdict:
         self._labels = {method.key: f"“{method.label}”" for method in record.methods}
         self._labels[self._network] = "the network"
         self._has_numbers = record.has_numbers
-        self._criteria = ("nll", "brier", "overconfidence")
+        criteria = ("nll", "brier", "overconfidence")
         if self._has_numbers:
-            self._criteria = ("nll", "crps", "scaled_error")
+            criteria = ("nll", "crps", "scaled_error")
+        measured = {row.metric for row in measurements.rows}
+        self._criteria = [metric for metric in criteria if metric in measured]
         self._recommended = measurements.recommended
         self._remedy: str | None = None
         self._rows = {
@@ -180,11 +182,9 @@ class _Verdict:
         nll = f"an NLL of {_with_interval(self._metric('nll'))} nats"
         if self._has_numbers:
             rmse = _with_interval(self._metric("rmse"))
-            coverage = 100 * self._metric("coverage").value
             return (
                 f"{beginning} an RMSE of {rmse} and {nll}. {self._on_bias()} Its standard "
-                f"deviations {self._on_width()}, and the 95 % intervals contain "
-                f"{coverage:.1f} % of the targets."
+                f"deviations {self._on_width()}{self._on_coverage()}."
             )
         accuracy = self._metric("accuracy")
         gap = self._metric("overconfidence")
@@ -204,6 +204,13 @@ class _Verdict:
             f"interval {interval}), which no posterior corrects. Subtract it, or find out "
             "what differs from the training data."
         )
+
+    def _on_coverage(self) -> str:
+        """The share of targets in the intervals; empty where they were not measured."""
+        coverage = self._rows.get((self._network, "coverage", "test", None))
+        if coverage is None:
+            return ""
+        return f", and the 95 % intervals contain {100 * coverage.value:.1f} % of the targets"
 
     def _on_width(self) -> str:
         """Whether the standard deviations fit the errors."""
@@ -285,7 +292,7 @@ class _Verdict:
         if not shifts:
             return []
         hardest = shifts[-1]
-        calibration = self._criteria[2]
+        calibration = "scaled_error" if self._has_numbers else "overconfidence"
         gap = self._metric(calibration, set_name=hardest.name)
         sentence = f"Shifted inputs: at severity {hardest.severity} the network"
         if self._has_numbers:

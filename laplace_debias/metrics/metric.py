@@ -1,4 +1,4 @@
-"""What a metric is: its name, its unit, its meaning and its statistic."""
+"""The definition of a metric: its name, its unit, its meaning and its statistic."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

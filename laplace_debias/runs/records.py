@@ -219,7 +219,7 @@ class RunRecord:
 
     @property
     def target_kind(self) -> TargetKind:
-        """What a target is, also in runs of earlier versions."""
+        """The kind of the targets, also in runs of earlier versions."""
         return self.targets or _TARGETS_BY_TASK[self.task]
 
     @property

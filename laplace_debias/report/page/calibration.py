@@ -149,10 +149,9 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
     draw_diagonal(ax)
     shares = []
     for key, look in methods.items():
-        pair = _residuals(run, key)
-        if pair is None:
+        level = _interval_levels(run, key)
+        if level is None:
             continue
-        level = 2 * norm.cdf(np.abs(pair[0] / pair[1])) - 1
         observed = (level[:, None] <= _LEVELS).mean(0)
         panel.assign(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **look.marked))
         texts = [
@@ -165,6 +164,21 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
     percent_axes(ax.xaxis, ax.yaxis)
     alt = f"Coverage against level; of the 95 % interval: {', '.join(shares)}."
     return panel.finish("Coverage of intervals", alt)
+
+
+def _interval_levels(run: Run, method: str) -> np.ndarray | None:
+    """For each target of the test set the smallest level of an interval that contains it.
+
+    A table states it if the predictive is not normal, and is without it if that is not known.
+    """
+    level = run.column(method, run.test.name, "interval_level")
+    if level is not None:
+        return level.ravel()
+    pair = _residuals(run, method)
+    if pair is None or run.column(method, run.test.name, "log_prob") is not None:
+        return None
+    residual, deviation = pair
+    return 2 * norm.cdf(np.abs(residual / deviation)) - 1
 
 
 def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
