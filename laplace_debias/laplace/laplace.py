@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -20,7 +21,7 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.structures import curvature_structure
-from laplace_debias.laplace import evidence, file, tune
+from laplace_debias.laplace import evidence, file, pretrained, tune
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.description import describe
 from laplace_debias.laplace.export import export
@@ -59,7 +60,9 @@ from laplace_debias.laplace.state import (
 )
 from laplace_debias.laplace.thinning import Thinning, thinned
 from laplace_debias.laplace.tuning import Tuning
-from laplace_debias.system.ranks import current, together
+from laplace_debias.metrics import Report
+from laplace_debias.system.checks import check_extra, check_is
+from laplace_debias.system.ranks import current, refuse_ranks, together
 from laplace_debias.system.shown import html_table, warn
 
 # Held for the moment in which a state takes the place of another.
@@ -795,6 +798,95 @@ class Laplace(Predictor):
         """
         file.save(Path(path), self._unchanged_fit, own_likelihood)
 
+    @together("save_pretrained")
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        card: bool = True,
+        *,
+        evaluation: Report | None = None,
+        own_likelihood: bool = False,
+    ) -> None:
+        """Write the posterior and a model card into a folder, which is made if there is none.
+
+        The posterior is the file `posterior.safetensors`, as `save` writes it. The card is
+        `README.md`: what the posterior is, a table of its calibration, and how to load it. In a
+        card that exists, of the network for instance, only the section on the posterior changes.
+
+        Args:
+            folder: The folder, such as that of the model's own `save_pretrained`.
+            card: Whether to write the card.
+            evaluation: Metrics for the card's table: what `la.evaluate(test_loader)` returns.
+            own_likelihood: Whether a likelihood of your own class may be saved; see `save`.
+
+        Raises:
+            TypeError: If `evaluation` is something else.
+            ValueError: For an `evaluation` without a card; also what `save` raises.
+            NotADirectoryError: If the folder is a file.
+        """
+        self._check_card(card, evaluation)
+        path = Path(folder)
+        pretrained.check_folder(path)
+        fitted = self._unchanged_fit
+        if current().rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+        file.save(path / pretrained.POSTERIOR, fitted, own_likelihood)
+        if card and current().rank == 0:
+            pretrained.write_card(path, describe(fitted), evaluation)
+
+    def push_to_hub(
+        self,
+        repository: str,
+        card: bool = True,
+        *,
+        evaluation: Report | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        message: str | None = None,
+        own_likelihood: bool = False,
+    ) -> str:
+        """Upload the posterior and a model card to the Hugging Face Hub (extra `hub`).
+
+        The files are those of `save_pretrained`. The repository is made if there is none. In a card
+        that it has, only the section on the posterior changes.
+
+        Args:
+            repository: Its name, `"user/name"`.
+            card: Whether to upload a card.
+            evaluation: Metrics for the card's table: what `la.evaluate(test_loader)` returns.
+            private: Whether a new repository is private; None for the default of the account.
+            token: A token with the right to write; None for the one of `hf auth login`.
+            message: The message of the commit.
+            own_likelihood: Whether a likelihood of your own class may be saved; see `save`.
+
+        Returns:
+            The address of the repository.
+
+        Raises:
+            ImportError: If huggingface_hub is not installed.
+            NotImplementedError: In a process group. Call it within `alone()` on one process.
+            OSError: If the upload fails; also what `save_pretrained` raises.
+        """
+        check_extra("hub", "huggingface_hub")
+        refuse_ranks("push_to_hub", "each process would upload the files")
+        self._check_card(card, evaluation)
+        self._unchanged_fit  # noqa: B018 (raises before a connection is made)
+        with TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            if card:
+                pretrained.download_card(folder, repository, token)
+            self.save_pretrained(folder, card, evaluation=evaluation, own_likelihood=own_likelihood)
+            return pretrained.push(
+                folder, repository, private=private, token=token, message=message
+            )
+
+    @staticmethod
+    def _check_card(card: bool, evaluation: Report | None) -> None:
+        """Require that an evaluation is a report, for a card."""
+        check_is(evaluation, "evaluation", Report, type(None))
+        if evaluation is not None and not card:
+            raise ValueError("evaluation= is for the card. Remove card=False or evaluation=.")
+
     def export(
         self,
         path: str | Path,
@@ -891,6 +983,34 @@ class Laplace(Predictor):
         la._state = fitted
         la._selected = fitted.parameters
         return la
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_repository: str | Path,
+        model: nn.Module,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        **options: Any,
+    ) -> "Laplace":
+        """Read a posterior from a folder or a repository of the Hugging Face Hub (extra `hub`).
+
+        Args:
+            folder_or_repository: A folder that `save_pretrained` wrote, or the name `"user/name"`
+                of a repository that `push_to_hub` wrote.
+            model: The model, with the parameters that it had at the fit.
+            revision: A branch, tag or commit of a repository.
+            token: A token for a private repository; None for the one of `hf auth login`.
+            **options: The other arguments of `load`.
+
+        Raises:
+            FileNotFoundError: If there is no such folder or repository, or no posterior in it.
+            ImportError: For a repository, if huggingface_hub is not installed.
+            ValueError: For a `revision` of a folder; also what `load` raises.
+        """
+        path = pretrained.posterior_file(str(folder_or_repository), revision, token)
+        return cls.load(path, model, **options)
 
     # ------------------------------------------------- state
 

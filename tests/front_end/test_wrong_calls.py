@@ -186,12 +186,18 @@ def test_examples_and_targets_instead_of_batches():
     [
         ("pandas", "cli", lambda la: la.evaluate(DATA).to_frame()),
         ("matplotlib", "cli", lambda _: import_module("laplace_debias.report")),
-        ("botorch", "botorch", lambda _: import_module("laplace_debias.integrations.botorch")),
-        ("sklearn", "sklearn", lambda _: import_module("laplace_debias.integrations.sklearn")),
+        *(
+            (
+                extra,
+                extra,
+                lambda _, extra=extra: import_module(f"laplace_debias.integrations.{extra}"),
+            )
+            for extra in ("botorch", "lightning", "sklearn", "transformers")
+        ),
     ],
 )
 def test_what_an_extra_installs_is_asked_for_by_its_name(la, monkeypatch, package, extra, use):
-    for module in ("report", "integrations.botorch", "integrations.sklearn"):
+    for module in ("report", f"integrations.{extra}"):
         monkeypatch.delitem(sys.modules, f"laplace_debias.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     told = f"{package} is not installed: run pip install 'laplace-debias[{extra}]'"

@@ -55,26 +55,46 @@ def lines_where_you_work():
     ]
 
 
+def trainer_of_a_user(folder):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4
+    )
+    arguments = transformers.TrainingArguments(output_dir=str(folder), report_to="none")
+    examples = [{"input_ids": torch.arange(4), "labels": torch.tensor(label)} for label in (0, 1)]
+    return transformers.Trainer(
+        model=transformers.BertForSequenceClassification(config),
+        args=arguments,
+        train_dataset=examples,
+        eval_dataset=examples,
+    )
+
+
 @pytest.mark.parametrize("lines", lines_where_you_work())
 def test_the_lines_where_you_work_run(lines, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    user = names_of_a_user()
     inputs = torch.randn(60, 4)
     targets = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     names = {
-        **names_of_a_user(),
+        **user,
         "Laplace": Laplace,
         "X": inputs.numpy(),
         "y": (torch.arange(60) % 3).numpy(),
+        "la": Laplace(user["model"]).fit(user["train_loader"]),
         "regression": torch.nn.Linear(4, 1),
         "regression_loader": DataLoader(targets, batch_size=20),
     }
+    if "trainer" in lines:
+        names["trainer"] = trainer_of_a_user(tmp_path)
     assert len(lines.splitlines()) == 2
     exec(compile(lines, "README.md", "exec"), names)
 
 
 def test_every_integration_has_lines_in_the_readme():
     lines = "\n".join(case.values[0] for case in lines_where_you_work())
-    modules = {path.stem for path in (ROOT / "laplace_debias/integrations").glob("[!_]*.py")}
+    files = (ROOT / "laplace_debias/integrations").glob("*.py")
+    modules = {path.stem for path in files if "imports_of_extra(" in path.read_text("utf-8")}
     assert {name for name in modules if f"integrations.{name} " in lines} == modules
 
 

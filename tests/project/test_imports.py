@@ -51,7 +51,12 @@ LAYERS = (
     {"system": "files, threads, processes, random numbers"},
 )
 # Packages outside of the layers: which packages may import them, and what they may import.
-ASIDE = {"metrics": (("commands", "assessment", "report", "runs", "laplace"), ("system",))}
+ASIDE = {
+    "metrics": (
+        ("commands", "assessment", "integrations", "report", "runs", "laplace"),
+        ("system",),
+    )
+}
 # Modules that belong to a package of another name.
 MEMBERS = {"cli": "commands", "__main__": "commands", "curvature": "curvature.operators"}
 PACKAGES = [package for layer in LAYERS for package in layer] + list(ASIDE)

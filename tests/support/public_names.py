@@ -16,7 +16,9 @@ MODULES = (
     "laplace_debias.training",
     "laplace_debias.metrics",
     "laplace_debias.sources",
+    "laplace_debias.integrations.lightning",
     "laplace_debias.integrations.sklearn",
+    "laplace_debias.integrations.transformers",
 )
 
 

@@ -1,0 +1,69 @@
+"""A posterior at the end of a training run: fitted, tuned and evaluated on the run's loaders."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.laplace import Laplace
+from laplace_debias.metrics import Report
+
+NO_VALIDATION_DATA = (
+    "The posterior is tuned on validation data, and the run has none. Pass some to the trainer, or "
+    "tune=False to the callback."
+)
+
+
+def copy_in_eval_mode(network: nn.Module) -> nn.Module:
+    """Copy a network's module tree in eval mode, while sharing the storage of its parameters."""
+    copied = shared_copy(network)
+    for parameter, original in zip(copied.parameters(), network.parameters(), strict=True):
+        parameter.requires_grad_(original.requires_grad)
+    return copied
+
+
+@dataclass(frozen=True)
+class PosteriorAtEnd:
+    """The settings of a posterior that is fitted when training ends.
+
+    Attributes:
+        likelihood: The likelihood, as `Laplace` takes it.
+        mode: The mode of `fit`.
+        tune: Whether to tune and evaluate on validation data.
+        options: The other arguments of `Laplace`.
+    """
+
+    likelihood: str | Likelihood
+    mode: str
+    tune: bool
+    options: Mapping[str, Any]
+
+    def unfitted(self, network: nn.Module) -> Laplace:
+        """Return a posterior of a network in eval mode that is not fitted yet."""
+        return Laplace(network, self.likelihood, **self.options)
+
+    def fit(
+        self, la: Laplace, train_loader: Any, validation_loader: Any
+    ) -> tuple[dict[str, float], Report | None]:
+        """Fit, tune and evaluate a posterior.
+
+        Returns:
+            Numbers to log by name, and the evaluation on the validation data, which were used for
+            tuning. Without tuning there are no numbers and no evaluation.
+        """
+        num_data = None if self.mode == "full" else len(train_loader.dataset)
+        la.fit(train_loader, mode=self.mode, num_data=num_data)
+        if not self.tune:
+            return {}, None
+        network_report = la.evaluate(validation_loader, method="map", intervals=False)
+        tuning = la.tune(validation_loader)
+        report = la.evaluate(validation_loader)
+        numbers = {f"network_{name}": metric.value for name, metric in network_report.items()}
+        numbers |= {f"laplace_{name}": metric.value for name, metric in report.items()}
+        numbers["laplace_prior_precision"] = float(la.prior_precision)
+        if tuning.link is not None:
+            numbers["laplace_temperature"] = tuning.link.temperature
+        return numbers, report

@@ -1,0 +1,161 @@
+"""A callback for Lightning's Trainer: `pip install laplace-debias[lightning]`."""
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.integrations.end_of_training import (
+    NO_VALIDATION_DATA,
+    PosteriorAtEnd,
+    copy_in_eval_mode,
+)
+from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.modes import check_mode
+from laplace_debias.system.checks import imports_of_extra
+
+with imports_of_extra("lightning", "lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+__all__ = ["LaplaceCallback"]
+
+
+class LaplaceCallback(Callback):
+    """Fits a posterior when training ends, tunes it on the validation data, logs and saves it.
+
+    The posterior is that of the best checkpoint, or of the last one if no metric is monitored. It
+    is saved next to the checkpoint, as `NAME.posterior.safetensors` for `NAME.ckpt`, and without
+    checkpoints in the trainer's `default_root_dir`. Metrics on the validation data go to the run's
+    loggers: `laplace_nll` and others, `network_nll` and others for the network without the
+    posterior, and `laplace_prior_precision`. The module is not changed: a copy is used.
+
+    Args:
+        likelihood: The likelihood, as `Laplace` takes it.
+        network: The attribute of the LightningModule that is the network, such as `"model"` or
+            `"model.backbone"`; None if the module's own `forward` returns the outputs.
+        mode: How much of the training data to use, as `Laplace.fit` takes it.
+        tune: Whether to tune and evaluate on the validation data.
+        **options: Other arguments of `Laplace`, such as `params="last_layer"`, or `batch=` for
+            batches that are no pairs.
+
+    Attributes:
+        laplace: The fitted posterior; None before the end of training.
+        path: The file that it was saved to; None before.
+
+    Raises:
+        ValueError: When training starts, if the module has no such network, if there is no
+            validation loader, or if there are several loaders; also what `Laplace` raises.
+
+    Example:
+        >>> from laplace_debias.integrations.lightning import LaplaceCallback
+        >>> callback = LaplaceCallback("classification", params="last_layer")
+        >>> # Trainer(callbacks=[callback]).fit(module, train_loader, validation_loader)
+        >>> # callback.laplace.predict(x)
+    """
+
+    laplace: Laplace | None = None
+    path: Path | None = None
+
+    def __init__(
+        self,
+        likelihood: str | Likelihood = "classification",
+        *,
+        network: str | None = None,
+        mode: str = "full",
+        tune: bool = True,
+        **options: Any,
+    ) -> None:
+        check_mode(mode, None)
+        self._network_name = network
+        self._settings = PosteriorAtEnd(likelihood, mode, tune, options)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check everything that can be checked before the training."""
+        if self._settings.tune and not trainer.enable_validation:
+            raise ValueError(NO_VALIDATION_DATA)
+        _single_loader(trainer.train_dataloader, "training")
+        if self._settings.tune and trainer.val_dataloaders is not None:
+            _single_loader(trainer.val_dataloaders, "validation")
+        self._settings.unfitted(copy_in_eval_mode(self._network(pl_module)))
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit, tune, log and save the posterior, after the last checkpoint was written."""
+        network = copy_in_eval_mode(self._network(pl_module))
+        checkpoint = _best_checkpoint(trainer)
+        path = Path(trainer.default_root_dir) / "posterior.safetensors"
+        if checkpoint is not None:
+            _load_state(network, checkpoint, self._network_name, pl_module.device)
+            path = checkpoint.with_suffix(".posterior.safetensors")
+        validation_loader = None
+        if self._settings.tune:
+            validation_loader = _single_loader(trainer.val_dataloaders, "validation")
+        la = self._settings.unfitted(network)
+        numbers, _ = self._settings.fit(
+            la, _single_loader(trainer.train_dataloader, "training"), validation_loader
+        )
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=trainer.global_step)
+        la.save(path)
+        self.laplace = la
+        self.path = path
+
+    def _network(self, pl_module: LightningModule) -> nn.Module:
+        """The network within the module."""
+        if self._network_name is None:
+            return pl_module
+        try:
+            network = attrgetter(self._network_name)(pl_module)
+        except AttributeError:
+            network = None
+        if not isinstance(network, nn.Module):
+            names = ", ".join(name for name, _ in pl_module.named_children())
+            raise ValueError(
+                f"{type(pl_module).__name__} has no network={self._network_name!r}. Pass the name "
+                f"of a submodule ({names}), or None for the module itself."
+            )
+        return network
+
+
+def _single_loader(loaders: Any, purpose: str) -> Any:
+    """Return the only loader.
+
+    Raises:
+        ValueError: If there are several.
+    """
+    is_list = isinstance(loaders, Sequence)
+    if is_list and len(loaders) == 1:
+        return loaders[0]
+    if is_list or isinstance(loaders, Mapping):
+        raise ValueError(
+            f"The run has {len(loaders)} {purpose} loaders, and a posterior is fitted with one. "
+            "Pass one to the trainer, or use Laplace after the training."
+        )
+    return loaders
+
+
+def _best_checkpoint(trainer: Trainer) -> Path | None:
+    """Return the best checkpoint of the run, or the last one; None if there are none."""
+    callback: Any = trainer.checkpoint_callback
+    if callback is None:
+        return None
+    path = callback.best_model_path or getattr(callback, "last_model_path", "")
+    return Path(path) if path else None
+
+
+def _load_state(
+    network: nn.Module, checkpoint: Path, name: str | None, device: torch.device
+) -> None:
+    """Give a network the tensors of a checkpoint, in the place of those that it shares."""
+    # The run has written this file itself, so its pickled objects are trusted.
+    content = torch.load(checkpoint, map_location=device, weights_only=False)
+    prefix = "" if name is None else f"{name}."
+    state = {
+        key.removeprefix(prefix): value
+        for key, value in content["state_dict"].items()
+        if key.startswith(prefix)
+    }
+    network.load_state_dict(state, assign=True)

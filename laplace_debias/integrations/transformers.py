@@ -1,0 +1,115 @@
+"""A callback for Hugging Face's Trainer: `pip install laplace-debias[transformers]`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.integrations.end_of_training import (
+    NO_VALIDATION_DATA,
+    PosteriorAtEnd,
+    copy_in_eval_mode,
+)
+from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.modes import check_mode
+from laplace_debias.system.checks import check_is, imports_of_extra
+
+with imports_of_extra("transformers", "transformers", "accelerate"):
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+
+__all__ = ["LaplaceCallback"]
+
+
+class LaplaceCallback(TrainerCallback):
+    """Fits a posterior when training ends, tunes it on the evaluation data, logs and saves it.
+
+    The posterior is that of the weights at the end of training, which are the best ones with
+    `load_best_model_at_end=True`. It is written by `save_pretrained`, with a model card, into the
+    folder of the checkpoint with these weights, or into `output_dir` if there is none. Metrics on
+    the evaluation data are logged as `eval_laplace_nll` and others, with `eval_network_nll` and
+    others for the network without the posterior. The model's modes are not changed: a copy that
+    shares its parameters is used.
+
+    Args:
+        trainer: The trainer that the callback is added to.
+        likelihood: The likelihood, as `Laplace` takes it.
+        mode: How much of the training data to use, as `Laplace.fit` takes it.
+        tune: Whether to tune and evaluate on the evaluation data.
+        **options: Other arguments of `Laplace`, such as `fisher="mc"`.
+
+    Attributes:
+        laplace: The fitted posterior; None before the end of training.
+        folder: The folder that it was saved to; None before.
+
+    Raises:
+        TypeError: If `trainer` is something else.
+        ValueError: If there are no evaluation data, or several sets; also what `Laplace` raises.
+
+    Example:
+        >>> from laplace_debias.integrations.transformers import LaplaceCallback
+        >>> # trainer.add_callback(LaplaceCallback(trainer, "classification"))
+        >>> # trainer.train()
+    """
+
+    laplace: Laplace | None = None
+    folder: Path | None = None
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        likelihood: str | Likelihood = "classification",
+        *,
+        mode: str = "full",
+        tune: bool = True,
+        **options: Any,
+    ) -> None:
+        check_is(trainer, "trainer", Trainer)
+        check_mode(mode, None)
+        if tune and trainer.eval_dataset is None:
+            raise ValueError(NO_VALIDATION_DATA)
+        if tune and isinstance(trainer.eval_dataset, Mapping):
+            raise ValueError(
+                f"The trainer has {len(trainer.eval_dataset)} evaluation data sets, and a "
+                "posterior is tuned on one. Pass one to the trainer, or use Laplace after the "
+                "training."
+            )
+        self._trainer = trainer
+        self._settings = PosteriorAtEnd(likelihood, mode, tune, options)
+        self._unfitted()
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Fit, tune, log and save the posterior."""
+        trainer = self._trainer
+        la = self._unfitted()
+        evaluation_loader = trainer.get_eval_dataloader() if self._settings.tune else None
+        numbers, report = self._settings.fit(la, trainer.get_train_dataloader(), evaluation_loader)
+        trainer.log({f"eval_{name}": number for name, number in numbers.items()})
+        self.folder = _checkpoint_folder(args, state)
+        la.save_pretrained(self.folder, evaluation=report)
+        self.laplace = la
+
+    def _unfitted(self) -> Laplace:
+        """Return a posterior of the trainer's model that is not fitted yet."""
+        model: Any = self._trainer.model
+        return self._settings.unfitted(copy_in_eval_mode(model))
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the folder of the checkpoint with the weights at the end of training."""
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        return Path(state.best_model_checkpoint)
+    folder = Path(str(args.output_dir))
+    last = folder / f"checkpoint-{state.global_step}"
+    return last if last.is_dir() else folder

@@ -1,0 +1,179 @@
+"""A posterior in a folder or a repository of the Hugging Face Hub, with a model card."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from laplace_debias.metrics import Report
+from laplace_debias.system.checks import check_extra
+from laplace_debias.system.files import check_target, written_atomically
+
+POSTERIOR = "posterior.safetensors"
+CARD = "README.md"
+
+_FRONT_MATTER = """\
+---
+library_name: laplace-debias
+tags:
+- laplace-approximation
+- uncertainty
+- calibration
+---
+
+"""
+_BEGIN = "<!-- laplace-debias: begin -->"
+_END = "<!-- laplace-debias: end -->"
+_SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
+
+
+def check_folder(folder: Path) -> None:
+    """Require a folder that exists or can be made, before the posterior is written to it."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file. Name a folder.")
+    check_target(folder / POSTERIOR, make_folders=True)
+
+
+def write_card(folder: Path, facts: Mapping[str, str], evaluation: Report | None) -> None:
+    """Write the section on a posterior into a folder's model card, whose other text stays.
+
+    Args:
+        folder: The folder.
+        facts: Facts about the posterior by name.
+        evaluation: Metrics on held-out data, with their intervals.
+    """
+    path = folder / CARD
+    section = f"{_BEGIN}\n{_section(facts, evaluation)}{_END}\n"
+    text = _FRONT_MATTER + section
+    if path.exists():
+        earlier = path.read_text(encoding="utf-8")
+        if _SECTION.search(earlier):
+            text = _SECTION.sub(lambda _: section, earlier, count=1)
+        else:
+            text = f"{earlier.rstrip()}\n\n{section}"
+    with written_atomically(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _section(facts: Mapping[str, str], evaluation: Report | None) -> str:
+    """The description of a posterior as Markdown."""
+    lines = [
+        "## Posterior",
+        "",
+        "A Laplace approximation of this network's posterior, made with laplace-debias: a Gaussian "
+        f"around the trained weights. It is in `{POSTERIOR}`, which holds no code and no network.",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    for name, fact in facts.items():
+        lines.append(f"| {name} | {_cell(fact)} |")
+    lines += ["", "### Calibration", ""]
+    if evaluation is None:
+        lines.append("It was not evaluated when it was saved.")
+    else:
+        lines += [
+            f"Metrics on held-out data, with {100 * evaluation.level:g} % intervals.",
+            "",
+            "| metric | value | low | high |",
+            "|---|---:|---:|---:|",
+        ]
+        for row in evaluation.rows():
+            numbers = [_number(row[key]) for key in ("value", "low", "high")]
+            lines.append(f"| {_cell(row['metric'])} | {' | '.join(numbers)} |")
+    lines += [
+        "",
+        "### Use",
+        "",
+        "```python",
+        "from laplace_debias import Laplace",
+        "",
+        "# The folder or repository of this card, and the network with the weights of the fit.",
+        "la = Laplace.from_pretrained(folder, model)",
+        "predictive = la.predict(inputs)",
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _cell(text: str) -> str:
+    """Text in one cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def posterior_file(folder_or_repository: str, revision: str | None, token: str | None) -> Path:
+    """Return the path of a posterior's file, which is downloaded unless the folder exists.
+
+    Raises:
+        FileNotFoundError: If neither a folder nor a repository of this name has a posterior.
+        ImportError: If the name is not that of a folder and huggingface_hub is not installed.
+    """
+    folder = Path(folder_or_repository)
+    if folder.is_dir():
+        if revision is not None:
+            raise ValueError(
+                f"revision={revision!r} is for a repository, and {folder} is a folder. Remove "
+                "revision=."
+            )
+        path = folder / POSTERIOR
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"The folder {folder} has no {POSTERIOR}. Write it with la.save_pretrained(folder)."
+            )
+        return path
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_repository):
+        raise FileNotFoundError(
+            f"There is no folder {folder}, and this is no name of a repository, "
+            '"user/name". Check the path.'
+        )
+    check_extra("hub", "huggingface_hub")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(
+            hf_hub_download(folder_or_repository, POSTERIOR, revision=revision, token=token)
+        )
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"There is no folder {folder} and no repository of this name that you may read. Check "
+            "the name, or pass token=."
+        ) from error
+    except RemoteEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"The repository {folder_or_repository} has no {POSTERIOR}. Write it with "
+            "la.push_to_hub(repository)."
+        ) from error
+
+
+def push(
+    folder: Path,
+    repository: str,
+    *,
+    private: bool | None,
+    token: str | None,
+    message: str | None,
+) -> str:
+    """Upload a folder's files to a repository, which is made if there is none; returns its URL."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    url = api.create_repo(repository, private=private, exist_ok=True)
+    message = message or "Upload the posterior of laplace-debias"
+    api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+    return str(url)
+
+
+def download_card(folder: Path, repository: str, token: str | None) -> None:
+    """Copy the card of a repository, if there is one, into a folder."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    if api.file_exists(repository, CARD):
+        path = api.hf_hub_download(repository, CARD, token=token)
+        text = Path(path).read_text(encoding="utf-8")
+        (folder / CARD).write_text(text, encoding="utf-8")

@@ -1,0 +1,296 @@
+"""Callbacks that fit a posterior when Lightning's or Hugging Face's Trainer ends a training."""
+
+import csv
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+
+
+def classes(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator)
+    noise = torch.randn(n, 3, generator=generator)
+    return TensorDataset(x, (x[:, :3] + noise).argmax(1))
+
+
+TRAIN = DataLoader(classes(200, 1), batch_size=50, shuffle=True)
+VALIDATION = DataLoader(classes(150, 2), batch_size=50)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def logged_in_tensorboard(folder):
+    """The last value of every scalar in a folder's event files."""
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    values = {}
+    for path in sorted(Path(folder).rglob("events.out.tfevents*")):
+        events = accumulators.EventAccumulator(str(path)).Reload()
+        for tag in events.Tags()["scalars"]:
+            values[tag] = events.Scalars(tag)[-1].value
+    return values
+
+
+# ------------------------------------------------- Lightning
+
+
+@pytest.fixture
+def lightning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pl = pytest.importorskip("lightning.pytorch")
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        yield pl
+
+
+def module(pl, is_network):
+    """A LightningModule whose first epoch has the best score."""
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x):
+            return self.inner(x)
+
+        def training_step(self, batch, _):
+            return nn.functional.cross_entropy(self.inner(batch[0]), batch[1])
+
+        def validation_step(self, batch, _, dataloader_idx=0):
+            self.log("score", -float(self.current_epoch))
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=1e-2)
+
+    return Module()
+
+
+def trainer(pl, folder, callbacks, **options):
+    return pl.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        default_root_dir=folder,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"logger": False, "enable_checkpointing": False, **options},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", [None, "inner"])
+def test_lightning_has_the_posterior_of_the_best_checkpoint(
+    lightning, network, tmp_path, unchecked
+):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    callback = LaplaceCallback(network=network, curvature="diag")
+    checkpoints = ModelCheckpoint(tmp_path / "best", monitor="score", mode="max")
+    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tb")]
+    run = trainer(
+        lightning,
+        tmp_path,
+        [callback, checkpoints],
+        logger=loggers,
+        enable_checkpointing=True,
+    )
+    trained = module(lightning, network)
+    run.fit(trained, TRAIN, VALIDATION)
+
+    checkpoint = Path(checkpoints.best_model_path)
+    assert callback.path == checkpoint.with_suffix(".posterior.safetensors")
+    state = torch.load(checkpoint, weights_only=False)["state_dict"]
+    best = mlp().eval()
+    best.load_state_dict({key.removeprefix("inner."): value for key, value in state.items()})
+    weights = nn.utils.parameters_to_vector(best.parameters())
+    torch.testing.assert_close(callback.laplace.mean, weights, rtol=0, atol=0)
+    last_weights = nn.utils.parameters_to_vector(trained.parameters())
+    assert (last_weights - weights).abs().max() > 1e-3
+    assert trained.training
+
+    model = best
+    if network is None:
+        model = module(lightning, None).eval()
+        model.load_state_dict(state)
+    loaded = Laplace.load(callback.path, model)
+    x, _ = VALIDATION.dataset.tensors
+    assert torch.equal(loaded.predict(x).probs, callback.laplace.predict(x).probs)
+
+    expected = Laplace(best, curvature="diag").fit(DataLoader(TRAIN.dataset, batch_size=50))
+    numbers = {"network_nll": expected.evaluate(VALIDATION, method="map")["nll"].value}
+    tuning = expected.tune(VALIDATION)
+    numbers["laplace_prior_precision"] = tuning.prior_precision
+    report = expected.evaluate(VALIDATION)
+    numbers |= {f"laplace_{name}": report[name].value for name in ("nll", "accuracy", "ece")}
+    with next((tmp_path / "csv").rglob("metrics.csv")).open() as file:
+        rows = list(csv.DictReader(file))
+    in_csv = {key: float(value) for row in rows for key, value in row.items() if value}
+    in_tensorboard = logged_in_tensorboard(tmp_path / "tb")
+    for name, number in numbers.items():
+        assert in_csv[name] == pytest.approx(number, rel=1e-5), name
+        assert in_tensorboard[name] == pytest.approx(number, rel=1e-5), name
+
+
+def test_lightning_without_checkpoints_has_the_posterior_of_the_last_weights(
+    lightning, tmp_path, unchecked
+):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    callback = LaplaceCallback(params="last_layer", tune=False, mode="mini")
+    trained = module(lightning, None)
+    trainer(lightning, tmp_path, [callback]).fit(trained, TRAIN)
+    assert callback.path == tmp_path / "posterior.safetensors"
+    assert callback.path.exists()
+    assert callback.laplace.num_data == 200
+    weights = nn.utils.parameters_to_vector(trained.inner[3].parameters())
+    torch.testing.assert_close(callback.laplace.mean, weights, rtol=0, atol=0)
+
+
+def test_lightning_refuses_before_the_training(lightning, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    with pytest.raises(ValueError, match="'half'"):
+        LaplaceCallback(mode="half")
+    for callback, loaders, message in (
+        (LaplaceCallback(), (TRAIN, None), r"the run has none\. Pass some"),
+        (LaplaceCallback(network="body"), (TRAIN, VALIDATION), r"no network='body'.*\(inner\)"),
+        (LaplaceCallback(curvature="block"), (TRAIN, VALIDATION), "'block'"),
+        (LaplaceCallback(), ([TRAIN, TRAIN], VALIDATION), "has 2 training loaders"),
+        (LaplaceCallback(), (TRAIN, [VALIDATION] * 2), "has 2 validation loaders"),
+    ):
+        trained = module(lightning, None)
+        before = nn.utils.parameters_to_vector(trained.parameters())
+        with pytest.raises(ValueError, match=message):
+            trainer(lightning, tmp_path, [callback]).fit(trained, *loaders)
+        after = nn.utils.parameters_to_vector(trained.parameters())
+        assert torch.equal(after, before)
+
+
+# ------------------------------------------------- Hugging Face
+
+
+def hugging_face_trainer(folder, model=None, **options):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=20,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+        num_labels=2,
+    )
+    tokens = torch.randint(1, 20, (80, 6), generator=torch.Generator().manual_seed(1))
+    labels = (tokens.float().mean(1) > 10).long()
+    examples = [
+        {"input_ids": row, "attention_mask": torch.ones_like(row), "labels": label}
+        for row, label in zip(tokens, labels, strict=True)
+    ]
+    arguments = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 20,
+        "learning_rate": 1e-2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        **options,
+    }
+    return transformers.Trainer(
+        model=model or transformers.BertForSequenceClassification(config),
+        args=transformers.TrainingArguments(output_dir=str(folder), **arguments),
+        train_dataset=examples[:50],
+        eval_dataset=examples[50:],
+    )
+
+
+@pytest.mark.slow
+def test_the_trainer_has_a_posterior_next_to_its_checkpoint(tmp_path, monkeypatch, unchecked):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tb"))
+    pytest.importorskip("tensorboard")
+    run = hugging_face_trainer(tmp_path / "run", report_to="tensorboard")
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    callback = LaplaceCallback(run, params="last_layer")
+    run.add_callback(callback)
+    run.train()
+
+    folder = tmp_path / "run" / "checkpoint-6"
+    assert callback.folder == folder
+    model = type(run.model).from_pretrained(folder).eval()
+    again = Laplace.from_pretrained(folder, model)
+    batches = list(run.get_eval_dataloader())
+    assert torch.equal(again.predict(batches[0]).probs, callback.laplace.predict(batches[0]).probs)
+    report = again.evaluate(batches)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert f"| nll | {report['nll'].value:.4f} |" in card
+    logged = {key: value for row in run.state.log_history for key, value in row.items()}
+    in_tensorboard = logged_in_tensorboard(tmp_path / "tb")
+    for name in ("nll", "accuracy", "overconfidence"):
+        assert logged[f"eval_laplace_{name}"] == pytest.approx(report[name].value, rel=1e-5)
+        assert in_tensorboard[f"eval/laplace_{name}"] == pytest.approx(report[name], rel=1e-5)
+    losses = [nn.functional.cross_entropy(model(**b).logits, b["labels"]) for b in batches]
+    sizes = [len(b["labels"]) for b in batches]
+    nll = sum(float(loss) * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+    assert logged["eval_network_nll"] == pytest.approx(nll, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_trainer_fits_adapters_and_the_best_weights(tmp_path, unchecked):
+    peft = pytest.importorskip("peft")
+    base = hugging_face_trainer(tmp_path / "unused").model
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    run = hugging_face_trainer(
+        tmp_path,
+        peft.get_peft_model(base, config),
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        save_only_model=True,
+    )
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    callback = LaplaceCallback(run, curvature="diag")
+    run.add_callback(callback)
+    run.train()
+    assert callback.folder == Path(run.state.best_model_checkpoint)
+    assert "## Posterior" in (callback.folder / "README.md").read_text(encoding="utf-8")
+    trainable = {name for name, p in run.model.named_parameters() if p.requires_grad}
+    assert set(callback.laplace.param_names) == trainable
+    again = Laplace.from_pretrained(callback.folder, run.model.eval())
+    batch = next(iter(run.get_eval_dataloader()))
+    assert torch.equal(again.predict(batch).probs, callback.laplace.predict(batch).probs)
+
+
+def test_the_trainer_callback_refuses_before_the_training(tmp_path, unchecked):
+    run = hugging_face_trainer(tmp_path, eval_strategy="no")
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    with pytest.raises(TypeError, match="trainer must be Trainer, got str"):
+        LaplaceCallback("classification")
+    with pytest.raises(ValueError, match="'block'"):
+        LaplaceCallback(run, curvature="block")
+    with pytest.raises(ValueError, match="'half'"):
+        LaplaceCallback(run, mode="half")
+    run.eval_dataset = {"a": run.eval_dataset, "b": run.eval_dataset}
+    with pytest.raises(ValueError, match="has 2 evaluation data sets"):
+        LaplaceCallback(run)
+    run.eval_dataset = None
+    with pytest.raises(ValueError, match="the run has none"):
+        LaplaceCallback(run)
+    assert run.model.training
