@@ -21,7 +21,6 @@ network architectures".
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -105,7 +104,7 @@ def _gradients(
 
 
 def input_factors(
-    layer: Any,
+    layer: nn.Module,
     block: Block,
     inputs: Sequence[Tensor],
     masks: Masks | None = None,
@@ -132,7 +131,8 @@ def input_factors(
         second_moments = block.rule.second_moments(layer, block, inputs)
         if second_moments is not None:
             return second_moments
-    A = layer.weight.new_zeros(block.factor_shapes[1])
+    weight = layer.get_parameter(block.rule.weight_name)
+    A = weight.new_zeros(block.factor_shapes[1])
     for rows in parts:
         if block.has_diagonal_A:
             A += rows.square().sum(0)
@@ -153,15 +153,16 @@ def _without_padding(
 
 
 def _count_indices(
-    layer: Any, block: Block, inputs: Sequence[Tensor], masks: Masks | None
+    layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Float[Tensor, " d_in"]:
     """The diagonal of A for one-hot activations: how often each index occurs."""
-    counts = layer.weight.new_zeros(block.shape[1], dtype=torch.long)
+    weight = layer.get_parameter(block.rule.weight_name)
+    counts = weight.new_zeros(block.shape[1], dtype=torch.long)
     for number, x in enumerate(inputs):
         indices = block.rule.activation_indices(layer, x).flatten().long()
         ones = counts.new_ones(len(indices)) if masks is None else masks[number].flatten()
         counts.index_add_(0, indices, ones.long())
-    return counts.to(layer.weight.dtype)
+    return counts.to(weight.dtype)
 
 
 def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:

@@ -148,6 +148,8 @@ class LayerRule:
         module_types: The layer types, as classes or, without importing them, by their names with
             the module's. Subclasses count, unless another rule has them.
         kind: The kind of the weights, such as `"linear"`.
+        weight_name: The name of the weight in the layer.
+        bias_name: The name of the bias in the layer.
         is_generic: Whether the rule measures no layer; parameters are then measured at operations
             or calls.
         is_linear: Whether the outputs are linear in the layer's input, the features last.
@@ -164,6 +166,8 @@ class LayerRule:
 
     module_types: ClassVar[ModuleTypes] = ()
     kind: ClassVar[str] = "other"
+    weight_name: ClassVar[str] = "weight"
+    bias_name: ClassVar[str] = "bias"
     is_generic: ClassVar[bool] = False
     is_linear: ClassVar[bool] = False
     is_one_hot: ClassVar[bool] = False
@@ -178,7 +182,7 @@ class LayerRule:
 
     def owns(self, layer: nn.Module, key: str) -> bool:
         """Whether the rule holds for a parameter, by its name in the layer."""
-        return key in ("weight", "bias")
+        return key in (self.weight_name, self.bias_name)
 
     def blocks(
         self, layer: nn.Module, path: str, key: str, sharing: str, joint: bool
@@ -201,7 +205,7 @@ class LayerRule:
         *groups, d_out, d_in = matrices.shape
         parameters: tuple[str, ...] = (name,)
         if joint:
-            parameters = name, _join(path, "bias")
+            parameters = name, _join(path, self.bias_name)
             d_in += 1
         block = Block(
             name="+".join(parameters),

@@ -71,11 +71,11 @@ def curvature_blocks(
             continue
         layer = modules[path]
         rule = layer_rule(layer)
-        bias = f"{path}.bias".lstrip(".")
+        bias = f"{path}.{rule.bias_name}".lstrip(".")
         is_joint = (
             joint
             and rule.can_be_joint
-            and key == "weight"
+            and key == rule.weight_name
             and bias in names
             and bias not in readers
         )
