@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from laplace_debias.curvature.structures import CurvatureName
+from laplace_debias.laplace.mode_names import ModeName
 from laplace_debias.system.settings import check_at_least
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class PosteriorChoice:
     fisher: Literal["exact", "mc", "empirical"] = "exact"
     joint: bool = False
     sharing: Literal["expand", "reduce"] = "expand"
-    mode: Literal["full", "mini", "debiased", "crossfit", "auto"] = "full"
+    mode: ModeName = "full"
     fit_examples: int | None = None
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import join, take
 from laplace_debias.curvature.structures import STRUCTURES
 from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.mode_names import MODES
 from laplace_debias.metrics.intervals import normal_quantile
 from laplace_debias.runs.records import MetricValue, Sweep, SweepPoint, TrainingRecord
 from laplace_debias.sources.loaded import Loaded
@@ -30,8 +31,6 @@ _THINNING_EXAMPLES = 32
 """Validation examples by which directions are chosen, and their error is measured."""
 _THINNING_ERROR = 1e-3
 """Largest relative error of a standard deviation that fewer directions may cause."""
-_NUM_BATCHES = {"mini": 1, "debiased": 2, "crossfit": 1}
-"""Number of batches that a fit of few batches takes, by mode."""
 
 
 def fitted_posterior(
@@ -52,7 +51,7 @@ def fitted_posterior(
     )
     batches = loaded.train
     if choice.fit_examples is not None:
-        batches = _first_batches(loaded, choice.fit_examples, _NUM_BATCHES.get(choice.mode))
+        batches = _first_batches(loaded, choice.fit_examples, MODES[choice.mode].num_first_batches)
     return la.fit(
         share(batches, loaded.model),
         choice.mode,

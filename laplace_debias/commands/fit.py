@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from laplace_debias.commands.network import check_output, not_for, print_notes, save
 from laplace_debias.curvature.structures import CurvatureName
+from laplace_debias.laplace.mode_names import ModeName
 from laplace_debias.sources.settings import SourceSettings
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Settings(SourceSettings):
     )
 
     output: Path
-    mode: Literal["full", "mini", "debiased", "crossfit", "auto"] = "full"
+    mode: ModeName = "full"
     curvature: CurvatureName = "kfac"
     params: Literal["all", "weights", "supported", "last_layer"] = "last_layer"
     fisher: Literal["exact", "mc", "empirical"] = "exact"

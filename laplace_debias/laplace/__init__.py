@@ -1,10 +1,31 @@
 """The front-end: wrap a trained model, fit, predict, tune, evaluate, save."""
 
-from laplace_debias.laplace.auto import Auto
-from laplace_debias.laplace.laplace import Laplace
-from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.mixture import Mixture
-from laplace_debias.laplace.plan import Plan
-from laplace_debias.laplace.schemes import CrossFit, Full, Split
+from typing import TYPE_CHECKING
+
+from laplace_debias.system.lazy import attributes_from
+
+if TYPE_CHECKING:
+    from laplace_debias.laplace.auto import Auto
+    from laplace_debias.laplace.laplace import Laplace
+    from laplace_debias.laplace.links import Link
+    from laplace_debias.laplace.mixture import Mixture
+    from laplace_debias.laplace.plan import Plan
+    from laplace_debias.laplace.schemes import CrossFit, Full, Split
 
 __all__ = ["Auto", "CrossFit", "Full", "Laplace", "Link", "Mixture", "Plan", "Split"]
+
+__getattr__ = attributes_from(
+    __name__,
+    {
+        "laplace_debias.laplace.auto": ("Auto",),
+        "laplace_debias.laplace.laplace": ("Laplace",),
+        "laplace_debias.laplace.links": ("Link",),
+        "laplace_debias.laplace.mixture": ("Mixture",),
+        "laplace_debias.laplace.plan": ("Plan",),
+        "laplace_debias.laplace.schemes": ("CrossFit", "Full", "Split"),
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

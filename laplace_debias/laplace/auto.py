@@ -109,6 +109,11 @@ class Auto(Scheme):
     forward_ratio: int = FORWARD_RATIO
     after: FitReport | None = None
 
+    @classmethod
+    def from_batches(cls, batches: Batches, folds: int | None) -> "Auto":
+        """Make the scheme of a loader, with its default tolerance."""
+        return cls(batches)
+
     def __post_init__(self) -> None:
         for name in ("tolerance", "seconds"):
             value = getattr(self, name)

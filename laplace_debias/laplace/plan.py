@@ -19,6 +19,7 @@ from laplace_debias.curvature.network.batches import Batches, Fold
 from laplace_debias.curvature.network.inputs import move, take
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
+from laplace_debias.laplace.mode_names import MODES
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.prepared import examine
 from laplace_debias.laplace.schemes import FOLDS
@@ -114,13 +115,16 @@ def plan_of(
             "A plan reads the first batch, which this iterator would lose for the fit: pass a "
             "DataLoader or a list of batches."
         )
+    scheme = MODES[mode]
     num_batches: int | None = 1
-    if mode == "full":
+    if scheme.num_first_batches is None:
         num_batches = len(loader) if isinstance(loader, Sized) else None
-    num_folds = (folds or FOLDS) if mode == "crossfit" else 1
+    num_folds = 1
+    if scheme.takes_folds:
+        num_folds = folds or FOLDS
     num_passes = None if num_batches is None else num_batches * num_folds
     structure = state.config.structure
-    is_debiased = mode == "debiased"
+    is_debiased = scheme.is_split
     trial = _Trial()
     # The loader's order, and labels that a fit draws, are drawn anew by the fit.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):

@@ -6,7 +6,7 @@ A scheme is a value that holds its data. A new way to fit is one more class here
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.losses.likelihoods import Gaussian
@@ -39,11 +39,28 @@ class Scheme(ABC):
         mode: The scheme's name, which the posterior shows.
         is_resumable: Whether the passes of a fit can be saved and resumed.
         reads_all: Whether a fit reads all batches of its data.
+        num_first_batches: The number of a loader's first batches that a mode passes to
+            `from_batches`; None for the whole loader.
+        takes_folds: Whether a fit splits its data into folds.
+        is_split: Whether directions and magnitudes come from different data.
     """
 
     mode: ClassVar[str]
     is_resumable: ClassVar[bool] = True
     reads_all: ClassVar[bool] = True
+    num_first_batches: ClassVar[int | None] = None
+    takes_folds: ClassVar[bool] = False
+    is_split: ClassVar[bool] = False
+
+    @classmethod
+    def from_batches(cls, batches: Any, folds: int | None) -> "Scheme":
+        """Make the scheme of a mode, `Laplace.fit(loader, mode)`.
+
+        Args:
+            batches: The loader, or a list of its first batches.
+            folds: The number of folds that was passed, only if the scheme takes it.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no mode. Pass an object to `fit`.")
 
     @property
     @abstractmethod
@@ -94,6 +111,11 @@ class Full(Scheme):
     mode = "given batches"
     data: Batches
 
+    @classmethod
+    def from_batches(cls, batches: Batches, folds: int | None) -> "Full":
+        """Make the scheme of all batches."""
+        return cls(batches)
+
     @property
     def sources(self) -> Sequence[Batches]:
         """The data."""
@@ -117,6 +139,13 @@ class Full(Scheme):
 
 
 @dataclass(frozen=True)
+class Mini(Full):
+    """The scheme `Full` on the first batch of a loader, only for comparisons."""
+
+    num_first_batches = 1
+
+
+@dataclass(frozen=True)
 class Split(Scheme):
     """Directions from some examples, magnitudes from others, which removes the bias (Eq. 9).
 
@@ -126,8 +155,15 @@ class Split(Scheme):
     """
 
     mode = "debiased"
+    num_first_batches = 2
+    is_split = True
     directions: Batches
     magnitudes: Batches
+
+    @classmethod
+    def from_batches(cls, batches: Sequence[Any], folds: int | None) -> "Split":
+        """Make the scheme of directions from the first batch, magnitudes from the others."""
+        return cls(batches[:1], batches[1:])
 
     @property
     def sources(self) -> Sequence[Batches]:
@@ -161,8 +197,15 @@ class CrossFit(Scheme):
     """
 
     mode = "crossfit"
+    num_first_batches = 1
+    takes_folds = True
     data: Batches
     folds: int = FOLDS
+
+    @classmethod
+    def from_batches(cls, batches: Batches, folds: int | None) -> "CrossFit":
+        """Make the scheme of all batches in folds."""
+        return cls(batches, FOLDS if folds is None else folds)
 
     def __post_init__(self) -> None:
         whole(self.folds, "folds", 2)

@@ -6,6 +6,7 @@ import sys
 from laplace_debias.cli import main
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.structures import STRUCTURES
+from laplace_debias.laplace.mode_names import MODES
 
 
 def test_names_are_listed_without_torch():
@@ -13,6 +14,8 @@ def test_names_are_listed_without_torch():
 import sys
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.structures import STRUCTURES
+from laplace_debias.laplace.mode_names import MODES
+assert "auto" in MODES
 assert "poisson" in LIKELIHOODS and "kfac" in STRUCTURES
 assert list(STRUCTURES) and list(LIKELIHOODS)
 assert "torch" not in sys.modules
@@ -25,6 +28,8 @@ def test_each_class_has_the_name_under_which_it_is_registered():
         assert [registry[name].name for name in registry] == list(registry)
 
 
-def test_the_command_line_offers_every_structure(capsys):
+def test_the_command_line_offers_every_name(capsys):
     assert main(["fit", "--help"]) == 0
-    assert "|".join(STRUCTURES) in "".join(capsys.readouterr().out.split())
+    text = "".join(capsys.readouterr().out.split())
+    for registry in (STRUCTURES, MODES, LIKELIHOODS):
+        assert "|".join(registry) in text
