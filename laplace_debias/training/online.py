@@ -21,9 +21,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood, likelihood_f
 from laplace_debias.curvature.network.dataset_size import TrainingSize
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import Faults
-from laplace_debias.curvature.network.precision import NARROW
 from laplace_debias.curvature.network.selection import ParameterSelection
-from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.curvature.structures import curvature_structure
@@ -37,6 +35,7 @@ from laplace_debias.laplace.prior import PriorPrecision
 from laplace_debias.laplace.state import initial_state
 from laplace_debias.system.checks import check_generator, real, whole
 from laplace_debias.system.ranks import alone
+from laplace_debias.training.eval_copy import eval_copy
 from laplace_debias.training.running import (
     RUNNING_MAGNITUDES,
     BatchSums,
@@ -151,7 +150,7 @@ class OnlineCurvature:
             )
         check_generator(generator)
         self.model = model
-        working = _eval_copy(model)
+        working = eval_copy(model)
         config = CurvatureConfig(
             structure=curvature_structure(curvature),
             fisher=FisherType(fisher, mc_samples).seeded(generator),
@@ -401,7 +400,7 @@ class OnlineCurvature:
             self._runner.run(batch, self._totals.num_examples, totals)
         faults.read()
         sums.reduce()
-        factors = sums.matrices(totals.weight)
+        factors = sums.factors.factors(totals.weight)
         measured: dict[Block, list[Tensor]] = {}
         if self._bases:
             squares = {} if sums.squares is None else sums.squares.squares
@@ -427,24 +426,6 @@ def _checked_decay(value: Any) -> float:
             "about 20 batches, 1 for a mean over all batches."
         )
     return float(decay)
-
-
-def _eval_copy(model: nn.Module) -> nn.Module:
-    """Copy the modules around the model's own parameters, in eval mode."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    plain = unwrapped(model)
-    copied = shared_copy(plain)
-    trainable = {name for name, p in plain.named_parameters() if p.requires_grad}
-    for name, parameter in copied.named_parameters():
-        parameter.requires_grad_(name in trainable)
-        if name in trainable and parameter.dtype in NARROW:
-            raise NotImplementedError(
-                f"{name} is in {parameter.dtype}, and curvature is computed in single precision, "
-                "on a copy that would not follow the training. Train parameters in float32, with "
-                "torch.autocast around the forward pass."
-            )
-    return copied
 
 
 def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]) -> None:

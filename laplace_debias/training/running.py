@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -11,9 +12,10 @@ from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
+    Factor,
     GramFactor,
+    add_moments,
     directional_curvature,
-    moments,
     outer,
 )
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
@@ -21,8 +23,8 @@ from laplace_debias.curvature.fits.magnitudes import SquaredGradients
 from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.layers.blocks import Block
 
-# Tensors of each block: G and A, or parts of the magnitudes.
-BlockParts = Mapping[Block, Sequence[Tensor]]
+# The parts of each block: G and A, or those of the magnitudes.
+BlockParts = Mapping[Block, Sequence[Factor]]
 # Per block and side, the squares of the products of new with old directions `[*groups, d, d]`.
 Overlaps = Sequence[Tensor | None]
 
@@ -44,14 +46,25 @@ class RunningSum:
         self.weight = 0.0
 
     def update(self, parts: BlockParts, num_examples: float) -> None:
-        """Add a batch's sums over its examples."""
+        """Add a batch's sums over its examples; of rows, their products."""
         for block, values in parts.items():
             if block not in self.parts:
-                self.parts[block] = [value.clone() for value in values]
-                continue
+                self.parts[block] = [_zeros(value) for value in values]
             for total, value in zip(self.parts[block], values, strict=True):
-                total.mul_(self.decay).add_(value)
+                total.mul_(self.decay)
+                if isinstance(value, GramFactor):
+                    add_moments(total, value.rows)
+                else:
+                    total.add_(value)
         self.weight = self.decay * self.weight + num_examples
+
+
+def _zeros(value: Factor) -> Tensor:
+    """The sum of no such values."""
+    if isinstance(value, GramFactor):
+        *groups, d = value.rows.shape[1:]
+        return value.rows.new_zeros(*groups, d, d)
+    return torch.zeros_like(value)
 
 
 class RunningMagnitudes(ABC):
@@ -219,17 +232,6 @@ class BatchSums(Accumulator):
         """Check that the sums are finite."""
         for sums in self._sums:
             sums.reduce()
-
-    def matrices(self, num_examples: float) -> dict[Block, list[Tensor]]:
-        """G and A of every block, summed over the examples; a diagonal factor is a vector."""
-        matrices: dict[Block, list[Tensor]] = {}
-        for block, factors in self.factors.factors(num_examples).items():
-            matrices[block] = []
-            for factor in factors:
-                if isinstance(factor, GramFactor):
-                    factor = moments(factor.rows)
-                matrices[block].append(factor)
-        return matrices
 
     @property
     def _sums(self) -> list[Accumulator]:

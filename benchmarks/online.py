@@ -1,0 +1,360 @@
+"""Is the curvature of a training run as good as a fit to all data? `python -m benchmarks.online`.
+
+Networks are trained on scikit-learn's digits with `OnlineCurvature` in the loop. At the end, the
+posteriors of one batch (mini-batch, two halves, two folds) and of the training run are compared
+with the fit to all training data. `--seconds` measures how much time an update takes instead, in
+units of a training step.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from scipy import stats
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from laplace_debias import Laplace
+from laplace_debias.training import OnlineCurvature
+
+NUM_TRAINING = 1024
+BATCH_SIZE = 32
+PRIOR_PRECISIONS = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)
+REFRESH = 50
+FULL = "full"
+FITS = ("mini-batch", "two halves", "two folds")
+
+Examples = tuple[Tensor, Tensor]
+
+
+def digits(corruption: float) -> tuple[Examples, Examples]:
+    """Training and test images `[n, 1, 8, 8]` of unit variance with noise added, and labels."""
+    images, targets = load_digits(return_X_y=True)
+    g = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(images), generator=g)
+    x = ((torch.tensor(images, dtype=torch.float32) / 16 - 0.3053) / 0.3760)[order]
+    x = (x + corruption * torch.randn(x.shape, generator=g)).view(-1, 1, 8, 8)
+    y = torch.tensor(targets)[order]
+    return (x[:NUM_TRAINING], y[:NUM_TRAINING]), (x[NUM_TRAINING:], y[NUM_TRAINING:])
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch normalisation around which the input is added."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of input and residual, rectified."""
+        return torch.relu(x + self.inner(x))
+
+
+def residual_network(in_channels: int = 1, channels: int = 12, stride: int = 1) -> nn.Sequential:
+    """A residual network of five convolutions."""
+    return nn.Sequential(
+        nn.Conv2d(in_channels, channels, 3, padding=1, stride=stride, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        Residual(channels),
+        Residual(channels),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4 * channels, 10),
+    )
+
+
+def dense_network() -> nn.Sequential:
+    """A network of two hidden layers of 64."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
+
+
+NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
+    "two hidden layers of 64": dense_network,
+    "residual network with batch normalisation": residual_network,
+}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a posterior is from the fit to all data.
+
+    Attributes:
+        curvature: The Frobenius norm of the difference of curvatures over that of the full fit.
+        deviation: The mean absolute logarithm of the ratio of the outputs' standard deviations.
+        nll: The absolute difference of test NLLs in nats, averaged over prior precisions.
+    """
+
+    curvature: float
+    deviation: float
+    nll: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """How `OnlineCurvature` takes part in a training run.
+
+    Attributes:
+        fisher: The Fisher matrix.
+        decay: The decay of the running means.
+        every: An update is made at every so many steps.
+    """
+
+    fisher: str
+    decay: float
+    every: int = 1
+
+    def __str__(self) -> str:
+        steps = "step" if self.every == 1 else f"{self.every}th step"
+        return f"online, {self.fisher}, decay {self.decay}, every {steps}"
+
+
+RUNS = (
+    Run("mc", 0.9),
+    Run("mc", 0.98),
+    Run("mc", 0.995),
+    Run("mc", 0.9, every=4),
+    Run("mc", 0.98, every=4),
+    Run("exact", 0.98),
+)
+
+
+def training(
+    model: nn.Module, data: Examples, epochs: int, onlines: Mapping[Run, OnlineCurvature]
+) -> Iterator[int]:
+    """Train with Adam and a learning rate that falls to zero; yields the number of each epoch."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    num_steps = epochs * (NUM_TRAINING // BATCH_SIZE)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+    x, y = data
+    for epoch in range(epochs):
+        model.train()
+        for step, indices in enumerate(torch.randperm(NUM_TRAINING).split(BATCH_SIZE)):
+            batch = x[indices], y[indices]
+            for run, online in onlines.items():
+                if step % run.every == 0:
+                    online.update(*batch)
+            optimizer.zero_grad()
+            cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+            scheduler.step()
+        model.eval()
+        yield epoch + 1
+
+
+def posteriors(
+    model: nn.Module, data: Examples, curvature: str, onlines: Mapping[Run, OnlineCurvature]
+) -> dict[str, Laplace]:
+    """The posteriors at the present weights by their names; the first is the full one."""
+    x, y = data
+    everything = list(zip(x.split(256), y.split(256), strict=True))
+    batch = x[:BATCH_SIZE], y[:BATCH_SIZE]
+    half = BATCH_SIZE // 2
+    first, second = (x[:half], y[:half]), (x[half:BATCH_SIZE], y[half:BATCH_SIZE])
+    fits = {name: Laplace(model, curvature=curvature) for name in (FULL, *FITS)}
+    fits[FULL].fit_batches(everything, num_data=NUM_TRAINING)
+    fits["mini-batch"].fit_batches([batch], num_data=NUM_TRAINING)
+    fits["two halves"].fit_batches([first], [second], num_data=NUM_TRAINING)
+    fits["two folds"].fit_batches([batch], folds=2, num_data=NUM_TRAINING)
+    for run, online in onlines.items():
+        fits[str(run)] = online.posterior(NUM_TRAINING)
+    return fits
+
+
+def distance(la: Laplace, full: Laplace, test: Examples) -> Distance:
+    """Compare a posterior with the full one."""
+    squares, total = 0.0, 0.0
+    for name, block in full.posterior.curvature.blocks.items():
+        reference = block.to_dense()
+        difference = la.posterior.curvature.blocks[name].to_dense() - reference
+        squares += float(difference.square().sum())
+        total += float(reference.square().sum())
+    deviations, nlls = [], []
+    for delta in PRIOR_PRECISIONS:
+        la.prior_precision = delta
+        full.prior_precision = delta
+        variances = [fit.functional(test[0], diagonal=True)[1] for fit in (la, full)]
+        deviations.append(float(0.5 * (variances[0] / variances[1]).log().abs().mean()))
+        scores = [-float(fit.predict(test[0]).log_prob(test[1]).mean()) for fit in (la, full)]
+        nlls.append(abs(scores[0] - scores[1]))
+    return Distance(
+        curvature=(squares / total) ** 0.5,
+        deviation=statistics.mean(deviations),
+        nll=statistics.mean(nlls),
+    )
+
+
+def interval(values: Sequence[float]) -> str:
+    """A mean with the half width of its 95 % interval by Student's t."""
+    quantile = stats.t.ppf(0.975, len(values) - 1)
+    half = quantile * statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.3f} ± {half:.3f}"
+
+
+def distances(
+    build: Callable[[], nn.Module],
+    seeds: int,
+    epochs: Sequence[int],
+    curvature: str,
+    noise: float,
+) -> dict[tuple[int, str], list[Distance]]:
+    """Distances by epoch and posterior, one for each seed."""
+    data, test = digits(noise)
+    test = test[0][:300], test[1][:300]
+    by_posterior: dict[tuple[int, str], list[Distance]] = {}
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        model = build()
+        onlines = {
+            run: OnlineCurvature(
+                model, decay=run.decay, refresh=REFRESH, curvature=curvature, fisher=run.fisher
+            )
+            for run in RUNS
+        }
+        for epoch in training(model, data, max(epochs), onlines):
+            if epoch in epochs:
+                fits = posteriors(model, data, curvature, onlines)
+                full = fits.pop(FULL)
+                for name, la in fits.items():
+                    key = (epoch, name)
+                    by_posterior.setdefault(key, []).append(distance(la, full, test))
+    return by_posterior
+
+
+def print_table(by_posterior: Mapping[tuple[int, str], Sequence[Distance]], epoch: int) -> None:
+    """Print the distances after an epoch, one row per posterior."""
+    print("| posterior | curvature | deviations of the outputs | NLL |")
+    print("|---|---|---|---|")
+    for (at_epoch, name), values in by_posterior.items():
+        if at_epoch == epoch:
+            cells = [
+                interval([getattr(value, field) for value in values])
+                for field in ("curvature", "deviation", "nll")
+            ]
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def draw(
+    by_posterior: Mapping[tuple[int, str], Sequence[Distance]],
+    epochs: Sequence[int],
+    path: Path,
+) -> None:
+    """Draw the NLL distances along the training run."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    shown = (*FITS, *(str(run) for run in RUNS if run.every == 1))
+    for name in shown:
+        values = [[value.nll for value in by_posterior[epoch, name]] for epoch in epochs]
+        means = [statistics.mean(of_epoch) for of_epoch in values]
+        axes.plot(epochs, means, "--o" if name in FITS else "-o", label=name, markersize=3)
+    axes.set(xlabel="epochs", ylabel="NLL distance from the full fit (nats)", yscale="log")
+    axes.set_xticks(epochs, [str(epoch) for epoch in epochs])
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right", frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def measure_seconds(repetitions: int, batch_size: int) -> None:
+    """Print how long a training step with an update takes, in units of a plain step."""
+    torch.manual_seed(0)
+    x, y = torch.randn(batch_size, 3, 32, 32), torch.randint(10, (batch_size,))
+    build = {
+        "residual network, 32 × 32 images": lambda: residual_network(3, 32, 2),
+        "four hidden layers of 256, inputs of 256": lambda: nn.Sequential(
+            nn.AvgPool2d(2),
+            nn.Conv2d(3, 1, 1),
+            nn.Flatten(),
+            *_hidden(256, 256, 256, 256, 256),
+            nn.Linear(256, 10),
+        ),
+    }
+    print("| network | curvature | Fisher | every batch | every 2nd | every 4th | refresh |")
+    print("|---|---|---|---:|---:|---:|---:|")
+    for name, network in build.items():
+        for curvature in ("kfac", "ekfac"):
+            for fisher in ("empirical", "mc"):
+                model = network()
+                online = OnlineCurvature(model, curvature=curvature, fisher=fisher, refresh=10**6)
+                online.update(x, y)
+                online.update(x, y)
+                step, update = _medians(model, online, (x, y), repetitions)
+                started = time.perf_counter()
+                online._refresh_directions()
+                refresh = (time.perf_counter() - started) / step
+                cells = [
+                    f"{1 + (update / step + refresh / REFRESH) / every:.2f}" for every in (1, 2, 4)
+                ]
+                cells.append(f"{refresh:.1f}")
+                row = f"| {name} | {curvature} | {fisher} | {' | '.join(cells)} |"
+                print(row, flush=True)
+
+
+def _hidden(*widths: int) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for width_in, width_out in pairwise(widths):
+        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+    return layers
+
+
+def _medians(
+    model: nn.Module, online: OnlineCurvature, batch: Examples, repetitions: int
+) -> tuple[float, float]:
+    """The median seconds of a training step and of an update, which take turns."""
+    optimizer = torch.optim.Adam(model.parameters())
+    steps, updates = [], []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        steps.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        online.update(*batch)
+        updates.append(time.perf_counter() - started)
+    return statistics.median(steps), statistics.median(updates)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--curvature", choices=("kfac", "ekfac"), default="ekfac")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", nargs="+", type=int, default=[1, 2, 5, 10, 20])
+    parser.add_argument("--figure", type=Path, help="a picture of the first network")
+    parser.add_argument("--noise", type=float, default=1.0, help="standard deviation")
+    parser.add_argument("--seconds", action="store_true", help="measure time, not distances")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--batch_size", type=int, default=128)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.seconds:
+        measure_seconds(options.repetitions, options.batch_size)
+        return
+    for name in options.networks:
+        by_posterior = distances(
+            NETWORKS[name], options.seeds, options.epochs, options.curvature, options.noise
+        )
+        print(f"\n{name}, curvature={options.curvature!r}, {options.seeds} seeds\n")
+        print_table(by_posterior, max(options.epochs))
+        if options.figure is not None and name == options.networks[0]:
+            draw(by_posterior, options.epochs, options.figure)
+
+
+if __name__ == "__main__":
+    main()

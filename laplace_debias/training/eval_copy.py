@@ -1,0 +1,30 @@
+"""A copy of a network in training that curvature can be computed on."""
+
+from torch import nn
+
+from laplace_debias.curvature.network.precision import NARROW
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.network.unwrapping import unwrapped
+
+
+def eval_copy(model: nn.Module) -> nn.Module:
+    """Copy the modules around the model's own parameters, in eval mode, buffers copied.
+
+    Raises:
+        TypeError: If the model is no module.
+        NotImplementedError: For trainable parameters in half precision.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    plain = unwrapped(model)
+    copied = shared_copy(plain)
+    trainable = {name for name, p in plain.named_parameters() if p.requires_grad}
+    for name, parameter in copied.named_parameters():
+        if name in trainable and parameter.dtype in NARROW:
+            raise NotImplementedError(
+                f"{name} is in {parameter.dtype}, and curvature is computed in single precision, "
+                "on a copy that would not follow the training. Train parameters in float32, with "
+                "torch.autocast around the forward pass."
+            )
+        parameter.requires_grad_(name in trainable)
+    return copied

@@ -1,0 +1,463 @@
+"""Training with prior precision and noise that maximise the marginal likelihood."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from laplace_debias.curvature.fisher import FisherType
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood, likelihood_from
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.inputs import call
+from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.unwrapping import unwrapped
+from laplace_debias.curvature.structures import curvature_structure
+from laplace_debias.laplace import Full, Laplace
+from laplace_debias.laplace.curvature_config import CurvatureConfig
+from laplace_debias.laplace.evidence import PER, kind_of, rescaled, squared_residuals
+from laplace_debias.laplace.fit import fit
+from laplace_debias.laplace.model_spec import ModelSpec
+from laplace_debias.laplace.prior import check_prior_precision
+from laplace_debias.laplace.state import FittedPosterior, checked_temperature, initial_state
+from laplace_debias.laplace.tuning import Row
+from laplace_debias.system.checks import check_generator, check_is, real, whole
+from laplace_debias.system.ranks import refuse_ranks
+from laplace_debias.training.eval_copy import eval_copy
+
+
+@dataclass(frozen=True, eq=False)
+class MarginalLikelihoodRun:
+    """A training run by the marginal likelihood.
+
+    Attributes:
+        laplace: The posterior at the epoch with the largest marginal likelihood, around the model,
+            which has the weights of this epoch and is in eval mode.
+        epoch: The number of that epoch.
+        history: A row per fit: `epoch`, `loss` (the training objective per example, averaged over
+            the epoch), `log_marginal_likelihood` after the steps on the hyper-parameters,
+            `prior_precision` (one number, or one per block) and, for a regression, `sigma`.
+    """
+
+    laplace: Laplace
+    epoch: int
+    history: list[Row]
+
+
+def marginal_likelihood_training(
+    model: nn.Module,
+    train_loader: Batches,
+    likelihood: str | Likelihood = "classification",
+    *,
+    optimizer: Optimizer,
+    epochs: int,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    every: int = 1,
+    burn_in: int = 0,
+    patience: int | None = None,
+    per: str | None = "block",
+    steps: int = 10,
+    learning_rate: float = 0.1,
+    prior_precision: float = 1.0,
+    sigma: float | Sequence[float] | Tensor | None = None,
+    temperature: float = 1.0,
+    curvature: str = "kfac",
+    params: ParameterSelection = "all",
+    fisher: str = "exact",
+    generator: torch.Generator | None = None,
+) -> MarginalLikelihoodRun:
+    r"""Train a network, and choose prior precision and noise by the marginal likelihood.
+
+    The weights minimise $\sum_n \ell_n/T + \tfrac12\sum_b\delta_b\lVert\theta_b\rVert^2$ by the
+    optimizer, divided by N. After every `every` epochs a posterior is fitted to all data, and
+    Adam takes `steps` steps on the logarithms of the prior precisions δ and of the noise, towards
+    a larger Laplace approximation of the marginal likelihood. No validation data are needed. The
+    epoch with the largest marginal likelihood is kept.
+
+    The temperature is not optimised: a likelihood to the power 1/T is not normalised, so that its
+    marginal likelihood grows with T without limit.
+
+    Args:
+        model: The network, which is trained in place and ends in eval mode.
+        train_loader: Batches `(x, y)`, read once per epoch and once per fit.
+        likelihood: As `Laplace` takes it.
+        optimizer: An optimizer of the model's parameters. Its weight decay must be 0, since the
+            prior takes its place.
+        epochs: The number of epochs.
+        scheduler: A schedule of the learning rate, of which a step is made after each batch.
+        every: The number of epochs between two fits.
+        burn_in: The number of epochs before the first fit.
+        patience: Stop after this many fits without a larger marginal likelihood; None for all
+            epochs.
+        per: A prior precision for each `"block"` or each `"kind"` of layer, as
+            `Laplace.tune_evidence` has them; None for a single one.
+        steps: Steps on the hyper-parameters after each fit.
+        learning_rate: Their learning rate.
+        prior_precision: δ at the start.
+        sigma: Noise of `"regression"`, which is then fixed; None to optimise it, from 1 on.
+        temperature: T of the likelihood.
+        curvature: The curvature of the posteriors, as `Laplace` takes it.
+        params: The Bayesian parameters. The others have no prior.
+        fisher: The Fisher matrix of the posteriors.
+        generator: Seeds sampled labels and what loaders draw; None for torch's global generator.
+
+    Raises:
+        ValueError: If an option is out of its range, if the optimizer has a weight decay or none
+            of the Bayesian parameters, or what `Laplace.fit` raises.
+        FloatingPointError: If the training loss is no longer finite.
+
+    Reference:
+        Immer et al. (2021), "Scalable marginal likelihood estimation for model selection in deep
+        learning", Algorithm 1.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from laplace_debias.training import marginal_likelihood_training
+        >>> x = torch.linspace(-2, 2, 64)[:, None]
+        >>> loader = DataLoader(TensorDataset(x, x.sin() + 0.1 * torch.randn(64, 1)), 32)
+        >>> model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+        >>> run = marginal_likelihood_training(
+        ...     model,
+        ...     loader,
+        ...     "regression",
+        ...     optimizer=torch.optim.Adam(model.parameters(), lr=1e-2),
+        ...     epochs=20,
+        ... )
+        >>> run.laplace.marginals(x).variance.shape
+        torch.Size([64, 1])
+    """
+    _check_options(epochs, every, burn_in, patience, steps, learning_rate, per)
+    check_generator(generator)
+    delta = real(prior_precision, "prior_precision")
+    if delta.ndim:
+        raise TypeError(
+            f"prior_precision must be one number at the start, got {delta.tolist()}. Use per= for "
+            "several."
+        )
+    check_prior_precision(delta, 1)
+    refuse_ranks(
+        "marginal_likelihood_training",
+        "Train on one process, or call tune_evidence after a training on several.",
+    )
+    initial = likelihood_from(likelihood, sigma)
+    tunes_noise = initial.has_sigma and initial.is_assumed
+    fits = _Fits(
+        model=model,
+        likelihood=Gaussian(1.0) if tunes_noise else initial,
+        config=CurvatureConfig(
+            structure=curvature_structure(curvature),
+            fisher=FisherType(fisher),
+            params=params,
+            backend="auto",
+            factor_dtype=torch.float64,
+            joint=False,
+            sharing="expand",
+            memory_bound=None,
+        ),
+        temperature=checked_temperature(temperature),
+        generator=generator,
+    )
+    # At the start, to find the blocks and the number of training examples.
+    fitted = fits.fitted(train_loader, delta)
+    _check_optimizer(optimizer, model, fitted.parameters.names)
+    hyper = HyperParameters.at_start(fitted, per, float(delta), tunes_noise, learning_rate)
+    plain = unwrapped(model)
+    history: list[Row] = []
+    best: FittedPosterior | None = None
+    best_value = -math.inf
+    best_epoch = 0
+    best_weights: Mapping[str, Tensor] = {}
+    num_worse = 0
+    for epoch in range(1, epochs + 1):
+        penalty = Penalty(fitted, hyper.deltas())
+        loss = _train_epoch(model, fits, train_loader, penalty, optimizer, scheduler)
+        is_due = epoch > burn_in and (epoch - burn_in) % every == 0
+        if not (is_due or epoch == epochs):
+            continue
+        fitted = hyper.improve(fits.fitted(train_loader, hyper.deltas()), steps)
+        fits.likelihood = fitted.likelihood
+        value = float(fitted.log_marginal_likelihood())
+        history.append(_row(epoch, loss, value, fitted))
+        num_worse += 1
+        if value > best_value:
+            best, best_value, best_epoch, num_worse = fitted, value, epoch, 0
+            best_weights = {name: t.detach().clone() for name, t in plain.state_dict().items()}
+        if patience is not None and num_worse >= patience:
+            break
+    assert best is not None
+    plain.load_state_dict(best_weights)
+    model.eval()
+    spec = ModelSpec.checked(model, best.likelihood, None, None)
+    la = Laplace.from_posterior(replace(best, spec=spec))
+    return MarginalLikelihoodRun(la, best_epoch, history)
+
+
+def _check_options(
+    epochs: int,
+    every: int,
+    burn_in: int,
+    patience: int | None,
+    steps: int,
+    learning_rate: float,
+    per: str | None,
+) -> None:
+    whole(epochs, "epochs")
+    whole(every, "every")
+    whole(steps, "steps")
+    if whole(burn_in, "burn_in", 0) >= epochs:
+        raise ValueError(
+            f"burn_in={burn_in} leaves no fit in {epochs} epochs. Use fewer epochs of burn-in."
+        )
+    if patience is not None:
+        whole(patience, "patience")
+    if per is not None and per not in PER:
+        raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
+    check_is(learning_rate, "learning_rate", int, float)
+    if not 0 < learning_rate < math.inf:
+        raise ValueError(
+            f"learning_rate must be positive and finite, got {learning_rate}. Use 0.1, a step of "
+            "10 % of a hyper-parameter."
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, model: nn.Module, names: Sequence[str]) -> None:
+    """Require Bayesian parameters in the optimizer, without a weight decay."""
+    check_is(optimizer, "optimizer", Optimizer)
+    plain = unwrapped(model)
+    bayesian = {id(plain.get_parameter(name)) for name in names}
+    trained = set[int]()
+    for group in optimizer.param_groups:
+        members = {id(parameter) for parameter in group["params"]}
+        trained |= members
+        if group.get("weight_decay", 0) and members & bayesian:
+            raise ValueError(
+                f"The optimizer has weight_decay={group['weight_decay']} for parameters that have "
+                "a prior. Set it to 0: the prior precision is their weight decay."
+            )
+    if not trained & bayesian:
+        raise ValueError(
+            "The optimizer has none of the model's Bayesian parameters. Build it with "
+            "model.parameters()."
+        )
+
+
+@dataclass(eq=False)
+class _Fits:
+    """Fits of posteriors at present weights.
+
+    Attributes:
+        model: The model, in any mode.
+        likelihood: The likelihood with its present noise.
+        config: What a fit computes.
+        temperature: T of the likelihood.
+        generator: Seeds labels and loaders.
+    """
+
+    model: nn.Module
+    likelihood: Likelihood
+    config: CurvatureConfig
+    temperature: float
+    generator: torch.Generator | None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """A copy of the model in eval mode, with the likelihood."""
+        return ModelSpec.checked(eval_copy(self.model), self.likelihood, None, None)
+
+    def fitted(self, loader: Batches, prior_precision: Tensor) -> FittedPosterior:
+        """Fit a posterior to all data, around a copy of the model in eval mode."""
+        state = initial_state(
+            self.spec, self.config, prior_precision=prior_precision, temperature=self.temperature
+        )
+        scheme = Full(loader)
+        size = scheme.training_size(None)
+        return fit(state, state.parameters, scheme, size, scheme.mode, generator=self.generator)
+
+
+class Penalty:
+    r"""The negative log-density of the prior, $\tfrac12\sum_b\delta_b\lVert\theta_b\rVert^2$.
+
+    Args:
+        fitted: A posterior, for its blocks and N.
+        deltas: δ of every block.
+    """
+
+    def __init__(self, fitted: FittedPosterior, deltas: Float[Tensor, " blocks"]) -> None:
+        posterior = fitted.posterior
+        sizes = torch.tensor(posterior.curvature.sizes, device=deltas.device)
+        by_entry = deltas.repeat_interleave(sizes)
+        if posterior.order is not None:
+            by_entry = torch.empty_like(by_entry).index_copy_(0, posterior.order, by_entry)
+        self._deltas = by_entry.to(posterior.mean)
+        self._names = fitted.parameters.names
+        self.num_data = posterior.num_data
+
+    def __call__(self, model: nn.Module) -> Float[Tensor, ""]:
+        """Differentiable in the model's parameters."""
+        entries = [model.get_parameter(name).flatten() for name in self._names]
+        theta = torch.cat(entries)
+        return 0.5 * (self._deltas.to(theta) * theta.square()).sum()
+
+
+def _train_epoch(
+    model: nn.Module,
+    fits: _Fits,
+    loader: Batches,
+    penalty: Penalty,
+    optimizer: Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+) -> float:
+    """Train the weights for an epoch; returns the mean objective per example, in nats."""
+    model.train()
+    plain = unwrapped(model)
+    loss = NegativeLogLikelihood(fits.likelihood)
+    total, num_examples = 0.0, 0
+    device = next(model.parameters()).device
+    for x, y in fits.spec.stream(loader, device, fits.generator):
+        optimizer.zero_grad()
+        outputs = call(model, x)
+        loss.check(outputs, y)
+        nll = loss.value(outputs, loss.labels(y, outputs.ndim))
+        objective = nll / (fits.temperature * len(y)) + penalty(plain) / penalty.num_data
+        if not objective.isfinite():
+            raise FloatingPointError(
+                f"The training loss is {objective.item()}. Use a smaller learning rate."
+            )
+        objective.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        total += objective.item() * len(y)
+        num_examples += len(y)
+    return total / num_examples
+
+
+@dataclass(eq=False)
+class HyperParameters:
+    """The logarithms of prior precisions and of the noise, with their optimizer.
+
+    Attributes:
+        log_deltas: log δ of every group.
+        groups: The group of every block.
+        log_noise: The logarithm of the noise relative to that at the start; None if it is fixed.
+        initial: The likelihood at the start.
+        optimizer: Adam over these numbers.
+    """
+
+    log_deltas: Float[Tensor, " groups"]
+    groups: Int[Tensor, " blocks"]
+    log_noise: Float[Tensor, ""] | None
+    initial: Likelihood
+    optimizer: Optimizer = field(repr=False)
+
+    @classmethod
+    def at_start(
+        cls,
+        fitted: FittedPosterior,
+        per: str | None,
+        prior_precision: float,
+        tunes_noise: bool,
+        learning_rate: float,
+    ) -> "HyperParameters":
+        """The hyper-parameters before the first step."""
+        device = fitted.posterior.mean.device
+        groups = torch.tensor(_groups(fitted, per), device=device)
+        log_deltas = torch.full(
+            (int(groups.max()) + 1,),
+            math.log(prior_precision),
+            dtype=torch.float64,
+            device=device,
+            requires_grad=True,
+        )
+        tuned = [log_deltas]
+        log_noise = None
+        if tunes_noise:
+            if fitted.num_targets is None:
+                raise ValueError(
+                    'The noise cannot be optimised with fisher="empirical", whose curvature is not '
+                    'proportional to it. Pass sigma=, or use fisher="exact" or "mc".'
+                )
+            log_noise = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
+            tuned.append(log_noise)
+        optimizer = torch.optim.Adam(tuned, lr=learning_rate)
+        return cls(log_deltas, groups, log_noise, fitted.likelihood, optimizer)
+
+    def deltas(self) -> Float[Tensor, " blocks"]:
+        """δ of every block, without gradient."""
+        return self.log_deltas.detach().exp()[self.groups]
+
+    def improve(self, fitted: FittedPosterior, steps: int) -> FittedPosterior:
+        """Take steps towards a larger marginal likelihood, and return the posterior with them."""
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            deltas = self.log_deltas.exp()[self.groups]
+            (-log_marginal_likelihood(fitted, deltas, self._log_factor(fitted))).backward()
+            self.optimizer.step()
+        if self.log_noise is not None:
+            factor = math.exp(float(self._log_factor(fitted).detach()))
+            fitted, _ = rescaled(fitted, factor, 1.0)
+        return fitted.changed(prior=replace(fitted.prior, precision=self.deltas()))
+
+    def _log_factor(self, fitted: FittedPosterior) -> Float[Tensor, ""]:
+        """The logarithm of the present noise over that of a fit."""
+        if self.log_noise is None:
+            return torch.zeros((), dtype=torch.float64)
+        assert isinstance(self.initial, Gaussian)
+        assert isinstance(fitted.likelihood, Gaussian)
+        ratio = self.initial.sigma.double().mean() / fitted.likelihood.sigma.double().mean()
+        return self.log_noise + ratio.log().to(self.log_noise)
+
+
+def log_marginal_likelihood(
+    fitted: FittedPosterior, deltas: Float[Tensor, " blocks"], log_factor: Float[Tensor, ""]
+) -> Float[Tensor, ""]:
+    r"""Compute log p(D) for other prior precisions, and noise that is multiplied by a factor k.
+
+    $$-\tfrac1T\big(\ell + \tfrac12 Q(k^{-2} - 1) + M\log k\big) + \log p(\theta^*) +
+    \tfrac D2\log 2\pi - \tfrac12\log\det\big(k^{-2}\tfrac NT C + \delta\big)$$
+
+    with the residuals' Q = Σ‖(f − y)/σ‖² and the number M of target values. It is differentiable
+    in δ and log k.
+    """
+    posterior = fitted.posterior
+    if not log_factor.requires_grad and float(log_factor) == 0:
+        return fitted.log_marginal_likelihood(deltas)
+    assert fitted.num_targets is not None
+    share = (-2 * log_factor).exp()
+    nll = fitted.nll + 0.5 * squared_residuals(fitted) * (share - 1)
+    nll = nll + fitted.num_targets * log_factor
+    size = len(posterior.mean)
+    log_det = size * share.log() + posterior.log_det_precision(deltas / share)
+    normaliser = 0.5 * size * math.log(2 * math.pi)
+    return -nll / posterior.temperature + posterior.log_prior(deltas) + normaliser - 0.5 * log_det
+
+
+def _groups(fitted: FittedPosterior, per: str | None) -> list[int]:
+    """The number of the group of every block."""
+    names = fitted.parameters.block_names
+    if per is None:
+        return [0] * len(names)
+    if fitted.config.structure.is_dense:
+        raise ValueError(
+            f"curvature={fitted.config.structure.name!r} is one block of all parameters, which has "
+            "one prior precision. Pass per=None, or use 'kfac', 'ekfac' or 'diag'."
+        )
+    if per == "kind":
+        model = fitted.spec.plain_model
+        names = [kind_of(model, block) for block in fitted.parameters.blocks]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
+
+
+def _row(epoch: int, loss: float, value: float, fitted: FittedPosterior) -> Row:
+    row: Row = {"epoch": epoch, "loss": loss, "log_marginal_likelihood": value}
+    row["prior_precision"] = fitted.prior.precision.tolist()
+    if isinstance(fitted.likelihood, Gaussian):
+        row["sigma"] = fitted.likelihood.sigma.tolist()
+    return row

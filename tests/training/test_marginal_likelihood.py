@@ -1,0 +1,224 @@
+"""Marginal-likelihood training: its steps written out, and what it finds where that is known."""
+
+import copy
+import math
+
+import oracle
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Gaussian, Laplace
+from laplace_debias.training import marginal_likelihood_training
+
+N = 24
+BLOCKS = ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def sine(num_examples=N):
+    g = torch.Generator().manual_seed(1)
+    x = 2 * torch.randn(num_examples, 2, generator=g, dtype=torch.float64)
+    noise = 0.2 * torch.randn(num_examples, 1, generator=g, dtype=torch.float64)
+    return x, x[:, :1].sin() + noise
+
+
+def batches(x, y, size=8):
+    return list(zip(x.split(size), y.split(size), strict=True))
+
+
+def run(model, data, likelihood="regression", lr=0.05, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return marginal_likelihood_training(model, data, likelihood, optimizer=optimizer, **options)
+
+
+def dense_curvature(model, x):
+    """K-FAC of the mean squared error with unit noise, block by block."""
+    blocks = []
+    for layer in ("0", "2"):
+        factors = oracle.kfac_factors(model, x, "regression", layer, sigma=1.0)
+        blocks += [torch.kron(factors["G"], factors["A"]), factors["bias"]]
+    return blocks
+
+
+def evidence(model, x, y, blocks, deltas, sigma, temperature):
+    """The Laplace approximation of log p(D), block by block."""
+    nll = oracle.nll("regression", model(x).detach(), y, sigma).sum()
+    value = -nll / temperature
+    for C, delta, name in zip(blocks, deltas, BLOCKS, strict=True):
+        theta = model.get_parameter(name).detach()
+        P = len(x) / (temperature * sigma**2) * C + delta * torch.eye(len(C), dtype=C.dtype)
+        value = value + 0.5 * (len(C) * delta.log() - delta * theta.square().sum())
+        value = value - 0.5 * torch.logdet(P)
+    return value
+
+
+@pytest.mark.parametrize("per", [None, "block"])
+def test_an_epoch_and_the_steps_after_it_are_those_written_out(per):
+    temperature, lr, delta, sigma = 0.8, 0.05, 0.5, 1.0
+    x, y = sine()
+    model, expected = network(), network()
+    result = run(
+        model,
+        batches(x, y),
+        epochs=1,
+        steps=4,
+        learning_rate=0.2,
+        prior_precision=delta,
+        temperature=temperature,
+        per=per,
+    )
+    for x_batch, y_batch in batches(x, y):
+        nll = oracle.nll("regression", expected(x_batch), y_batch, sigma).mean() / temperature
+        squares = sum(p.square().sum() for p in expected.parameters())
+        loss = nll + 0.5 * delta * squares / N
+        for p, g in zip(
+            expected.parameters(), torch.autograd.grad(loss, expected.parameters()), strict=True
+        ):
+            p.data -= lr * g
+    blocks = dense_curvature(expected, x)
+    size = 4 if per == "block" else 1
+    log_deltas = torch.full((size,), math.log(delta), dtype=torch.float64, requires_grad=True)
+    log_sigma = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    adam = torch.optim.Adam([log_deltas, log_sigma], lr=0.2)
+    for _ in range(4):
+        adam.zero_grad()
+        deltas, k = log_deltas.exp().expand(4), log_sigma.exp()
+        (-evidence(expected, x, y, blocks, deltas, k, temperature)).backward()
+        adam.step()
+    deltas, k = log_deltas.detach().exp().expand(4), log_sigma.detach().exp()
+    (row,) = result.history
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        oracle.close(p.detach(), q.detach())
+    oracle.close(torch.tensor(row["prior_precision"], dtype=torch.float64), deltas, 1e-7)
+    assert row["sigma"] == pytest.approx(float(k), rel=1e-6)
+    value = float(evidence(expected, x, y, blocks, deltas, k, temperature))
+    assert row["log_marginal_likelihood"] == pytest.approx(value, rel=1e-6)
+    assert float(result.laplace.log_marginal_likelihood()) == pytest.approx(value, rel=1e-6)
+    assert float(result.laplace.sigma) == pytest.approx(float(k), rel=1e-6)
+
+
+def test_a_linear_model_ends_at_the_largest_evidence():
+    """Its marginal likelihood is exact: y is normal with covariance σ² I + X Xᵀ/δ."""
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 3, generator=g, dtype=torch.float64)
+    w = torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64)
+    y = x @ w.T + 0.4 * torch.randn(40, 1, generator=g, dtype=torch.float64)
+
+    def exact(logs):
+        delta, sigma = math.exp(logs[0]), math.exp(logs[1])
+        covariance = sigma**2 * torch.eye(40, dtype=torch.float64) + x @ x.T / delta
+        normal = torch.distributions.MultivariateNormal(torch.zeros_like(y[:, 0]), covariance)
+        return -float(normal.log_prob(y[:, 0]))
+
+    best = minimize(exact, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-8})
+    model = nn.Linear(3, 1, bias=False).double()
+    result = run(model, [(x, y)], lr=0.1, epochs=40, steps=20, per=None, curvature="full")
+    la = result.laplace
+    assert float(la.prior_precision) == pytest.approx(math.exp(best.x[0]), rel=2e-3)
+    assert float(la.sigma) == pytest.approx(math.exp(best.x[1]), rel=2e-3)
+    assert float(la.log_marginal_likelihood()) == pytest.approx(-best.fun, rel=1e-5)
+
+
+def classification():
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
+    x, y = torch.randn(60, 4), torch.randint(3, (60,))
+    return nn.Sequential(*layers), DataLoader(TensorDataset(x, y), 20, shuffle=True)
+
+
+def test_the_epoch_with_the_largest_evidence_is_kept(tmp_path):
+    model, loader = classification()
+    result = run(model, loader, "classification", lr=0.5, epochs=12, every=2, burn_in=3)
+    values = [row["log_marginal_likelihood"] for row in result.history]
+    epochs = [row["epoch"] for row in result.history]
+    assert epochs == [5, 7, 9, 11, 12]
+    assert result.epoch == epochs[values.index(max(values))]
+    la = result.laplace
+    assert la.model is model
+    assert not model.training
+    x = loader.dataset.tensors[0]
+    fitted = Laplace(model, prior_precision=la.prior_precision).fit(loader)
+    assert float(fitted.log_marginal_likelihood()) == pytest.approx(max(values), rel=1e-5)
+    la.save(tmp_path / "posterior.safetensors")
+    loaded = Laplace.load(tmp_path / "posterior.safetensors", model)
+    assert torch.equal(loaded.predict(x).probs, la.predict(x).probs)
+
+
+def test_without_improvement_it_stops():
+    model, loader = classification()
+    worse = run(model, loader, "classification", lr=5.0, epochs=50, steps=1, patience=2)
+    assert len(worse.history) < 50
+    assert worse.epoch == len(worse.history) - 2
+
+
+def test_a_prior_precision_for_each_kind_of_layer():
+    model, loader = classification()
+    result = run(model, loader, "classification", epochs=1, per="kind")
+    names = result.laplace.block_names
+    by_block = dict(zip(names, result.laplace.prior_precision.tolist(), strict=True))
+    assert by_block["0.weight"] == by_block["4.weight"]
+    assert by_block["0.bias"] == by_block["4.bias"]
+    assert by_block["1.weight"] == by_block["1.bias"]
+    assert len(set(by_block.values())) == 3
+
+
+@pytest.mark.parametrize("options", [{"sigma": 0.3}, {"likelihood": Gaussian(0.3)}])
+def test_noise_that_was_passed_stays(options):
+    result = run(network(), batches(*sine()), epochs=2, **options)
+    assert float(result.laplace.sigma) == 0.3
+
+
+def test_runs_with_the_same_seed_are_equal():
+    x, y = sine()
+    loader = DataLoader(TensorDataset(x, y), 8, shuffle=True)
+    ends = []
+    for _ in range(2):
+        g = torch.Generator().manual_seed(7)
+        result = run(network(), loader, epochs=3, fisher="mc", generator=g)
+        ends.append((result.laplace.mean, result.laplace.prior_precision))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert torch.equal(ends[0][1], ends[1][1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs must be"),
+        ({"every": 0}, "every must be"),
+        ({"steps": 0}, "steps must be"),
+        ({"patience": 0}, "patience must be"),
+        ({"burn_in": 2}, "burn_in=2 leaves no fit in 2 epochs"),
+        ({"learning_rate": -1.0}, "learning_rate must be positive and finite, got -1.0"),
+        ({"per": "layer"}, "Unknown per='layer'"),
+        ({"prior_precision": 0.0}, "prior precision must be positive"),
+        ({"curvature": "full"}, "curvature='full' is one block"),
+        ({"fisher": "empirical"}, "noise cannot be optimised"),
+    ],
+)
+def test_bad_options_are_refused_before_training(options, message):
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        run(model, batches(*sine()), **{"epochs": 2, **options})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_weight_decay_or_parameters_of_another_model_are_refused():
+    model, data = network(), batches(*sine())
+    decayed = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-4)
+    other = torch.optim.SGD(network().parameters(), lr=0.1)
+    for optimizer, message in ((decayed, "weight_decay=0.0001"), (other, "none of the model's")):
+        with pytest.raises(ValueError, match=message):
+            marginal_likelihood_training(model, data, "regression", optimizer=optimizer, epochs=1)
+
+
+def test_a_loss_that_diverges_is_an_error():
+    with pytest.raises(FloatingPointError, match="Use a smaller learning rate"):
+        run(network(), batches(*sine()), lr=1e200, epochs=3)
