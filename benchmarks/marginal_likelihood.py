@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -163,13 +164,13 @@ def run_laplace_torch(
     evidence = -min(evidences) / len(train[0])
     deltas = la.prior_precision.tolist()
     if problem.likelihood == "regression":
-        mean, variance = la(x)
+        mean, variance = la(x, pred_type="glm")
         sigma = float(la.sigma_noise)
         deviation = (variance.reshape(mean.shape) + sigma**2).sqrt()
         nll = _gaussian_nll(mean, deviation, y)
         network_nll = _gaussian_nll(mean, torch.tensor(sigma), y)
         return Result(nll, network_nll, evidence, sigma, deltas, seconds)
-    probs = la(x, link_approx="probit")
+    probs: Any = la(x, pred_type="glm", link_approx="probit")
     nll = -float(probs[torch.arange(len(y)), y].log().mean())
     network_nll = float(nn.functional.cross_entropy(model(x), y).detach())
     return Result(nll, network_nll, evidence, None, deltas, seconds)

@@ -265,7 +265,7 @@ def draw(
     axes.set(xlabel="epochs", ylabel="NLL distance from the full fit (nats)", yscale="log")
     axes.set_xticks(epochs, [str(epoch) for epoch in epochs])
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right", frameon=False, fontsize=8)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
 
 

@@ -19,7 +19,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Full, Laplace
 from laplace_debias.laplace.curvature_config import CurvatureConfig
-from laplace_debias.laplace.evidence import PER, kind_of, rescaled, squared_residuals
+from laplace_debias.laplace.evidence import PER, rescaled, squared_residuals
 from laplace_debias.laplace.fit import fit
 from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.prior import check_prior_precision
@@ -449,8 +449,7 @@ def _groups(fitted: FittedPosterior, per: str | None) -> list[int]:
             "one prior precision. Pass per=None, or use 'kfac', 'ekfac' or 'diag'."
         )
     if per == "kind":
-        model = fitted.spec.plain_model
-        names = [kind_of(model, block) for block in fitted.parameters.blocks]
+        names = [block.kind for block in fitted.parameters.blocks]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 
