@@ -119,7 +119,7 @@ def test_a_linear_model_ends_at_the_largest_evidence():
 
     best = minimize(exact, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-8})
     model = nn.Linear(3, 1, bias=False).double()
-    result = run(model, [(x, y)], lr=0.1, epochs=40, steps=20, per=None, curvature="full")
+    result = run(model, [(x, y)], lr=0.1, epochs=60, steps=20, per=None, curvature="full")
     la = result.laplace
     assert float(la.prior_precision) == pytest.approx(math.exp(best.x[0]), rel=2e-3)
     assert float(la.sigma) == pytest.approx(math.exp(best.x[1]), rel=2e-3)
