@@ -92,19 +92,25 @@ def fit(run: RunWriter) -> dict[str, list[Member]]:
     return members
 
 
-def _noise(loaded: Loaded) -> float:
-    """The standard deviation of the validation (else training) residuals, about zero."""
+def _noise(loaded: Loaded) -> float | list[float]:
+    """The standard deviation of the validation (else training) residuals, about zero.
+
+    Several outputs have one each.
+    """
     data = loaded.train if loaded.validation is None else loaded.validation
     predictions, _ = predict_set(loaded, data, None, None)
     targets = predictions["targets"].double().reshape(predictions["mean"].shape)
     residuals = targets - predictions["mean"]
-    sigma = math.sqrt(residuals.square().mean().item())
-    if sigma == 0:
-        raise ValueError(
-            "the network predicts every target exactly, so there is no noise to estimate: "
-            "check that the targets are not among the inputs"
-        )
-    return sigma
+    num_outputs = residuals.shape[1]
+    sigmas = [math.sqrt(column.square().mean().item()) for column in residuals.unbind(1)]
+    for number, sigma in enumerate(sigmas, start=1):
+        if sigma == 0:
+            output = "" if num_outputs == 1 else f" of output {number} of {num_outputs}"
+            raise ValueError(
+                f"the network predicts every target{output} exactly, so there is no noise to "
+                "estimate: check that the targets are not among the inputs"
+            )
+    return sigmas[0] if num_outputs == 1 else sigmas
 
 
 def _posterior(run: RunWriter, method: Method, model: nn.Module, number: int) -> Laplace | None:

@@ -181,7 +181,8 @@ class RunRecord:
         num_parameters: Number of the network's parameters.
         sets: The sets, the test set first.
         methods: The methods, the network first.
-        sigma: Standard deviation of a regression's noise.
+        sigma: Standard deviation of a regression's noise; of several outputs one each, a single
+            number in runs of earlier versions.
         training: The network on its own training examples.
         notes: Notes for the reader, sentences.
         conclusion: The verdict, sentences.
@@ -206,7 +207,7 @@ class RunRecord:
     classes: list[str] | None = None
     num_train: int | None = None
     num_parameters: int | None = None
-    sigma: float | None = None
+    sigma: float | list[float] | None = None
     training: TrainingRecord | None = None
     notes: list[str] = field(default_factory=list)
     conclusion: list[str] = field(default_factory=list)
@@ -378,7 +379,11 @@ def _value(kind: Any, content: Any) -> Any:
     if get_origin(kind) in (Union, UnionType):
         if content is None:
             return None
-        (kind,) = [member for member in get_args(kind) if member is not NoneType]
+        kinds = [member for member in get_args(kind) if member is not NoneType]
+        if len(kinds) > 1:
+            # A number, or a list of numbers.
+            return content
+        (kind,) = kinds
     if get_origin(kind) is list:
         (kind_of_entries,) = get_args(kind)
         return [_value(kind_of_entries, entry) for entry in content]

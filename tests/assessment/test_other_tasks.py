@@ -29,7 +29,10 @@ def test_a_regression(num_outputs, tmp_path):
     x, y = joined(loaded.validation)
     residuals = (y - loaded.model(x).detach()).double()
     # The noise that the validation residuals are most likely under.
-    assert run["sigma"] == pytest.approx(float(residuals.square().mean().sqrt()), rel=1e-6)
+    sigmas = residuals.square().mean(0).sqrt()
+    assert isinstance(run["sigma"], float if num_outputs == 1 else list)
+    assert torch.tensor(run["sigma"]).tolist() == pytest.approx(sigmas.squeeze().tolist(), rel=1e-6)
+    noise = torch.tensor(run["sigma"], dtype=torch.float64)
     x, y = joined(loaded.test)
     network, last = (
         pd.read_parquet(folder / f"predictions/{k}/test.parquet") for k in ("network", "last-layer")
@@ -41,7 +44,7 @@ def test_a_regression(num_outputs, tmp_path):
     torch.testing.assert_close(column(network, "target"), y.double())
     outputs = loaded.model(x).detach().double()
     torch.testing.assert_close(column(network, "mean"), outputs, rtol=1e-5, atol=1e-6)
-    assert (column(network, "standard_deviation") == run["sigma"]).all()
+    assert (column(network, "standard_deviation") == noise).all()
     la = Laplace.load(folder / "posteriors/last-layer.safetensors", loaded.model)
     variance = la.predict(x).variance.double()
     torch.testing.assert_close(
@@ -57,8 +60,8 @@ def test_a_regression(num_outputs, tmp_path):
         if r["set"] == "test"
     }
     error = y.double() - loaded.model(x).detach().double()
-    z = error / run["sigma"]
-    nll = (0.5 * z.square() + math.log(run["sigma"]) + 0.5 * math.log(2 * math.pi)).sum(1).mean()
+    z = error / noise
+    nll = (0.5 * z.square() + noise.log() + 0.5 * math.log(2 * math.pi)).sum(1).mean()
     assert rows["network", "nll"] == pytest.approx(float(nll), rel=1e-5)
     assert rows["network", "rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
     examples = read(folder, "examples.json")["most_confidently_wrong"]
@@ -69,6 +72,52 @@ def test_a_regression(num_outputs, tmp_path):
     assert set(first["predictions"]) == {"network", "last-layer"}
     ood = {(r["method"], r["score"]) for r in read(folder, "metrics.json")["rows"] if "score" in r}
     assert ood == {("last-layer", "variance")}  # The network's is the same everywhere.
+
+
+def test_outputs_of_several_scales_have_a_noise_each(tmp_path):
+    """One noise for all would be wrong by a factor of a hundred for the first output."""
+    rows = a_run.loaded_rows(num_test=50, num_ood=0, num_outputs=2)
+    scales = torch.tensor([0.01, 10.0])
+    noise = torch.Generator().manual_seed(0)
+
+    def rescaled(batches):
+        return [
+            (x, rows.model(x).detach() + scales * torch.randn(len(x), 2, generator=noise))
+            for x, _ in batches
+        ]
+
+    loaded = replace(
+        rows,
+        train=rescaled(rows.train),
+        validation=rescaled(rows.validation),
+        test=rescaled(rows.test),
+    )
+    folder = assess(loaded, tmp_path / "run", (NETWORK, LAST_LAYER))
+    assert read(folder, "run.json")["sigma"] == pytest.approx(scales.tolist(), rel=0.25)
+    tuned = read(folder, "sweeps/last-layer.json")["sigma"]
+    assert tuned == pytest.approx(scales.tolist(), rel=0.25)
+    for key in ("network", "last-layer"):
+        table = pd.read_parquet(folder / f"predictions/{key}/test.parquet")
+        target, mean, deviation = (
+            torch.tensor(table[name].tolist(), dtype=torch.float64)
+            for name in ("target", "mean", "standard_deviation")
+        )
+        standardised = ((target - mean) / deviation).square().mean(0).sqrt()
+        assert standardised.tolist() == pytest.approx([1, 1], rel=0.25)
+    page = write_page(folder).read_text()
+    assert "noise of the outputs from" in page
+
+
+def test_an_output_that_is_predicted_exactly_is_named(tmp_path):
+    rows = a_run.loaded_rows(num_test=20, num_ood=0, num_outputs=2)
+
+    def exact_second(batches):
+        outputs = [(x, y, rows.model(x).detach()) for x, y in batches]
+        return [(x, torch.stack([y[:, 0], z[:, 1]], 1)) for x, y, z in outputs]
+
+    loaded = replace(rows, validation=exact_second(rows.validation))
+    with pytest.raises(ValueError, match="every target of output 2 of 2 exactly"):
+        assess(loaded, tmp_path / "run", (NETWORK,))
 
 
 def test_a_regression_whose_network_predicts_the_noise(tmp_path):

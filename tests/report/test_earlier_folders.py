@@ -87,3 +87,13 @@ def test_an_interrupted_run_of_an_earlier_version_resumes(tmp_path):
     assert record.sigma == 0.75
     assert record.training is not None
     assert record.created == run["created"]
+
+
+@pytest.mark.parametrize("sigma", [None, 0.75, [0.75, 2.0]])
+def test_a_noise_is_one_number_or_a_list(sigma):
+    """Earlier versions have one number for several outputs."""
+    record = from_json(
+        RunRecord, {"format": 1, "task": "regression", "sets": [], "methods": [], "sigma": sigma}
+    )
+    assert record.sigma == sigma
+    assert to_json(record)["sigma"] == sigma

@@ -193,6 +193,9 @@ def sweep(run: Run, look: Look) -> Picture | None:
         remarks.insert(0, f"tuned: {significant(search.chosen)}")
     if isinstance(search.sigma, int | float):
         remarks.append(f"noise {significant(search.sigma)}")
+    if isinstance(search.sigma, list):
+        ends = f"{significant(min(search.sigma))} to {significant(max(search.sigma))}"
+        remarks.append(f"noise of the outputs from {ends}")
     log_axis(ax.xaxis, x[0], x[-1])
     named = f"{label} ({unit})" if unit else label
     ylabel = f"Validation {named}" if metric else named
