@@ -20,8 +20,8 @@ from laplace_debias.curvature.fits.directions import (
 )
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
 from laplace_debias.curvature.fits.magnitudes import SquaredGradients
-from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.layers.blocks import Block
+from laplace_debias.curvature.layers.records import BlockRecord
 
 # The parts of each block: G and A, or those of the magnitudes.
 BlockParts = Mapping[Block, Sequence[Factor]]

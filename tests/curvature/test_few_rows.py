@@ -13,6 +13,7 @@ from laplace_debias.curvature.fits import directions, factors
 from laplace_debias.curvature.fits.directions import GramFactor
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 MODES = ["full", "mini", "debiased", "crossfit"]
@@ -181,16 +182,17 @@ def test_magnitudes_along_thin_directions_are_those_along_a_whole_basis(groups, 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(6 * groups, 20 * groups, 2, groups=groups)).double()
     [block] = curvature_blocks(model, ["0.weight"])
-    uses = [(torch.randn(3, 6 * groups, 3, 2), torch.randn(num_columns, 3, 20 * groups, 2, 1))]
-    uses = [(x.double(), g.double()) for x, g in uses]
+    x = torch.randn(3, 6 * groups, 3, 2).double()
+    g = torch.randn(num_columns, 3, 20 * groups, 2, 1).double()
+    record = BlockRecord(block, model[0], [x], [g])
     ranks = 3, 5
     U_G, U_A = (torch.linalg.qr(torch.randn(*block.groups, d, d).double())[0] for d in block.shape)
-    expected = directions.ekfac_magnitudes(model[0], block, uses, U_G, U_A)
+    expected = directions.ekfac_magnitudes(record, U_G, U_A)
     for dim, rank in zip((-2, -1), ranks, strict=True):
         kept, rest = expected.tensor_split([rank], dim)
         expected = torch.cat([kept, rest.mean(dim, keepdim=True)], dim)
     thin = (U[..., :rank] for U, rank in zip((U_G, U_A), ranks, strict=True))
-    actual = directions.ekfac_magnitudes(model[0], block, uses, *thin)
+    actual = directions.ekfac_magnitudes(record, *thin)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -205,11 +207,12 @@ def test_coordinates_of_few_positions_keep_the_products_of_the_rest(dtype, toler
     model = nn.Conv2d(9, 40, 3).to(dtype)
     [block] = curvature_blocks(model, ["weight"])
     x = torch.cat([torch.randn(1, 9, 5, 5), torch.ones(1, 9, 5, 5), torch.zeros(1, 9, 5, 5)])
-    uses = [(1e20 * x[:examples].to(dtype), torch.randn(2, examples, 40, 3, 3).to(dtype))]
+    g = torch.randn(2, examples, 40, 3, 3).to(dtype)
+    record = BlockRecord(block, model, [1e20 * x[:examples].to(dtype)], [g])
     U_G, U_A = (torch.linalg.qr(torch.randn(d, 4).double())[0].to(dtype) for d in block.shape)
     products = []
     for apart in (True, False):
-        parts = rotated_jacobians(model, block, uses, U_G, U_A, apart=apart)
+        parts = rotated_jacobians(record, U_G, U_A, apart=apart)
         J = torch.cat([part.J for part in parts]).double()
         rows = [part.flatten(2) for part in (J[..., :4, 4:], J[..., 4:, :4], J[..., 4:, 4:])]
         products.append(torch.stack([each @ each.mT for each in rows]))

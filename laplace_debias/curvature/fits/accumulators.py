@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.records import BlockRecord
 
 
 class UnfinishedSumError(RuntimeError):

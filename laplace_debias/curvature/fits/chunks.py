@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from laplace_debias.curvature.fits.accumulators import Accumulator, UnfinishedSumError
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.records import BlockRecord, scale_examples
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.masks import Masks, reached_examples
 from laplace_debias.curvature.layers.positions import PositionFinder
-from laplace_debias.curvature.layers.uses import CallUses, Masks, Uses, taking_examples
+from laplace_debias.curvature.layers.records import BlockRecord, scale_examples
 from laplace_debias.curvature.network.batches import weight_of
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.outputs import MOST_GRANTED, check_outputs, granted
@@ -72,7 +72,7 @@ class ChunkRunner:
         self._positions: PositionFinder | None = None
         if accumulator.needs_positions:
             self._positions = PositionFinder(
-                context.network, context.blocks, context.cotangents, tap.uses, outputs
+                context.network, context.blocks, context.cotangents, tap.layer_calls, outputs
             )
         num_columns = _num_columns(context, outputs)
         column_bytes = tap.output_bytes + accumulator.row_bytes
@@ -162,16 +162,13 @@ class ChunkRunner:
         for part, columns_of_part in enumerate(parts):
             keeps_graph = part + 1 < len(parts)
             reached = context.backend.backward(outputs, columns_of_part, keeps_graph)
-            for block_index, layer, uses in reached:
-                block = context.blocks[block_index]
+            for record in reached:
+                block = record.block
                 if (block, part) not in chunk.added:
-                    block_masks = self._block_masks(block, uses, masks.get(block.layer))
                     self._accumulator.update(
-                        BlockRecord(
-                            block=block,
-                            layer=layer,
-                            uses=uses,
-                            masks=block_masks,
+                        replace(
+                            record,
+                            masks=self._block_masks(record, masks.get(block.layer)),
                             root_weights=root_weights,
                             has_new_inputs=part == 0,
                         )
@@ -185,16 +182,16 @@ class ChunkRunner:
         weight = len(y) if weights is None else float(weights.double().sum())
         totals.num_outputs += outputs[0].numel() * weight
 
-    def _block_masks(self, block: Block, uses: Uses, masks: Masks | None) -> Masks | None:
+    def _block_masks(self, record: BlockRecord, masks: Masks | None) -> Masks | None:
         """The positions that take part, from those that hold no padding; None for all.
 
         Examples that do not take part in a layer that only some batches call count in no factor.
         """
+        block = record.block
         is_conditional = block.site in self._context.tap.conditional
         if self._positions is None or block.is_exact or not is_conditional:
             return masks
-        assert not isinstance(uses, CallUses)
-        own_masks = taking_examples(block, uses)
+        own_masks = reached_examples(block, record.output_gradients)
         if masks is None:
             return own_masks
         return [own & mask for own, mask in zip(own_masks, masks, strict=True)]

@@ -13,10 +13,10 @@ from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.directions import average_degenerate, eigh, resolution
-from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batches import Fold
 
 Rows = Float[Tensor, "rows parameters"]
@@ -58,9 +58,7 @@ class RowAccumulator(Accumulator):
         """Compute the Jacobian rows of a block."""
         block = record.block
         jacobians = []
-        for _, J, columns in rotated_jacobians(
-            record.layer, block, record.uses, U_G=None, U_A=None
-        ):
+        for _, J, columns in rotated_jacobians(record, U_G=None, U_A=None):
             if columns is not None:
                 J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
             jacobians.append(J.flatten(2))

@@ -8,11 +8,10 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
-from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.operators import eigh as decomposition
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, is_thin
 
@@ -326,7 +325,7 @@ def sum_remainder(
 
 
 def ekfac_magnitudes(
-    layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
+    record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
 ) -> Float[Tensor, "*groups d_out d_in"]:
     r"""Exact curvature along a block's directions, summed over the batch's examples.
 
@@ -335,13 +334,14 @@ def ekfac_magnitudes(
     Reference: George et al. (2018), "Fast approximate natural gradient descent in a
     Kronecker-factored eigenbasis".
     """
+    block = record.block
     is_linear = block.rule.is_linear and not block.is_exact
     total: Tensor | None = None
-    if is_linear and len(uses) == 1 and uses[0][0].ndim == 2:  # type: ignore[index,arg-type]
+    if is_linear and len(record.inputs) == 1 and record.inputs[0].ndim == 2:
         # One position: the square of the outer product is the outer product of the squares.
-        x, g = uses[0]  # type: ignore[index]
-        a = coordinates(block.rule.activations(layer, block, x)[:, 0], U_A)
-        rows = coordinates(block.rule.output_gradients(layer, block, x, g)[..., 0], U_G)
+        activations = block.rule.activations(record.layer, block, record.inputs[0])
+        a = coordinates(activations[:, 0], U_A)
+        rows = coordinates(record.columns()[0][..., 0], U_G)
         total = rows.square().sum(0).T @ a.square()
     else:
         # A frame has one more coordinate for each thin direction.
@@ -349,7 +349,7 @@ def ekfac_magnitudes(
             d + U.shape[-1] if is_thin(U) else d
             for d, U in zip(block.shape, (U_G, U_A), strict=True)
         ]
-        for _, J, columns in rotated_jacobians(layer, block, uses, U_G, U_A):
+        for _, J, columns in rotated_jacobians(record, U_G, U_A):
             squares = J.square().sum((0, 1))
             if total is None:
                 total = squares.new_zeros(*squares.shape[:-2], *frame)

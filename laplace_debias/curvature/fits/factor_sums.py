@@ -21,10 +21,10 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.directions import Factor, GramFactor, moments
 from laplace_debias.curvature.fits.factors import gradient_factor, input_factors
-from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.positions import PositionFinder
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.network.inputs import Inputs, move
@@ -79,9 +79,7 @@ class FactorAccumulator(Accumulator):
         """Compute G on a chunk, and the parts of A unless an earlier record had these inputs."""
         block = record.block
         keeps_rows_G, keeps_rows_A = self.keeps_rows(block)
-        G = gradient_factor(
-            record.layer, block, record.uses, masks=record.masks, as_rows=keeps_rows_G
-        )
+        G = gradient_factor(record, as_rows=keeps_rows_G)
         if block.is_exact or not record.has_new_inputs:
             return G, ()
         inputs = record.weighted_inputs()
@@ -243,15 +241,15 @@ class ForwardPasses:
         tap = self._tap
         outputs = tap.forward(move(x, context.device, None), graph=False)
         check_outputs(outputs)
-        uses = tap.uses
+        layer_calls = tap.layer_calls
         tap.forget()
         if self._positions is None:
             self._positions = PositionFinder(
-                context.network, self._blocks, context.cotangents, uses, outputs
+                context.network, self._blocks, context.cotangents, layer_calls, outputs
             )
         masks = self._positions.find(x, y)
         for block in self._blocks:
-            inputs = [use.x for use in uses if use.layer == block.layer]
+            inputs = [call.x for call in layer_calls if call.layer == block.layer]
             if not inputs:
                 accumulator.add_zero_factor(block, _A)
                 continue

@@ -28,26 +28,23 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.directions import Factor, GramFactor, add_moments, moments
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.uses import Masks, Uses, chosen, exact_rows
+from laplace_debias.curvature.layers.masks import Masks, select_positions
+from laplace_debias.curvature.layers.records import BlockRecord
 
 # From so many columns on, a factor is not written for every few rows, nor decomposed whole.
 _WIDE = 16
 
 
-def gradient_factor(
-    layer: nn.Module, block: Block, uses: Uses, masks: Masks | None = None, as_rows: bool = False
-) -> Factor:
-    """G of one block on one batch, summed over its examples; of a diagonal block as a vector.
+def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
+    """G of one block on one chunk, summed over its examples; of a diagonal block as a vector.
 
-    A use has the input `[B, ...]` and the gradients at the output `[K, B, ...]`, one for each
-    column of the loss Hessian's root; its mask the positions that take part, `[B, T]`. Several uses
-    count as further positions. It is rows if they are fewer than G's and G is wide, as several
-    chunks of a batch are cheaper to multiply together: writing G costs more than they do. With
-    `as_rows` it is rows, however many.
+    Several calls of the layer count as further positions. It is rows if they are fewer than G's and
+    G is wide, as several chunks of a batch are cheaper to multiply together: writing G costs more
+    than they do. With `as_rows` it is rows, however many.
     """
+    block = record.block
     d_out = block.shape[0]
-    parts, num_rows, divisor = _gradients(layer, block, uses, masks)
+    parts, num_rows, divisor = _gradients(record)
     if as_rows or (num_rows < d_out and d_out >= _WIDE and not block.has_diagonal_G):
         rows = torch.cat([part.movedim(-1, 1).flatten(0, 1) for part in parts])
         return GramFactor(rows if divisor == 1 else rows * divisor**-0.5)
@@ -65,39 +62,32 @@ def gradient_factor(
 
 
 def _gradients(
-    layer: nn.Module, block: Block, uses: Uses, masks: Masks | None
+    record: BlockRecord,
 ) -> tuple[Iterable[Float[Tensor, "n *groups d_out positions"]], int, int]:
     """Gradients, part by part, with the sum of whose outer products G is, divided by a number.
 
     Between the two comes the number of all rows, one for each position.
     """
+    block = record.block
+    num_vectors = record.num_columns * record.num_examples
     if block.is_exact:
-        if isinstance(uses, CallUses):
-            num_rows = uses.num_columns * uses.num_examples
-        else:
-            num_rows = uses[0][1].shape[:2].numel()
-        slices_of_rows = exact_rows(layer, block, uses)
+        slices_of_rows = record.jacobian_rows()
         # One after the other: a slice of a large parameter may be a single example's.
-        return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in slices_of_rows), num_rows, 1
-    assert not isinstance(uses, CallUses)
-    columns: list[Tensor] = []
-    num_positions = 0
-    for x, g in uses:
-        gradients = block.rule.output_gradients(layer, block, x, g)
-        columns.append(gradients.flatten(0, 1))
-        num_positions += gradients.shape[-1]
+        return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in slices_of_rows), num_vectors, 1
+    columns = [gradients.flatten(0, 1) for gradients in record.columns()]
     if block.sharing == "reduce":
         total = torch.stack([part.sum(-1) for part in columns]).sum(0)
-        return [total.unsqueeze(-1)], len(total), 1
-    masks = _without_padding(layer, block, [x for x, _ in uses], masks)
-    num_rows = len(columns[0]) * num_positions
+        return [total.unsqueeze(-1)], num_vectors, 1
+    num_positions = sum(part.shape[-1] for part in columns)
+    num_rows = num_vectors * num_positions
+    masks = _without_padding(record.layer, block, record.inputs, record.masks)
     if masks is None:
         return columns, num_rows, num_positions
     weights = _num_positions(masks).to(columns[0]).clamp_min(1).rsqrt()
     parts = []
     for part, mask in zip(columns, masks, strict=True):
-        rows = chosen(part.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
-        row_weights = chosen(weights[:, None].expand_as(mask)[None], mask)[0]
+        rows = select_positions(part.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
+        row_weights = select_positions(weights[:, None].expand_as(mask)[None], mask)[0]
         rows = rows * row_weights.view(-1, *[1] * (rows.ndim - 2))
         parts.append(rows.flatten(0, 1).unsqueeze(-1))
     return parts, num_rows, 1
@@ -112,9 +102,9 @@ def input_factors(
 ) -> Iterable[Factor]:
     """A of one weight block on one batch, summed over its examples; a diagonal one as a vector.
 
-    `inputs` are those of all uses, each `[B, ...]`, and `masks` the positions that take part. It is
-    rows if they are at most half as many as A's and A is wide. With `as_rows` it is rows, however
-    many, which then come in several parts.
+    `inputs` are those of all calls, each `[B, ...]`, and `masks` the positions that take part. The
+    factor is rows if they are at most half as many as A's and A is wide. With `as_rows` it is rows,
+    however many, which then come in several parts.
     """
     masks = _without_padding(layer, block, inputs, masks)
     if block.is_one_hot:
@@ -183,13 +173,13 @@ def input_rows(
             if masks is None:
                 yield rows.flatten(0, 1)
             else:
-                yield chosen(rows[None], masks[index][examples])[0]
+                yield select_positions(rows[None], masks[index][examples])[0]
 
 
 def _mean_activations(
     layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Float[Tensor, "batch *groups d_in"]:
-    """ā, the mean over the positions of all uses."""
+    """ā, the mean over the positions of all calls."""
     sums: list[Tensor] = []
     num_positions = 0
     for index, x in enumerate(inputs):

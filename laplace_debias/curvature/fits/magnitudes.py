@@ -26,9 +26,9 @@ from laplace_debias.curvature.fits.directions import (
     outer,
 )
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
-from laplace_debias.curvature.fits.records import BlockRecord
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
@@ -136,7 +136,7 @@ class SquaredGradients(Accumulator):
     def measure(self, record: BlockRecord) -> Tensor:
         """Compute the squares for a chunk of examples."""
         U_G, U_A = self._rotations[record.block]
-        return ekfac_magnitudes(record.layer, record.block, record.uses, U_G, U_A)
+        return ekfac_magnitudes(record, U_G, U_A)
 
     def add(self, block: Block, measured: Tensor) -> None:
         """Add the squares of a chunk."""

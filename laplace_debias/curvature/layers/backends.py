@@ -28,8 +28,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules import Block, layer_rule
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap, not_batched
-from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, as_columns, quiet
 from laplace_debias.curvature.network.precision import NARROW
 
@@ -84,17 +84,18 @@ class BackpackTap:
     """
 
     def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
-        self.tap, self._blocks = tap.at(blocks), blocks
-        self._numbers: dict[nn.Module, list[int]] = {}
-        for number, block in enumerate(blocks):
-            self._numbers.setdefault(tap.network.get_submodule(block.layer), []).append(number)
+        self.tap = tap.at(blocks)
+        self._blocks: dict[nn.Module, list[Block]] = {}
+        for block in blocks:
+            layer = tap.network.get_submodule(block.layer)
+            self._blocks.setdefault(layer, []).append(block)
         # `why_not_backpack` lets nothing else pass: they are called in this order.
         modules = tap.network.modules()
         self._chain = [module for module in modules if type(module) is not nn.Sequential]
         # What goes into a layer is needed behind it; the network is a `shared_copy`.
         for module in self._chain:
             module.inplace = False  # type: ignore[assignment]
-        self._first = min(map(self._chain.index, self._numbers))
+        self._first = min(map(self._chain.index, self._blocks))
         self._passed: list[Tensor] = []
 
     def forward(self, x: Inputs) -> Tensor:
@@ -104,8 +105,8 @@ class BackpackTap:
         passed = self._passed = [x]
         with torch.no_grad():
             for place, layer in enumerate(self._chain):
-                if layer in self._numbers and len(passed[-1]) != len(x):
-                    path = self._blocks[self._numbers[layer][0]].layer
+                if layer in self._blocks and len(passed[-1]) != len(x):
+                    path = self._blocks[layer][0].layer
                     raise not_batched(path, passed[-1], len(x))
                 passed.append(layer(passed[-1]))
                 if place < self._first:
@@ -115,8 +116,8 @@ class BackpackTap:
 
     def backward(
         self, _: Tensor, columns: Float[Tensor, "columns batch *outputs"], again: bool = False
-    ) -> Iterator[tuple[int, nn.Module, Uses]]:
-        """The blocks' numbers, layers and uses as the cotangents reach them, as `Tap.backward`."""
+    ) -> Iterator[BlockRecord]:
+        """Yield a record for each block as the cotangents reach its layer."""
         passed = self._passed
         if not again:
             self._passed = []
@@ -124,8 +125,8 @@ class BackpackTap:
         behind = self._chain[self._first :]
         for place in reversed(range(len(behind))):
             layer, inputs = behind[place], passed[place]
-            for number in self._numbers.get(layer, ()):
-                yield number, layer, [(inputs, columns)]
+            for block in self._blocks.get(layer, ()):
+                yield BlockRecord(block, layer, [inputs], [columns])
             if place > 0:
                 columns = _pull(layer, inputs, passed[place + 1], columns)
 

@@ -28,7 +28,7 @@ Parameters = Mapping[str, Tensor]
 
 
 @dataclass(eq=False)
-class Call:
+class ModuleCall:
     """One call of a module, which can be run again for some of its examples.
 
     `leaves` are those of the tree of its arguments, `structure`: `(args, kwargs)`, or the inputs of
@@ -63,7 +63,7 @@ class Call:
         return [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-class CallUses:
+class ReplayedCalls:
     """The calls that read some parameters, with the gradients at their outputs.
 
     Gradients have the columns before all other dimensions, and are None at an output that nothing
@@ -74,7 +74,7 @@ class CallUses:
     def __init__(
         self,
         network: nn.Module,
-        calls: Sequence[tuple[Call, Sequence[Tensor | None]]],
+        calls: Sequence[tuple[ModuleCall, Sequence[Tensor | None]]],
         names: Sequence[str],
         batch: int,
         loops: set[str],
@@ -120,7 +120,7 @@ class CallUses:
 
     def _differentiated(
         self,
-        call: Call,
+        call: ModuleCall,
         parameters: Parameters,
         gradients: Sequence[Tensor | None],
         part: slice,
@@ -145,7 +145,7 @@ class CallUses:
 
 
 def _vectorised(
-    call: Call, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
+    call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
 ) -> dict[str, Tensor]:
     """Gradients of some examples, `[K, b, ...]`: run once, and differentiated together.
 
@@ -172,7 +172,7 @@ def _vectorised(
 
 
 def _one_by_one(
-    call: Call, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
+    call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
 ) -> dict[str, Tensor]:
     """Gradients of some examples, `[K, b, ...]`, example by example and column by column."""
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}

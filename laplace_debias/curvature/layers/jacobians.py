@@ -7,11 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.calls import CallUses
-from laplace_debias.curvature.layers.uses import LayerUses, Uses, exact_rows
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.operators.structures.eigen_kronecker import coordinates, in_parts, is_thin
 
 # Numbers that a slice of an embedding's Jacobian holds.
@@ -33,18 +31,12 @@ class Rotated(NamedTuple):
     columns: Int[Tensor, " some_d_in"] | None = None
 
 
-Jacobians = Callable[[nn.Module, Block, Uses, Tensor | None, Tensor | None], Iterator[Rotated]]
-"""From a layer, a block, uses and directions to rotated Jacobians, as `rotated_jacobians`."""
+Jacobians = Callable[[BlockRecord, Tensor | None, Tensor | None], Iterator[Rotated]]
+"""A function of a record and directions that yields rotated Jacobians."""
 
 
 def rotated_jacobians(
-    layer: nn.Module,
-    block: Block,
-    uses: Uses,
-    U_G: Tensor | None,
-    U_A: Tensor | None,
-    *,
-    apart: bool = True,
+    record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None, *, apart: bool = True
 ) -> Iterator[Rotated]:
     r"""A block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, slice by slice.
 
@@ -52,60 +44,56 @@ def rotated_jacobians(
     Jacobian itself plus one rotation of each row. With `apart` each example may have rows and
     columns of its own for what thin directions leave.
     """
+    block = record.block
     if block.is_exact:
-        for part, rows in exact_rows(layer, block, uses):
-            yield Rotated(part, coordinates(rows, U_G).movedim(0, 1).unsqueeze(-1))
+        for examples, rows in record.jacobian_rows():
+            yield Rotated(examples, coordinates(rows, U_G).movedim(0, 1).unsqueeze(-1))
         return
-    assert not isinstance(uses, CallUses)
     if block.is_one_hot:
-        yield from _looked_up(layer, block, uses, U_G, U_A)
+        yield from _looked_up(record, U_G, U_A)
         return
-    columns_size = uses[0][1].shape[0] * block.size
-    for part in block.rule.slices(layer, block, uses[0][0], extra=columns_size):
-        # Not held here, so that one slice's is let go before the next is made.
-        yield Rotated(part, _of_slice(layer, block, uses, part, U_G, U_A, apart))
+    jacobian_size = record.num_columns * block.size
+    for examples in block.rule.slices(record.layer, block, record.inputs[0], extra=jacobian_size):
+        # No variable has it, so that one slice's is released before the next is made.
+        yield Rotated(examples, _rotated_slice(record, examples, U_G, U_A, apart))
 
 
-def _of_slice(
-    layer: nn.Module,
-    block: Block,
-    uses: LayerUses,
-    part: slice,
-    U_G: Tensor | None,
-    U_A: Tensor | None,
-    apart: bool,
+def _rotated_slice(
+    record: BlockRecord, examples: slice, U_G: Tensor | None, U_A: Tensor | None, apart: bool
 ) -> Float[Tensor, "part columns *groups rows some_d_in"]:
     """The Jacobian of some examples, in the eigenbasis."""
-    num_columns, num_gradients = uses[0][1].shape[0], 0
-    for _, g in uses:
-        num_gradients += g[0, 0].numel()
-    # Of many positions the sum over them is rotated, of few each.
-    positions = num_gradients // (block.num_groups * block.shape[0])
-    is_apart = apart and len(uses) == 1
-    has_few_rows = is_apart and is_thin(U_G) and 2 * num_columns * positions < block.shape[0]
-    is_summed_first = positions > block.shape[1] and not has_few_rows
+    block = record.block
+    layer = record.layer
     rule = block.rule
+    num_columns = record.num_columns
+    num_positions = record.num_positions
+    # For many positions the sum over them is rotated, for few each.
+    is_apart = apart and len(record.inputs) == 1
+    has_few_rows = is_apart and is_thin(U_G) and 2 * num_columns * num_positions < block.shape[0]
+    is_summed_first = num_positions > block.shape[1] and not has_few_rows
     total: Tensor | None = None
-    for x, g in uses:
+    for all_inputs, all_gradients in record.calls():
+        x = all_inputs[examples]
+        g = all_gradients[:, examples]
         if is_summed_first:
-            summed = rule.summed_products(layer, block, x[part], g[:, part])
+            summed = rule.summed_products(layer, block, x, g)
             if summed is not None:
                 product = coordinates(summed, U_A)
                 total = product if total is None else total.add_(product)
                 continue
         if is_apart and is_thin(U_A):
-            a = rule.activations(layer, block, x[part])
+            a = rule.activations(layer, block, x)
             is_few = a.shape[1] < block.shape[1]
             a = _few_coordinates(a, U_A) if is_few else coordinates(a, U_A)
         else:
-            a = rule.activations_along(layer, block, x[part], U_A)
+            a = rule.activations_along(layer, block, x, U_A)
         # [K, b, *groups, d_out, T] → [b, *groups, K·d_out, T]: one batched product serves every
         # column.
-        rows = rule.output_gradients(layer, block, x[part], g[:, part]).movedim(0, -3)
+        rows = rule.output_gradients(layer, block, x, g).movedim(0, -3)
         if has_few_rows:
-            of_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
-            few = _few_coordinates(of_example.flatten(1, 2), U_G)
-            rows = few.unflatten(1, of_example.shape[1:3]).movedim((1, 2), (-3, -1))
+            by_example = rows.movedim((-3, -1), (1, 2))  # [b, K, T, *groups, d_out]
+            few = _few_coordinates(by_example.flatten(1, 2), U_G)
+            rows = few.unflatten(1, by_example.shape[1:3]).movedim((1, 2), (-3, -1))
         elif not is_summed_first:
             rows = _along(U_G, rows)
         product = rows.flatten(-3, -2) @ a.movedim(1, -2)
@@ -148,15 +136,15 @@ def _triangular(
 
 
 def joint_jacobians(
-    layer: nn.Module, block: Block, uses: Uses, U_G: Tensor | None, U_A: Tensor | None
+    record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
 ) -> Iterator[Rotated]:
-    """The same, with all examples as one whose outputs are theirs, `[1, b·K, d_out, d_in]`."""
-    parts = list(rotated_jacobians(layer, block, uses, U_G, U_A, apart=False))
+    """A block's Jacobian in its eigenbasis, with all examples as one, `[1, b·K, d_out, d_in]`."""
+    parts = list(rotated_jacobians(record, U_G, U_A, apart=False))
     looked_up = [part.columns for part in parts if part.columns is not None]
     columns = torch.cat(looked_up).unique() if looked_up else None
     if columns is not None:
         # Sorted, so that each part's columns are found among all.
-        places = [torch.searchsorted(columns, some) for some in looked_up]
+        places = [torch.searchsorted(columns, part_columns) for part_columns in looked_up]
         parts = [
             Rotated(examples, J.new_zeros(*J.shape[:3], len(columns)).index_add_(3, place, J))
             for (examples, J, _), place in zip(parts, places, strict=True)
@@ -165,26 +153,24 @@ def joint_jacobians(
     yield Rotated(slice(0, 1), J.flatten(0, 1).unsqueeze(0), columns)
 
 
-def _looked_up(
-    layer: nn.Module, block: Block, uses: LayerUses, U_G: Tensor | None, U_A: Tensor | None
-) -> Iterator[Rotated]:
-    """The Jacobian of an embedding: gradients added up token by token, zero for all others."""
-    assert U_A is None, "An embedding's input directions are the coordinate axes."
-    num_columns, batch = uses[0][1].shape[:2]
+def _looked_up(record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None) -> Iterator[Rotated]:
+    """The Jacobian for one-hot activations: gradients added up index by index, zero for others."""
+    assert U_A is None, "The directions of one-hot inputs are the coordinate axes."
+    block = record.block
     rule = block.rule
-    positions = sum(rule.activation_indices(layer, x).shape[1] for x, _ in uses)
-    # A slice has up to `step · positions` different tokens.
-    step = max(1, math.isqrt(_SLICE // (positions * block.shape[0] * num_columns)))
-    for start in range(0, batch, step):
-        part = slice(start, min(start + step, batch))
-        ids = torch.cat([rule.activation_indices(layer, x[part]) for x, _ in uses], dim=1)
-        gradients = [rule.output_gradients(layer, block, x[part], g[:, part]) for x, g in uses]
-        g = torch.cat(gradients, dim=3)
-        g = _along(U_G, g)
+    indices = [rule.activation_indices(record.layer, x) for x in record.inputs]
+    num_positions = sum(by_call.shape[1] for by_call in indices)
+    # A slice has up to `step · num_positions` different indices.
+    numbers = num_positions * block.shape[0] * record.num_columns
+    step = max(1, math.isqrt(_SLICE // numbers))
+    for start in range(0, record.num_examples, step):
+        examples = slice(start, min(start + step, record.num_examples))
+        ids = torch.cat([by_call[examples] for by_call in indices], dim=1)
+        g = _along(U_G, torch.cat(record.columns(examples), dim=3))
         columns, places = _distinct(ids, block.shape[1])
         J = g.new_zeros(*g.shape[:3], len(columns))
         J.scatter_add_(3, places[None, :, None, :].expand_as(g), g)
-        yield Rotated(part, J.movedim(0, 1), columns)
+        yield Rotated(examples, J.movedim(0, 1), columns)
 
 
 def _distinct(

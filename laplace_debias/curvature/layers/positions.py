@@ -32,8 +32,9 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
-from laplace_debias.curvature.layers.tap import Tap, Use
-from laplace_debias.curvature.layers.uses import Masks
+from laplace_debias.curvature.layers.masks import Masks
+from laplace_debias.curvature.layers.recorder import LayerCall
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -54,7 +55,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class PositionFinder:
     """Finds the positions that take part, batch by batch.
 
-    `uses` and `outputs` are those of one example.
+    `layer_calls` and `outputs` are those of one example.
     """
 
     def __init__(
@@ -62,18 +63,18 @@ class PositionFinder:
         network: nn.Module,
         blocks: Sequence[Block],
         cotangents: Cotangents,
-        uses: Sequence[Use],
+        layer_calls: Sequence[LayerCall],
         outputs: Tensor,
     ) -> None:
         self._network = network
         self._cotangents = cotangents
         self._ndim, self._device = outputs.ndim, outputs.device
         lengths: dict[Block, set[int]] = {}
-        for block, use in itertools.product(blocks, uses):
-            if use.layer == block.layer and use.z.ndim > 2 and not block.is_exact:
-                positions = use.z[0].numel() // (block.num_groups * block.shape[0])
+        for block, call in itertools.product(blocks, layer_calls):
+            if call.layer == block.layer and call.z.ndim > 2 and not block.is_exact:
+                positions = call.z[0].numel() // (block.num_groups * block.shape[0])
                 lengths.setdefault(block, set()).add(positions)
-        called = {use.layer for use in uses}
+        called = {call.layer for call in layer_calls}
         uncalled = [b for b in blocks if not b.is_exact and b.layer not in called]
         # Layers that this example does not call may have positions for others.
         self._blocks = [*lengths, *uncalled]
@@ -88,7 +89,7 @@ class PositionFinder:
 
         Whether there may be any is asked where inputs and targets lie. On an accelerator the host
         waits for the answer, and once more for what the pass has found. They come by the layer's
-        path, for every use that the outputs depend on.
+        path, for every call that the outputs depend on.
         """
         if not self._blocks:
             return {}
@@ -170,14 +171,15 @@ class _Pass:
         return output.clone()
 
     def run(self, x: Inputs, counted: Tensor | None, lengths: set[int]) -> Mapping[str, Masks]:
-        """The positions that take part, by layer and use.
+        """The positions that take part, by layer and call.
 
         `counted` broadcasts to the outputs; `lengths` are numbers of positions of tokens.
         """
         self._others.clear()
         outputs = self._tap.forward(x)
-        batch, asked = len(outputs), self._tap.uses
-        calls = [(self._tap.layers[Site((use.layer,))], use.x, use.z) for use in asked]
+        batch = len(outputs)
+        layer_calls = self._tap.layer_calls
+        calls = [(self._tap.layers[Site((call.layer,))], call.x, call.z) for call in layer_calls]
         calls += [c for c in self._others if c[2].ndim > 2 and len(c[2]) == batch]
         rules = [layer_rule(layer) for layer, *_ in calls]
         self._tap.forget()
@@ -209,12 +211,12 @@ class _Pass:
         zero_rows = _zero_rows(tensors_of(x))
 
         found: dict[str, list[Tensor]] = {}
-        for use, rule, (layer, *_), mask, g in zip(
-            asked, rules, calls, here, gradients, strict=False
+        for call, rule, (layer, *_), mask, g in zip(
+            layer_calls, rules, calls, here, gradients, strict=False
         ):
             if g is None:
                 continue
-            # Positions that take no part in this use if their gradient vanishes here.
+            # Positions that take no part in this call if their gradient vanishes here.
             length, idle = mask.shape[1], torch.zeros_like(mask)
             if ignored is not None:
                 idle |= ignored if ignored.shape[1] == length else ignored.all(1, keepdim=True)
@@ -227,7 +229,7 @@ class _Pass:
                     idle |= ~influence[length]
                 elif zero_rows.shape[1] == length:
                     idle |= zero_rows & ~influence[length]
-            found.setdefault(use.layer, []).append(mask | ~idle)
+            found.setdefault(call.layer, []).append(mask | ~idle)
         return found
 
 

@@ -13,15 +13,19 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layer_rules import layer_rule
-from laplace_debias.curvature.layers.calls import Call
+from laplace_debias.curvature.layers.calls import ModuleCall
 from laplace_debias.curvature.network.inputs import Inputs
 
 
 @dataclass(frozen=True)
-class Use:
-    """One call of a layer: what went in, `[B, ...]`, and its version, and what came out.
+class LayerCall:
+    """One call of a layer in a forward pass, or one operation with a parameter.
 
-    Of an operation with a parameter the latter's name and factor, and the result.
+    Attributes:
+        layer: The path of the layer, or the name of the parameter.
+        x: The input, `[B, ...]`, or the factor that the parameter is multiplied by.
+        z: The output.
+        version: The version of the input's storage, by which a change in place is noticed.
     """
 
     layer: str
@@ -48,7 +52,7 @@ class CallForm:
     copied_outputs: list[int]
 
     @classmethod
-    def of(cls, call: Call, doubled: Call, batch: int) -> "CallForm | None":
+    def of(cls, call: ModuleCall, doubled: ModuleCall, batch: int) -> "CallForm | None":
         """Compare a call for some examples with that for each of them twice; None if unclear."""
         if len(call.leaves) != len(doubled.leaves) or len(call.outputs) != len(doubled.outputs):
             return None
@@ -67,7 +71,7 @@ class CallForm:
             return None
         return cls(_shapes(call), dims, output_dims, copied_outputs)
 
-    def fits(self, call: Call, batch: int) -> bool:
+    def fits(self, call: ModuleCall, batch: int) -> bool:
         """Whether another call has this form, of which the numbers of positions may differ."""
         shapes = _shapes(call)
         if len(shapes) != len(self.shapes):
@@ -95,7 +99,7 @@ def has_form(shape: torch.Size, own_shape: torch.Size, dim: int | None, batch: i
     return batch == 1 or not any(size == batch != own_size for size, own_size in sizes)
 
 
-def _shapes(call: Call) -> list[torch.Size | None]:
+def _shapes(call: ModuleCall) -> list[torch.Size | None]:
     values = (*call.leaves, *call.outputs)
     return [value.shape if isinstance(value, Tensor) else None for value in values]
 
@@ -117,7 +121,7 @@ def _growing(value: Any, doubled: Any, batch: int) -> int | None:
 
 
 # Calls by the module's path and their number among its calls.
-RecordedCalls = dict[tuple[str, int], Call]
+RecordedCalls = dict[tuple[str, int], ModuleCall]
 
 
 class CallRecorder:
@@ -163,7 +167,7 @@ class CallRecorder:
         copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
         key = path, self._counts[path]
         self._open.append(key)
-        self.calls[key] = Call(path, module, copies, structure)
+        self.calls[key] = ModuleCall(path, module, copies, structure)
         self._counts[path] += 1
 
     def _end(self, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
@@ -210,14 +214,14 @@ class CallRecorder:
         for forms in self._forms.values():
             forms[:] = [form for form in forms if not form.copied_outputs]
 
-    def recorded(self, x: Inputs, outputs: Tensor) -> tuple[list[Call], set[str]]:
+    def recorded(self, x: Inputs, outputs: Tensor) -> tuple[list[ModuleCall], set[str]]:
         """The recorded calls, and paths where the examples have no dimension of their own."""
-        calls = list[Call]()
+        calls = list[ModuleCall]()
         without_form = set[str]()
         if "" in self.paths:
             leaves, structure = pytree.tree_flatten(x)
             dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
-            calls.append(Call("", self._network, leaves, structure, [outputs], dims, [0]))
+            calls.append(ModuleCall("", self._network, leaves, structure, [outputs], dims, [0]))
         for call in self.calls.values():
             if call.output_dims:
                 calls.append(call)
@@ -231,14 +235,15 @@ class OperandRecorder(TorchFunctionMode):
 
     Args:
         parameters: The parameters that are looked for, by name.
-        uses: Takes a use of a name, with the factor that the parameter is multiplied by and the
-            result, both `[B, positions, size]`.
+        layer_calls: The list that gets a call for each operation, under the parameter's name, with
+            the factor that the parameter is multiplied by and the result, both
+            `[B, positions, size]`.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], uses: list[Use]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], layer_calls: list[LayerCall]) -> None:
         super().__init__()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._uses = uses
+        self._layer_calls = layer_calls
 
     def __torch_function__(
         self, func: Any, _: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -284,7 +289,7 @@ class OperandRecorder(TorchFunctionMode):
                 factor = output.new_full((), 1.0 if factor is None else factor)
             whole = operand if operand._base is None else operand._base
             x = rows(factor.detach().expand(output.shape))
-            self._uses.append(Use(self._names[id(whole)], x, z, x._version))
+            self._layer_calls.append(LayerCall(self._names[id(whole)], x, z, x._version))
         # The forward pass goes on with a copy, which it may overwrite.
         back = sorted(range(output.ndim), key=order.__getitem__)
         return z.clone().reshape([output.shape[dim] for dim in order]).permute(back)

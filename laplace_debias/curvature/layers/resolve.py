@@ -26,9 +26,9 @@ from laplace_debias.curvature.layers.blocks import (
     parameter_order,
 )
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.reference import FIRST_EXAMPLES, Reference, find_references
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.curvature.network.inputs import Inputs, call, join, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.selection import leaving_out
@@ -171,13 +171,13 @@ def _different(
         if not tap.one_by_one or any(map(attrgetter("calls"), blocks)):
             # Some gradients of torch are wrong where several columns come at once.
             columns = torch.cat([-columns, columns])
-        for number, layer, uses in tap.backward(outputs, columns):
-            block = blocks[number]
+        for record in tap.backward(outputs, columns):
+            block = record.block
             if block not in compared:
                 continue
             try:
                 expected = _expected(tap.network, block, reference)
-                deviations[block] = _deviation(block, layer, uses, expected)
+                deviations[block] = _deviation(record, expected)
             # What a layer raises that is not what its class says, or a module run by itself.
             except Exception as error:
                 if is_out_of_memory(error):
@@ -210,14 +210,15 @@ def _expected(
 
 
 def _deviation(
-    block: Block, layer: nn.Module, uses: Uses, expected: Float[Tensor, "batch size"]
+    record: BlockRecord, expected: Float[Tensor, "batch size"]
 ) -> Float[Tensor, "2 batch"]:
     """By how much a block's Jacobian along the last cotangent is off, and its norm, by example."""
-    off = expected.clone()
-    matrices = off.view(len(off), *block.groups, *block.shape)
-    for part, J, columns in rotated_jacobians(layer, block, uses, None, None):
+    difference = expected.clone()
+    block = record.block
+    matrices = difference.view(len(difference), *block.groups, *block.shape)
+    for examples, J, columns in rotated_jacobians(record, None, None):
         if columns is None:
-            matrices[part] -= J[:, -1]
+            matrices[examples] -= J[:, -1]
         else:
-            matrices[part].index_add_(-1, columns, J[:, -1], alpha=-1)
-    return torch.stack([off.norm(dim=1), expected.norm(dim=1)])
+            matrices[examples].index_add_(-1, columns, J[:, -1], alpha=-1)
+    return torch.stack([difference.norm(dim=1), expected.norm(dim=1)])

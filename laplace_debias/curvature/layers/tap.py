@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
-from laplace_debias.curvature.layers.calls import Call, CallUses
+from laplace_debias.curvature.layers.calls import ModuleCall, ReplayedCalls
 from laplace_debias.curvature.layers.recorder import (
     CallRecorder,
     ExampleDims,
+    LayerCall,
     OperandRecorder,
     RecordedCalls,
-    Use,
 )
-from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, quiet, take
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import preserve_attributes, requiring_grad
@@ -38,7 +38,7 @@ class Tap:
 
     Only the part of the graph behind the first tapped layer is recorded, and no gradient with
     respect to a parameter is ever computed. Hooks that record are on the network while it is run
-    here alone. `uses` are those in the last `forward`, in its order, and `output_bytes` are of the
+    here. `layer_calls` are those in the last `forward`, in its order, and `output_bytes` are of the
     tapped layers' outputs for one example of it. `conditional` are sites that some pass has not
     called.
     """
@@ -58,10 +58,10 @@ class Tap:
     def at(self, blocks: Iterable[Block]) -> "Tap":
         """Tap where some blocks are measured: layers, or modules whose calls are run again."""
         names: dict[Site, list[str]] = {}
-        self._numbers: dict[Site, list[int]] = {}
-        for number, block in enumerate(blocks):
+        self._blocks: dict[Site, list[Block]] = {}
+        for block in blocks:
             names.setdefault(block.site, []).extend(block.parameters)
-            self._numbers.setdefault(block.site, []).append(number)
+            self._blocks.setdefault(block.site, []).append(block)
         # What is known of the examples' dimensions stays where the places are the same.
         if names and names == self._names:
             return self
@@ -85,20 +85,20 @@ class Tap:
         return self
 
     def forget(self) -> None:
-        """Let go of the last `forward`'s uses."""
-        self.uses: list[Use] = []
-        # The outputs of uses and calls by their `id`: a norm's scale and bias have one.
+        """Let go of the last `forward`'s calls."""
+        self.layer_calls: list[LayerCall] = []
+        # The outputs of the calls by their `id`: a norm's scale and bias have one.
         self._targets: dict[int, Tensor] = {}
         self._sizes: set[int] = set()
         self._handed_on: dict[str, Tensor] = {}
-        self._calls: list[Call] = []
+        self._calls: list[ModuleCall] = []
         # Modules with calls whose examples have no dimension of their own.
         self._merged_calls: set[str] = set()
         if self._recorder is not None:
             self._recorder.calls = {}
 
     def forward(self, x: Inputs, graph: bool = True, strict: bool = True) -> Tensor:
-        """Run the network and record the uses of the tapped layers.
+        """Run the network and record the calls of the tapped layers.
 
         Nothing can be pushed back without the graph. `faults` has an error for each site that
         cannot be measured; the first is raised if `strict`. A site that is not called is none: its
@@ -134,7 +134,7 @@ class Tap:
                     handles += _hook_within(layer, inside, record)
         at_operands: AbstractContextManager = nullcontext()
         if self._operands:
-            at_operands = OperandRecorder(self._operands, self.uses)
+            at_operands = OperandRecorder(self._operands, self.layer_calls)
         try:
             with (
                 torch.set_grad_enabled(self._has_graph),
@@ -149,9 +149,9 @@ class Tap:
             if "" in self._recorder.paths and not outputs.requires_grad:
                 outputs = outputs.detach().requires_grad_()
             self._calls, self._merged_calls = self._recorder.recorded(x, outputs)
-        for use in self.uses:
-            self._targets[id(use.z)] = use.z
-            self._sizes.add(len(use.x))
+        for layer_call in self.layer_calls:
+            self._targets[id(layer_call.z)] = layer_call.z
+            self._sizes.add(len(layer_call.x))
         for one in self._calls:
             self._targets.update(zip(map(id, one.outputs), one.outputs, strict=True))
         total = sum(map(attrgetter("nbytes"), self._targets.values()))
@@ -182,7 +182,7 @@ class Tap:
         if is_merged:
             # Windows or frames that are merged into the examples are positions of them.
             given, z = (t.unflatten(0, (self._batch, merged)) for t in (given, z))
-        self.uses.append(Use(path, given, z, x._version))
+        self.layer_calls.append(LayerCall(path, given, z, x._version))
         # The forward pass goes on with a copy, which it may overwrite.
         self._handed_on[path] = (z.flatten(0, 1) if is_merged else z).clone()
         return self._handed_on[path]
@@ -196,14 +196,16 @@ class Tap:
                 "does not let every example have a copy: look up [batch, positions] instead, or "
                 "leave their parameters out with params=."
             )
-        for use in self.uses:
-            if use.x._version != use.version:
-                faults[Site((use.layer,))] = NotImplementedError(
-                    f"The input of {use.layer} is overwritten in place by the forward pass (`+=`, "
-                    "`relu_`, ...): use the out-of-place form there."
+        for layer_call in self.layer_calls:
+            if layer_call.x._version != layer_call.version:
+                faults[Site((layer_call.layer,))] = NotImplementedError(
+                    f"The input of {layer_call.layer} is overwritten in place by the forward pass "
+                    "(`+=`, `relu_`, ...): use the out-of-place form there."
                 )
-            elif len(use.x) != self._batch:
-                faults[Site((use.layer,))] = not_batched(use.layer, use.x, self._batch)
+            elif len(layer_call.x) != self._batch:
+                faults[Site((layer_call.layer,))] = not_batched(
+                    layer_call.layer, layer_call.x, self._batch
+                )
         for site in self.layers:
             if site.is_call and self._merged_calls.intersection(site.paths):
                 faults[site] = NotImplementedError(
@@ -217,7 +219,7 @@ class Tap:
 
         It takes a forward pass for each set of sites that were called in all passes before.
         """
-        called = {use.layer for use in self.uses} | self._merged_calls
+        called = {layer_call.layer for layer_call in self.layer_calls} | self._merged_calls
         called.update(call.path for call in self._calls)
         idle = [site for site in self.layers if called.isdisjoint(site.paths)]
         idle = [site for site in idle if site not in self.conditional]
@@ -278,9 +280,9 @@ class Tap:
         for inputs in (x, doubled):
             outputs = self._run(inputs)
             shapes.append({})
-            for use in self.uses:
-                if use.layer not in self._operands:
-                    shapes[-1].setdefault(use.layer, []).append(use.x.shape)
+            for layer_call in self.layer_calls:
+                if layer_call.layer not in self._operands:
+                    shapes[-1].setdefault(layer_call.layer, []).append(layer_call.x.shape)
             if self._recorder is not None:
                 calls.append(self._recorder.calls)
         return outputs, shapes, calls
@@ -296,12 +298,16 @@ class Tap:
             return False
         return outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
-    def last_layer(self, outputs: Tensor) -> Use | None:
-        """The use of a tapped layer whose output is the network's, as it came, if there is one."""
+    def last_layer(self, outputs: Tensor) -> LayerCall | None:
+        """The call of a tapped layer whose output is the network's, as it came, if there is one."""
         if outputs._version > 0:
             return None  # Overwritten since: `outputs /= temperature`.
-        uses = [use for use in self.uses if self._handed_on.get(use.layer) is outputs]
-        return uses[0] if len(uses) == 1 else None
+        last_calls = [
+            layer_call
+            for layer_call in self.layer_calls
+            if self._handed_on.get(layer_call.layer) is outputs
+        ]
+        return last_calls[0] if len(last_calls) == 1 else None
 
     def backward(
         self,
@@ -309,50 +315,69 @@ class Tap:
         columns: Float[Tensor, "columns batch *outputs"],
         again: bool = False,
         without: Site | None = None,
-    ) -> Iterator[tuple[int, nn.Module, Uses]]:
+    ) -> Iterator[BlockRecord]:
         """Push output cotangents back to every tapped layer.
 
-        Yields a block's number, its layer, and for each of the layer's uses the input `[B, ...]`
-        and the gradients at the output `[K, B, ...]`, from the last site to the first. Sites that
-        the outputs do not depend on are left out: their Jacobian is zero. With `again` the graph is
-        kept for further cotangents.
+        Yields a record for each block, from the last site to the first. Sites that the outputs do
+        not depend on are left out: their Jacobian is zero. With `again` the graph is kept for
+        further cotangents.
         """
         reached = self._reached(outputs, columns, again, without)
         if not again:
-            # The graph is a circle of references, which would hold all of it for long.
+            # The graph is a circle of references, which would keep all of it for long.
             self.forget()
         for site in reversed(self.layers):
             if site not in reached:
                 continue
-            pairs = reached.pop(site)
-            uses: Uses = pairs
-            if site.is_call and self._recorder is not None:
-                names, loops = self._names[site], self._recorder.loops
-                uses = CallUses(self.network, pairs, names, self._batch, loops)
-            for number in self._numbers[site]:
-                yield number, self.layers[site], uses
-            del uses, pairs
+            record = reached.pop(site)
+            for block in self._blocks[site]:
+                yield replace(record, block=block)
+            del record
 
     def _reached(
         self, outputs: Tensor, columns: Tensor, again: bool, without: Site | None
-    ) -> dict[Site, list[tuple[Any, Any]]]:
-        """For every site that is reached its inputs or calls, with gradients at the outputs."""
+    ) -> dict[Site, BlockRecord]:
+        """For every site that is reached the record of its first block."""
         targets = self._targets.copy()
-        for use in self.uses:
-            if Site((use.layer,)) == without:
-                targets.pop(id(use.z), None)
+        for layer_call in self.layer_calls:
+            if Site((layer_call.layer,)) == without:
+                targets.pop(id(layer_call.z), None)
         gradients = self._gradients(outputs, targets, columns, again)
-        reached: dict[Site, list[tuple[Any, Any]]] = {}
-        for use in self.uses:
-            if id(use.z) in gradients:
-                reached.setdefault(Site((use.layer,)), []).append((use.x, gradients[id(use.z)]))
-        for one in self._calls:
-            of_outputs = [gradients.get(id(z)) for z in one.outputs]
-            for site in self.layers:
-                is_read = site.is_call and one.path in site.paths
-                if is_read and any(g is not None for g in of_outputs):
-                    reached.setdefault(site, []).append((one, of_outputs))
+        inputs: dict[Site, list[Tensor]] = {}
+        output_gradients: dict[Site, list[Tensor]] = {}
+        for layer_call in self.layer_calls:
+            if id(layer_call.z) in gradients:
+                site = Site((layer_call.layer,))
+                inputs.setdefault(site, []).append(layer_call.x)
+                output_gradients.setdefault(site, []).append(gradients[id(layer_call.z)])
+        reached: dict[Site, BlockRecord] = {}
+        for site, layer in self.layers.items():
+            first_block = self._blocks[site][0]
+            if site in inputs:
+                reached[site] = BlockRecord(
+                    first_block, layer, inputs[site], output_gradients[site]
+                )
+            replayed = self._replayed(site, gradients)
+            if replayed is not None:
+                reached[site] = BlockRecord(first_block, layer, replayed=replayed)
         return reached
+
+    def _replayed(self, site: Site, gradients: dict[int, Tensor]) -> ReplayedCalls | None:
+        """The module calls at a site with the gradients at their outputs; None if there are none.
+
+        A call is left out if the outputs of the network do not depend on it.
+        """
+        if not site.is_call or self._recorder is None:
+            return None
+        pairs = []
+        for module_call in self._calls:
+            call_gradients = [gradients.get(id(z)) for z in module_call.outputs]
+            if module_call.path in site.paths and any(g is not None for g in call_gradients):
+                pairs.append((module_call, call_gradients))
+        if not pairs:
+            return None
+        names = self._names[site]
+        return ReplayedCalls(self.network, pairs, names, self._batch, self._recorder.loops)
 
     def _gradients(
         self, outputs: Tensor, targets: dict[int, Tensor], columns: Tensor, again: bool

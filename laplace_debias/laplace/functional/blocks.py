@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Block, Site
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.curvature.layers.uses import Uses
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
@@ -55,6 +55,7 @@ class BlockMoments:
         self.prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
+        self._indices = {block: index for index, block in enumerate(blocks)}
         self._operators: list[EigenKronecker] = []
         for block in blocks:
             operator = posterior.curvature.blocks[block.name]
@@ -100,21 +101,20 @@ class BlockMoments:
     def add(
         self,
         into: Float[Tensor, "grid batch columns *again"],
-        backward: Iterable[tuple[int, nn.Module, Uses]],
+        records: Iterable[BlockRecord],
     ) -> None:
         """Add the covariances, or variances, of some columns, from each block's output gradients.
 
         Args:
             into: The sums.
-            backward: Indices of blocks, with their layers and uses, as `Tap.backward` yields them.
+            records: The records of a backward pass.
         """
-        for index, layer, uses in backward:
+        for record in records:
+            index = self._indices[record.block]
             operator = self._operators[index]
             deltas = self.prior_precisions[:, index]
             curvature = self.posterior.data_weight * operator.in_frame
-            for examples, J, columns in self._jacobians(
-                layer, self.blocks[index], uses, operator.U_G, operator.U_A
-            ):
+            for examples, J, columns in self._jacobians(record, operator.U_G, operator.U_A):
                 column_curvature = curvature if columns is None else curvature[..., columns]
                 column_curvature = column_curvature[..., : J.shape[-2], : J.shape[-1]].flatten()
                 rows = J.flatten(2)
@@ -133,7 +133,7 @@ class BlockMoments:
                     total += self._runs[index].gram(rows)
                 # Released before the next ones are computed.
                 del J, rows
-            del uses
+            del record
 
 
 def weighted_squares(

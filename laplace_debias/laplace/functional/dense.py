@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
-from laplace_debias.curvature.layers.uses import Uses
+from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 
@@ -46,7 +46,9 @@ class DenseMoments:
     ) -> None:
         self.blocks = blocks
         self.posterior = posterior
-        self._directions = _directions(posterior).split([block.size for block in blocks])
+        directions = _directions(posterior).split([block.size for block in blocks])
+        self._directions = dict(zip(blocks, directions, strict=True))
+        self._num_directions = directions[0].shape[1]
         self._root = orthonormaliser(posterior)
         self.prior_precisions = prior_precisions
         self._diagonal = diagonal
@@ -55,28 +57,28 @@ class DenseMoments:
     def add(
         self,
         into: Float[Tensor, "grid batch columns *again"],
-        backward: Iterable[tuple[int, nn.Module, Uses]],
+        records: Iterable[BlockRecord],
     ) -> None:
         """Add the covariances, or variances, of some columns, from each block's output gradients.
 
         Args:
             into: The sums.
-            backward: Indices of blocks, with their layers and uses, as `Tap.backward` yields them.
+            records: The records of a backward pass.
         """
         gram = into.new_zeros(into.shape[1:], dtype=torch.float64)
         residual = None
-        along = gram.new_zeros(*into.shape[1:3], self._directions[0].shape[1])
-        for index, layer, uses in backward:
-            block = self.blocks[index]
-            U = self._directions[index]
-            for examples, J, columns in self._jacobians(layer, block, uses, None, None):
+        along = gram.new_zeros(*into.shape[1:3], self._num_directions)
+        for record in records:
+            block = record.block
+            U = self._directions[block]
+            for examples, J, columns in self._jacobians(record, None, None):
                 if columns is not None:
                     J = J.new_zeros(*J.shape[:3], block.shape[1]).index_add_(3, columns, J)
                 rows = J.flatten(2).double()
                 gram[examples] += self._product(rows, rows)
                 along[examples] += rows @ U.double()
             # Let go before the next block's are made.
-            del uses, J, rows
+            del record, J, rows
         dense_block = self.posterior.curvature.blocks[DENSE_BLOCK]
         magnitudes = dense_block.magnitudes.flatten().double()
         if self._root is not None:

@@ -1,0 +1,103 @@
+"""The record of one block that a backward pass yields."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.calls import ReplayedCalls
+from laplace_debias.curvature.layers.masks import Masks
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRecord:
+    """Inputs and output gradients of a block's layer, for a chunk of examples and some columns.
+
+    Attributes:
+        block: The curvature block.
+        layer: The layer that the block belongs to.
+        inputs: The input `[B, ...]` of each call of the layer.
+        output_gradients: The gradients at each call's output, `[K, B, ...]`, one for each column of
+            the loss Hessian's root.
+        replayed: The calls of modules that read the block's parameter, if they are run again
+            instead.
+        masks: The positions that take part, `[B, T]` for each call; None for all positions.
+        root_weights: The square roots of the examples' weights, which the gradients contain; None
+            if the examples have no weights.
+        has_new_inputs: Whether no earlier record had the inputs of these examples. A chunk whose
+            columns are pushed back in several parts has one record for each part.
+    """
+
+    block: Block
+    layer: nn.Module
+    inputs: Sequence[Tensor] = ()
+    output_gradients: Sequence[Tensor] = ()
+    replayed: ReplayedCalls | None = None
+    masks: Masks | None = None
+    root_weights: Float[Tensor, " batch"] | None = None
+    has_new_inputs: bool = True
+
+    @property
+    def num_columns(self) -> int:
+        """K, the number of columns."""
+        if self.replayed is not None:
+            return self.replayed.num_columns
+        return self.output_gradients[0].shape[0]
+
+    @property
+    def num_examples(self) -> int:
+        """B, the number of examples."""
+        if self.replayed is not None:
+            return self.replayed.num_examples
+        return self.output_gradients[0].shape[1]
+
+    @property
+    def num_positions(self) -> int:
+        """The number of positions of all calls together."""
+        entries = sum(g[0, 0].numel() for g in self.output_gradients)
+        return entries // (self.block.num_groups * self.block.shape[0])
+
+    def weighted_inputs(self) -> Sequence[Tensor]:
+        """The inputs of the layer's calls, times the square roots of the examples' weights."""
+        if self.root_weights is None:
+            return self.inputs
+        return [scale_examples(x, self.root_weights, 0) for x in self.inputs]
+
+    def columns(
+        self, examples: slice = slice(None)
+    ) -> list[Float[Tensor, "columns part *groups d_out positions"]]:
+        """The output gradients of each call as columns, for some examples."""
+        rule = self.block.rule
+        return [
+            rule.output_gradients(self.layer, self.block, x[examples], g[:, examples])
+            for x, g in self.calls()
+        ]
+
+    def calls(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the input and the output gradients of each call."""
+        yield from zip(self.inputs, self.output_gradients, strict=True)
+
+    def jacobian_rows(
+        self,
+    ) -> Iterator[tuple[slice, Float[Tensor, "columns part *groups d_out"]]]:
+        """Jacobian rows of an exact block, with the examples that they belong to.
+
+        They are sums over all calls, or those that automatic differentiation gives for replayed
+        calls.
+        """
+        if self.replayed is not None:
+            yield from self.replayed.rows(self.block)
+            return
+        rule = self.block.rule
+        rows = [rule.jacobian_rows(self.layer, self.block, x, g) for x, g in self.calls()]
+        yield slice(0, self.num_examples), torch.stack(rows).sum(0)
+
+
+def scale_examples(values: Tensor, scales: Float[Tensor, " batch"], dim: int) -> Tensor:
+    """Multiply every example by its scale; the examples are along dimension `dim`."""
+    shape = [1] * values.ndim
+    shape[dim] = -1
+    return values * scales.to(values).view(shape)
