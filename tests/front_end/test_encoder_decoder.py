@@ -1,5 +1,6 @@
 """Encoder-decoder models of Hugging Face, with random weights, against dense references."""
 
+import peft
 import pytest
 import torch
 import transformers
@@ -7,6 +8,7 @@ from oracle import close
 from torch.func import functional_call
 
 from laplace_debias import Laplace
+from laplace_debias.curvature import GGN, KFAC, EmpiricalFisher
 
 VOCABULARY = 11
 # T5's attention computes its softmax in single precision.
@@ -112,11 +114,52 @@ def bart():
     return transformers.BartForConditionalGeneration(config).double().eval()
 
 
+def marian():
+    torch.manual_seed(0)
+    config = transformers.MarianConfig(
+        **SIZES,
+        decoder_vocab_size=VOCABULARY,
+        d_model=4,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=4,
+        decoder_ffn_dim=4,
+        max_position_embeddings=8,
+        dropout=0.0,
+        eos_token_id=2,
+        forced_eos_token_id=2,
+    )
+    return transformers.MarianMTModel(config).double().eval()
+
+
+def adapters():
+    """Bart with LoRA's adapters, none of which is zero."""
+    config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(bart(), config).double().eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+class PassesOn(torch.nn.Module):
+    """A module of a user's own that hands everything to the model in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.translator = bart()
+
+    def forward(self, **batch):
+        return self.translator(**batch)
+
+
 @pytest.mark.parametrize("length", [5, 3], ids=["labels as long", "labels shorter"])
-@pytest.mark.parametrize("make", [bart, t5])
+@pytest.mark.parametrize("make", [bart, t5, marian, adapters, PassesOn])
 def test_decoder_inputs_are_made_from_the_labels(make, length):
     """A batch as the Seq2Seq trainer has it is one with the labels shifted by a position."""
-    model = make()
+    model = make().double().eval()
     generator = torch.Generator().manual_seed(1)
     tokens, mask = sequences([5, 3, 4], generator)
     labels = torch.randint(3, VOCABULARY, (3, length), generator=generator)
@@ -133,3 +176,80 @@ def test_decoder_inputs_are_made_from_the_labels(make, length):
     close(la.posterior.covariance.to_dense().diagonal(), 1 / (3 * exact + 1), TOLERANCE)
     mean, _ = la.functional(batch, diagonal=True)
     torch.testing.assert_close(mean, model(**inputs).logits)
+
+
+class NamesItsInputs(torch.nn.Module):
+    """A module of a user's own that makes the decoder's inputs where nobody can pass them."""
+
+    def __init__(self):
+        super().__init__()
+        self.translator = bart()
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        if labels is None:
+            return self.translator(input_ids=input_ids, attention_mask=attention_mask)
+        return self.translator(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+class Teacher(torch.nn.Module):
+    """A recurrent decoder that is given the labels before the present one."""
+
+    def __init__(self, uses_labels):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, 4)
+        self.head = torch.nn.Linear(4, VOCABULARY)
+        self.uses_labels = uses_labels
+
+    def forward(self, input_ids, labels=None):
+        features = self.embedding(input_ids)
+        if self.uses_labels and labels is not None:
+            features = features + self.embedding(labels.roll(1, 1))
+        return {"logits": self.head(features)}
+
+
+def token_batch():
+    generator = torch.Generator().manual_seed(2)
+    tokens, mask = sequences([5, 3, 4], generator)
+    labels = torch.randint(3, VOCABULARY, (3, 5), generator=generator)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def test_a_wrapper_that_computes_outputs_from_the_labels_is_rejected():
+    model = NamesItsInputs().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    la = Laplace(model, curvature="diag", class_dim=-1)
+    with pytest.raises(ValueError, match="computes its outputs from 'labels' as well"):
+        la.fit_batches([token_batch()])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("operator", [GGN, EmpiricalFisher, KFAC])
+def test_operators_reject_it_too(operator):
+    model = NamesItsInputs().eval()
+    loss = torch.nn.CrossEntropyLoss()
+    with pytest.raises(ValueError, match="computes its outputs from 'labels' as well"):
+        operator(model, loss, [token_batch()]).to_dense()
+
+
+def test_the_users_own_decoder_is_rejected_where_it_reads_labels():
+    torch.manual_seed(0)
+    batch = token_batch()
+    del batch["attention_mask"]
+    la = Laplace(Teacher(uses_labels=True).eval(), class_dim=-1)
+    with pytest.raises(ValueError, match="pass batch=, a function"):
+        la.fit_batches([batch])
+    other = Laplace(Teacher(uses_labels=False).eval(), class_dim=-1).fit_batches([batch])
+    assert other.functional(batch, diagonal=True)[0].shape == (3, 5, VOCABULARY)
+
+
+def test_the_remedy_of_the_message_works():
+    """`batch=` hands the labels to the forward pass as an input."""
+    torch.manual_seed(0)
+    model = Teacher(uses_labels=True).double().eval()
+    batch = token_batch()
+    del batch["attention_mask"]
+    la = Laplace(model, class_dim=-1, batch=lambda batch: (batch, batch["labels"]))
+    la.fit_batches([batch])
+    assert (la.posterior.covariance.to_dense().diagonal() < 1).any()

@@ -23,6 +23,7 @@ from laplace_debias.curvature.network.inputs import (
     take,
     tensors_of,
 )
+from laplace_debias.curvature.network.label_dependence import check_outputs_without_targets
 from laplace_debias.curvature.network.quantised import can_require_grad
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
@@ -58,6 +59,7 @@ class BatchReader:
     hook: BatchHook | None = None
     # Found out with the first batch that leaves it open.
     _shifts: bool | None = dataclasses.field(default=None, init=False)
+    _is_independent_of_targets: bool = dataclasses.field(default=False, init=False)
 
     def __call__(self, batch: Any, name: str = "A batch", weighs: bool = False) -> tuple[Any, ...]:
         """A batch as inputs and targets, with as many targets as inputs.
@@ -116,6 +118,7 @@ class BatchReader:
                 f"The batch has the entries {list(named)}, {what}: {USE_A_HOOK}. One entry of "
                 f"{', '.join(map(repr, TARGETS))} is taken for the targets."
             )
+        batch = dict(named)
         self._add_decoder_inputs(named)
         targets = named.pop(found[0])
         is_matrix = isinstance(targets, Tensor) and targets.ndim == 2
@@ -127,17 +130,37 @@ class BatchReader:
             if self._shifts:
                 # Where the outputs that predict them are: each one position earlier.
                 targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
-        return self._placed(named), targets
+        inputs = self._placed(named)
+        if not self._is_independent_of_targets and self._takes(found[0]):
+            check_outputs_without_targets(unwrapped(self.model), batch, inputs, found[0])
+            self._is_independent_of_targets = True
+        return inputs, targets
 
     def _add_decoder_inputs(self, named: dict[str, Any]) -> None:
-        """Add the decoder's inputs that an encoder-decoder model makes from the labels."""
-        prepare = getattr(unwrapped(self.model), "prepare_decoder_input_ids_from_labels", None)
+        """Add the decoder's inputs that an encoder-decoder model makes from the labels.
+
+        The model itself makes them, or one within a wrapper that passes them on.
+        """
         labels = named.get("labels")
         has_decoder_inputs = not named.keys().isdisjoint(
             ("decoder_input_ids", "decoder_inputs_embeds")
         )
-        if prepare is not None and isinstance(labels, Tensor) and not has_decoder_inputs:
-            named["decoder_input_ids"] = prepare(labels=labels)
+        if not isinstance(labels, Tensor) or has_decoder_inputs:
+            return
+        if not self._takes("decoder_input_ids"):
+            return
+        for module in unwrapped(self.model).modules():
+            if hasattr(type(module), "prepare_decoder_input_ids_from_labels"):
+                named["decoder_input_ids"] = module.prepare_decoder_input_ids_from_labels(
+                    labels=labels
+                )
+                return
+
+    def _takes(self, name: str) -> bool:
+        """Whether the forward pass takes an argument of a name."""
+        parameters = self._parameters()
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        return name in parameters or takes_any
 
     def _placed(self, named: dict[str, Any]) -> Inputs:
         """Inputs by name; a single one that the forward pass does not know by its name as it is."""

@@ -1,0 +1,74 @@
+"""Whether a forward pass computes its outputs from the targets too, which are left out of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.inputs import logits_of, move, take
+from laplace_debias.curvature.network.precision import coarsest_eps
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.system.memory import is_out_of_memory
+
+_ROUNDINGS = 2.0**10
+_LARGEST_TOLERANCE = 0.05
+"""Differences of outputs, relative to the largest of them, that count as rounding: so many units of
+the model's precision, and at most this much."""
+
+
+@torch.inference_mode(False)
+def check_outputs_without_targets(
+    model: nn.Module, batch: Mapping[str, Any], inputs: Any, name: str
+) -> None:
+    """Require that a model has the same outputs with and without the targets of a batch.
+
+    Only its first example is tried, on a copy of the model. A model that raises an error with the
+    targets, or returns nothing but a loss, does not have outputs to compare.
+
+    Args:
+        model: A model whose forward pass takes the targets by name.
+        batch: The batch with its targets, as the data yield it.
+        inputs: What the model is called with: the batch without the targets.
+        name: The name of the entry with the targets.
+
+    Raises:
+        ValueError: The outputs differ.
+    """
+    working_copy = shared_copy(model)
+    parameter = next(iter(model.parameters()), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    dtypes = {p.dtype for p in model.parameters()}
+    with torch.no_grad():
+        try:
+            targets = take(move({name: batch[name]}, device, None), slice(0, 1))
+            others = {key: value for key, value in batch.items() if key != name}
+            example = take(move(others, device, dtypes), slice(0, 1))
+            outputs_with = logits_of(working_copy(**example, **targets))
+            example = take(move(inputs, device, dtypes), slice(0, 1))
+            is_by_name = isinstance(example, Mapping)
+            outputs_without = logits_of(
+                working_copy(**example) if is_by_name else working_copy(example)
+            )
+        except Exception as error:  # A forward pass may raise anything.
+            if is_out_of_memory(error):
+                raise
+            return
+    if outputs_with.ndim == 0:
+        return
+    if not _are_close(outputs_with, outputs_without, model):
+        raise ValueError(
+            f"{type(model).__name__} computes its outputs from {name!r} as well, "
+            "but is called without the targets: for the first example the outputs "
+            f"differ. Add to the batch what the forward pass makes from {name!r} "
+            "(decoder_input_ids, say), or pass batch=, a function from a batch to (inputs, "
+            "targets) whose inputs contain it."
+        )
+
+
+def _are_close(first: Tensor, second: Tensor, model: nn.Module) -> bool:
+    if first.shape != second.shape:
+        return False
+    tolerance = min(_ROUNDINGS * coarsest_eps(model), _LARGEST_TOLERANCE)
+    largest = float(second.abs().max())
+    return torch.allclose(first, second, rtol=0.0, atol=tolerance * largest, equal_nan=True)
