@@ -151,9 +151,8 @@ class BatchReader:
             return
         for module in unwrapped(self.model).modules():
             if hasattr(type(module), "prepare_decoder_input_ids_from_labels"):
-                named["decoder_input_ids"] = module.prepare_decoder_input_ids_from_labels(
-                    labels=labels
-                )
+                prepare: Any = module.prepare_decoder_input_ids_from_labels
+                named["decoder_input_ids"] = prepare(labels=labels)
                 return
 
     def _takes(self, name: str) -> bool:

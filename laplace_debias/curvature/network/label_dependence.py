@@ -41,9 +41,9 @@ def check_outputs_without_targets(
     dtypes = {p.dtype for p in model.parameters()}
     with torch.no_grad():
         try:
-            targets = take(move({name: batch[name]}, device, None), slice(0, 1))
+            targets: Any = take(move({name: batch[name]}, device, None), slice(0, 1))
             others = {key: value for key, value in batch.items() if key != name}
-            example = take(move(others, device, dtypes), slice(0, 1))
+            example: Any = take(move(others, device, dtypes), slice(0, 1))
             outputs_with = logits_of(working_copy(**example, **targets))
             example = take(move(inputs, device, dtypes), slice(0, 1))
             is_by_name = isinstance(example, Mapping)
