@@ -1,6 +1,7 @@
 """The examples run, and what they print is what their first lines promise."""
 
 import importlib.util
+import itertools
 import math
 import re
 import shlex
@@ -14,6 +15,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from laplace_debias import Laplace
 from laplace_debias.cli import main as command_line
 from laplace_debias.commands import COMMANDS
 
@@ -174,16 +176,68 @@ def test_a_posterior_over_adapters_is_less_sure_of_mixed_reviews(example):
 
 @pytest.mark.slow
 def test_active_learning_begins_alike_and_chooses_other_images(example, tmp_path):
-    options = ["--seeds", "2", "--rounds", "4", "--steps", "60"]
-    found, printed = example("active_learning", options)
-    random, bald = (torch.tensor(found[way]) for way in ("random", "BALD"))
-    assert random.shape == bald.shape == (2, 5)
-    assert torch.equal(random[:, 0], bald[:, 0])
-    assert not torch.equal(random[:, 1:], bald[:, 1:])
-    assert bald[:, -1].mean() > bald[:, 0].mean() + 0.05
-    (gain,) = re.findall(r"at 60 labels: ([+-][\d.]+)", printed)
-    assert float(gain) == pytest.approx(float((bald - random)[:, -1].mean()), abs=6e-4)
+    options = ["--seeds", "2", "--rounds", "4", "--steps", "60", "--candidates", "20"]
+    curves, printed = example("active_learning", options)
+    tensors = {method: torch.tensor(curve) for method, curve in curves.items()}
+    assert list(tensors) == ["random", "BALD", "BatchBALD"]
+    for method in ("BALD", "BatchBALD"):
+        curve = tensors[method]
+        assert curve.shape == (2, 5)
+        assert torch.equal(curve[:, 0], tensors["random"][:, 0])
+        assert not torch.equal(curve[:, 1:], tensors["random"][:, 1:])
+        assert curve[:, -1].mean() > curve[:, 0].mean() + 0.05
+        (gain,) = re.findall(rf"^{method} minus random at 60 labels: ([+-][\d.]+)", printed, re.M)
+        difference = (curve - tensors["random"])[:, -1].mean()
+        assert float(gain) == pytest.approx(float(difference), abs=6e-4)
+    assert not torch.equal(tensors["BALD"], tensors["BatchBALD"])
     check_pictures("active_learning", tmp_path, printed)
+
+
+def test_batches_of_most_information_are_those_of_all_labellings():
+    """The greedy choice, from entropies that are summed over every labelling of a batch."""
+
+    def information(probs, batch):
+        num_samples, _, num_classes = probs.shape
+        total = 0.0
+        for labels in itertools.product(range(num_classes), repeat=len(batch)):
+            likelihoods = [
+                math.prod(float(probs[s, n, c]) for n, c in zip(batch, labels, strict=True))
+                for s in range(num_samples)
+            ]
+            mean = sum(likelihoods) / num_samples
+            total -= mean * math.log(mean)
+        conditional = -(probs * probs.log()).sum(-1).mean(0)
+        return total - float(conditional[list(batch)].sum())
+
+    torch.manual_seed(0)
+    probs = (2 * torch.randn(8, 5, 3, dtype=torch.float64)).softmax(-1)
+    probs[:, 1] = probs[:, 0]  # the second image is the first one again
+    batch = []
+    for _ in range(3):
+        scores = [-1.0 if n in batch else information(probs, [*batch, n]) for n in range(5)]
+        batch.append(scores.index(max(scores)))
+    choose = module_of("active_learning").batch_of_most_information
+    assert choose(probs, 3) == batch
+    # With sampled labellings the estimate is close enough for the same choice.
+    assert choose(probs, 3, num_labellings=2_000) == batch
+    likely = (4 * torch.randn(50, 1, 3, dtype=torch.float64)).softmax(-1).expand(50, 2, 3)
+    unlike = (2 * torch.randn(50, 1, 3, dtype=torch.float64)).softmax(-1)
+    pool = torch.cat([likely, unlike], 1)
+    assert set(choose(pool, 2)) == {0, 2}  # by BALD the two images that are the same
+
+
+def test_joint_samples_have_the_joint_moments():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    la = Laplace(model, curvature="full").fit([(torch.randn(6, 2), torch.arange(6) % 2)])
+    x = torch.randn(3, 2)
+    samples = module_of("active_learning").joint_samples(la, x, 40_000)
+    log_odds = (samples[:, :, 0] / samples[:, :, 1]).log()
+    mean, covariance = la.functional(x, joint=True)
+    contrast = covariance[:, 0] - covariance[:, 1]
+    expected = contrast[:, :, 0] - contrast[:, :, 1]
+    assert (torch.cov(log_odds.T) - expected).abs().max() < 0.03 * expected.diagonal().max()
+    assert (log_odds.mean(0) - (mean[:, 0] - mean[:, 1])).abs().max() < 0.05
 
 
 def test_mutual_information_is_that_of_an_integral():
