@@ -64,7 +64,7 @@ class Method:
         posterior: The posterior that it predicts with, or a file of `Laplace.save`, which is
             neither fitted nor tuned; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
-            network's logits; of the network alone.
+            network's logits; only for the network itself.
         examples: How many examples of each set it predicts, chosen at random, the same ones for
             every method of that many. If None all; of a posterior over more than the last layer as
             many as take about ten minutes. The validation set is limited likewise.

@@ -148,7 +148,7 @@ class CommandLine(Generic[Settings]):
         return option_values
 
     def _pairs(self, words: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Names of options and their texts, as `--name=text`, `--name text` or `--name` alone."""
+        """Names of options and their texts, as `--name=text`, `--name text` or only `--name`."""
         remaining = list(words)
         while remaining:
             word = remaining.pop(0)

@@ -109,7 +109,7 @@ def run(settings: Settings) -> Path:
         )
         if further_models:
             methods += (ENSEMBLE, MIXTURE)
-        # The folder is given beside the file that `--config` takes.
+        # The folder is given in addition to the file that `--config` takes.
         left_out = {"output", "from_run", "overwrite", "json"}
         config = {name: v for name, v in plain(asdict(settings)).items() if name not in left_out}
         folder = assess(

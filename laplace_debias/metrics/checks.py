@@ -17,7 +17,7 @@ def check_probs(
 ) -> Float[Tensor, "n classes"]:
     """Check probabilities and bring them into the form `[n, classes]`, float32 at least.
 
-    Rows that miss a sum of 1 by rounding alone pass as they are; entries above 1 by rounding alone
+    Rows that miss a sum of 1 only by rounding pass as they are; entries above 1 only by rounding
     are set to 1.
     """
     _check_numbers(probs, name)

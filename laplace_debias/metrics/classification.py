@@ -69,7 +69,7 @@ def brier(
     """Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`, summed over the classes.
 
     This is Brier's own definition, between 0 and 2; the common binary one, the square of class 1's
-    error alone, is half of it. Arguments and errors are those of `accuracy`.
+    error only, is half of it. Arguments and errors are those of `accuracy`.
 
     Reference:
         Brier. Verification of forecasts expressed in terms of probability. Monthly Weather Review,

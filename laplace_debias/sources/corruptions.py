@@ -37,7 +37,7 @@ def corrupt(
     """Corrupt images as the paper makes CIFAR-10-C: each by one kind, chosen uniformly at random.
 
     Image n of the call is number `offset + n`; its kind and its random numbers depend on that
-    number and `seed` alone, so the result does not depend on the batch size, and an image has the
+    number and `seed` only, so the result does not depend on the batch size, and an image has the
     same kind and random numbers at every severity: severities are compared on the same draw.
 
     Reference:

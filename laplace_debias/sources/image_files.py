@@ -18,7 +18,7 @@ from laplace_debias.sources.settings import SourceSettings
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _GREY = ("1", "L", "LA")
-"""Modes of Pillow with one channel, beside transparency."""
+"""Modes of Pillow with one channel, apart from transparency."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,14 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
         """One image, normalised, float32 [C, H, W], and its label."""
         file, label = self.files[index]
         image = opened(file, self.view.is_grey)
-        if not self.view.any_size and index and image.size != (size := header(self.files[0][0])[0]):
-            raise ValueError(
-                f"{file} has {image.size[1]} × {image.size[0]} pixels, others {size[1]} × "
-                f"{size[0]}; give --image_size, to which all are resized"
-            )
+        if not self.view.any_size and index:
+            first_file, _ = self.files[0]
+            size, _ = header(first_file)
+            if image.size != size:
+                raise ValueError(
+                    f"{file} has {image.size[1]} × {image.size[0]} pixels, others {size[1]} × "
+                    f"{size[0]}; give --image_size, to which all are resized"
+                )
         pixels = torch.from_numpy(np.array(self.view.resized(image)))
         pixels = pixels[None] if self.view.is_grey else pixels.permute(2, 0, 1)
         return self.view.pixels.inputs(pixels), torch.tensor(label)

@@ -78,8 +78,8 @@ def load(settings: SourceSettings) -> Loaded:
         notes += ("held_out is not used: the data comes in parts of its own.",)
     if validation is None:
         notes += (
-            "There is no validation data: the prior precision can be tuned by the marginal "
-            "likelihood alone, and no temperature can be fitted.",
+            "There is no validation data: the prior precision can only be tuned by the marginal "
+            "likelihood, and no temperature can be fitted.",
         )
     return Loaded(
         model=model,

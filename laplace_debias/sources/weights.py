@@ -74,7 +74,7 @@ def _pickled(path: Path) -> Any:
         if re.search("Unsupported (global|class)|GLOBAL", str(error)):
             raise ValueError(
                 f"{path} holds pickled Python objects, which could run code and are not read; save "
-                "the weights alone where the network was made: torch.save(model.state_dict(), PATH)"
+                "only the weights where the network was made: torch.save(model.state_dict(), PATH)"
             ) from error
         raise ValueError(f"{path} is damaged or no file of torch.save: fetch it again") from error
 

@@ -21,7 +21,7 @@ from torch import Tensor
 def written_atomically(
     path: str | os.PathLike[str], *, make_folders: bool = True
 ) -> Iterator[Path]:
-    """Give a temporary path beside `path`, which takes its place when the block ends well.
+    """Give a temporary path in the folder, which replaces `path` if the block succeeds.
 
     The content reaches the disk before it takes the place. A symbolic link stays: the file that it
     leads to is replaced. A file that is replaced keeps its permissions. Threads and processes may
@@ -90,7 +90,7 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
 
 
 def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
-    """The error of the same kind in a sentence; `str` of it is that sentence alone."""
+    """The error of the same type, whose text is only a sentence."""
     reason = error if error.errno is None else os.strerror(error.errno)
     message = (
         f"{path} cannot be written ({reason}): choose another name or place, or free some space "

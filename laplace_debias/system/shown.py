@@ -63,7 +63,9 @@ def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> 
 def _line(tag: str, cells: Sequence[object]) -> str:
     texts = ""
     for cell in cells:
-        text = f"{cell:.4g}" if isinstance(cell, float) else str("" if cell is None else cell)
+        text = "" if cell is None else str(cell)
+        if isinstance(cell, float):
+            text = f"{cell:.4g}"
         texts += f"<{tag}>{escape(text)}</{tag}>"
     return f"<tr>{texts}</tr>"
 

@@ -43,8 +43,8 @@ _GLOBAL = threading.RLock()
 class Randomness:
     """Random numbers that stand in for torch's global generator on the CPU while it is entered.
 
-    The global generator is afterwards as if nothing had been drawn. What another thread draws from
-    it meanwhile is not its own sequence. Untouched are `random` and NumPy's generators.
+    The global generator is afterwards as if nothing had been drawn. Another thread that draws from
+    it meanwhile does not get its own sequence. `random` and NumPy's generators are not changed.
     """
 
     def __init__(self, generator: torch.Generator) -> None:

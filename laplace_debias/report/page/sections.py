@@ -71,7 +71,7 @@ def first_picture(pictures: Sequence[Picture]) -> Picture | None:
 def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
     """One row a method: uncertainty on the test set as a line, on another set filled.
 
-    Heights are square roots of shares, so that rare values are seen beside the many near zero.
+    Heights are square roots of shares, so that rare values are visible next to the many near zero.
     """
     score = "epistemic" if run.has_numbers else "entropy"
     rows = []
