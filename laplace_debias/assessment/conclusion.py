@@ -182,10 +182,11 @@ class _Verdict:
         nll = f"an NLL of {_with_interval(self._metric('nll'))} nats"
         if self._has_numbers:
             rmse = _with_interval(self._metric("rmse"))
-            return (
-                f"{beginning} an RMSE of {rmse} and {nll}. {self._on_bias()} Its standard "
-                f"deviations {self._on_width()}{self._on_coverage()}."
-            )
+            sentence = f"{beginning} an RMSE of {rmse} and {nll}. {self._on_bias()}"
+            clauses = [clause for clause in (self._on_width(), self._on_coverage()) if clause]
+            if clauses:
+                sentence += f" Its {', and the '.join(clauses)}."
+            return sentence
         accuracy = self._metric("accuracy")
         gap = self._metric("overconfidence")
         return (
@@ -210,16 +211,20 @@ class _Verdict:
         coverage = self._rows.get((self._network, "coverage", "test", None))
         if coverage is None:
             return ""
-        return f", and the 95 % intervals contain {100 * coverage.value:.1f} % of the targets"
+        return f"95 % intervals contain {100 * coverage.value:.1f} % of the targets"
 
     def _on_width(self) -> str:
-        """Whether the standard deviations fit the errors."""
-        scaled_error = self._metric("scaled_error")
+        """Whether the standard deviations fit the errors; empty where one of them is zero."""
+        scaled_error = self._rows.get((self._network, "scaled_error", "test", None))
+        if scaled_error is None:
+            return ""
         if not scaled_error.sign(1):
-            return "fit its errors"
+            return "standard deviations fit its errors"
         size = "small" if scaled_error.value > 1 else "large"
         ratio = _with_interval(scaled_error)
-        return f"are too {size}: errors measure {ratio} of them where 1 is right"
+        return (
+            f"standard deviations are too {size}: errors measure {ratio} of them where 1 is right"
+        )
 
     # ------------------------------------------------------------------------- the remedy
 
@@ -293,6 +298,8 @@ class _Verdict:
             return []
         hardest = shifts[-1]
         calibration = "scaled_error" if self._has_numbers else "overconfidence"
+        if (self._network, calibration, hardest.name, None) not in self._rows:
+            return []
         gap = self._metric(calibration, set_name=hardest.name)
         sentence = f"Shifted inputs: at severity {hardest.severity} the network"
         if self._has_numbers:

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
+from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.laplace import links
 from laplace_debias.laplace.decomposition import uncertainty_of_draws
+from laplace_debias.laplace.intervals import interval_ends, interval_levels, single_targets
 from laplace_debias.operators.eigh import eigh
 
 LEVEL = 0.95
@@ -46,15 +47,16 @@ def number_columns(
 
 def predictive_columns(predictive: Any, targets: Tensor | None = None) -> dict[str, Tensor]:
     """The columns of `number_columns`, without `epistemic`, of any distribution of numbers."""
-    if isinstance(predictive, Independent):
-        predictive = predictive.base_dist
+    predictive = single_targets(predictive)
     columns = {
         "mean": predictive.mean.double().cpu(),
         "standard_deviation": predictive.variance.double().cpu().sqrt(),
     }
     if isinstance(predictive, Normal | MultivariateNormal):
         return columns
-    columns |= _interval(predictive)
+    ends = interval_ends(predictive, LEVEL)
+    if ends is not None:
+        columns["lower"], columns["upper"] = (end.double().cpu() for end in ends)
     if targets is not None:
         columns |= _columns_of_targets(predictive, targets.reshape(columns["mean"].shape))
     return columns
@@ -95,32 +97,12 @@ def gaussian_draws(
     return mean.double().cpu() + torch.einsum("bij,sj->sbi", root, points)
 
 
-def _interval(predictive: Any) -> dict[str, Tensor]:
-    """Ends of the central interval, if the distribution has quantiles."""
-    try:
-        lower = predictive.icdf(predictive.mean.new_tensor((1 - LEVEL) / 2))
-        upper = predictive.icdf(predictive.mean.new_tensor((1 + LEVEL) / 2))
-    except NotImplementedError:
-        return {}
-    return {"lower": lower.double().cpu(), "upper": upper.double().cpu()}
-
-
 def _columns_of_targets(predictive: Any, targets: Tensor) -> dict[str, Tensor]:
-    """Log-probabilities of targets, and the smallest level of an interval that contains each.
-
-    A central interval of level q reaches from the smallest value whose distribution function F is
-    at least (1 − q)/2 to that of (1 + q)/2. It contains y if 1 − 2 F(y) ≤ q and 2 F(y⁻) − 1 < q,
-    where F(y⁻) is the probability of less than y.
-    """
+    """Log-probabilities of targets, and the levels of the intervals that they lie in."""
     targets = targets.to(predictive.mean)
     log_prob = predictive.log_prob(targets).double().cpu()
     columns = {"log_prob": log_prob.reshape(len(targets), -1).sum(1)}
-    try:
-        up_to = predictive.cdf(targets).double().cpu()
-        below = up_to
-        if predictive.support.is_discrete:
-            below = predictive.cdf(targets - 1).double().cpu()
-    except NotImplementedError:
-        return columns
-    columns["interval_level"] = torch.maximum(1 - 2 * up_to, 2 * below - 1).clamp_min(0)
+    levels = interval_levels(predictive, targets)
+    if levels is not None:
+        columns["interval_level"] = levels.cpu()
     return columns

@@ -16,6 +16,7 @@ from laplace_debias.curvature.network.dataset_size import check_sampler
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.curvature.network.shards import check_shared
+from laplace_debias.laplace.intervals import interval_levels, single_targets
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import nll_statistic, rmse_statistic
 from laplace_debias.metrics.evaluation import separation
@@ -86,19 +87,20 @@ def evaluate_predictions(
     scored_batches = []
     is_multilabel = False
     has_probabilities = False
+    is_normal = False
     for x, y in batches:
         predictive = predict(x)
         is_multilabel = isinstance(getattr(predictive, "base_dist", None), Bernoulli)
         has_probabilities = is_multilabel or hasattr(predictive, "probs")
+        is_normal = isinstance(predictive, Normal | MultivariateNormal)
         scored_batches.append(score(likelihood, predictive, y, class_dim))
-    values, log_probs, targets, *deviations = concatenate_batches(scored_batches, "evaluate")
+    values, log_probs, targets, *columns = concatenate_batches(scored_batches, "evaluate")
     # A process without examples has predicted nothing that would show it.
-    flags = current().exchange((is_multilabel, has_probabilities))
-    is_multilabel = any(multilabel for multilabel, _ in flags)
-    has_probabilities = any(probabilities for _, probabilities in flags)
+    flags = current().exchange((is_multilabel, has_probabilities, is_normal))
+    is_multilabel, has_probabilities, is_normal = map(any, zip(*flags, strict=True))
     if not has_probabilities:
         targets = targets.reshape(values.shape).to(values.dtype)
-    if not has_probabilities and not deviations:
+    if not has_probabilities and not columns:
         statistics = {"nll": nll_statistic(log_probs), "rmse": rmse_statistic(values, targets)}
         if ood:
 
@@ -119,9 +121,16 @@ def evaluate_predictions(
 
     predicted_ood = {name: _for_all(data, name, predicted_values) for name, data in ood.items()}
     options: dict[str, Any] = {"intervals": intervals, "level": level}
-    if not has_probabilities:
+    if is_normal:
         return metrics.evaluate_regression(
-            values, deviations[0], targets, predicted_ood, log_probs=log_probs, **options
+            values, columns[0], targets, predicted_ood, log_probs=log_probs, **options
+        )
+    if not has_probabilities:
+        deviation, *levels = columns
+        if levels:
+            options["levels"] = levels[0]
+        return metrics.evaluate_numbers(
+            values, deviation, targets, log_probs, predicted_ood, **options
         )
     if is_multilabel:
         labels = targets.long().reshape(values.shape)
@@ -185,14 +194,25 @@ def score(
 
     Returns:
         Probabilities, `[n, C]` or for a single logit `[n]`, else means, `[n, C]`; log-probabilities
-        `[n]`; labels. For a normal also its standard deviations.
+        `[n]`; labels. For numbers also standard deviations; if the predictive is not normal, the
+        levels of the intervals that contain the targets, if it has a distribution function.
     """
     labels, counted, with_density = check_targets(likelihood, predictive, targets, class_dim)
     values = probabilities_or_means(predictive)
     log_probs = predictive.log_prob(with_density).flatten()
     columns = [values[counted], log_probs[counted], labels[counted]]
-    if isinstance(predictive, Normal | MultivariateNormal):
-        columns.append(predictive.variance.reshape(values.shape)[counted].sqrt())
+    single = single_targets(predictive)
+    if isinstance(single, Bernoulli) or hasattr(predictive, "probs"):
+        return columns
+    try:
+        deviation = predictive.variance.reshape(values.shape)[counted].sqrt()
+    except NotImplementedError:
+        return columns
+    columns.append(deviation)
+    if not isinstance(predictive, Normal | MultivariateNormal):
+        levels = interval_levels(single, with_density)
+        if levels is not None:
+            columns.append(levels.reshape(values.shape)[counted])
     return columns
 
 

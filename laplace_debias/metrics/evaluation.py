@@ -9,6 +9,7 @@ from laplace_debias.metrics.checks import (
     check_classification,
     check_level,
     check_probs,
+    check_real,
     check_same_device,
     check_tensor,
 )
@@ -222,7 +223,7 @@ def evaluate_numbers(
 
     Args:
         mean: Means of the predictive, `[n]` or `[n, outputs]`.
-        standard_deviation: Its standard deviations, positive, in the same shape.
+        standard_deviation: Its standard deviations, not negative, in the same shape.
         targets: Numbers in the same shape.
         log_probs: Log-probabilities or log-densities of each example's targets, `[n]`.
         ood: As for `evaluate_regression`.
@@ -234,10 +235,10 @@ def evaluate_numbers(
         level: As for `evaluate_regression`.
 
     Returns:
-        `nll` (nats per example), `rmse`, `bias`, `scaled_error` as for `evaluate_regression`, `mae`
-        (mean absolute error, in units of the targets); with `levels` `coverage`, with `interval`
-        `width`; and what `evaluate` has of each out-of-distribution set, by the mean variance of an
-        example.
+        `nll` (nats per example), `rmse` and `bias` as for `evaluate_regression`, `scaled_error` too
+        if every standard deviation is positive, `mae` (mean absolute error, in units of the
+        targets); with `levels` `coverage`, with `interval` `width`; and the separation of each
+        out-of-distribution set as for `evaluate`, by the mean variance of an example.
 
     Raises:
         TypeError: An argument is not a tensor.
@@ -253,11 +254,13 @@ def evaluate_numbers(
         0.67
     """
     check_level(level)
-    check_gaussian(mean, standard_deviation, targets)
+    check_real({"mean": mean, "standard_deviation": standard_deviation, "targets": targets})
     means = mean.double()
     deviations = standard_deviation.double()
     statistics = {"nll": _nll_of_log_probs(log_probs, len(means))}
     for metric in MOMENT_METRICS:
+        if metric.name == "scaled_error" and not (deviations > 0).all():
+            continue
         statistics[metric.name] = metric.statistic(means, deviations, targets.double(), level)
     if levels is not None:
         check_tensor(levels, "levels")
@@ -267,7 +270,7 @@ def evaluate_numbers(
         statistics["width"] = width_statistic(interval_width(low, high, reduction="none"))
     variances_ood = {}
     for name, ood_deviation in (ood or {}).items():
-        check_gaussian(ood_deviation, ood_deviation)
+        check_real({f"ood[{name!r}]": ood_deviation})
         variances_ood[name] = per_example(ood_deviation.double().square())
     statistics |= separation(per_example(deviations.square()), variances_ood)
     return report_of(statistics, targets, level, intervals)

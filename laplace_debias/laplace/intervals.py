@@ -1,0 +1,46 @@
+"""Central intervals of any distribution of numbers, as far as it has quantiles."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Distribution, Independent
+
+
+def single_targets(predictive: Distribution) -> Any:
+    """The distributions of single targets, where several make one event."""
+    return predictive.base_dist if isinstance(predictive, Independent) else predictive
+
+
+def interval_ends(
+    predictive: Any, level: float
+) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]] | None:
+    """Both ends of the central interval; None if the distribution has no quantiles."""
+    mean = predictive.mean
+    try:
+        lower = predictive.icdf(mean.new_tensor((1 - level) / 2))
+        upper = predictive.icdf(mean.new_tensor((1 + level) / 2))
+    except NotImplementedError:
+        return None
+    return lower, upper
+
+
+def interval_levels(predictive: Any, targets: Float[Tensor, "*n"]) -> Float[Tensor, "*n"] | None:
+    """The smallest level of a central interval that contains each target.
+
+    A central interval of level q reaches from the smallest value whose distribution function F is
+    at least (1 − q)/2 to that of (1 + q)/2. It contains y if 1 − 2 F(y) ≤ q and 2 F(y⁻) − 1 < q,
+    where F(y⁻) is the probability of less than y.
+
+    Returns:
+        The levels, float64; None if there is no distribution function.
+    """
+    try:
+        up_to = predictive.cdf(targets).double()
+        below = up_to
+        if predictive.support.is_discrete:
+            below = predictive.cdf(targets - 1).double()
+    except NotImplementedError:
+        return None
+    return torch.maximum(1 - 2 * up_to, 2 * below - 1).clamp_min(0)
