@@ -273,3 +273,16 @@ def test_the_files_and_names_to_change_exist():
     words = set(re.findall(r"\w+", " ".join(file.read_text(encoding="utf-8") for file in files)))
     names = {name for name in quoted if re.fullmatch(r"_?[A-Za-z]\w{2,}", name)}
     assert names - words == set()
+
+
+def test_messages_in_troubleshooting_are_those_of_the_package():
+    """Messages are broken into lines in the source, wherever the lines end."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = page.split("## By message")[1].splitlines()[6:]
+    quoted = [part for row in rows for part in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "laplace_debias").rglob("*.py")
+    )
+    messages = re.sub(r'"\s+f?"', "", sources)
+    assert len(quoted) > 10
+    assert [message for message in quoted if message not in messages] == []

@@ -1,0 +1,49 @@
+"""The page of the command line: the help of every command, as the terminal prints it."""
+
+import contextlib
+import io
+import os
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from laplace_debias.cli import main
+from laplace_debias.commands import COMMANDS
+
+PAGE = "reference/command-line.md"
+_WIDTH = "100"
+_INTRODUCTION = """# Command line
+
+The commands are installed by `pip install '.[cli]'`. Each has a page of options below, as
+`laplace-debias COMMAND --help` prints it. [The guide](../guide.md#command-line) shows them in use,
+and [the run folder](../run-folder.md) describes the files that they write.
+"""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the page."""
+    sections = [_INTRODUCTION]
+    for name, purpose in COMMANDS.items():
+        sections.append(f"## {name}\n\n{purpose}\n\n```text\n{help_of(name)}```\n")
+    files.append(File.generated(config, PAGE, content="\n".join(sections)))
+    return files
+
+
+def help_of(command: str) -> str:
+    """Return what `laplace-debias COMMAND --help` prints.
+
+    Args:
+        command: The name of a command.
+    """
+    printed = io.StringIO()
+    columns = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = _WIDTH
+    try:
+        with contextlib.redirect_stdout(printed):
+            main([command, "--help"])
+    finally:
+        if columns is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = columns
+    return printed.getvalue()
