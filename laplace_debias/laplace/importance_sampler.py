@@ -192,7 +192,7 @@ class ImportanceSampler:
             if sizes.count(None) == len(sizes):
                 break
             self.num_batches = number or self.num_batches
-            with self._faults.of_batch(number):
+            with self._faults.during_batch(number):
                 num_drawn += self._draw(pair, [size or 0 for size in sizes], inputs, drawn)
         self._faults.read()
         for index, fold in enumerate(self.folds):

@@ -76,7 +76,7 @@ def _residual_deviations(context: FitContext, pairs: Pairs) -> Float[Tensor, " o
     faults = Faults()
     sums: Tensor | None = None
     for number, (x, y, *weights) in enumerate(pairs, start=1):
-        with faults.of_batch(number):
+        with faults.during_batch(number):
             for start in range(0, num_examples(x), _CHUNK):
                 chunk = slice(start, start + _CHUNK)
                 chunk_weights = weights[0][chunk] if weights else None

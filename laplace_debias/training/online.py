@@ -396,7 +396,7 @@ class OnlineCurvature:
             self._runner = ChunkRunner(sums, batch[0])
         totals = DataTotals()
         faults = Faults()
-        with faults.of_batch(None):
+        with faults.during_batch(None):
             self._runner.run(batch, self._totals.num_examples, totals)
         faults.read()
         sums.reduce()

@@ -186,7 +186,7 @@ def test_a_failure_that_an_earlier_answer_explains_tells_of_that():
     faults = Faults()
 
     def work():
-        with faults.of_batch(2):
+        with faults.during_batch(2):
             require(Elsewhere(torch.tensor(False)), lambda: ValueError("wrong labels"))
             raise RuntimeError("a device that gave up")
 
@@ -201,7 +201,7 @@ def test_a_long_pass_reads_on_the_way():
     def work():
         for number in range(1, 10_000):
             seen.append(number)
-            with faults.of_batch(number):
+            with faults.during_batch(number):
                 right = Elsewhere(torch.tensor(number != 2))
                 require(right, lambda: ValueError("wrong"))
 

@@ -36,7 +36,7 @@ class DataPass:
                 runner = ChunkRunner(self.accumulator, batch[0])
             if checkpoint.has(batch):
                 continue
-            with faults.of_batch(data.batch_number(number)):
+            with faults.during_batch(data.batch_number(number)):
                 runner.run(batch, first_index, totals)
             checkpoint.done(totals, faults.read)
         faults.read()

@@ -44,17 +44,17 @@ def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
     """
     block = record.block
     d_out = block.shape[0]
-    parts, num_rows, divisor = _gradients(record)
+    columns_by_call, num_rows, divisor = _gradients(record)
     if as_rows or (num_rows < d_out and d_out >= _WIDE and not block.has_diagonal_G):
-        rows = torch.cat([part.movedim(-1, 1).flatten(0, 1) for part in parts])
+        rows = torch.cat([columns.movedim(-1, 1).flatten(0, 1) for columns in columns_by_call])
         return GramFactor(rows if divisor == 1 else rows * divisor**-0.5)
     total: Tensor | None = None
-    for part in parts:
-        if part.shape[-1] > d_out and not block.has_diagonal_G:
+    for columns in columns_by_call:
+        if columns.shape[-1] > d_out and not block.has_diagonal_G:
             # The products of all examples are smaller than a copy with the positions as rows.
-            G = (part @ part.mT).sum(0)
+            G = (columns @ columns.mT).sum(0)
         else:
-            rows = part.movedim(-1, 1).flatten(0, 1)
+            rows = columns.movedim(-1, 1).flatten(0, 1)
             G = rows.square().sum(0) if block.has_diagonal_G else moments(rows)
         total = G if total is None else total + G
     assert total is not None
@@ -64,7 +64,7 @@ def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
 def _gradients(
     record: BlockRecord,
 ) -> tuple[Iterable[Float[Tensor, "n *groups d_out positions"]], int, int]:
-    """Gradients, part by part, with the sum of whose outer products G is, divided by a number.
+    """Gradients, call by call, with the sum of whose outer products G is, divided by a number.
 
     Between the two comes the number of all rows, one for each position.
     """
@@ -74,23 +74,23 @@ def _gradients(
         slices_of_rows = record.jacobian_rows()
         # One after the other: a slice of a large parameter may be a single example's.
         return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in slices_of_rows), num_vectors, 1
-    columns = [gradients.flatten(0, 1) for gradients in record.columns()]
+    columns_by_call = [gradients.flatten(0, 1) for gradients in record.columns()]
     if block.sharing == "reduce":
-        total = torch.stack([part.sum(-1) for part in columns]).sum(0)
+        total = torch.stack([columns.sum(-1) for columns in columns_by_call]).sum(0)
         return [total.unsqueeze(-1)], num_vectors, 1
-    num_positions = sum(part.shape[-1] for part in columns)
+    num_positions = sum(columns.shape[-1] for columns in columns_by_call)
     num_rows = num_vectors * num_positions
     masks = _without_padding(record.layer, block, record.inputs, record.masks)
     if masks is None:
-        return columns, num_rows, num_positions
-    weights = _num_positions(masks).to(columns[0]).clamp_min(1).rsqrt()
-    parts = []
-    for part, mask in zip(columns, masks, strict=True):
-        rows = select_positions(part.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
+        return columns_by_call, num_rows, num_positions
+    weights = _num_positions(masks).to(columns_by_call[0]).clamp_min(1).rsqrt()
+    weighted_rows = []
+    for columns, mask in zip(columns_by_call, masks, strict=True):
+        rows = select_positions(columns.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
         row_weights = select_positions(weights[:, None].expand_as(mask)[None], mask)[0]
         rows = rows * row_weights.view(-1, *[1] * (rows.ndim - 2))
-        parts.append(rows.flatten(0, 1).unsqueeze(-1))
-    return parts, num_rows, 1
+        weighted_rows.append(rows.flatten(0, 1).unsqueeze(-1))
+    return weighted_rows, num_rows, 1
 
 
 def input_factors(
@@ -104,26 +104,26 @@ def input_factors(
 
     `inputs` are those of all calls, each `[B, ...]`, and `masks` the positions that take part. The
     factor is rows if they are at most half as many as A's and A is wide. With `as_rows` it is rows,
-    however many, which then come in several parts.
+    however many, which then come in several slices.
     """
     masks = _without_padding(layer, block, inputs, masks)
     if block.is_one_hot:
         return [_count_indices(layer, block, inputs, masks)]
-    parts = input_rows(layer, block, inputs, masks)
+    rows_by_slice = input_rows(layer, block, inputs, masks)
     d_in = block.shape[1]
     if as_rows:
-        return map(GramFactor, parts)
+        return map(GramFactor, rows_by_slice)
     num_positions = sum(block.rule.activations(layer, block, x[:1]).shape[1] for x in inputs)
     num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
     if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
-        return [GramFactor(torch.cat(list(parts)))]
+        return [GramFactor(torch.cat(list(rows_by_slice)))]
     if masks is None and block.sharing == "expand" and not block.has_diagonal_A:
         second_moments = block.rule.second_moments(layer, block, inputs)
         if second_moments is not None:
             return second_moments
     weight = layer.get_parameter(block.rule.weight_name)
     A = weight.new_zeros(block.factor_shapes[1])
-    for rows in parts:
+    for rows in rows_by_slice:
         if block.has_diagonal_A:
             A += rows.square().sum(0)
         else:
@@ -163,7 +163,7 @@ def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
 def input_rows(
     layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Iterator[Float[Tensor, "n *groups d_in"]]:
-    """Rows with `rowsᵀ rows = A`, part by part; arguments as `input_factors`."""
+    """Yield rows with `rowsᵀ rows = A`, slice by slice; arguments as for `input_factors`."""
     if block.sharing == "reduce":
         yield _mean_activations(layer, block, inputs, masks)
         return

@@ -66,6 +66,10 @@ class AttentionRule(LayerRule):
             blocks.append(block)
         return blocks
 
+    def has_sequence(self, layer: nn.Module) -> bool:
+        """Whether positions are those of a sequence: the projections' are, not the attention's."""
+        return False
+
     def prepare(self, layer: nn.Module) -> None:
         """Expose the projections of torch's own attention."""
         if type(layer) is nn.MultiheadAttention:

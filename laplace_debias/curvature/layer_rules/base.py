@@ -27,7 +27,7 @@ _SLICE = 2**22
 
 
 class Site(NamedTuple):
-    """Where blocks are measured: at a layer, at a parameter, or at calls that are run once more.
+    """The site of a measurement: a layer, a parameter, or calls that are run once more.
 
     At a parameter the path is its name: operations multiply by it, or add it. At calls, `paths` are
     those of the modules whose calls read one parameter: they are run once more, example by example,
@@ -69,7 +69,7 @@ class Block:
         is_one_hot: Whether activations are unit vectors, given by their index, as an embedding's
             are; then A is diagonal.
         size: The number of parameters in the block.
-        site: Where the block is measured.
+        site: The site where the block is measured.
         groups: The leading dimension of each tensor with an entry per group, `(g,)`; `()` for one
             group.
         is_joint: Whether the bias is the weight matrix's last column.
@@ -359,7 +359,7 @@ class LayerRule:
 
     def has_sequence(self, layer: nn.Module) -> bool:
         """Whether positions of the outputs are those of a sequence, each with its own input."""
-        return False
+        return True
 
     def has_plain_forward(self, layer: nn.Module) -> bool:
         """Whether the forward pass is that of a layer type, not of a subclass."""

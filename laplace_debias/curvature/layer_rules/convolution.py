@@ -71,13 +71,14 @@ class ConvolutionRule(LayerRule):
             rows = _correlated(layer, x, g)
             total = self.output_gradients(layer, block, x, g).sum(-1)
             return torch.cat([rows, total], dim=-1) if block.is_joint else rows
-        parts = []
-        for part in self.slices(layer, block, x):
-            a = self.activations(layer, block, x[part]).movedim(1, 2)  # [b, groups, T, d]
-            columns = self.output_gradients(layer, block, x[part], g[:, part]).squeeze(-2)
+        rows_by_slice = []
+        for examples in self.slices(layer, block, x):
+            sliced_x = x[examples]
+            a = self.activations(layer, block, sliced_x).movedim(1, 2)  # [b, groups, T, d]
+            columns = self.output_gradients(layer, block, sliced_x, g[:, examples]).squeeze(-2)
             products = columns.movedim(0, 2) @ a  # [b, groups, K, d]
-            parts.append(products.movedim(2, 0))
-        return torch.cat(parts, dim=1)
+            rows_by_slice.append(products.movedim(2, 0))
+        return torch.cat(rows_by_slice, dim=1)
 
     def summed_products(
         self, layer: Any, block: Block, x: Tensor, g: Tensor

@@ -52,10 +52,6 @@ class EmbeddingRule(LayerRule):
         layer.sparse = False
         layer.scale_grad_by_freq = False
 
-    def has_sequence(self, layer: nn.Module) -> bool:
-        """Whether positions are those of a sequence: tokens are."""
-        return True
-
 
 class EmbeddingBagRule(GenericRule):
     """An embedding that sums over bags of tokens; its table is measured as any parameter."""

@@ -18,6 +18,10 @@ class GenericRule(LayerRule):
         """No parameter is measured at its layer."""
         return False
 
+    def has_sequence(self, layer: nn.Module) -> bool:
+        """Whether positions are those of a sequence: nothing is known of them."""
+        return False
+
     def parameter_block(self, name: str, path: str, size: int, calls: tuple[str, ...]) -> Block:
         """Make the block of a parameter.
 

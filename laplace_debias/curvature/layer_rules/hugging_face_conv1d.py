@@ -18,7 +18,3 @@ class HuggingFaceConv1DRule(LayerRule):
     ) -> Shaped[Tensor, "d_out d_in"]:
         """Transpose the weight."""
         return weight.T
-
-    def has_sequence(self, layer: nn.Module) -> bool:
-        """Whether positions are those of a sequence: as far as the inputs' are."""
-        return True

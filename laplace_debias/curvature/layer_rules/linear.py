@@ -14,10 +14,6 @@ class LinearRule(LayerRule):
     kind = "linear"
     is_linear = True
 
-    def has_sequence(self, layer: nn.Module) -> bool:
-        """Whether positions are those of a sequence: as far as the inputs' are."""
-        return True
-
     def backpack_derivatives(self, layer: nn.Module) -> str | None:
         """The class with which BackPACK pushes cotangents through the layer."""
         return "linear.LinearDerivatives" if type(layer) is nn.Linear else None

@@ -47,6 +47,10 @@ class NormRule(LayerRule):
             g = g * self.normalise(layer, x)
         return super().jacobian_rows(layer, block, x, g)
 
+    def has_sequence(self, layer: nn.Module) -> bool:
+        """Whether positions are those of a sequence: a normalisation shows nothing new."""
+        return False
+
     def inner_layer(self, layer: nn.Module) -> nn.Module | None:
         """The activation that some normalisations apply in their own forward pass."""
         return next(layer.children(), None)

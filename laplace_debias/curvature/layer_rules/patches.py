@@ -4,8 +4,8 @@
 channel vectors a position for a 3×3 kernel. With stride 1, the product of two offsets depends on
 their displacement alone, up to the border: one product of the image with a shifted copy of itself
 serves every pair of offsets at that displacement, and displacements come in pairs that are each
-other's transposes, so 13 products are enough. What a pair must not count lies in a few rows and
-columns at the border, which are subtracted.
+other's transposes, so 13 products are enough. The products that a pair must not count lie in a
+few rows and columns at the border, which are subtracted.
 
 With stride s an offset sees every s-th pixel, those of one phase. The same then holds of the
 images of two phases: 36 products for a 3×3 kernel with stride 2.
@@ -129,7 +129,10 @@ class _ProductCounts:
 
 @cache
 def _count_products(rows: "_Offsets", columns: "_Offsets") -> _ProductCounts:
-    num_pairs = num_border_products = displaced_pixels = border_pixels = 0
+    num_pairs = 0
+    num_border_products = 0
+    displaced_pixels = 0
+    border_pixels = 0
     phases = list(itertools.product(sorted(set(rows.phases)), sorted(set(columns.phases))))
     for first, second in itertools.combinations_with_replacement(phases, 2):
         row_pairs = rows.pairs(first[0], second[0])
@@ -181,8 +184,8 @@ class _Offsets:
 
     @cached_property
     def _shifts_and_phases(self) -> list[tuple[int, int]]:
-        before = self.margins[0]
-        return [divmod(k * self.dilation - before, self.stride) for k in range(self.size)]
+        first_margin = self.margins[0]
+        return [divmod(k * self.dilation - first_margin, self.stride) for k in range(self.size)]
 
     @cached_property
     def shifts(self) -> list[int]:
@@ -258,10 +261,10 @@ def _write(
     right = columns.between(column_pairs.values())
     # A product at every displacement is the weight gradient of a convolution, of which one image is
     # the input and the other the output gradients.
-    below = image.shape[2] - partner.shape[2]
-    beside = image.shape[3] - partner.shape[3]
+    extra_rows = image.shape[2] - partner.shape[2]
+    extra_columns = image.shape[3] - partner.shape[3]
     products = conv2d_weight(
-        F.pad(partner, (-right[0], right[-1] + beside, -down[0], down[-1] + below)),
+        F.pad(partner, (-right[0], right[-1] + extra_columns, -down[0], down[-1] + extra_rows)),
         (image.shape[1], image.shape[1], len(down), len(right)),
         image,
         dilation=(rows.step, columns.step),

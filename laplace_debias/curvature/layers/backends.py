@@ -4,7 +4,7 @@ BackPACK serves plain sequential networks, the layer tap any forward pass. Block
 pass reaches their layers, and what one needs is freed before the next one.
 
 BackPACK's derivatives push all columns of the loss Hessian's root at once through the linear and
-convolutional layers of a sequential network. What stands around them is of this package:
+convolutional layers of a sequential network. Everything around them is of this package:
 
 - the loss: any `Likelihood` gives the columns, exact or sampled;
 - the factors: BackPACK's convolution factor pairs the *sum* of the gradients over the positions
@@ -54,37 +54,38 @@ def why_not_backpack(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
         if parameter.dtype in NARROW:
             return f"{name} is in half precision, and is computed with in single precision"
-    seen: set[nn.Module] = set()
+    visited: set[nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
-        where = f"{path or 'model'} ({kind.__name__})"
-        if module in seen:
-            return f"{where} stands in the model twice"
-        seen.add(module)
+        title = f"{path or 'model'} ({kind.__name__})"
+        if module in visited:
+            return f"{title} stands in the model twice"
+        visited.add(module)
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not hook.__module__.startswith("backpack"):
-                return f"{where} has forward hooks, which BackPACK does not see"
+                return f"{title} has forward hooks, which BackPACK ignores"
         if layer_rule(module).backpack_derivatives(module) is not None:
-            padding, mode = getattr(module, "padding", 0), getattr(module, "padding_mode", "zeros")
+            padding = getattr(module, "padding", 0)
+            mode = getattr(module, "padding_mode", "zeros")
             if getattr(module, "groups", 1) != 1 or isinstance(padding, str) or mode != "zeros":
-                return f"{where} has padding or groups that BackPACK cannot follow"
+                return f"{title} has padding or groups that BackPACK cannot follow"
         elif kind is not nn.Sequential:
             if module._modules or not kind.__module__.startswith("torch.nn.modules"):
-                return f"{where} has a forward pass of its own"
+                return f"{title} has a forward pass of its own"
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
-                    return f"{where} holds {name} in a layer that BackPACK has no rule for"
+                    return f"{title} holds {name} in a layer that BackPACK has no rule for"
     return None
 
 
 class BackpackTap:
     """A sequential network that BackPACK pushes cotangents through, in the place of a `tap` of it.
 
-    What goes into the layers is kept from a forward pass to the last part of its cotangents.
+    The inputs of the layers are kept from a forward pass to the last part of its cotangents.
     """
 
     def __init__(self, tap: Tap, blocks: Sequence[Block]) -> None:
-        self.tap = tap.at(blocks)
+        self.tap = tap.attach(blocks)
         self._blocks: dict[nn.Module, list[Block]] = {}
         for block in blocks:
             layer = tap.network.get_submodule(block.layer)
@@ -92,7 +93,7 @@ class BackpackTap:
         # `why_not_backpack` lets nothing else pass: they are called in this order.
         modules = tap.network.modules()
         self._chain = [module for module in modules if type(module) is not nn.Sequential]
-        # What goes into a layer is needed behind it; the network is a `shared_copy`.
+        # The input of a layer is needed behind it; the network is a `shared_copy`.
         for module in self._chain:
             module.inplace = False  # type: ignore[assignment]
         self._first = min(map(self._chain.index, self._blocks))
@@ -102,7 +103,8 @@ class BackpackTap:
         """Run the network and keep what goes into its layers; returns outputs `[B, ..., C]`."""
         if not isinstance(x, Tensor):
             raise TypeError(f"A sequential network takes one tensor, got {type(x).__name__}.")
-        passed = self._passed = [x]
+        passed = [x]
+        self._passed = passed
         with torch.no_grad():
             for place, layer in enumerate(self._chain):
                 if layer in self._blocks and len(passed[-1]) != len(x):
@@ -110,7 +112,7 @@ class BackpackTap:
                     raise not_batched(path, passed[-1], len(x))
                 passed.append(layer(passed[-1]))
                 if place < self._first:
-                    # What is before the first block is not kept.
+                    # Inputs before the first block are not kept.
                     del passed[0]
         return as_columns(passed[-1], x.shape[:1])
 
@@ -124,7 +126,8 @@ class BackpackTap:
         columns = columns.view(len(columns), *passed[-1].shape)
         behind = self._chain[self._first :]
         for place in reversed(range(len(behind))):
-            layer, inputs = behind[place], passed[place]
+            layer = behind[place]
+            inputs = passed[place]
             for block in self._blocks.get(layer, ()):
                 yield BlockRecord(block, layer, [inputs], [columns])
             if place > 0:
@@ -136,7 +139,8 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
     derivatives = layer_rule(layer).backpack_derivatives(layer)
     if derivatives is not None:
         # Where BackPACK looks for them; the layer is that of a `shared_copy`.
-        layer.input0, layer.output = x, z
+        layer.input0 = x
+        layer.output = z
         try:
             return _derivatives(derivatives)().jac_t_mat_prod(layer, (), (), gradients)
         finally:
@@ -162,7 +166,7 @@ def choose_backend(
     `"auto"` is BackPACK where it can be trusted, hooks elsewhere.
     """
     if name == "hooks":
-        return Tap.at
+        return Tap.attach
     if name not in ("auto", "backpack"):
         raise ValueError(f"Unknown backend={name!r}: use 'auto', 'backpack' or 'hooks'.")
     obstacle = why_not_backpack(model)
@@ -172,7 +176,7 @@ def choose_backend(
     if obstacle is None:
         return BackpackTap
     if name == "auto":
-        return Tap.at
+        return Tap.attach
     raise NotImplementedError(
         f"BackPACK cannot handle this model: {obstacle}. Use backend='hooks' or 'auto'."
     )

@@ -89,30 +89,32 @@ def curvature_blocks(
 def parameter_order(
     model: nn.Module, names: Sequence[str], blocks: Sequence[Block]
 ) -> Int[Tensor, " parameters"] | None:
-    """Where the blocks' entries lie among the flattened parameters.
+    """Positions of the blocks' entries among the flattened parameters.
 
     Entries come one block after the other, each `[*groups, d_out, d_in]` row-major. None if the two
     orders are the same.
     """
     parameters = list(map(model.get_parameter, names))
     everything = torch.arange(sum(map(Tensor.numel, parameters)))
-    positions, start = {}, 0
+    positions = {}
+    start = 0
     for name, parameter in zip(names, parameters, strict=True):
         positions[name] = everything[start : start + parameter.numel()].view(parameter.shape)
         start += parameter.numel()
-    # Of a large model these are more bytes than its parameters: most blocks' are views of them.
-    order, place = None, 0
+    # For a large model these are more bytes than its parameters: most blocks' are views of them.
+    order = None
+    start = 0
     for block in blocks:
         entries = entries_of(model, block, positions).flatten()
-        of_block = slice(place, place + len(entries))
-        if order is None and entries.data_ptr() != everything[of_block].data_ptr():
+        span = slice(start, start + len(entries))
+        if order is None and entries.data_ptr() != everything[span].data_ptr():
             order = everything.clone()
         if order is not None:
-            order[of_block] = entries
-        place = of_block.stop
+            order[span] = entries
+        start = span.stop
     if order is None:
-        return None if place == len(everything) else everything[:place]
-    return order[:place]
+        return None if start == len(everything) else everything[:start]
+    return order[:start]
 
 
 def entries_of(
@@ -135,13 +137,13 @@ def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
     for path, module in model.named_modules():
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             holder = _callable(model, path)
-            before = owners.get(id(parameter), ())
-            owners[id(parameter)] = before if holder in before else (*before, holder)
+            earlier = owners.get(id(parameter), ())
+            owners[id(parameter)] = earlier if holder in earlier else (*earlier, holder)
     return owners
 
 
-def around(model: nn.Module, paths: Sequence[str]) -> str | None:
-    """The path of the nearest module around all of some; None around the model itself."""
+def enclosing_module(model: nn.Module, paths: Sequence[str]) -> str | None:
+    """Path of the nearest module around all of these; None around the model itself."""
     if len(paths) > 1:
         steps = zip(*(path.split(".") for path in paths), strict=False)
         shared = takewhile(lambda names: len(set(names)) == 1, steps)
@@ -150,8 +152,8 @@ def around(model: nn.Module, paths: Sequence[str]) -> str | None:
 
 
 def _callable(model: nn.Module, path: str) -> str:
-    before, is_inside, _ = f".{path}.".partition(f".{_PARAMETRIZATIONS}.")
-    path = before.strip(".") if is_inside else path
+    outer_path, is_inside, _ = f".{path}.".partition(f".{_PARAMETRIZATIONS}.")
+    path = outer_path.strip(".") if is_inside else path
     while path and type(model.get_submodule(path)).forward is nn.Module.forward:
         path = path.rpartition(".")[0]
     return path

@@ -2,7 +2,7 @@
 
 A class token, a position table, a learned scale, a recurrent layer, a weight that several layers
 share: what a call of a module gives depends on such a parameter in a way that its inputs and output
-gradients alone do not tell. Given both, the call of one example is run once more and
+gradients alone do not determine. Given both, the call of one example is run once more and
 differentiated. The sum over all calls that read the parameter is its Jacobian row.
 """
 
@@ -44,11 +44,11 @@ class ModuleCall:
     dims: Sequence[int | None] = ()
     output_dims: Sequence[int | None] = ()
 
-    def of_examples(self, part: slice) -> list[Any]:
+    def select_examples(self, examples: slice) -> list[Any]:
         """The leaves of its arguments for some examples; copies, which the call may overwrite."""
-        size = part.stop - part.start
+        size = examples.stop - examples.start
         return [
-            leaf if dim is None else leaf.narrow(dim, part.start, size).clone()
+            leaf if dim is None else leaf.narrow(dim, examples.start, size).clone()
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         ]
 
@@ -58,8 +58,8 @@ class ModuleCall:
         with preserve_attributes(self.module.modules()), differentiable(self.module):
             if not self.path:
                 return [call(self.module, arguments, parameters)]
-            found = functional_call(self.module, dict(parameters), *arguments)
-        outputs, _ = pytree.tree_flatten(found)
+            output = functional_call(self.module, dict(parameters), *arguments)
+        outputs, _ = pytree.tree_flatten(output)
         return [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
 
 
@@ -83,38 +83,41 @@ class ReplayedCalls:
         self._calls = calls
         self._names = list(names)
         self._loops = loops
-        self._known: dict[str, Tensor] = {}
+        self._small_rows: dict[str, Tensor] = {}
         self.num_examples = batch
-        self.num_columns = next(len(g) for _, of in calls for g in of if g is not None)
+        gradients = [g for _, call_gradients in calls for g in call_gradients if g is not None]
+        self.num_columns = len(gradients[0])
 
     def rows(self, block: Block) -> Iterator[tuple[slice, Float[Tensor, "columns part size"]]]:
         """Jacobian rows of a block's parameter, with the examples that they belong to."""
         (name,) = block.parameters
         sizes = {n: self._network.get_parameter(n).numel() for n in self._names}
-        everything = slice(0, self.num_examples)
-        per_example = self.num_columns * sum(sizes.values())
-        if per_example * self.num_examples <= _SLICE:
-            if not self._known:
+        all_examples = slice(0, self.num_examples)
+        example_size = self.num_columns * sum(sizes.values())
+        if example_size * self.num_examples <= _SLICE:
+            if not self._small_rows:
                 # Small parameters of one module share what it takes to run it.
-                self._known = self._of_examples(self._names, everything)
-            yield everything, self._known[name]
+                self._small_rows = self._jacobian_rows(self._names, all_examples)
+            yield all_examples, self._small_rows[name]
             return
         step = max(1, _SLICE // (self.num_columns * sizes[name]))
         for start in range(0, self.num_examples, step):
-            part = slice(start, min(start + step, self.num_examples))
-            yield part, self._of_examples([name], part)[name]
+            examples = slice(start, min(start + step, self.num_examples))
+            yield examples, self._jacobian_rows([name], examples)[name]
 
-    def _of_examples(self, names: Sequence[str], part: slice) -> dict[str, Tensor]:
+    def _jacobian_rows(self, names: Sequence[str], examples: slice) -> dict[str, Tensor]:
         """The rows of some parameters for some examples, `[K, b, size]`."""
         total: dict[str, Tensor] = {}
-        for one, gradients in self._calls:
-            inner = {id(p): n for n, p in one.module.named_parameters()}
+        for module_call, gradients in self._calls:
+            inner = {id(p): n for n, p in module_call.module.named_parameters()}
             parameters = {n: self._network.get_parameter(n) for n in names}
             read = {n: inner[id(p)] for n, p in parameters.items() if id(p) in inner}
             values = {read[n]: parameters[n].detach() for n in read}
-            found = self._differentiated(one, values, gradients, part)
-            for name, inside in read.items():
-                rows = found[inside].reshape(*found[inside].shape[:2], -1)
+            jacobians = self._differentiated(module_call, values, gradients, examples)
+            for name, inner_name in read.items():
+                # A parameter may be a single number, without dimensions.
+                J = jacobians[inner_name]
+                rows = J.reshape(*J.shape[:2], -1)
                 total[name] = total[name] + rows if name in total else rows
         return total
 
@@ -123,82 +126,84 @@ class ReplayedCalls:
         call: ModuleCall,
         parameters: Parameters,
         gradients: Sequence[Tensor | None],
-        part: slice,
+        examples: slice,
     ) -> dict[str, Tensor]:
-        size, cotangents = part.stop - part.start, {}
+        size = examples.stop - examples.start
+        cotangents = {}
         for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True)):
             if g is not None and dim is not None:
-                # Each example's as one example's output has it.
-                of_examples = g.narrow(dim + 1, part.start, size).movedim(dim + 1, 1)
-                cotangents[index] = of_examples.unsqueeze(dim + 2)
+                # The shape of each one is that of a single example's output.
+                selected = g.narrow(dim + 1, examples.start, size).movedim(dim + 1, 1)
+                cotangents[index] = selected.unsqueeze(dim + 2)
         if call.path in self._loops:
-            return _one_by_one(call, parameters, cotangents, part)
+            return _one_by_one(call, parameters, cotangents, examples)
         try:
-            return _vectorised(call, parameters, cotangents, part)
-        # Whatever a forward pass raises under `vmap`: a branch on the data, an operation without a
-        # rule. What is wrong with the pass itself is raised by the loop again.
+            return _vectorised(call, parameters, cotangents, examples)
+        # A forward pass may raise anything under `vmap`: for a branch on the data, or an operation
+        # without a rule. The loop raises errors of the pass itself again.
         except Exception as error:
             if is_out_of_memory(error):
                 raise
         self._loops.add(call.path)
-        return _one_by_one(call, parameters, cotangents, part)
+        return _one_by_one(call, parameters, cotangents, examples)
 
 
 def _vectorised(
-    call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
+    call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], examples: slice
 ) -> dict[str, Tensor]:
     """Gradients of some examples, `[K, b, ...]`: run once, and differentiated together.
 
     Every example has parameters of its own. Cotangents are `[K, b, *output of one example]`.
     """
-    size = part.stop - part.start
-    own = {name: value.expand(size, *value.shape) for name, value in parameters.items()}
+    size = examples.stop - examples.start
+    copies = {name: value.expand(size, *value.shape) for name, value in parameters.items()}
 
-    def of_example(values: dict[str, Tensor], leaves: list[Any]) -> dict[int, Tensor]:
-        one = [
+    def run_example(values: dict[str, Tensor], leaves: list[Any]) -> dict[int, Tensor]:
+        batch_of_one = [
             leaf if dim is None else leaf.unsqueeze(dim)
             for leaf, dim in zip(leaves, call.dims, strict=True)
         ]
-        found = call.run(values, one)
-        return {index: found[index] for index in cotangents}
+        outputs = call.run(values, batch_of_one)
+        return {index: outputs[index] for index in cotangents}
 
-    def outputs(values: dict[str, Tensor]) -> dict[int, Tensor]:
-        return torch.func.vmap(of_example, (0, list(call.dims)))(values, call.of_examples(part))
+    def run_examples(values: dict[str, Tensor]) -> dict[int, Tensor]:
+        run = torch.func.vmap(run_example, (0, list(call.dims)))
+        return run(values, call.select_examples(examples))
 
     with quiet():
-        pull_back = torch.func.vjp(outputs, own)[1]
-        (found,) = torch.func.vmap(pull_back)(dict(cotangents))
-    return found
+        pull_back = torch.func.vjp(run_examples, copies)[1]
+        (gradients,) = torch.func.vmap(pull_back)(dict(cotangents))
+    return gradients
 
 
 def _one_by_one(
-    call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], part: slice
+    call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], examples: slice
 ) -> dict[str, Tensor]:
     """Gradients of some examples, `[K, b, ...]`, example by example and column by column."""
     rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
     num_columns = len(next(iter(cotangents.values())))
-    for index in range(part.stop - part.start):
-        start = part.start + index
+    for index in range(examples.stop - examples.start):
+        start = examples.start + index
         values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         with torch.enable_grad():
-            outputs = call.run(values, call.of_examples(slice(start, start + 1)))
+            outputs = call.run(values, call.select_examples(slice(start, start + 1)))
         # An example may go another way, which reads none of the parameters.
         reached = {i: g for i, g in cotangents.items() if outputs[i].requires_grad}
-        of_columns = []
+        gradients_by_column = []
         for column in range(num_columns):
-            found: Sequence[Tensor | None] = [None] * len(values)
+            gradients: Sequence[Tensor | None] = [None] * len(values)
             if reached:
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     [outputs[i] for i in reached],
                     list(values.values()),
                     [g[column, index] for g in reached.values()],
                     retain_graph=column + 1 < num_columns,
                     allow_unused=True,
                 )
-            of_columns.append(found)
+            gradients_by_column.append(gradients)
         for position, (name, value) in enumerate(values.items()):
-            columns = [found[position] for found in of_columns]
+            columns = [gradients[position] for gradients in gradients_by_column]
             rows[name].append(
                 torch.stack([torch.zeros_like(value) if g is None else g for g in columns])
             )
-    return {name: torch.stack(of_examples, 1).detach() for name, of_examples in rows.items()}
+    return {name: torch.stack(examples, 1).detach() for name, examples in rows.items()}

@@ -111,8 +111,8 @@ def _few_coordinates(
     All directions there have one magnitude, so any orthonormal basis of the rows will do.
     """
     assert U is not None
-    along, rest = in_parts(rows, U)
-    return torch.cat([along, _triangular(rest.movedim(1, -2)).movedim(-2, 1)], -1)
+    along, remainder = in_parts(rows, U)
+    return torch.cat([along, _triangular(remainder.movedim(1, -2)).movedim(-2, 1)], -1)
 
 
 def _triangular(
@@ -122,10 +122,12 @@ def _triangular(
     if rows.dtype != torch.float64 and rows.device.type == "cpu":
         # Many times faster than LAPACK's QR on several threads. Scaled, products stay in range.
         scale = rows.float().abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
-        L, info = torch.linalg.cholesky_ex((scaled := rows.float() / scale) @ scaled.mT)
+        scaled = rows.float() / scale
+        L, info = torch.linalg.cholesky_ex(scaled @ scaled.mT)
         if not info.any():
             return L.mul_(scale).to(rows.dtype)
-        products = (wide := rows.double()) @ wide.mT
+        double_rows = rows.double()
+        products = double_rows @ double_rows.mT
         diagonal = products.diagonal(dim1=-2, dim2=-1)
         # Rows may depend on each other, or be zero: what is added is below their rounding.
         diagonal += (diagonal.sum(-1, keepdim=True) * 1e-14).clamp_min(1e-300)
@@ -139,17 +141,17 @@ def joint_jacobians(
     record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
 ) -> Iterator[Rotated]:
     """A block's Jacobian in its eigenbasis, with all examples as one, `[1, b·K, d_out, d_in]`."""
-    parts = list(rotated_jacobians(record, U_G, U_A, apart=False))
-    looked_up = [part.columns for part in parts if part.columns is not None]
+    slices = list(rotated_jacobians(record, U_G, U_A, apart=False))
+    looked_up = [rotated.columns for rotated in slices if rotated.columns is not None]
     columns = torch.cat(looked_up).unique() if looked_up else None
     if columns is not None:
-        # Sorted, so that each part's columns are found among all.
+        # Sorted, so that each rotated's columns are found among all.
         places = [torch.searchsorted(columns, part_columns) for part_columns in looked_up]
-        parts = [
+        slices = [
             Rotated(examples, J.new_zeros(*J.shape[:3], len(columns)).index_add_(3, place, J))
-            for (examples, J, _), place in zip(parts, places, strict=True)
+            for (examples, J, _), place in zip(slices, places, strict=True)
         ]
-    J = parts[0].J if len(parts) == 1 else torch.cat([part.J for part in parts])
+    J = slices[0].J if len(slices) == 1 else torch.cat([rotated.J for rotated in slices])
     yield Rotated(slice(0, 1), J.flatten(0, 1).unsqueeze(0), columns)
 
 

@@ -7,16 +7,16 @@ of a layer's output takes no part if its gradient vanishes for every cotangent t
 - its token is the `padding_idx` of an embedding; or
 - nothing that counts depends on it at all: its gradient vanishes in all layers with as many
   positions. So it is with padding behind a mask of attention, a mask that multiplies, or behind the
-  last position that a causal model looks at. This is asked where the inputs can tell of padding:
-  tokens, masks or lengths, which are integers or bools, or several tensors; of a single tensor of
-  features, where the features of a position are all zero.
+  last position that a causal model looks at. This is looked for if the inputs can show
+  padding: tokens, masks or lengths, which are integers or bools, or several tensors. In a single
+  tensor of features it is a position whose features are all zero.
 
 The first condition alone would not do. The last block of a classifier on its first token has no
 gradient at any other position, and still these are positions of the example.
 
 The gradients are those of one cotangent with generic numbers at all outputs that count, in a pass
 of their own. It does not matter how columns, examples or batches are cut, nor whether an output is
-so certain that its own columns vanish. Where a ReLU is dead, a Tanh saturated, the derivative is
+so certain that its own columns vanish. If a ReLU is dead, or a Tanh saturated, the derivative is
 zero for these numbers and not for the network: `_pass_through` lets the cotangent through.
 The pass is left out where it cannot find anything: every output is one of a position, and counts;
 or the inputs are images or features.
@@ -68,7 +68,8 @@ class PositionFinder:
     ) -> None:
         self._network = network
         self._cotangents = cotangents
-        self._ndim, self._device = outputs.ndim, outputs.device
+        self._ndim = outputs.ndim
+        self._device = outputs.device
         lengths: dict[Block, set[int]] = {}
         for block, call in itertools.product(blocks, layer_calls):
             if call.layer == block.layer and call.z.ndim > 2 and not block.is_exact:
@@ -79,17 +80,17 @@ class PositionFinder:
         # Layers that this example does not call may have positions for others.
         self._blocks = [*lengths, *uncalled]
         # Outputs have the classes behind their positions, or between them and the examples.
-        of_outputs = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
-        of_blocks = set[int]().union(*lengths.values())
-        self._is_pooled = outputs.ndim == 2 or not of_blocks <= of_outputs
+        output_positions = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
+        block_positions = set[int]().union(*lengths.values())
+        self._is_pooled = outputs.ndim == 2 or not block_positions <= output_positions
         self._pass: _Pass | None = None
 
     def find(self, x: Inputs, y: Tensor) -> Mapping[str, Masks]:
         """The positions that take part, of the layers where not all do.
 
-        Whether there may be any is asked where inputs and targets lie. On an accelerator the host
-        waits for the answer, and once more for what the pass has found. They come by the layer's
-        path, for every call that the outputs depend on.
+        Whether there may be any is decided on the device of inputs and targets. On an accelerator
+        the host waits for the answer, and once more for the result of the pass. Masks come by the
+        layer's path, for every call that the outputs depend on.
         """
         if not self._blocks:
             return {}
@@ -107,11 +108,11 @@ class PositionFinder:
         device = self._device
         x = move(x, device, None)
         counted = None if counted is None else counted.to(device, non_blocking=True)
-        found = self._pass.run(x, counted, lengths)
-        if not found:
+        masks_by_layer = self._pass.run(x, counted, lengths)
+        if not masks_by_layer:
             return {}
-        everywhere = [mask.all() for masks in found.values() for mask in masks]
-        return {} if bool(torch.stack(everywhere).all()) else found
+        everywhere = [mask.all() for masks in masks_by_layer.values() for mask in masks]
+        return {} if bool(torch.stack(everywhere).all()) else masks_by_layer
 
 
 def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
@@ -122,7 +123,7 @@ def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
     tensors = tensors_of(x)
     zero_rows = _zero_rows(tensors)
     if zero_rows is not None:
-        # Of images there are none: nothing is waited for.
+        # Images have no such rows: the host need not wait.
         return is_pooled and zero_rows.shape[1] > 0 and bool(zero_rows.any())
     return is_pooled or any(_is_mask(t) and not bool((t == t.flatten()[0]).all()) for t in tensors)
 
@@ -134,7 +135,7 @@ def _is_mask(x: Tensor) -> bool:
 def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"] | None:
     """Positions of a single tensor of features, `[B, T, d]`, that are zero throughout.
 
-    None of other inputs, which can tell of padding: tokens, masks or lengths, or several tensors.
+    None for other inputs, which can show padding: tokens, masks or lengths, or several tensors.
     """
     x = tensors[0]
     if len(tensors) > 1 or not x.is_floating_point():
@@ -153,7 +154,7 @@ class _Pass:
     def __init__(self, network: nn.Module, blocks: Sequence[Block]) -> None:
         self._tap = Tap(network, blocks)
         layers = {block.layer for block in blocks}
-        # What the other layers have in common with these does not depend on which ones are asked.
+        # Other layers are recorded too: the result does not depend on which blocks there are.
         self._others: list[tuple[nn.Module, Tensor, Tensor]] = []
         for path, module in network.named_modules():
             if path not in layers and layer_rule(module).has_sequence(module):
@@ -194,14 +195,14 @@ class _Pass:
         gradients = torch.autograd.grad(
             outputs, [z for *_, z in calls], cotangent, allow_unused=True
         )
-        here = [
+        has_gradient = [
             rule.nonzero_positions(torch.zeros_like(z) if g is None else g)
             for rule, (*_, z), g in zip(rules, calls, gradients, strict=True)
         ]
         # By the number of positions: where some layer has a gradient, and where tokens are padding.
         influence: dict[int, Tensor] = {}
         padding: dict[int, Tensor] = {}
-        for rule, (layer, ids, _), mask in zip(rules, calls, here, strict=True):
+        for rule, (layer, ids, _), mask in zip(rules, calls, has_gradient, strict=True):
             influence[mask.shape[1]] = influence.get(mask.shape[1], torch.zeros_like(mask)) | mask
             is_padding = rule.padding(layer, ids)
             if is_padding is not None:
@@ -210,14 +211,15 @@ class _Pass:
         ignored = None if counted is None else ~counted.flatten(1)
         zero_rows = _zero_rows(tensors_of(x))
 
-        found: dict[str, list[Tensor]] = {}
+        masks_by_layer: dict[str, list[Tensor]] = {}
         for call, rule, (layer, *_), mask, g in zip(
-            layer_calls, rules, calls, here, gradients, strict=False
+            layer_calls, rules, calls, has_gradient, gradients, strict=False
         ):
             if g is None:
                 continue
             # Positions that take no part in this call if their gradient vanishes here.
-            length, idle = mask.shape[1], torch.zeros_like(mask)
+            length = mask.shape[1]
+            idle = torch.zeros_like(mask)
             if ignored is not None:
                 idle |= ignored if ignored.shape[1] == length else ignored.all(1, keepdim=True)
             if length in padding:
@@ -229,8 +231,8 @@ class _Pass:
                     idle |= ~influence[length]
                 elif zero_rows.shape[1] == length:
                     idle |= zero_rows & ~influence[length]
-            found.setdefault(call.layer, []).append(mask | ~idle)
-        return found
+            masks_by_layer.setdefault(call.layer, []).append(mask | ~idle)
+        return masks_by_layer
 
 
 def _pass_through(outputs: Tensor) -> None:
@@ -238,14 +240,14 @@ def _pass_through(outputs: Tensor) -> None:
 
     Each has a number of its own: paths through several of them do not cancel.
     """
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     nodes: list[Any] = [outputs.grad_fn]
     count = 0
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         nodes.extend(following for following, _ in node.next_functions)
         if node.name() in _POINTWISE:
             count += 1

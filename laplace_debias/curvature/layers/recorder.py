@@ -52,15 +52,15 @@ class CallForm:
     copied_outputs: list[int]
 
     @classmethod
-    def of(cls, call: ModuleCall, doubled: ModuleCall, batch: int) -> "CallForm | None":
+    def compare(cls, call: ModuleCall, doubled: ModuleCall, batch: int) -> "CallForm | None":
         """Compare a call for some examples with that for each of them twice; None if unclear."""
         if len(call.leaves) != len(doubled.leaves) or len(call.outputs) != len(doubled.outputs):
             return None
         dims = [_growing(a, b, batch) for a, b in zip(call.leaves, doubled.leaves, strict=True)]
         output_dims: list[int] = []
         copied_outputs: list[int] = []
-        for index, (z, of_doubled) in enumerate(zip(call.outputs, doubled.outputs, strict=True)):
-            dim = _growing(z, of_doubled, batch)
+        for index, (z, doubled_z) in enumerate(zip(call.outputs, doubled.outputs, strict=True)):
+            dim = _growing(z, doubled_z, batch)
             if dim is None:
                 if z.shape[:1] != (1,):
                     return None
@@ -94,7 +94,7 @@ def has_form(shape: torch.Size, own_shape: torch.Size, dim: int | None, batch: i
         return False
     if dim is not None:
         return shape[dim] == batch
-    # What was common to all examples may have become each one's own.
+    # An argument that was common to all examples may have become one for each example.
     sizes = zip(shape, own_shape, strict=True)
     return batch == 1 or not any(size == batch != own_size for size, own_size in sizes)
 
@@ -116,7 +116,7 @@ def _growing(value: Any, doubled: Any, batch: int) -> int | None:
     if value.ndim != doubled.ndim:
         return _NO_DIM
     sizes = list(zip(value.shape, doubled.shape, strict=True))
-    dims = [dim for dim, (size, of_doubled) in enumerate(sizes) if size != of_doubled]
+    dims = [dim for dim, (size, doubled_size) in enumerate(sizes) if size != doubled_size]
     return dims[0] if len(dims) == 1 and sizes[dims[0]] == (batch, 2 * batch) else _NO_DIM
 
 
@@ -139,8 +139,8 @@ class CallRecorder:
         self._network = network
         self.loops: set[str] = set()
         for path in paths:
-            parts = network.get_submodule(path).modules()
-            if any(layer_rule(part).is_recurrent for part in parts):
+            inner_modules = network.get_submodule(path).modules()
+            if any(layer_rule(inner).is_recurrent for inner in inner_modules):
                 self.loops.add(path)
         self._forms: dict[tuple[str, int], list[CallForm]] = {}
         self.calls: RecordedCalls = {}
@@ -153,10 +153,10 @@ class CallRecorder:
         self._open: list[tuple[str, int]] = []
         self._counts = Counter[str]()
         for path in filter(None, self.paths):
-            module, begin = self._network.get_submodule(path), partial(self._begin, path)
-            both = {"prepend": True, "with_kwargs": True}
-            handles.append(module.register_forward_pre_hook(begin, **both))
-            handles.append(module.register_forward_hook(self._end, **both))
+            module = self._network.get_submodule(path)
+            begin = partial(self._begin, path)
+            handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._end, prepend=True, with_kwargs=True))
         return handles
 
     def _begin(
@@ -203,7 +203,7 @@ class CallRecorder:
         for key in calls.keys() & doubled.keys():
             forms = self._forms.setdefault(key, [])
             if not any(form.fits(calls[key], batch) for form in forms):
-                form = CallForm.of(calls[key], doubled[key], batch)
+                form = CallForm.compare(calls[key], doubled[key], batch)
                 if form is not None:
                     forms.append(form)
                     has_more_copies |= bool(form.copied_outputs)
@@ -256,28 +256,28 @@ class OperandRecorder(TorchFunctionMode):
             case "mul" | "multiply" if len(args) == 2 and not named:
                 operands = [args, args[::-1]]
             case "add" if len(args) == 2 and not named:
-                operands = [(of, None) for of in args]
+                operands = [(operand, None) for operand in args]
             case "layer_norm" | "rms_norm" if named.get("weight") is not None:
                 with torch.no_grad():
                     normalised = func(*args[:2], eps=named["eps"])
                 operands = [(named["weight"], normalised), (named.get("bias"), None)]
-        known = [pair for pair in operands if self._is_known(pair[0], output)]
-        return self._recorded(known, output) if known else output
+        parameters = [pair for pair in operands if self._is_parameter(pair[0], output)]
+        return self._recorded(parameters, output) if parameters else output
 
-    def _is_known(self, operand: Any, output: Tensor) -> bool:
+    def _is_parameter(self, operand: Any, output: Tensor) -> bool:
         """Whether an operand is all of a parameter, in its order, and the same for all examples."""
         if not isinstance(operand, Tensor) or not operand.ndim <= output.ndim > 0:
             return False
-        whole = operand if operand._base is None else operand._base
-        is_all = operand.numel() == whole.numel() and operand.is_contiguous()
+        parameter = operand if operand._base is None else operand._base
+        is_all = operand.numel() == parameter.numel() and operand.is_contiguous()
         is_common = operand.ndim < output.ndim or operand.shape[0] == 1
-        return id(whole) in self._names and is_all and is_common
+        return id(parameter) in self._names and is_all and is_common
 
     def _recorded(self, operands: list[tuple[Any, Any]], output: Tensor) -> Tensor:
         like = operands[0][0]
         lead = output.ndim - like.ndim
-        kept = [dim for dim in range(lead, output.ndim) if like.shape[dim - lead] > 1]
-        order = [dim for dim in range(output.ndim) if dim not in kept] + kept
+        parameter_dims = [dim for dim in range(lead, output.ndim) if like.shape[dim - lead] > 1]
+        order = [dim for dim in range(output.ndim) if dim not in parameter_dims] + parameter_dims
 
         def rows(x: Tensor) -> Tensor:
             return x.permute(order).reshape(len(x), -1, like.numel())
@@ -287,9 +287,9 @@ class OperandRecorder(TorchFunctionMode):
         for operand, factor in operands:
             if not isinstance(factor, Tensor):
                 factor = output.new_full((), 1.0 if factor is None else factor)
-            whole = operand if operand._base is None else operand._base
+            parameter = operand if operand._base is None else operand._base
             x = rows(factor.detach().expand(output.shape))
-            self._layer_calls.append(LayerCall(self._names[id(whole)], x, z, x._version))
+            self._layer_calls.append(LayerCall(self._names[id(parameter)], x, z, x._version))
         # The forward pass goes on with a copy, which it may overwrite.
         back = sorted(range(output.ndim), key=order.__getitem__)
         return z.clone().reshape([output.shape[dim] for dim in order]).permute(back)
@@ -317,7 +317,7 @@ class ExampleDims:
     is_known: bool = False
 
     @classmethod
-    def of(
+    def compare(
         cls,
         network: nn.Module,
         batch: int,
@@ -346,4 +346,4 @@ class ExampleDims:
         """Whether an embedding's input has its examples where those before had them."""
         dim = None if path in self.common else 0
         shapes = self.shapes.get(path)
-        return shapes is None or any(has_form(shape, own, dim, batch) for own in shapes)
+        return shapes is None or any(has_form(shape, earlier, dim, batch) for earlier in shapes)

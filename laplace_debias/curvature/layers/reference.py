@@ -60,7 +60,7 @@ class Reference:
     eps: float
 
     @classmethod
-    def of(
+    def compute(
         cls,
         network: nn.Module,
         names: Sequence[str],
@@ -78,8 +78,9 @@ class Reference:
             drawn = _random_cotangent(outputs)
             for example in range(len(drawn)):
                 by_example.append(_gradients(outputs, parameters, _only(drawn, example)))
-        kept: dict[str, Tensor] = {}
-        norms, unused = [], []
+        compared_gradients: dict[str, Tensor] = {}
+        norms = []
+        unused = []
         for name, parameter, *gradients in zip(names, parameters, *by_example, strict=True):
             rows = []
             for gradient in gradients:
@@ -89,10 +90,11 @@ class Reference:
             by_parameter = torch.stack(rows).reshape(len(rows), -1)
             norms.append(by_parameter.norm(dim=1))
             if compared is None or name in compared:
-                kept[name] = by_parameter
+                compared_gradients[name] = by_parameter
             if all(gradient is None for gradient in gradients):
                 unused.append(name)
-        all_norms, eps = torch.stack(norms), coarsest_eps(network)
+        all_norms = torch.stack(norms)
+        eps = coarsest_eps(network)
         are_zero = (all_norms == 0).all(1).tolist()
         without_gradient = [n for n, is_zero in zip(names, are_zero, strict=True) if is_zero]
         # Some gradients are nothing but rounding: that of the keys' bias, which no softmax sees.
@@ -101,7 +103,7 @@ class Reference:
             x=x,
             outputs=outputs.detach(),
             cotangent=drawn,
-            gradients=kept,
+            gradients=compared_gradients,
             unused=unused,
             without_gradient=without_gradient,
             is_partial=bool((all_norms == 0).any()),
@@ -154,10 +156,10 @@ class _Search:
                     self._missing = [name for name in self._missing if name not in covered]
         if numbers:
             examples = [take(x, slice(number, number + 1)) for number in numbers]
-            # Beside examples that may take another way.
+            # Together with examples that may take another way.
             shapes = [[t.shape[1:] for t in tensors_of(inputs)] for inputs in (self._first, x)]
-            beside = self._first if shapes[0] == shapes[1] else take(x, slice(0, 2))
-            self.batches.append(join([beside, *examples]))
+            companions = self._first if shapes[0] == shapes[1] else take(x, slice(0, 2))
+            self.batches.append(join([companions, *examples]))
 
     def _is_gradient(self, gradient: Tensor | None) -> bool:
         return gradient is not None and bool(gradient.to_dense().norm() > self._rounding)
@@ -168,7 +170,7 @@ def find_references(
     names: Sequence[str],
     first: Reference,
     x: Inputs,
-    further: Iterable[Inputs],
+    more_batches: Iterable[Inputs],
 ) -> tuple[list[Reference], list[str]]:
     """Find examples for parameters that the first two examples have no gradient of.
 
@@ -179,7 +181,7 @@ def find_references(
         names: The parameters' names.
         first: The reference of the first two examples.
         x: The first batch.
-        further: Inputs of all batches, which are read as long as some parameter is not used.
+        more_batches: Inputs of all batches, which are read as long as some parameter is not used.
 
     Returns:
         References of further examples, and the parameters that no outputs depend on.
@@ -188,21 +190,25 @@ def find_references(
     search = _Search(network, first)
     if first.is_partial:
         search.read(take(x, slice(0, FIRST_EXAMPLES)))
-        for inputs in _chunks(chain([x], further)):
+        for inputs in _chunks(chain([x], more_batches)):
             if not search.unused:
                 break
             search.read(move(inputs, first.outputs.device, None))
     batches = search.batches
     if ranks.size > 1 and any(ranks.exchange(first.is_partial)):
-        own = [move(inputs, torch.device("cpu"), None) for inputs in (first.x, *batches)]
-        of_ranks = ranks.exchange((own, search.unused))
-        batches = [move(b, first.outputs.device, None) for own, _ in of_ranks for b in own]
-        unused = set[str].intersection(*(set(unused) for _, unused in of_ranks))
+        on_host = [move(inputs, torch.device("cpu"), None) for inputs in (first.x, *batches)]
+        by_rank = ranks.exchange((on_host, search.unused))
+        batches = [
+            move(batch, first.outputs.device, None)
+            for rank_batches, _ in by_rank
+            for batch in rank_batches
+        ]
+        unused = set[str].intersection(*(set(unused) for _, unused in by_rank))
         search.unused = [name for name in names if name in unused]
     references: list[Reference] = []
     missing = set(first.without_gradient)
     for inputs in batches:
-        reference = Reference.of(network, names, inputs, missing)
+        reference = Reference.compute(network, names, inputs, missing)
         missing.intersection_update(reference.without_gradient)
         references.append(reference)
     return references, search.unused

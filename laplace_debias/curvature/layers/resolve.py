@@ -1,11 +1,12 @@
-"""Finds the blocks of a model's parameters by running a few examples.
+"""Find the blocks of a model's parameters by running a few examples.
 
 A layer's class says how its parameters act, and a model may do otherwise: a forward pass of its
 own, a weight that is read from outside of its layer, windows or time steps in the place of the
-examples. So every block is held against automatic differentiation. A parameter whose block does not
-agree is measured at calls of the module that holds it; if these do not tell either, at those of the
-module around it, and so on; the network itself is the last of them. What has no layer, or that of a
-normalisation, is first looked for in operations that multiply by it or add it, entry by entry.
+examples. So every block is compared with automatic differentiation. A parameter whose block does
+not agree is measured at calls of the module that has it. If these do not determine it either, calls
+of the module around it are taken, and so on up to the network itself. A parameter without a layer,
+or of a normalisation, is first looked for in operations that multiply by it or add it, entry by
+entry.
 """
 
 import math
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layer_rules import Block, Site
 from laplace_debias.curvature.layers.blocks import (
     Sharing,
-    around,
     curvature_blocks,
+    enclosing_module,
     owners_of_parameters,
     parameter_order,
 )
@@ -58,51 +59,53 @@ def resolve(
     x: Inputs,
     joint: bool = False,
     sharing: Sharing = "expand",
-    further: Iterable[Inputs] = (),
+    more_batches: Iterable[Inputs] = (),
 ) -> Resolved:
     """The blocks of some parameters, verified.
 
     Two examples of the first batch `x` are run. If some parameter takes no part in the outputs of
-    one of them, as in a mixture of experts, examples that use it are looked for, in `x` and in the
-    `further` batches. The tap is left where the blocks are. A random model, and one that mixes the
+    one of them, as in a mixture of experts, examples that use it are looked for, in `x` and in
+    `more_batches`. The tap is left where the blocks are. A random model, and one that mixes the
     examples of a batch, is refused.
     """
-    network, few = tap.network, take(x, slice(0, 2))
+    network = tap.network
+    few = take(x, slice(0, 2))
     if num_examples(few) == 1:
-        # Of one example no dimension tells that it is that of the examples.
+        # With one example no dimension can be recognised as that of the examples.
         few = join([few, few])
-    one = take(few, slice(0, 1))
+    first_example = take(few, slice(0, 1))
     with torch.no_grad(), preserve_attributes(network.modules()):
-        outputs = call(network, one)
+        outputs = call(network, first_example)
     check_outputs(outputs)
-    reference = Reference.of(network, names, few)
-    check_repeatable(network, one, outputs, reference.outputs[:1])
-    references, unused = find_references(network, names, reference, x, further)
+    reference = Reference.compute(network, names, few)
+    check_repeatable(network, first_example, outputs, reference.outputs[:1])
+    references, unused = find_references(network, names, reference, x, more_batches)
     references.insert(0, reference)
     used = [name for name in names if name not in unused]
     # Two examples may take the same way through a model by chance.
     mixed = take(x, slice(0, FIRST_EXAMPLES)) if reference.is_partial else None
     calls: dict[str, tuple[str, ...]] = {}
-    owners, right = owners_of_parameters(network), set[tuple[str, Site]]()
+    owners = owners_of_parameters(network)
+    verified = set[tuple[str, Site]]()
     for block in curvature_blocks(network, used, joint, sharing):
         if len(block.calls) == 1:
             calls[block.name] = ()
     while True:
         blocks = curvature_blocks(network, used, joint, sharing, calls)
-        wrong = _wrong(tap, blocks, right, references, mixed)
+        wrong = _wrong(tap, blocks, verified, references, mixed)
         if not wrong:
             return Resolved(blocks, calls, unused)
-        right.update((block.name, block.site) for block in blocks if block not in wrong)
+        verified.update((block.name, block.site) for block in blocks if block not in wrong)
         lost: dict[str, Exception] = {}
         for block, error in wrong.items():
-            around_calls = around(network, block.calls) if block.calls else None
+            outer = enclosing_module(network, block.calls) if block.calls else None
             for name in block.parameters:
                 if block.rule.is_entrywise:
                     calls[name] = ()
                 elif not block.calls:
                     calls[name] = owners[id(network.get_parameter(name))]
-                elif around_calls is not None:
-                    calls[name] = (around_calls,)
+                elif outer is not None:
+                    calls[name] = (outer,)
                 else:
                     lost[name] = error
         if lost:
@@ -116,7 +119,7 @@ def resolve(
 def _wrong(
     tap: Tap,
     blocks: Sequence[Block],
-    right: Collection[tuple[str, Site]],
+    verified: Collection[tuple[str, Site]],
     references: Sequence[Reference],
     mixed: Inputs | None,
 ) -> dict[Block, Exception]:
@@ -126,7 +129,7 @@ def _wrong(
     """
     if not blocks:
         return {}
-    tap.at(blocks)
+    tap.attach(blocks)
     faults: dict[Site, Exception] = {}
     if mixed is not None:
         tap.forward(mixed, strict=False)
@@ -143,7 +146,7 @@ def _wrong(
             block
             for block in blocks
             if block.site not in faults
-            and (block.name, block.site) not in right
+            and (block.name, block.site) not in verified
             and reference.gradients.keys() >= set(block.parameters)
         ]
         wrong |= _different(tap, blocks, compared, outputs, reference)
@@ -178,7 +181,7 @@ def _different(
             try:
                 expected = _expected(tap.network, block, reference)
                 deviations[block] = _deviation(record, expected)
-            # What a layer raises that is not what its class says, or a module run by itself.
+            # A layer that is not what its class says may raise anything, as may a replayed module.
             except Exception as error:
                 if is_out_of_memory(error):
                     raise

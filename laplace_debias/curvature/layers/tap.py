@@ -52,26 +52,28 @@ class Tap:
             rule.prepare(module)
         self._modules = list(network.modules())
         self._names: dict[Site, list[str]] = {}
-        self._batch, self._has_graph = 0, True
-        self.at(blocks)
+        self._batch = 0
+        self._has_graph = True
+        self.attach(blocks)
 
-    def at(self, blocks: Iterable[Block]) -> "Tap":
-        """Tap where some blocks are measured: layers, or modules whose calls are run again."""
+    def attach(self, blocks: Iterable[Block]) -> "Tap":
+        """Attach to the sites of blocks: layers, or modules whose calls are run again."""
         names: dict[Site, list[str]] = {}
         self._blocks: dict[Site, list[Block]] = {}
         for block in blocks:
             names.setdefault(block.site, []).extend(block.parameters)
             self._blocks.setdefault(block.site, []).append(block)
-        # What is known of the examples' dimensions stays where the places are the same.
+        # The examples' dimensions stay the same at the same sites.
         if names and names == self._names:
             return self
-        self._names, called = names, dict[str, None]()
+        self._names = names
+        called = dict[str, None]()
         self.layers: dict[Site, nn.Module] = {}
         self._operands: dict[str, Tensor] = {}
         self._needs_dims = False
-        for site, of_site in names.items():
+        for site, parameter_names in names.items():
             path = site.paths[0]
-            if path in of_site:
+            if path in parameter_names:
                 self._operands[path] = self.network.get_parameter(path)
                 path = path.rpartition(".")[0]
             self.layers[site] = self.network.get_submodule(path)
@@ -152,8 +154,9 @@ class Tap:
         for layer_call in self.layer_calls:
             self._targets[id(layer_call.z)] = layer_call.z
             self._sizes.add(len(layer_call.x))
-        for one in self._calls:
-            self._targets.update(zip(map(id, one.outputs), one.outputs, strict=True))
+        for module_call in self._calls:
+            outputs_by_id = zip(map(id, module_call.outputs), module_call.outputs, strict=True)
+            self._targets.update(outputs_by_id)
         total = sum(map(attrgetter("nbytes"), self._targets.values()))
         self.output_bytes = max(1, total // self._batch)
         return outputs
@@ -178,11 +181,13 @@ class Tap:
             output = output.detach().requires_grad_()
         merged = self._dims.merged.get(path, 1)
         is_merged = merged > 1 and len(x) == merged * self._batch
-        given, z = x.detach(), output
+        recorded_x = x.detach()
+        z = output
         if is_merged:
             # Windows or frames that are merged into the examples are positions of them.
-            given, z = (t.unflatten(0, (self._batch, merged)) for t in (given, z))
-        self.layer_calls.append(LayerCall(path, given, z, x._version))
+            recorded_x = recorded_x.unflatten(0, (self._batch, merged))
+            z = z.unflatten(0, (self._batch, merged))
+        self.layer_calls.append(LayerCall(path, recorded_x, z, x._version))
         # The forward pass goes on with a copy, which it may overwrite.
         self._handed_on[path] = (z.flatten(0, 1) if is_merged else z).clone()
         return self._handed_on[path]
@@ -255,7 +260,7 @@ class Tap:
         doubled = take(x, torch.arange(num_examples(x)).repeat_interleave(2))
         self._dims = ExampleDims()
         expected, shapes, calls = self._run_both(x, doubled)
-        self._dims = ExampleDims.of(self.network, num_examples(x), *shapes)
+        self._dims = ExampleDims.compare(self.network, num_examples(x), *shapes)
         if self._dims.common and not self._takes_copies(doubled, expected):
             self._dims = replace(self._dims, common=set(), uncopied=self._dims.common)
         if self._recorder is not None:
@@ -291,7 +296,7 @@ class Tap:
         """Whether outputs stay the same with a copy for each example of what all have in common."""
         try:
             outputs = self._run(x)
-        # Whatever a forward pass raises where it meets a dimension that it does not expect.
+        # A forward pass may raise anything if it meets a dimension that it does not expect.
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -314,15 +319,15 @@ class Tap:
         outputs: Float[Tensor, "batch *outputs"],
         columns: Float[Tensor, "columns batch *outputs"],
         again: bool = False,
-        without: Site | None = None,
+        skipped: Site | None = None,
     ) -> Iterator[BlockRecord]:
         """Push output cotangents back to every tapped layer.
 
         Yields a record for each block, from the last site to the first. Sites that the outputs do
         not depend on are left out: their Jacobian is zero. With `again` the graph is kept for
-        further cotangents.
+        further cotangents. No gradient is computed at a `skipped` site.
         """
-        reached = self._reached(outputs, columns, again, without)
+        reached = self._reached(outputs, columns, again, skipped)
         if not again:
             # The graph is a circle of references, which would keep all of it for long.
             self.forget()
@@ -335,12 +340,12 @@ class Tap:
             del record
 
     def _reached(
-        self, outputs: Tensor, columns: Tensor, again: bool, without: Site | None
+        self, outputs: Tensor, columns: Tensor, again: bool, skipped: Site | None
     ) -> dict[Site, BlockRecord]:
         """For every site that is reached the record of its first block."""
         targets = self._targets.copy()
         for layer_call in self.layer_calls:
-            if Site((layer_call.layer,)) == without:
+            if Site((layer_call.layer,)) == skipped:
                 targets.pop(id(layer_call.z), None)
         gradients = self._gradients(outputs, targets, columns, again)
         inputs: dict[Site, list[Tensor]] = {}
@@ -389,34 +394,34 @@ class Tap:
         """
         if not outputs.requires_grad or not targets:
             return {}
-        parts = list(columns) if self.one_by_one else [columns]
-        found: dict[int, Tensor] = {}
-        if len(parts) > 1:
+        passes = list(columns) if self.one_by_one else [columns]
+        gradients: dict[int, Tensor] = {}
+        if len(passes) > 1:
             # Before the first pass, whose memory would lie between. An example's columns lie one
             # after the other, as products of Jacobians take them.
             for target, z in targets.items():
-                shape = (len(z), len(parts), *z.shape[1:])
-                found[target] = z.new_empty(shape).transpose(0, 1)
-        for index, part in enumerate(parts):
+                shape = (len(z), len(passes), *z.shape[1:])
+                gradients[target] = z.new_empty(shape).transpose(0, 1)
+        for index, cotangents in enumerate(passes):
             with quiet():
-                of_part = torch.autograd.grad(
+                pass_gradients = torch.autograd.grad(
                     outputs,
                     list(targets.values()),
-                    grad_outputs=part,
+                    grad_outputs=cotangents,
                     is_grads_batched=not self.one_by_one,
                     allow_unused=True,
-                    retain_graph=again or index + 1 < len(parts),
+                    retain_graph=again or index + 1 < len(passes),
                 )
-            for target, gradient in zip(targets, of_part, strict=True):
+            for target, gradient in zip(targets, pass_gradients, strict=True):
                 if gradient is None:
-                    found.pop(target, None)
-                elif len(parts) == 1:
-                    found[target] = gradient.unsqueeze(0) if self.one_by_one else gradient
+                    gradients.pop(target, None)
+                elif len(passes) == 1:
+                    gradients[target] = gradient.unsqueeze(0) if self.one_by_one else gradient
                 else:
-                    found[target][index] = gradient
+                    gradients[target][index] = gradient
             # Let go before the next.
-            del of_part, gradient
-        return found
+            del pass_gradients, gradient
+        return gradients
 
 
 def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[RemovableHandle]:

@@ -50,8 +50,8 @@ class BatchReader:
     A batch is a pair `(inputs, targets)`, or a mapping or dataclass with an entry that is called as
     `TARGETS` has it. The rest of such a batch are the inputs: passed by name where the model's
     forward pass takes them by name, and a single one of another name by position. A model is never
-    given the targets, so it computes no loss. Where a Hugging Face model moves the labels of tokens
-    by one position, as causal language models do, so are the targets (see `shifts_labels`). A hook
+    given the targets, so it computes no loss. If a Hugging Face model moves the labels of tokens by
+    one position, as causal language models do, so are the targets (see `shifts_labels`). A hook
     makes `(inputs, targets)` of what the data yields; they are taken as they are.
     """
 
@@ -100,27 +100,29 @@ class BatchReader:
         """
         named = _named(x)
         if named is not None:
-            known = self._parameters()
+            parameters = self._parameters()
             self._add_decoder_inputs(named)
-            rest = {
+            inputs = {
                 key: value
                 for key, value in named.items()
-                if key not in TARGETS or (key != "labels" and key in known)
+                if key not in TARGETS or (key != "labels" and key in parameters)
             }
-            x = self._placed(rest)
+            x = self._placed(inputs)
         return move(x, device, {p.dtype for p in self.model.parameters()})
 
     def _from_names(self, named: dict[str, Any]) -> tuple[Inputs, Any]:
-        found = [key for key in TARGETS if key in named]
-        if len(found) != 1:
-            what = f"several that may be the targets, {found}" if found else "none that is targets"
+        target_keys = [key for key in TARGETS if key in named]
+        if len(target_keys) != 1:
+            reason = "none that is targets"
+            if target_keys:
+                reason = f"several that may be the targets, {target_keys}"
             raise ValueError(
-                f"The batch has the entries {list(named)}, {what}: {USE_A_HOOK}. One entry of "
+                f"The batch has the entries {list(named)}, {reason}: {USE_A_HOOK}. One entry of "
                 f"{', '.join(map(repr, TARGETS))} is taken for the targets."
             )
         batch = dict(named)
         self._add_decoder_inputs(named)
-        targets = named.pop(found[0])
+        targets = named.pop(target_keys[0])
         is_matrix = isinstance(targets, Tensor) and targets.ndim == 2
         is_of_labels = is_matrix and not targets.is_floating_point() and targets.dtype != torch.bool
         # Labels of tokens, [B, T], as some input has them.
@@ -128,7 +130,7 @@ class BatchReader:
             if self._shifts is None:
                 self._shifts = shifts_labels(unwrapped(self.model), named, targets)
             if self._shifts:
-                # Where the outputs that predict them are: each one position earlier.
+                # To the outputs that predict them, each one position earlier.
                 targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
         inputs = self._placed(named)
         if not self._is_independent_of_targets and self._takes(found[0]):
@@ -163,28 +165,28 @@ class BatchReader:
 
     def _placed(self, named: dict[str, Any]) -> Inputs:
         """Inputs by name; a single one that the forward pass does not know by its name as it is."""
-        known = self._parameters()
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-        unknown = [key for key in named if key not in known]
+        parameters = self._parameters()
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        unknown = [key for key in named if key not in parameters]
         if len(named) == 1 and unknown:
             (value,) = named.values()
             return value
         if unknown and not takes_any:
             raise ValueError(
                 f"The model's forward pass has no parameters {unknown}, which are entries of the "
-                f"batch besides the targets; it has {list(known)}. Leave them out of the batch, or "
-                f"{USE_A_HOOK}."
+                f"batch besides the targets; it has {list(parameters)}. Leave them out of the "
+                f"batch, or {USE_A_HOOK}."
             )
         return named
 
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         """The parameters of the forward pass; of the model inside, where PEFT passes all on."""
         model = unwrapped(self.model)
-        known = inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
         base = getattr(model, "get_base_model", None)
-        if base is not None and all(p.kind in _ANY for p in known.values()):
+        if base is not None and all(p.kind in _ANY for p in parameters.values()):
             return inspect.signature(base().forward).parameters
-        return known
+        return parameters
 
 
 _ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -243,38 +245,42 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
     """Whether a Hugging Face model moves labels by one position before it compares them.
 
     Most causal language models do, some of that name do not (those of BART's family), nor do token
-    classifiers and masked language models. So the model is asked: of one example, a single position
-    is labelled, and the gradient of the model's own loss in its logits tells which of them the
-    label belongs to. Labels are `[B, T]`.
+    classifiers and masked language models. So it is tried out: a single position of one example is
+    labelled, and the gradient of the model's own loss in its logits shows which of them the label
+    belongs to. Labels are `[B, T]`.
     """
     # The outermost model of Hugging Face's that computes a loss.
-    for asked in model.modules():
-        names = [f"{kind.__module__}.{kind.__name__}" for kind in type(asked).__mro__]
-        is_one = any(re.fullmatch(r"transformers\..*\.PreTrainedModel", name) for name in names)
-        if is_one and "labels" in inspect.signature(asked.forward).parameters:
+    for candidate in model.modules():
+        names = [f"{kind.__module__}.{kind.__name__}" for kind in type(candidate).__mro__]
+        is_pretrained = any(
+            re.fullmatch(r"transformers\..*\.PreTrainedModel", name) for name in names
+        )
+        if is_pretrained and "labels" in inspect.signature(candidate.forward).parameters:
             break
     else:
         return False
-    twin, last = shared_copy(asked), labels.shape[1] - 1
+    twin = shared_copy(candidate)
+    last = labels.shape[1] - 1
     weights = [
         parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
     ]
-    known = inspect.signature(asked.forward).parameters
-    some = {name: value for name, value in named.items() if name in known}
-    one: Any = take(move(some, weights[0].device, None), slice(0, 1))
+    parameters = inspect.signature(candidate.forward).parameters
+    inputs = {name: value for name, value in named.items() if name in parameters}
+    example: Any = take(move(inputs, weights[0].device, None), slice(0, 1))
     marked = torch.full_like(labels[:1], IGNORED, device=weights[0].device)
     marked[0, last] = 0
     with torch.enable_grad():
-        outputs = twin(**one, labels=marked)
+        outputs = twin(**example, labels=marked)
     is_tuple = isinstance(outputs, tuple)
     loss, logits = outputs[:2] if is_tuple else (outputs.loss, outputs.logits)
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
     if read not in ([last], [last - 1]):
         raise ValueError(
-            f"{type(asked).__name__} takes labels, and of the label of position {last} its loss "
-            f"reads the logits of {read}. Say with batch=, a function from a batch to (inputs, "
-            "targets), which output a label belongs to: the target of a position at that position."
+            f"{type(candidate).__name__} takes labels, and of the label of position {last} its "
+            f"loss reads the logits of {read}. Say with batch=, a function from a batch to "
+            "(inputs, targets), which output a label belongs to: the target of a position at that "
+            "position."
         )
     return read == [last - 1]
 
@@ -372,8 +378,8 @@ class Stream:
         source: The user's batches.
         read: Reads a batch as inputs and targets.
         generator: Determines the order and the augmentation of passes.
-        device: Where inputs are moved; None to leave them.
-        target_device: Where targets are moved; None to leave them.
+        device: The device that inputs are moved to; None to leave them.
+        target_device: The device that targets are moved to; None to leave them.
         progress: The title of a progress bar; None for no bar.
         counts_any: Whether any of a batch's targets contributes to the loss. If it is passed, some
             targets of each pass must.

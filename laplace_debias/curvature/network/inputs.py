@@ -21,7 +21,8 @@ from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.precision import wide
 
 # One tensor [B, ...]; several as a tuple or list, passed on by position; or a mapping, passed on
-# by name, or whole (`OneArgument`). What is not a tensor (None, a flag) belongs to every example.
+# by name, or whole (`OneArgument`). An entry that is no tensor (None, a flag) belongs to every
+# example.
 Inputs = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
@@ -115,7 +116,7 @@ def mixing_error() -> ValueError:
     )
 
 
-# Of all shared settings: it is held for the moment of a change alone.
+# For all shared settings: it is locked only for the moment of a change.
 _SETTINGS = threading.RLock()
 
 
@@ -138,7 +139,8 @@ class SharedSetting:
         with _SETTINGS:
             if self._entered is None:
                 # Another thread may be the one to leave: context variables must not mind.
-                manager, context = self._make(), copy_context()
+                manager = self._make()
+                context = copy_context()
                 context.run(manager.__enter__)
                 self._entered = manager, context
             self._num_holders += 1
@@ -312,12 +314,13 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 
 def num_examples(inputs: Inputs) -> int:
     """B, the leading dimension of every tensor among the inputs."""
-    shapes, sizes = [], set()
+    shapes = []
+    sizes = set()
     for x in tensors_of(inputs):
         if x.is_nested:
             raise TypeError(
                 "Inputs hold a nested tensor, of examples of several shapes: pad them with "
-                "torch.nested.to_padded_tensor(x, 0.0), and tell the model by a mask what is "
+                "torch.nested.to_padded_tensor(x, 0.0), and mark by a mask what is "
                 "padding."
             )
         shapes.append(tuple(x.shape))
@@ -340,16 +343,16 @@ def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
     return with_tensors(inputs, map(itemgetter(examples), tensors_of(inputs)))
 
 
-def join(parts: Sequence[Inputs]) -> Inputs:
+def join(batches: Sequence[Inputs]) -> Inputs:
     """The examples of several inputs in one; what is not a tensor is that of the first."""
-    first = parts[0]
+    first = batches[0]
     if isinstance(first, Tensor):
-        return torch.cat(list(parts))  # type: ignore[arg-type]
-    if any(type(part) is not type(first) or len(part) != len(first) for part in parts):
+        return torch.cat(list(batches))  # type: ignore[arg-type]
+    if any(type(batch) is not type(first) or len(batch) != len(first) for batch in batches):
         raise TypeError("The batches' inputs are of different kinds: pass them all in one form.")
     keys: Any = first if isinstance(first, Mapping) else range(len(first))
     joined = {
-        key: torch.cat([part[key] for part in parts])
+        key: torch.cat([batch[key] for batch in batches])
         if isinstance(first[key], Tensor)
         else first[key]
         for key in keys
@@ -394,11 +397,11 @@ def mark_of(inputs: Inputs, targets: Tensor) -> str:
 
 def with_tensors(inputs: Any, tensors: Iterable[Tensor]) -> Any:
     """The same inputs with other tensors in the places of theirs, in their order."""
-    left = iter(tensors)
+    replacements = iter(tensors)
     if isinstance(inputs, Tensor):
-        return next(left)
+        return next(replacements)
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
-    placed = [next(left) if isinstance(x, Tensor) else x for x in values]
+    placed = [next(replacements) if isinstance(x, Tensor) else x for x in values]
     if isinstance(inputs, Mapping):
         return like(inputs, dict(zip(inputs, placed, strict=True)))
     return tuple(placed)
@@ -411,29 +414,29 @@ def logits_of(outputs: Any) -> Tensor:
     only tensor; the first entry of a tuple or list, or the second where the first is a loss, a
     single number (Hugging Face with `return_dict=False`).
     """
-    found = outputs
+    logits = outputs
     if hasattr(outputs, "logits"):
-        found = outputs.logits
+        logits = outputs.logits
     elif isinstance(outputs, Mapping):
         tensors = tensors_of(outputs)
-        found = outputs.get("logits", tensors[0] if len(tensors) == 1 else None)
+        logits = outputs.get("logits", tensors[0] if len(tensors) == 1 else None)
     elif isinstance(outputs, (tuple, list)) and outputs:
         is_loss = isinstance(outputs[0], Tensor) and outputs[0].ndim == 0 and len(outputs) > 1
-        found = outputs[1] if is_loss else outputs[0]
-    if isinstance(found, Tensor) and (found.is_nested or found.is_complex()):
-        kind = "a nested tensor" if found.is_nested else f"complex ({found.dtype})"
+        logits = outputs[1] if is_loss else outputs[0]
+    if isinstance(logits, Tensor) and (logits.is_nested or logits.is_complex()):
+        kind = "a nested tensor" if logits.is_nested else f"complex ({logits.dtype})"
         raise TypeError(
             f"The model's outputs are {kind}, where real ones of shape [batch, ..., outputs] are "
-            f"needed: wrap it so that it {'pads' if found.is_nested else 'takes view_as_real of'} "
+            f"needed: wrap it so that it {'pads' if logits.is_nested else 'takes view_as_real of'} "
             "them."
         )
-    if not isinstance(found, Tensor):
+    if not isinstance(logits, Tensor):
         raise TypeError(
             f"The model must return a tensor or have `.logits`, got {_description(outputs)}: wrap "
             "it so that it returns a tensor, an object with `.logits`, a dict with the entry "
             "'logits', or a tuple that begins with the logits."
         )
-    return found.to(wide(found.dtype))
+    return logits.to(wide(logits.dtype))
 
 
 def _description(outputs: Any) -> str:
@@ -444,5 +447,5 @@ def _description(outputs: Any) -> str:
     if hasattr(outputs, "logits"):
         return f"a {kind} whose `.logits` is of type {type(outputs.logits).__name__}"
     if isinstance(outputs, (tuple, list)):
-        return f"a {kind} of [{', '.join(type(part).__name__ for part in outputs)}]"
+        return f"a {kind} of [{', '.join(type(entry).__name__ for entry in outputs)}]"
     return kind

@@ -40,17 +40,17 @@ class Faults:
     Example:
         >>> faults = Faults()
         >>> for number, batch in enumerate([torch.zeros(2), torch.ones(2)], start=1):
-        ...     with faults.of_batch(number):
+        ...     with faults.during_batch(number):
         ...         require((batch < 2).all(), lambda: ValueError("too large"))
         >>> faults.read()
     """
 
-    kept: list[tuple[Tensor, Callable[[], Exception], int | None]] = field(default_factory=list)
+    pending: list[tuple[Tensor, Callable[[], Exception], int | None]] = field(default_factory=list)
     number: int | None = None
 
     @contextmanager
-    def of_batch(self, number: int | None) -> Iterator[None]:
-        """Takes what is required within as a batch's: answers are kept, or read if on the CPU."""
+    def during_batch(self, number: int | None) -> Iterator[None]:
+        """Add a batch's number to errors of `require` within; read answers that are on the CPU."""
         token = _CURRENT.set(self)
         self.number = number
         try:
@@ -60,18 +60,19 @@ class Faults:
             raise
         finally:
             _CURRENT.reset(token)
-        if len(self.kept) > _MOST_KEPT:
+        if len(self.pending) > _MOST_KEPT:
             self.read()
 
     def read(self, cause: Exception | None = None) -> None:
         """Read the answers and raise the first of the errors. The host waits for the device."""
-        kept, self.kept = self.kept, []
-        if not kept:
+        pending = self.pending
+        self.pending = []
+        if not pending:
             return
-        answers = torch.stack([answer for answer, *_ in kept]).tolist()
-        for is_right, (_, error, number) in zip(answers, kept, strict=True):
+        answers = torch.stack([answer for answer, *_ in pending]).tolist()
+        for is_right, (_, error, number) in zip(answers, pending, strict=True):
             if not is_right:
-                raise _of_batch(error(), number) from cause
+                raise _with_batch_number(error(), number) from cause
 
 
 def require(is_right: Tensor, error: Callable[[], Exception]) -> None:
@@ -81,37 +82,35 @@ def require(is_right: Tensor, error: Callable[[], Exception]) -> None:
     """
     faults = _CURRENT.get()
     if faults is not None and is_right.device.type != "cpu":
-        faults.kept.append((is_right, error, faults.number))
+        faults.pending.append((is_right, error, faults.number))
     elif not is_right:  # on the CPU nobody waits for it
-        raise _of_batch(error(), None if faults is None else faults.number)
+        raise _with_batch_number(error(), None if faults is None else faults.number)
 
 
-def _of_batch(error: Exception, number: int | None) -> Exception:
+def _with_batch_number(error: Exception, number: int | None) -> Exception:
     if number is None:
         return error
     return type(error)(f"{error} (Batch {number} of the pass over the data.)")
 
 
 def granted(
-    bound: int | None, needed: int, what: str, device: torch.device, remedy: str = ""
+    bound: int | None, needed: int, subject: str, device: torch.device, remedy: str = ""
 ) -> int:
     """The bytes that may be used, at least those `needed`.
 
     A bound of None is 128 MiB, 2 GiB on a GPU, and more where one example needs it, up to 4 GiB.
     """
-    own = MEMORY_BOUND * ROOM[device.type] if bound is None else bound
-    if needed <= own:
-        return own
+    available = MEMORY_BOUND * ROOM[device.type] if bound is None else bound
+    if needed <= available:
+        return available
     if bound is None and needed <= MOST_GRANTED:
         return needed
-    found = (
-        f"more than the {MOST_GRANTED} that are used without being asked for"
-        if bound is None
-        else f"and memory_bound={bound} is too small"
-    )
-    subject = what[:1].upper() + what[1:]
+    reason = f"and memory_bound={bound} is too small"
+    if bound is None:
+        reason = f"more than the {MOST_GRANTED} that are used without being asked for"
+    subject = subject[:1].upper() + subject[1:]
     raise ValueError(
-        f"{subject} takes {needed} bytes, {found}. Pass memory_bound={needed}{remedy}."
+        f"{subject} takes {needed} bytes, {reason}. Pass memory_bound={needed}{remedy}."
     )
 
 
@@ -156,7 +155,7 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
     try:
         with torch.no_grad():
             outputs = call(model, x[:1])
-    # Whatever a forward pass raises.
+    # A forward pass may raise anything.
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -164,10 +163,11 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
     return outputs.ndim > 1 and len(outputs) == 1
 
 
-def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Tensor) -> None:
+def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outputs: Tensor) -> None:
     """Require a network to give the same outputs again, whatever else is in the batch."""
-    largest, has_its_shape = float(outputs.abs().max()), beside.shape == outputs.shape
-    if has_its_shape and torch.allclose(outputs, beside, 1e-3, 1e-5 * largest):
+    largest = float(outputs.abs().max())
+    has_its_shape = batch_outputs.shape == outputs.shape
+    if has_its_shape and torch.allclose(outputs, batch_outputs, 1e-3, 1e-5 * largest):
         return
     with torch.no_grad(), preserve_attributes(network.modules()):
         again = call(network, x)
@@ -180,7 +180,9 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, beside: Ten
     # Other sizes of a batch have other roundings.
     eps = max(coarsest_eps(network), torch.finfo(outputs.dtype).eps)
     tolerance = max(1e-2, 16 * eps)
-    if not (has_its_shape and torch.allclose(outputs, beside, tolerance, tolerance * largest)):
+    if not (
+        has_its_shape and torch.allclose(outputs, batch_outputs, tolerance, tolerance * largest)
+    ):
         raise mixing_error()
 
 
@@ -191,10 +193,10 @@ _ROUNDING = 1e-3
 def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
     """Change a `shared_copy` to give outputs `[B, ..., C]`."""
 
-    def move(_: nn.Module, __: Any, given: Any) -> Tensor:
-        outputs = logits_of(given)
-        is_one = -outputs.ndim <= class_dim < outputs.ndim
-        if not is_one or class_dim % max(outputs.ndim, 1) == 0:
+    def move(_: nn.Module, __: Any, raw_outputs: Any) -> Tensor:
+        outputs = logits_of(raw_outputs)
+        has_dim = -outputs.ndim <= class_dim < outputs.ndim
+        if not has_dim or class_dim % max(outputs.ndim, 1) == 0:
             # How many examples a probe had is none of the user's business.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
