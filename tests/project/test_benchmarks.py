@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import preconditioners, results, timing
+from benchmarks import marginal_likelihood, online, preconditioners, results, timing
 from benchmarks.__main__ import COMPARISONS, main
 from benchmarks.report import FASTEST_PEER, Goal, comparison_table, goals_table, ratio
 from benchmarks.settings import Settings
@@ -204,3 +204,36 @@ def test_the_page_shows_when_a_preconditioner_saves_products(network, saves, cap
 def _counts(row):
     """The numbers of products in a row, without and with the preconditioner in turn."""
     return [int(number) for pair in re.findall(r"(\d+) → (\d+)", row) for number in pair]
+
+
+@pytest.mark.slow
+def test_the_curvature_of_a_training_run_is_compared_with_fits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(online, "RUNS", online.RUNS[:1])
+    monkeypatch.setattr(online, "PRIOR_PRECISIONS", (1.0,))
+    picture = tmp_path / "online.png"
+    network = "two hidden layers of 64"
+    online.main(["--networks", network, "--seeds", "2", "--epochs", "1", "--figure", str(picture)])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    names = [row.split(" | ")[0].removeprefix("| ") for row in rows[1:]]
+    assert names == [*online.FITS, *map(str, online.RUNS)]
+    assert picture.exists()
+
+
+@pytest.mark.slow
+def test_seconds_of_updates_are_measured(capsys):
+    online.main(["--seconds", "--repetitions", "1", "--batch_size", "8"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(rows) == 9
+    for row in rows[1:]:
+        every_step, every_2nd, every_4th = map(float, row.split(" | ")[3:6])
+        assert every_step > every_2nd > every_4th > 1
+
+
+@pytest.mark.slow
+def test_marginal_likelihood_training_is_compared(capsys):
+    marginal_likelihood.main(["--libraries", "laplace-debias", "--seeds", "1"])
+    output = capsys.readouterr().out
+    for problem in marginal_likelihood.PROBLEMS:
+        assert f"{problem}, 1 seeds" in output
+    sigma = float(output.split("| laplace-debias | ")[1].split(" | ")[3].split()[0])
+    assert 0.2 < sigma < 0.4
