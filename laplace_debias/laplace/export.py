@@ -26,14 +26,13 @@ from laplace_debias.curvature.network.inputs import (
 )
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import Link, link_from, required_moments
+from laplace_debias.laplace.onnx_program import Answers, check_onnx, onnx_answers, onnx_model
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.system.files import check_target, written_atomically
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
-
-Answers = dict[str, Tensor]
 
 
 def export(
@@ -46,8 +45,12 @@ def export(
             f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported. Give the "
             "likelihood a method exported(mean, covariance), which returns tensors by name."
         )
-    if path.suffix != ".pt2":
-        raise ValueError(f"{path} ends in {path.suffix or 'no suffix'!r}: name it *.pt2.")
+    if path.suffix not in (".pt2", ".onnx"):
+        raise ValueError(
+            f"{path} ends in {path.suffix or 'no suffix'!r}: name it *.pt2, or *.onnx."
+        )
+    if path.suffix == ".onnx":
+        check_onnx()
     check_target(path)
     with torch.inference_mode(False):
         inputs = fitted.spec.read_batch.inputs(example, fitted.posterior.mean.device)
@@ -64,12 +67,21 @@ def export(
             )
         program = _traced(_Predictive(fitted, inputs, chosen), inputs)
         expected = LinkedFit(fitted, chosen).predictive(inputs, PredictionMethod())
-        _check(program, inputs, expected)
-        buffer = io.BytesIO()
+        names, args, kwargs = _arguments(inputs)
+        with torch.no_grad():
+            answers = program.module()(*args, **kwargs)
+        _check(answers, expected, "torch.export")
         with FORWARD_MODE:
-            torch.export.save(program, buffer)
+            if path.suffix == ".onnx":
+                content = onnx_model(program, list(answers))
+                values_by_name = kwargs or dict(zip(names, args, strict=True))
+                _check(onnx_answers(content, values_by_name), expected, "The ONNX model")
+            else:
+                buffer = io.BytesIO()
+                torch.export.save(program, buffer)
+                content = buffer.getvalue()
     with written_atomically(path, make_folders=False) as temporary:
-        temporary.write_bytes(buffer.getvalue())
+        temporary.write_bytes(content)
 
 
 class _Predictive(nn.Module):
@@ -176,11 +188,8 @@ def _traced(module: _Predictive, example: Inputs) -> torch.export.ExportedProgra
         ) from error
 
 
-def _check(program: torch.export.ExportedProgram, example: Inputs, predicted: Distribution) -> None:
-    """Require that the program gives what `predict` gives."""
-    _, args, kwargs = _arguments(example)
-    with torch.no_grad():
-        answers = program.module()(*args, **kwargs)
+def _check(answers: Answers, predicted: Distribution, source: str) -> None:
+    """Require that a program's answers for the example are those of `predict`."""
     if "probs" in answers:
         expected = {"probs": getattr(predicted, "probs", predicted.mean)}
     else:
@@ -188,11 +197,11 @@ def _check(program: torch.export.ExportedProgram, example: Inputs, predicted: Di
         expected = {name: getattr(predicted, attributes.get(name, name)) for name in answers}
     for name, value in expected.items():
         tolerance = torch.finfo(value.dtype).eps ** 0.5 * max(1.0, float(value.abs().max()))
-        difference = float((answers[name] - value).abs().max())
+        difference = float((answers[name].to(value.device) - value).abs().max())
         if not difference <= tolerance:
             raise RuntimeError(
                 f"The exported {name} of the example differ from those of `predict` by "
-                f"{difference:.3g}: torch.export did not record what the model computes. Nothing "
+                f"{difference:.3g}: {source} did not record what the model computes. Nothing "
                 "was written; look for state that the forward pass changes."
             )
 

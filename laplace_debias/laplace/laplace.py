@@ -911,15 +911,16 @@ class Laplace(Predictor):
         `torch.export.load(path).module()(x)["probs"]` reads and calls it.
 
         Args:
-            path: The file, `.pt2`, in a folder that exists.
+            path: The file, in a folder that exists. Its suffix is `.pt2` for a program that torch
+                runs, or `.onnx` for one that onnxruntime and others run (extra `onnx`).
             example: Inputs as `predict` takes them, one example or more. The program takes inputs
                 of the same sizes, except for the number of examples.
             link: The link; see `predict`.
 
         Raises:
             NotImplementedError: If torch cannot trace the model for any number of examples, for
-                another posterior, for inputs that are not tensors, or for a likelihood of your own
-                class.
+                another posterior, for inputs that are not tensors, for a likelihood of your own
+                class, or if ONNX has no operator for a part of the program.
             ValueError: For another suffix, or an unknown link.
             RuntimeError: If the program returns something else than `predict` for the example.
             OSError: If the file cannot be written. Otherwise this raises what `predict` raises.

@@ -193,6 +193,38 @@ def test_active_learning_begins_alike_and_chooses_other_images(example, tmp_path
     check_pictures("active_learning", tmp_path, printed)
 
 
+@pytest.mark.slow
+def test_a_served_posterior_answers_as_predict_does(example):
+    options = ["--epochs", "3", "--program", "predictive.pt2"]
+    differences, printed = example("serving", options)
+    assert differences["probs"] < 1e-6
+    assert differences["variance"] < 1e-4
+    assert "A wrong request: 400, Send finite images of 64 pixels, got shape [1, 2]." in printed
+
+
+def test_the_endpoint_rejects_what_is_not_a_request_for_images(tmp_path):
+    module = module_of("serving")
+    model = torch.nn.Linear(64, 3)
+    x = torch.randn(30, 64)
+    la = Laplace(model, params="last_layer").fit([(x, torch.arange(30) % 3)])
+    la.export(tmp_path / "p.pt2", x[:2])
+    with module.serving(tmp_path / "p.pt2") as port:
+        status, answer = module.request(port, {"images": x.tolist()})
+        assert status == 200
+        torch.testing.assert_close(torch.tensor(answer["probs"]), la.predict(x).probs)
+        for content, path, status, message in (
+            ({"images": [[1.0] * 63]}, "/predict", 400, "got shape [1, 63]"),
+            ({"images": [[float("nan")] * 64]}, "/predict", 400, "finite images"),
+            ({"pictures": []}, "/predict", 400, "as JSON ('images')"),
+            ([1], "/predict", 400, "as JSON"),
+            ({"images": [["a"] * 64]}, "/predict", 400, "as JSON"),
+            ({"images": x.tolist()}, "/other", 404, "Use /predict"),
+        ):
+            answered, answer = module.request(port, content, path)
+            assert answered == status
+            assert message in answer["error"]
+
+
 def test_batches_of_most_information_are_those_of_all_labellings():
     """The greedy choice, from entropies that are summed over every labelling of a batch."""
 

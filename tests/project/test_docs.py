@@ -81,10 +81,12 @@ def test_the_lines_where_you_work_run(lines, tmp_path, monkeypatch):
         "Laplace": Laplace,
         "X": inputs.numpy(),
         "y": (torch.arange(60) % 3).numpy(),
-        "la": Laplace(user["model"]).fit(user["train_loader"]),
+        "la": Laplace(user["model"], params="last_layer").fit(user["train_loader"]),
         "regression": torch.nn.Linear(4, 1),
         "regression_loader": DataLoader(targets, batch_size=20),
     }
+    if "onnxruntime" in lines:
+        names["onnxruntime"] = pytest.importorskip("onnxruntime")
     if "trainer" in lines:
         names["trainer"] = trainer_of_a_user(tmp_path)
     assert len(lines.splitlines()) == 2
