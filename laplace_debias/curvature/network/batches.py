@@ -133,8 +133,8 @@ class BatchReader:
                 # To the outputs that predict them, each one position earlier.
                 targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
         inputs = self._placed(named)
-        if not self._is_independent_of_targets and self._takes(found[0]):
-            check_outputs_without_targets(unwrapped(self.model), batch, inputs, found[0])
+        if not self._is_independent_of_targets and self._takes(target_keys[0]):
+            check_outputs_without_targets(unwrapped(self.model), batch, inputs, target_keys[0])
             self._is_independent_of_targets = True
         return inputs, targets
 
