@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from laplace_debias.commands.network import check_output, not_for, print_notes, save
 from laplace_debias.curvature.structures import CurvatureName
-from laplace_debias.laplace.mode_names import ModeName
+from laplace_debias.laplace.mode_names import MODES, ModeName
 from laplace_debias.sources.settings import SourceSettings
 
 if TYPE_CHECKING:
@@ -79,9 +79,10 @@ class Settings(SourceSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.folds is not None and self.mode != "crossfit":
+        if self.folds is not None and not MODES[self.mode].takes_folds:
+            names = " and ".join(name for name, scheme in MODES.items() if scheme.takes_folds)
             raise ValueError(
-                f"folds is {self.folds} with mode={self.mode}; it belongs to mode=crossfit"
+                f"folds is {self.folds} with mode={self.mode}; it belongs to mode={names}"
             )
 
     def without_effect(self) -> dict[str, str]:
