@@ -18,8 +18,10 @@ from benchmarks import results
 from benchmarks.report import comparison_table, goals_table
 from benchmarks.settings import Settings
 
-# A comparison is a module with TITLE, UNIT, REFERENCES, GOALS and `compare(settings)`.
+# A comparison is a module with TITLE, UNIT, REFERENCES, GOALS and `compare(settings)`. It may have
+# `tables(rows)`, its own form of the results, and NETWORK, its networks in words.
 COMPARISONS = (
+    "common",
     "kfac_monte_carlo",
     "kfac_exact",
     "eigendecompositions",
@@ -137,7 +139,10 @@ def _page(folder: Path) -> str | None:
         rounds = max((len(row.seconds) for row in result.rows), default=0)
         parts.append(f"## {module.TITLE}")
         parts.append(f"{inspect.getdoc(module.compare)} {rounds} rounds.")
-        parts.append(comparison_table(result.rows, module.UNIT, module.REFERENCES))
+        if hasattr(module, "tables"):
+            parts.append(module.tables(result.rows))
+        else:
+            parts.append(comparison_table(result.rows, module.UNIT, module.REFERENCES))
     return "\n\n".join(parts) + "\n"
 
 

@@ -23,9 +23,16 @@ def compare_factors(settings: Settings, fisher: str) -> list[Row]:
         Contender(
             "ours, hooks, float64 sums", ours.factors(settings, fisher, "hooks", torch.float64)
         ),
+        *peer_contenders(settings, fisher),
+    ]
+    return measure(contenders, settings, settings.batch, _WARM_UP)
+
+
+def peer_contenders(settings: Settings, fisher: str) -> list[Contender]:
+    """The factors of every other library; arguments as `compare_factors` takes them."""
+    return [
         Contender("BackPACK", peers.backpack_factors(settings, fisher), is_peer=True),
         Contender("curvlinops", peers.curvlinops_factors(settings, fisher), is_peer=True),
         Contender("laplace-torch", peers.laplace_torch_factors(settings, fisher), is_peer=True),
         Contender("nngeometry", peers.nngeometry_factors(settings, fisher), is_peer=True),
     ]
-    return measure(contenders, settings, settings.batch, _WARM_UP)

@@ -34,10 +34,10 @@ class Result:
     quick: bool = False
 
 
-def measured(settings: Settings, rows: list[Row]) -> Result:
+def measured(settings: Settings, network: str, rows: list[Row]) -> Result:
     """A result of this process."""
     versions = versions_of(("torch", *PACKAGES))
-    return Result(settings.network, machine_of(settings), versions, rows, settings.quick)
+    return Result(network, machine_of(settings), versions, rows, settings.quick)
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:

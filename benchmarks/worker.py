@@ -29,7 +29,8 @@ def main(name: str, settings_json: str, path: str) -> None:
         most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 9 // 10
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     module = importlib.import_module(f"benchmarks.{name}")
-    results.write(Path(path), results.measured(settings, module.compare(settings)))
+    network = getattr(module, "NETWORK", settings.network)
+    results.write(Path(path), results.measured(settings, network, module.compare(settings)))
 
 
 if __name__ == "__main__":
