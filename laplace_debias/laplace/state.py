@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprints import ChangeDetector
+from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.unwrapping import plain_names
 from laplace_debias.curvature.network.validation import check_no_autocast
@@ -22,6 +24,7 @@ from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.prior import Prior, check_prior_precision
+from laplace_debias.laplace.tapped_copies import TappedCopies
 from laplace_debias.system.checks import real
 
 
@@ -74,6 +77,7 @@ class FittedPosterior:
             many numbers the targets of the N examples hold.
         link: How logits become probabilities; None for the default.
         change_detector: Detects changes of the tensors that are not Bayesian.
+        tapped_copies: Working copies of the model that predictions use.
         report: How far a fit of `mode="auto"` is from that of all the data.
         thinned_at: The prior precision of each block from which on the error that `thin` reported
             holds; None for a posterior with all its directions.
@@ -89,6 +93,7 @@ class FittedPosterior:
     num_targets: float | None = None
     link: Link | None = None
     change_detector: ChangeDetector = field(default_factory=ChangeDetector, repr=False)
+    tapped_copies: TappedCopies = field(default_factory=TappedCopies, repr=False)
     report: FitReport | None = None
     thinned_at: tuple[float, ...] | None = None
 
@@ -132,13 +137,21 @@ class FittedPosterior:
         mean, names = self.posterior.mean, self.parameters.names
         check_no_autocast(mean.device)
         plain = self.spec.plain_model
-        present = self.parameters.flattened(plain)
-        if present.device != mean.device or present.dtype != mean.dtype:
-            raise RuntimeError(
-                f"The model has moved to {present.device}, {present.dtype} since the fit on "
-                f"{mean.device}, {mean.dtype}: move it back or fit again."
-            )
-        if not torch.equal(present, mean):
+        parameters = [plain.get_parameter(name).detach() for name in names]
+        dtypes = {wide(parameter.dtype) for parameter in parameters}
+        dtype = reduce(torch.promote_types, dtypes)
+        for parameter in parameters:
+            if parameter.device != mean.device or dtype != mean.dtype:
+                raise RuntimeError(
+                    f"The model has moved to {parameter.device}, {dtype} since the fit on "
+                    f"{mean.device}, {mean.dtype}: move it back or fit again."
+                )
+        sizes = [parameter.numel() for parameter in parameters]
+        has_changed = sum(sizes) != len(mean)
+        if not has_changed:
+            for parameter, values in zip(parameters, mean.split(sizes), strict=True):
+                has_changed |= not torch.equal(parameter.flatten().to(dtype), values)
+        if has_changed:
             raise RuntimeError(
                 "The model's parameters have changed since the fit, so the posterior does "
                 "not describe them: fit again."

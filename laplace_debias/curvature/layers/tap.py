@@ -99,6 +99,16 @@ class Tap:
         if self._recorder is not None:
             self._recorder.calls = {}
 
+    @property
+    def learns_dims(self) -> bool:
+        """Whether the first inputs show which dimensions of the layers' inputs have examples."""
+        return self._needs_dims
+
+    def start_anew(self) -> None:
+        """Let go of the last `forward`'s uses, and of which sites some pass has not called."""
+        self.forget()
+        self.conditional.clear()
+
     def forward(self, x: Inputs, graph: bool = True, strict: bool = True) -> Tensor:
         """Run the network and record the calls of the tapped layers.
 

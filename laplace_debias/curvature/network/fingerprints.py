@@ -35,10 +35,14 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     These are the tensors of `state_dict`, which quantised layers change when it is called.
     """
-    yield from model.named_parameters(remove_duplicate=False)
-    for path, module in model.named_modules(remove_duplicate=False):
-        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if key not in module._non_persistent_buffers_set:
+    modules = list(model.named_modules(remove_duplicate=False))
+    for path, module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{key}".lstrip("."), parameter
+    for path, module in modules:
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"{path}.{key}".lstrip("."), buffer
 
 
@@ -58,8 +62,38 @@ def sum_of_bits(tensor: Tensor) -> int:
 
 # How many entries of a tensor are compared; up to twice as many.
 _SAMPLE_SIZE = 1024
-# A tensor's storage and how often torch has changed it; and a sample of its entries.
-_Trace = tuple[tuple[Any, ...], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class _Trace:
+    """A tensor's storage and how often torch has changed it, and a sample of its entries.
+
+    Attributes:
+        place: The address, version, dtype, shape and strides.
+        entries: The sampled entries in the tensor's storage, as integers; None if they are not a
+            view of it.
+        sample: Their values at the time of the trace.
+    """
+
+    place: tuple[Any, ...]
+    entries: Tensor | None
+    sample: Tensor
+
+    @classmethod
+    def of_values(cls, values: Tensor) -> "_Trace":
+        """Take a trace of a tensor."""
+        entries = _sampled_entries(values)
+        sample = entries.clone()
+        is_view = entries.data_ptr() == values.data_ptr()
+        return cls(_place(values), entries if is_view else None, sample)
+
+    def is_current(self, values: Tensor) -> bool:
+        """Whether the tensor has not changed since."""
+        if _place(values) != self.place:
+            return False
+        # Writing through `.data` leaves the version as it is.
+        entries = _sampled_entries(values) if self.entries is None else self.entries
+        return self.sample.equal(entries)
 
 
 @dataclass
@@ -84,26 +118,28 @@ class ChangeDetector:
                 continue
             if missing.pop(name, None) is None:
                 return [name]
-            traces = [_trace(values) for values in plain_parts(tensor)]
-            if _are_equal(traces, self.traces.get(name)):
+            parts = list(plain_parts(tensor))
+            if _are_current(self.traces.get(name), parts):
                 continue
+            traces = [_Trace.of_values(values) for values in parts]
             if sum_of_bits(tensor) != sums[name]:
                 return [name]
-            self.traces[name] = [(place, sample.clone()) for place, sample in traces]
+            self.traces[name] = traces
         return list(missing)
 
 
-def _trace(values: Tensor) -> _Trace:
+def _place(values: Tensor) -> tuple[Any, ...]:
     version = None if values.is_inference() else values._version
-    place = values.data_ptr(), version, values.dtype, tuple(values.shape), values.stride()
-    sample = values.flatten()[:: max(1, values.numel() // _SAMPLE_SIZE)].contiguous()
-    return place, sample.view(_INTEGERS.get(values.element_size(), torch.int64))
+    return values.data_ptr(), version, values.dtype, values.shape, values.stride()
 
 
-def _are_equal(traces: list[_Trace], earlier: list[_Trace] | None) -> bool:
-    if earlier is None or len(earlier) != len(traces):
+def _sampled_entries(values: Tensor) -> Tensor:
+    """Take some of the entries at equal distances, as integers."""
+    entries = values.detach().flatten()[:: max(1, values.numel() // _SAMPLE_SIZE)]
+    return entries.view(_INTEGERS.get(values.element_size(), torch.int64))
+
+
+def _are_current(traces: list[_Trace] | None, parts: list[Tensor]) -> bool:
+    if traces is None or len(traces) != len(parts):
         return False
-    return all(
-        place == place_before and sample.equal(sample_before)
-        for (place, sample), (place_before, sample_before) in zip(traces, earlier, strict=True)
-    )
+    return all(trace.is_current(values) for trace, values in zip(traces, parts, strict=True))

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import (
     ChosenPositions,
     Positions,
@@ -31,12 +32,14 @@ class PredictionContext:
         positions: The positions; None for all.
         head: Path of the linear layer that is only applied at the chosen positions; None if the
             positions are chosen from all outputs.
+        tap: The tap on the network, if there is one already.
     """
 
     network: nn.Module
     x: Inputs
     positions: ChosenPositions | None = None
     head: str | None = None
+    tap: Tap | None = None
 
     def output_indices(self, outputs: OutputChoice) -> Int[Tensor, "batch k"]:
         """Compute indices of requested outputs among an example's flattened ones.
@@ -94,6 +97,7 @@ def prediction_context(
     x: Inputs | Record,
     positions: Positions | None = None,
     restricts_head: Callable[[str], bool] = lambda path: False,
+    is_tapped: bool = False,
 ) -> Iterator[PredictionContext]:
     """Prepare the network and the inputs; an error within is explained if x has no batch dimension.
 
@@ -103,9 +107,19 @@ def prediction_context(
         positions: The positions; None for all.
         restricts_head: Whether the linear layer at a path may be applied only at the chosen
             positions, if the outputs are its own. Layers that are measured one by one may not.
+        is_tapped: Whether to use a working copy with a tap that is kept between predictions, for
+            all positions.
     """
     with torch.inference_mode(False):
         x = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
+        if is_tapped and positions is None:
+            with fitted.tapped_copies.borrow(fitted.spec, fitted.parameters) as tap:
+                try:
+                    yield PredictionContext(tap.network, x, tap=tap)
+                except Exception as error:
+                    explain_unbatched(error, tap.network, x)
+                    raise
+            return
         network = fitted.network()
         try:
             if positions is None:

@@ -79,7 +79,7 @@ def moments(
     deltas = prior_precisions.reshape(len(prior_precisions), -1).to(posterior.mean)
     deltas = deltas.expand(-1, len(parameters.block_names))
     restricts_head = partial(acts_through_head, parameters.blocks, posterior)
-    with prediction_context(fitted, x, positions, restricts_head) as context:
+    with prediction_context(fitted, x, positions, restricts_head, is_tapped=True) as context:
         indices = None if outputs is None else context.output_indices(outputs)
         request = CovarianceRequest(diagonal, indices, fitted.config.memory_bound, differences)
         accumulator = accumulator_of(posterior)(parameters.blocks, posterior, deltas, diagonal)
@@ -118,7 +118,7 @@ def _moments_in_chunks(
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     """Compute the moments of as many examples at a time as fit into the memory bound."""
     # The blocks are the parameters' also where the posterior has a single block for all.
-    tap = Tap(context.network, accumulator.blocks)
+    tap = context.tap or Tap(context.network, accumulator.blocks)
     method: _Differentiation = _OfOutputs(tap, accumulator, request)
     if context.head is not None:
         assert isinstance(accumulator, BlockMoments)

@@ -1,0 +1,245 @@
+"""Predictions keep their working copy of the model, and notice every change of the modules."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.laplace import model_spec
+
+
+class Scaled(nn.Module):
+    """A network whose forward pass depends on attributes and on a buffer that no file holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.activation = nn.Tanh()
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 3)
+        self.scale = 1.0
+        self.shifts = [0.0, [1.0]]
+        self.register_buffer("offset", torch.zeros(6), persistent=False)
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        hidden = self.norm(self.activation(self.first(x))) * self.scale + self.offset
+        return self.head(hidden + self.shifts[0] + self.shifts[1][0])
+
+
+class WithOptions(Scaled):
+    """A network that also depends on an object, whose changes leave no trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.options = SimpleNamespace(factor=1.0)
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        return super().forward(x * self.options.factor)
+
+
+def fitted(kind=Scaled, params="all"):
+    torch.manual_seed(0)
+    model = kind().double().eval()
+    x = torch.randn(20, 4, dtype=torch.float64)
+    la = Laplace(model, params=params).fit_batches([(x, torch.randint(3, (20,)))], num_data=20)
+    return la, x
+
+
+@pytest.fixture
+def num_copies(monkeypatch):
+    """How often a model has been copied."""
+    calls = []
+    copy_model = model_spec.shared_copy
+
+    def counted(model):
+        calls.append(model)
+        return copy_model(model)
+
+    monkeypatch.setattr(model_spec, "shared_copy", counted)
+    return lambda: len(calls)
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_the_model_is_copied_once_for_several_predictions(params, num_copies):
+    la, x = fitted(params=params)
+    first = la.predict(x).probs
+    before = num_copies()
+    for size in (20, 1, 7):
+        assert torch.equal(la.predict(x[:size]).probs, la.predict(x[:size]).probs)
+    la.prior_precision = 3.0
+    changed = la.predict(x).probs
+    assert num_copies() == before
+    assert not torch.equal(first, changed)
+
+
+def scale(model):
+    model.scale = 2.0
+
+
+def integer_scale(model):
+    model.scale = 2
+
+
+def element(model):
+    model.shifts[0] = 0.5
+
+
+def inner_element(model):
+    model.shifts[1][0] = 0.5
+
+
+def buffer_in_place(model):
+    model.offset.add_(1)
+
+
+def buffer_through_data(model):
+    model.offset.data.add_(1)
+
+
+def buffer_assigned(model):
+    model.offset = torch.ones_like(model.offset)
+
+
+def hook(model):
+    model.activation.register_forward_hook(lambda module, x, y: 2 * y)
+
+
+def pre_hook(model):
+    model.head.register_forward_pre_hook(lambda module, x: (2 * x[0],))
+
+
+def submodule(model):
+    model.activation = nn.Sigmoid()
+
+
+def method(model):
+    model.activation.forward = torch.sigmoid
+
+
+def class_of_module(model):
+    model.activation.__class__ = nn.Sigmoid
+
+
+def epsilon(model):
+    model.norm.eps = 1.0
+
+
+CHANGES = [
+    scale,
+    integer_scale,
+    element,
+    inner_element,
+    buffer_in_place,
+    buffer_through_data,
+    buffer_assigned,
+    hook,
+    pre_hook,
+    submodule,
+    method,
+    class_of_module,
+    epsilon,
+]
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_modules_is_noticed(change, params):
+    """A copy of the object has no working copy yet, and predicts with the model as it is now."""
+    la, x = fitted(params=params)
+    before = [la.predict(x).probs for _ in range(2)][-1]
+    change(la.model)
+    expected = copy.deepcopy(la).predict(x).probs
+    assert torch.equal(la.predict(x).probs, expected)
+    assert not torch.allclose(expected, before)
+
+
+def test_a_change_within_an_object_is_noticed():
+    la, x = fitted(WithOptions)
+    before = [la.predict(x).probs for _ in range(2)][-1]
+    la.model.options.factor = 2.0
+    expected = copy.deepcopy(la).predict(x).probs
+    assert torch.equal(la.predict(x).probs, expected)
+    assert not torch.allclose(expected, before)
+
+
+def same_values_elsewhere(model):
+    model.first.weight.data = model.first.weight.data.clone()
+
+
+def new_parameter(model):
+    model.first.weight = nn.Parameter(model.first.weight.detach().clone())
+
+
+def training_and_back(model):
+    model.train()
+    model.eval()
+
+
+def reloaded(model):
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+@pytest.mark.parametrize(
+    "change", [same_values_elsewhere, new_parameter, training_and_back, reloaded]
+)
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_equal_values_elsewhere_give_the_same_prediction_and_later_changes_raise(change, params):
+    la, x = fitted(params=params)
+    before = [la.predict(x).probs for _ in range(2)][-1]
+    change(la.model)
+    assert torch.equal(la.predict(x).probs, before)
+    with torch.no_grad():
+        la.model.first.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la.predict(x)
+
+
+class Counting(Scaled):
+    """A forward pass that counts its calls in an attribute and a buffer, once `counts` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = False
+        self.num_calls = [[0]]
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        outputs = super().forward(x)
+        if not self.counts:
+            return outputs
+        outputs = outputs * (1 + self.calls) + self.num_calls[0][0] * x[:, :3]
+        self.calls += 1
+        self.num_calls[0][0] += 1
+        return outputs
+
+
+def test_a_prediction_does_not_depend_on_the_ones_before():
+    la, x = fitted(Counting)
+    la.model.counts = True
+    predictions = [la.predict(x).probs for _ in range(3)]
+    assert all(torch.equal(predictions[0], prediction) for prediction in predictions)
+    assert la.model.num_calls == [[0]]
+    assert float(la.model.calls) == 0
+
+
+def test_an_error_within_a_pass_leaves_nothing_behind():
+    la, x = fitted()
+    before = [la.predict(x).probs for _ in range(2)][-1]
+    with pytest.raises(ValueError, match="NaN"):
+        la.predict(torch.full_like(x, torch.nan))
+    assert torch.equal(la.predict(x).probs, before)
+
+
+def test_copies_and_pickles_keep_no_working_copy():
+    la, x = fitted()
+    expected = la.predict(x).probs
+    for other in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
+        assert not other._state.tapped_copies._idle
+        assert torch.equal(other.predict(x).probs, expected)
