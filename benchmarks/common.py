@@ -180,7 +180,7 @@ def _forward(settings: Settings, x: Tensor) -> Run:
 
 
 def _our_prediction(settings: Settings, params: str, x: Tensor) -> Run:
-    la = Laplace(settings.model(), params=params).fit(_fit_loader(settings, _BATCH))
+    la: Any = Laplace(settings.model(), params=params).fit(_fit_loader(settings, _BATCH))
     return _repeated(lambda: la.predict(x).probs)
 
 
