@@ -72,7 +72,7 @@ class TappedCopies:
             if model_snapshot is not None and copy_snapshot is not None:
                 copy = _TappedCopy(tap, model_snapshot, copy_snapshot)
         else:
-            tap = copy.tap.at(parameters.blocks)
+            tap = copy.tap.attach(parameters.blocks)
         yield tap
         # An exception drops the copy, whose state may be anything.
         tap.start_anew()
