@@ -6,7 +6,8 @@ for the closed form; the temperature divides the logits wherever they become pro
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -26,6 +27,9 @@ MOST_CLASSES = 100
 NUM_DRAWS = 128
 """Sobol points of the `"exact"` link."""
 
+# Pairs of classes that are computed together, by device type.
+_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**15)
+
 Logits = Float[Tensor, "*batch classes"]
 Covariance = Float[Tensor, "*batch classes classes"]
 
@@ -41,14 +45,37 @@ def pairwise(mean: Logits, covariance: Covariance) -> Logits:
     Reference: Lu, Ie & Sha (2020), "Mean-field approximation to Gaussian-softmax integral with
     application to uncertainty estimation".
     """
-    # In double precision: a large common variance leaves the differences their digits.
-    mu = mean.double()
-    sigma = covariance.double()
-    variances = sigma.diagonal(dim1=-2, dim2=-1)
-    difference_variances = variances.unsqueeze(-1) + variances.unsqueeze(-2) - sigma - sigma.mT
-    difference_variances = difference_variances.clamp_min(0)
-    scale = (1 + math.pi / 8 * difference_variances).rsqrt()
-    return -torch.logsumexp((mu.unsqueeze(-2) - mu.unsqueeze(-1)) * scale, -1).to(mean.dtype)
+    return tempered_pairwise(mean, covariance, [1.0])[0]
+
+
+def tempered_pairwise(
+    mean: Logits, covariance: Covariance, temperatures: Sequence[float]
+) -> Float[Tensor, "temperatures *batch classes"]:
+    r"""Compute `pairwise` of the logits divided by each temperature T.
+
+    All temperatures share the differences of the means and their variances, since
+    $(\mu_k - \mu_i) / T / \sqrt{1 + \tfrac\pi8 s_{ki} / T^2} =
+    (\mu_k - \mu_i) / \sqrt{T^2 + \tfrac\pi8 s_{ki}}$.
+    """
+    num_classes = mean.shape[-1]
+    means = mean.reshape(-1, num_classes)
+    covariances = covariance.reshape(-1, num_classes, num_classes)
+    logits = mean.new_empty(len(temperatures), *means.shape)
+    # A few examples at a time, so that their pairs of classes stay in the processor's cache.
+    num_examples = max(1, _PAIRS_AT_ONCE[mean.device.type] // num_classes**2)
+    for start in range(0, len(means), num_examples):
+        examples = slice(start, start + num_examples)
+        # In double precision: a large common variance leaves the differences their digits.
+        mu = means[examples].double()
+        sigma = covariances[examples].double()
+        variances = sigma.diagonal(dim1=-2, dim2=-1)
+        scaled_variances = variances.unsqueeze(-1) + variances.unsqueeze(-2) - sigma - sigma.mT
+        scaled_variances = scaled_variances.clamp_min_(0).mul_(math.pi / 8).to(mean.dtype)
+        differences = (mu.unsqueeze(-2) - mu.unsqueeze(-1)).to(mean.dtype)
+        for index, temperature in enumerate(temperatures):
+            quotients = (scaled_variances + temperature**2).rsqrt_().mul_(differences)
+            logits[index, examples] = -quotients.logsumexp(-1)
+    return logits.reshape(len(temperatures), *mean.shape)
 
 
 def exact(mean: Logits, covariance: Covariance) -> Logits:
@@ -202,6 +229,23 @@ def predictive(
     if link is None:
         return likelihood.predictive(mean, covariance)
     return likelihood.predictive(link.logits(likelihood, mean, covariance), None)
+
+
+def tempered_predictive(
+    likelihood: Likelihood,
+    name: str,
+    mean: Logits,
+    covariance: Float[Tensor, "..."],
+    temperatures: Sequence[float],
+) -> Distribution:
+    """Return p(y) by a formula at several temperatures, with batch shape `[temperatures, B]`."""
+    if name == "pairwise" and likelihood.activation == "softmax":
+        logits = tempered_pairwise(mean, covariance, temperatures)
+        return likelihood.predictive(logits, None)
+    T = torch.tensor(temperatures, dtype=torch.float64, device=mean.device)
+    means = mean / T.to(mean.dtype).view(-1, *[1] * mean.ndim)
+    squares = T.square().to(mean.dtype).view(-1, *[1] * covariance.ndim)
+    return predictive(likelihood, Link(name), means, covariance / squares)
 
 
 @lru_cache(maxsize=8)

@@ -280,15 +280,12 @@ def predictives_by_links(
         temperatures.setdefault(link.name, []).append(link.temperature)
     mean, covariances = _moments_for_links(fitted, x, grid, by)
     chunk_size = max(1, _MAX_ENTRIES // covariances[0].numel())
-    # Divided by several temperatures at once, for formulas at temperature 1.
-    chunks: list[tuple[Link | None, Tensor, Tensor]] = []
-    if not by:
-        chunks.append((None, mean.unsqueeze(0), mean.new_ones([1] * covariances.ndim)))
+    chunks: list[tuple[str, list[float]]] = []
     for name, values in temperatures.items():
-        for T in torch.tensor(values, dtype=torch.float64).split(chunk_size):
-            means = mean / T.to(mean).view(-1, *[1] * mean.ndim)
-            squares = T.square().to(mean).view(-1, *[1] * (covariances.ndim - 1))
-            chunks.append((Link(name), means, squares))
+        # The other formulas divide a covariance by several temperatures at once.
+        step = len(values) if name == "pairwise" else chunk_size
+        for start in range(0, len(values), step):
+            chunks.append((name, values[start : start + step]))
     points = list(covariances)
     if by:
         points.append(torch.zeros_like(covariances[0]))
@@ -298,13 +295,25 @@ def predictives_by_links(
         except ValueError as error:
             yield index, error
             continue
-        for formula, means, squares in chunks:
+        if not by:
+            yield index, _closed_predictive(likelihood, mean, covariance)
+        for name, values in chunks:
             predicted: Distribution | ValueError
             try:
-                predicted = links.predictive(likelihood, formula, means, covariance / squares)
+                predicted = links.tempered_predictive(likelihood, name, mean, covariance, values)
             except ValueError as error:
                 predicted = error
             yield index, predicted
+
+
+def _closed_predictive(
+    likelihood: Likelihood, mean: Tensor, covariance: Tensor
+) -> Distribution | ValueError:
+    """Return the predictive without a link, `[1, B]`, or the error of one that has no root."""
+    try:
+        return links.predictive(likelihood, None, mean.unsqueeze(0), covariance.unsqueeze(0))
+    except ValueError as error:
+        return error
 
 
 def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
