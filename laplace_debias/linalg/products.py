@@ -47,15 +47,22 @@ class Products:
 
     def __call__(self, matrix: Float[Tensor, "columns *k"]) -> Float[Tensor, "rows *k"]:
         """The operator times a vector or a matrix."""
+        return self._multiply(self.operator, matrix)
+
+    def adjoint(self, matrix: Float[Tensor, "rows *k"]) -> Float[Tensor, "columns *k"]:
+        """The operator's adjoint times a vector or a matrix."""
+        return self._multiply(self.operator.T, matrix)
+
+    def _multiply(self, operator: LinearOperator, matrix: Tensor) -> Tensor:
         if matrix.ndim == 1:
-            return self(matrix[:, None])[:, 0]
+            return self._multiply(operator, matrix[:, None])[:, 0]
         products = []
         for columns in matrix.split(self._chunk, dim=1):
-            product = self.operator @ columns
+            product = operator @ columns
             if not product.isfinite().all():
                 first = int((~product.isfinite()).any(dim=0).nonzero()[0])
                 raise not_finite_error(
-                    f"product {self.count + first + 1} with {type(self.operator).__name__}"
+                    f"product {self.count + first + 1} with {type(operator).__name__}"
                 )
             self.count += columns.shape[1]
             self._bar.update(columns.shape[1])

@@ -8,6 +8,7 @@ import torch
 from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import Estimate, diagonal, frobenius_norm, products, trace
+from laplace_debias.linalg.probes import draw
 from laplace_debias.operators import Dense, Diagonal
 
 SIZE, RUNS = 100, 150
@@ -18,7 +19,7 @@ SPECTRA = {
     "indefinite": 2 * uniform(SIZE) - 1.2,
     "flat": torch.linspace(1, 3, SIZE, dtype=torch.float64),
 }
-TRACES = ["hutchinson", "hutch++"]
+TRACES = ["hutchinson", "hutch++", "xtrace"]
 
 
 def truth(function, A):
@@ -37,6 +38,7 @@ def repeated(function, A, runs=RUNS, **options):
 ESTIMATORS = [
     *(pytest.param(partial(trace, method=name), id=f"trace-{name}") for name in TRACES),
     pytest.param(partial(diagonal), id="diagonal"),
+    pytest.param(partial(diagonal, method="xdiag"), id="xdiag"),
     pytest.param(frobenius_norm, id="frobenius"),
 ]
 
@@ -132,3 +134,90 @@ def test_the_zero_operator_is_estimated_as_zero(estimator):
 def test_a_scalar_estimate_is_a_float():
     assert float(Estimate.exact(torch.tensor(2.5))) == 2.5
     assert math.isclose(float(trace(Dense(torch.eye(3)))), 3.0)
+
+
+def left_out_projector(images, i):
+    """The projector to the range of all images but one, by a QR decomposition."""
+    others = torch.cat([images[:, :i], images[:, i + 1 :]], dim=1)
+    Q = torch.linalg.qr(others).Q
+    return Q @ Q.T
+
+
+def xtrace_by_definition(matrix, probes):
+    """The mean of Hutch++ with the sketch of all other probes, each probe's length divided out."""
+    n = len(matrix)
+    values = []
+    for i in range(probes.shape[1]):
+        inside = left_out_projector(matrix @ probes, i)
+        outside = probes[:, i] - inside @ probes[:, i]
+        scale = (n - inside.trace()) / outside.square().sum()
+        values.append((inside @ matrix).trace() + scale * outside @ matrix @ outside)
+    return torch.stack(values).mean()
+
+
+def xdiag_by_definition(matrix, probes):
+    values = []
+    for i in range(probes.shape[1]):
+        inside = left_out_projector(matrix @ probes, i) @ matrix
+        values.append(inside.diagonal() + probes[:, i] * ((matrix - inside) @ probes[:, i]))
+    return torch.stack(values).mean(dim=0)
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("estimator", "definition", "distribution"),
+    [
+        (partial(trace, method="xtrace"), xtrace_by_definition, "spherical"),
+        (partial(diagonal, method="xdiag"), xdiag_by_definition, "rademacher"),
+    ],
+)
+def test_leaving_one_probe_out_has_the_value_and_error_of_its_definition(
+    estimator, definition, distribution, is_symmetric
+):
+    matrix = torch.randn(40, 40, dtype=torch.float64, generator=generator(9))
+    if is_symmetric:
+        matrix = symmetric(0.7 ** INDEX[:40]).matrix
+    A = Matrix(matrix, is_symmetric=is_symmetric)
+    estimate = estimator(A, num_matvecs=12, generator=generator(4))
+    probes = draw(A, 6, distribution, generator(4))
+    torch.testing.assert_close(estimate.value, definition(matrix, probes))
+    kept = [[j for j in range(6) if j != i] for i in range(6)]
+    without_each = torch.stack([definition(matrix, probes[:, columns]) for columns in kept])
+    variance = 5 * without_each.var(dim=0, correction=0)
+    torch.testing.assert_close(estimate.standard_error, variance.sqrt())
+    assert (torch.as_tensor(estimate.degrees_of_freedom) == 5).all()
+
+
+@pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
+def test_leaving_one_out_beats_the_other_methods_on_a_decaying_spectrum():
+    A = symmetric(SPECTRA["decaying"])
+    for function, plain, better in (
+        (trace, "hutch++", "xtrace"),
+        (diagonal, "hutchinson", "xdiag"),
+    ):
+        errors = {
+            method: repeated(function, A, runs=40, method=method, num_matvecs=24)[0]
+            for method in (plain, better)
+        }
+        assert errors[better].square().mean() * 2 < errors[plain].square().mean()
+
+
+@pytest.mark.parametrize("function", [trace, diagonal])
+def test_leaving_one_out_is_exact_where_the_sketch_holds_the_range(function):
+    values = torch.zeros(SIZE, dtype=torch.float64)
+    values[:4] = torch.tensor([5.0, 4, 3, -1])
+    A = symmetric(values)
+    method = "xtrace" if function is trace else "xdiag"
+    estimate = function(A, method, 14, generator=generator())
+    assert (estimate.value - truth(function, A)).abs().max() < 1e-12
+    assert torch.as_tensor(estimate.standard_error).max() < 1e-12
+
+
+def test_the_methods_that_leave_one_out_need_three_probes():
+    A = symmetric(SPECTRA["flat"])
+    with pytest.raises(ValueError, match="num_matvecs must be at least 6"):
+        trace(A, "xtrace", 5)
+    with pytest.raises(ValueError, match="num_matvecs must be at least 6"):
+        diagonal(A, "xdiag", 5)
+    with pytest.raises(ValueError, match=r"`method` is 'xdiagonal'.*mean 'xdiag'"):
+        diagonal(A, "xdiagonal")

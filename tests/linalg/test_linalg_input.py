@@ -35,7 +35,9 @@ B = torch.ones(60, dtype=torch.float64)
 FUNCTIONS = {
     "trace": lambda A, **options: trace(A, num_matvecs=20, **options),
     "hutch++": lambda A, **options: trace(A, "hutch++", num_matvecs=20, **options),
+    "xtrace": lambda A, **options: trace(A, "xtrace", num_matvecs=20, **options),
     "diagonal": lambda A, **options: diagonal(A, num_matvecs=20, **options),
+    "xdiag": lambda A, **options: diagonal(A, "xdiag", num_matvecs=20, **options),
     "frobenius_norm": lambda A, **options: frobenius_norm(A, num_matvecs=20, **options),
     "spectral_norm": spectral_norm,
     "lanczos": lambda A, **options: eigsh(A, 3, **options),
@@ -193,7 +195,7 @@ A = symmetric(1 + uniform(60))
         (lambda: trace(A, "hutchpp"), r"'hutchpp'; expected one of .* Did you mean 'hutch\+\+'"),
         (lambda: trace(A, "hutch++", 2), "num_matvecs must be at least 3"),
         (lambda: trace(A, num_matvecs=0), "num_matvecs must be at least 1"),
-        (lambda: diagonal(A, 0), "num_matvecs must be at least 1"),
+        (lambda: diagonal(A, num_matvecs=0), "num_matvecs must be at least 1"),
         (lambda: eigsh(A, 0), "`k` is 0; expected 1 … 60"),
         (lambda: eigsh(A, 61), "`k` is 61; expected 1 … 60"),
         (lambda: eigsh(A, method="lancoz"), "Did you mean 'lanczos'"),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from matrices import Opaque
-from scipy.sparse.linalg import lsmr
 from spectra import Matrix, generator, symmetric, uniform
 
 from laplace_debias.linalg import inverse, neumann
@@ -63,11 +62,46 @@ def test_inverse_warns_where_a_solve_does_not_converge():
 def test_operators_that_are_not_known_to_be_positive_are_refused_with_a_remedy():
     with pytest.raises(ValueError, match=r"assume\(A, positive_semidefinite=True\).*lsmr"):
         inverse(GENERAL)
-    solved = lsmr(GENERAL.to_scipy(), B[:, 0].numpy(), atol=1e-13, btol=1e-13)[0]
-    expected = torch.linalg.solve(GENERAL.matrix, B[:, 0])
-    torch.testing.assert_close(torch.from_numpy(solved), expected, rtol=0, atol=1e-8)
     with pytest.raises(ValueError, match="square"):
         inverse(Matrix(torch.ones(3, 2)))
+
+
+def test_an_inverse_solves_by_least_squares():
+    chosen = inverse(GENERAL, "lsmr", tol=1e-13)
+    expected = torch.linalg.solve(GENERAL.matrix, B)
+    torch.testing.assert_close(chosen @ B, expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(chosen @ B[:, 0], expected[:, 0], rtol=0, atol=1e-8)
+    expected = torch.linalg.solve(GENERAL.matrix.T, B)
+    torch.testing.assert_close(chosen.T @ B, expected, rtol=0, atol=1e-8)
+    assert not chosen.is_positive_semidefinite
+
+
+def test_least_squares_are_those_of_the_pseudo_inverse_where_an_operator_is_singular():
+    matrix = GENERAL.matrix.clone()
+    matrix[:, :4] = matrix[:, 4:8]
+    matrix[0] = 0
+    chosen = inverse(Matrix(matrix), "lsmr", tol=1e-13)
+    torch.testing.assert_close(chosen @ B, torch.linalg.pinv(matrix) @ B, rtol=0, atol=1e-8)
+
+
+def test_the_least_squares_inverse_of_an_indefinite_hessian_solves_in_single_precision():
+    A = symmetric(torch.cat([-0.5 - uniform(10), 0.5 + uniform(20)]), is_symmetric=True)
+    single = Matrix(A.matrix.float(), is_symmetric=True)
+    product = inverse(single, "lsmr", tol=1e-6) @ B.float()
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product.double(), torch.linalg.solve(A.matrix, B), rtol=0, atol=1e-4)
+
+
+def test_least_squares_warn_and_refuse_with_a_remedy():
+    A = Matrix(symmetric(10 ** (-5 * uniform(SIZE))).matrix)
+    with pytest.warns(RuntimeWarning, match=r"3 of 3 solves did not converge in 2 steps.*max_iter"):
+        inverse(A, "lsmr", max_iter=2, tol=1e-12) @ B
+    with pytest.raises(ValueError, match=r"`preconditioner` has no effect.*Remove it"):
+        inverse(A, "lsmr", preconditioner=Identity(SIZE))
+    with pytest.raises(ValueError, match=r"`tol` is 0.*Pass a relative residual"):
+        inverse(A, "lsmr", tol=0.0)
+    with pytest.raises(ValueError, match=r"`method` is 'lsqr'.*mean 'lsmr'"):
+        inverse(A, "lsqr")
 
 
 def test_neumann_series_has_as_many_terms_as_asked_for():

@@ -1,11 +1,11 @@
-"""The trace of an operator: Hutchinson and Hutch++."""
+"""The trace of an operator: Hutchinson, Hutch++ and XTrace."""
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from laplace_debias.linalg.checks import check_choice, check_square
+from laplace_debias.linalg.estimators.leave_one_out import ValueAndError, xtrace
 from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms, at_least_rounding
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
@@ -25,15 +25,19 @@ def trace(
 ) -> Estimate:
     r"""The trace of a square operator, from its products.
 
-    Both methods are unbiased, for operators that are not symmetric too.
+    All methods are unbiased, for operators that are not symmetric too.
 
     - `"hutchinson"`: the mean of $\omega^\top A \omega$ over probes of ±1. Its error falls as
       $\|A\|_F / \sqrt m$ whatever the spectrum.
     - `"hutch++"`: exact on the range of a sketch $A\Omega = QR$, Hutchinson on the rest. A third of
       the products makes the sketch, a third $AQ$, the rest are probes, whose standard error is
       that of the estimate. Best on decaying spectra.
+    - `"xtrace"`: half of the products make a sketch. Each of its probes is also tested outside the
+      range of the others, which takes the other half. More precise than Hutch++ after as many
+      products. Its standard error is the jackknife's over probes. It is up to a few times too large
+      if the spectrum decays fast, so that 95 % intervals cover in 94 to 100 % of runs.
 
-    Intervals of 95 % (`Estimate.interval`) cover the trace in 93 to 97 % of runs from 12 products
+    Intervals of 95 % (`Estimate.interval`) of the first two cover the trace in 93 to 97 % of runs from 12 products
     on, in simulations of flat, decaying, indefinite spectra and low ranks with noise. For operators
     that are not symmetric, and if few eigenvalues are nearly all of the trace, intervals after 12
     products cover in 88 to 93 %.
@@ -43,8 +47,8 @@ def trace(
 
     Args:
         A: Operator of shape `[n, n]`.
-        method: `"hutchinson"` or `"hutch++"`.
-        num_matvecs: Products to use; Hutch++ needs 3.
+        method: `"hutchinson"`, `"hutch++"` or `"xtrace"`.
+        num_matvecs: Products to use; Hutch++ needs 3, XTrace 6. XTrace uses an even number.
         generator: Source of randomness, on the operator's device.
         progress: Whether to show a progress bar.
 
@@ -55,7 +59,8 @@ def trace(
     Reference:
         Hutchinson. A stochastic estimator of the trace of the influence matrix for Laplacian
         smoothing splines. 1989. Meyer, Musco, Musco, Woodruff. Hutch++: optimal stochastic trace
-        estimation. SOSA, 2021.
+        estimation. SOSA, 2021. Epperly, Tropp, Webber. XTrace: making the most of every sample in
+        stochastic trace estimation. SIMAX, 2024.
     """
     n = check_square(A, "trace", generator)
     check_choice(method, _METHODS, "method")
@@ -71,10 +76,6 @@ def trace(
             return Estimate.exact(torch.stack(traces).sum(), products.count)
         mean, standard_error, degrees = estimate(products, total, generator)
         return Estimate(mean, standard_error, products.count, degrees_of_freedom=degrees)
-
-
-ValueAndError = tuple[Tensor, Tensor, Tensor]
-"""A value, its standard error, and the degrees of freedom of that."""
 
 
 def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
@@ -101,7 +102,9 @@ def _hutch_plus_plus(
 
 
 # With the fewest products: Hutch++ needs one for each of the sketch, its basis and a probe.
+# XTrace leaves out two of its probes for the jackknife.
 _METHODS: dict[str, tuple[Callable[..., ValueAndError], int]] = {
     "hutchinson": (_hutchinson, 1),
     "hutch++": (_hutch_plus_plus, 3),
+    "xtrace": (xtrace, 6),
 }

@@ -2,18 +2,22 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from laplace_debias.linalg.checks import check_square
+from laplace_debias.linalg.checks import check_choice, check_square
 from laplace_debias.linalg.solvers.conjugate_gradient import Preconditioner, cg
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact import exact_inverse
-from laplace_debias.operators.structures.wrappers import SelfAdjoint
+from laplace_debias.operators.structures.wrappers import SelfAdjoint, Wrapper
+from laplace_debias.system.checks import real, whole
 from laplace_debias.system.shown import warn
 
 
 def inverse(
     A: LinearOperator,
+    method: str = "cg",
     *,
     tol: float = 1e-6,
     max_iter: int | None = None,
@@ -21,32 +25,54 @@ def inverse(
 ) -> LinearOperator:
     r"""The inverse of an operator, as an operator: it multiplies, transposes and goes to SciPy.
 
-    The inverse of a structured operator is in closed form and structured again. Any other operator
-    must claim to be **positive semi-definite** (`assume`); each product is then a solution by
-    conjugate gradients.
+    The inverse of a structured operator is in closed form and structured again. For any other
+    operator each product is a solution by an iterative method.
+
+    - `"cg"`: conjugate gradients. The operator must claim to be **positive semi-definite**
+      (`assume`).
+    - `"lsmr"`: least squares by SciPy's LSMR, for any operator, one right-hand side after the
+      other. If the operator is singular, the solution has the least norm: the products are those of
+      the pseudo-inverse. A step takes a product with the operator and one with its adjoint, and the
+      number of steps grows with the condition number, for `"cg"` with its root.
 
     Args:
         A: Operator `[n, n]`.
-        tol: As for `cg`; a closed form uses none of the three.
-        max_iter: As for `cg`.
-        preconditioner: As for `cg`.
+        method: `"cg"` or `"lsmr"`; a closed form uses no method and none of the options.
+        tol: The residual relative to the right-hand side at which a solve ends. With `"lsmr"` also
+            the relative residual of the normal equations, for a singular operator.
+        max_iter: Steps at most: for `"cg"` as there, for `"lsmr"` by default 10 n.
+        preconditioner: For `"cg"`: an approximate inverse, an operator or a function.
 
     Raises:
-        ValueError: A is not square, or without a closed form, and does not claim to be positive
-            semi-definite; or it is known to be singular.
+        ValueError: A is not square, or is singular in closed form; or for `"cg"` it does not claim
+            to be positive semi-definite. Or `method` is unknown, or does not take an option.
 
     Warns:
         RuntimeWarning: Upon a product, if its solve did not converge; with the remedy.
+
+    Reference:
+        Fong, Saunders. LSMR: an iterative algorithm for sparse least-squares problems. SISC, 2011.
     """
     check_square(A, "inverse")
+    check_choice(method, ("cg", "lsmr"), "method")
+    if method == "lsmr" and preconditioner is not None:
+        raise ValueError(
+            '`preconditioner` has no effect with method="lsmr". Remove it, or use method="cg".'
+        )
     closed_form = exact_inverse(A)
     if closed_form is not None:
         return closed_form
+    if method == "lsmr":
+        if not 0 < real(tol, "tol") < 1:
+            raise ValueError(f"`tol` is {tol}. Pass a relative residual between 0 and 1.")
+        if max_iter is not None:
+            whole(max_iter, "max_iter")
+        return LeastSquaresInverse(A, tol, max_iter)
     if not A.is_positive_semidefinite:
         raise ValueError(
             f"{type(A).__name__} has no inverse in closed form and does not claim to be positive "
-            "semi-definite: if it is, pass `assume(A, positive_semidefinite=True)`; if not, solve "
-            "by `scipy.sparse.linalg.lsmr(A.to_scipy(), b)`, for a NumPy vector b."
+            "semi-definite. If it is, pass `assume(A, positive_semidefinite=True)`. If not, pass "
+            'method="lsmr".'
         )
     return Inverse(A, tol, max_iter, preconditioner)
 
@@ -70,3 +96,47 @@ class Inverse(SelfAdjoint):
         if not solution.converged:
             warn(f"inverse by cg: {solution.message}", RuntimeWarning)
         return solution.x
+
+
+@dataclass(frozen=True, eq=False)
+class LeastSquaresInverse(Wrapper):
+    """An inverse whose products are least-squares solutions by LSMR; made by `inverse`."""
+
+    tol: float
+    max_iter: int | None
+
+    is_positive_semidefinite = False
+
+    @property
+    def T(self) -> "LeastSquaresInverse":  # noqa: N802
+        """The inverse of the adjoint."""
+        return LeastSquaresInverse(self.operator.T, self.tol, self.max_iter)
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        # Imported here, because SciPy is slow to import.
+        from scipy.sparse.linalg import lsmr
+
+        operator = self.operator.to_scipy()
+        max_iter = 10 * len(matrix) if self.max_iter is None else self.max_iter
+        columns = []
+        num_unsolved = 0
+        for column in matrix.T.detach().cpu().numpy():
+            # Without a bound of the condition number, which would end a solve too early.
+            # In single precision SciPy's starting value of 1e100 overflows, which does no harm.
+            with np.errstate(over="ignore"):
+                solution, status, *_ = lsmr(
+                    operator, column, atol=self.tol, btol=self.tol, conlim=0, maxiter=max_iter
+                )
+            num_unsolved += status == _STEP_LIMIT
+            columns.append(solution)
+        if num_unsolved:
+            warn(
+                f"inverse by lsmr: {num_unsolved} of {len(columns)} solves did not converge in "
+                f"{max_iter} steps. Raise `max_iter` or `tol`, or add damping to the operator.",
+                RuntimeWarning,
+            )
+        return torch.from_numpy(np.stack(columns, axis=1)).to(matrix)
+
+
+_STEP_LIMIT = 7
+"""The status with which LSMR ends at its greatest number of steps."""

@@ -1,0 +1,168 @@
+"""XTrace and XDiag: every probe is tested on a sketch of all the others."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.linalg.estimators.quadratic_forms import at_least_rounding
+from laplace_debias.linalg.probes import draw
+from laplace_debias.linalg.products import Products
+
+ValueAndError = tuple[Tensor, Tensor, Tensor]
+"""A value, its standard error, and the degrees of freedom of that."""
+
+
+def xtrace(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
+    """Estimate the trace from half as many probes as products."""
+    A = products.operator
+    # Uniform directions: the length of a probe's part outside a range is noise and is divided out.
+    probes = draw(A, total // 2, "spherical", generator)
+    images = products(probes)
+    U = range_basis(images)
+    images_of_basis = products(U)
+    # In coordinates of the basis no array depends on n, so leaving out a further probe is cheap.
+    problem = TraceInCoordinates(
+        num_rows=len(probes),
+        precision=relative_precision(images),
+        forms=(probes * images).sum(dim=0).double(),
+        images=(U.T @ images).double(),
+        basis_images=(U.T @ images_of_basis).double(),
+        probes=(U.T @ probes).double(),
+        probe_forms=(images_of_basis.T @ probes).double(),
+    )
+    value = problem.estimate()
+    without_each = torch.stack([problem.without(i).estimate() for i in range(probes.shape[1])])
+    standard_error, degrees = jackknife(without_each)
+    magnitude = problem.basis_images.diagonal().abs().sum() + problem.forms.abs().mean()
+    rounding = magnitude * torch.finfo(A.dtype).eps / torch.finfo(torch.float64).eps
+    standard_error = at_least_rounding(standard_error, rounding)
+    return value.to(A.dtype), standard_error.to(A.dtype), degrees.to(A.dtype)
+
+
+@dataclass(frozen=True)
+class TraceInCoordinates:
+    r"""The products of XTrace in an orthonormal basis U of the range of $A\Omega$.
+
+    Attributes:
+        num_rows: n.
+        precision: Singular values below this part of the largest count as zero.
+        forms: $\omega_i^\top A\,\omega_i$.
+        images: $U^\top A\Omega$.
+        basis_images: $U^\top A U$.
+        probes: $U^\top\Omega$.
+        probe_forms: $(A U)^\top\Omega$.
+    """
+
+    num_rows: int
+    precision: float
+    forms: Float[Tensor, " k"]
+    images: Float[Tensor, "r k"]
+    basis_images: Float[Tensor, "r r"]
+    probes: Float[Tensor, "r k"]
+    probe_forms: Float[Tensor, "r k"]
+
+    def estimate(self) -> Float[Tensor, ""]:
+        """The mean over probes of the trace inside and outside the range of the other images."""
+        basis, left_out = leave_one_out(self.images, self.precision)
+        H = self.basis_images
+        trace_inside = ((basis.T @ H) * basis.T).sum() - (left_out * (H @ left_out)).sum(dim=0)
+        inside = without_own(basis, left_out, self.probes)
+        squared_lengths = self.num_rows - inside.square().sum(dim=0)
+        forms_outside = self.forms - (inside * (self.probe_forms + self.images - H @ inside)).sum(
+            dim=0
+        )
+        dimensions_outside = self.num_rows - basis.shape[1] + left_out.any(dim=0).double()
+        return (trace_inside + dimensions_outside / squared_lengths * forms_outside).mean()
+
+    def without(self, i: int) -> "TraceInCoordinates":
+        """Leave out a probe."""
+        kept = torch.arange(len(self.forms), device=self.forms.device) != i
+        return TraceInCoordinates(
+            num_rows=self.num_rows,
+            precision=self.precision,
+            forms=self.forms[kept],
+            images=self.images[:, kept],
+            basis_images=self.basis_images,
+            probes=self.probes[:, kept],
+            probe_forms=self.probe_forms[:, kept],
+        )
+
+
+def xdiag(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
+    """Estimate the diagonal from half as many probes as products."""
+    A = products.operator
+    probes = draw(A, total // 2, "rademacher", generator)
+    num_probes = probes.shape[1]
+    images = products(probes)
+    U = range_basis(images)
+    rows = products.adjoint(U)
+    precision = relative_precision(images)
+    coordinates = U.T @ images
+    probe_coordinates = rows.T @ probes
+
+    def estimate(kept: Tensor) -> Tensor:
+        basis, left_out = leave_one_out(coordinates[:, kept], precision)
+        projectors = basis @ basis.T - left_out @ left_out.T / len(kept)
+        inside = U @ without_own(basis, left_out, probe_coordinates[:, kept])
+        outside = probes[:, kept] * (images[:, kept] - inside)
+        return ((U @ projectors) * rows).sum(dim=1) + outside.mean(dim=1)
+
+    every = torch.arange(num_probes, device=probes.device)
+    value = estimate(every)
+    without_each = torch.stack([estimate(every[every != i]) for i in range(num_probes)])
+    standard_error, degrees = jackknife(without_each)
+    return value, at_least_rounding(standard_error, (U * rows).abs().sum(dim=1)), degrees
+
+
+def relative_precision(images: Float[Tensor, "n k"]) -> float:
+    """The ratio of singular values that rounding does not resolve."""
+    return torch.finfo(images.dtype).eps * max(images.shape)
+
+
+def range_basis(images: Float[Tensor, "n k"]) -> Float[Tensor, "n r"]:
+    """An orthonormal basis of the images' range."""
+    basis, singular_values, _ = torch.linalg.svd(images, full_matrices=False)
+    return basis[:, singular_values > relative_precision(images) * singular_values[0]]
+
+
+def leave_one_out(
+    images: Float[Tensor, "r k"], precision: float
+) -> tuple[Float[Tensor, "r q"], Float[Tensor, "r k"]]:
+    r"""A basis B of the range, and for each image the direction that only it contributes.
+
+    The range of the other images has the projector $B B^\top - s_i s_i^\top$. The direction $s_i$
+    is zero if the other images span the whole range.
+    """
+    basis, singular_values, right = torch.linalg.svd(images, full_matrices=False)
+    if not len(singular_values):
+        return basis, torch.zeros_like(images)
+    is_resolved = singular_values > precision * singular_values[0]
+    basis = basis[:, is_resolved]
+    # With images B S Vᵀ the direction S⁻¹ v_i is orthogonal to all images but the i-th.
+    weights = right[is_resolved]
+    directions = weights / singular_values[is_resolved, None]
+    lengths = directions.norm(dim=0).clamp(min=torch.finfo(directions.dtype).tiny)
+    # An image is independent of the others if its leverage is 1.
+    is_independent = weights.square().sum(dim=0) > 1 - 100 * precision
+    return basis, basis @ (directions / lengths * is_independent)
+
+
+def without_own(
+    basis: Float[Tensor, "r q"], left_out: Float[Tensor, "r k"], vectors: Float[Tensor, "r k"]
+) -> Float[Tensor, "r k"]:
+    """Project each vector to the range of the images of the other probes."""
+    return basis @ (basis.T @ vectors) - left_out * (left_out * vectors).sum(dim=0)
+
+
+def jackknife(without_each: Float[Tensor, "k *shape"]) -> tuple[Tensor, Tensor]:
+    """The standard error of an estimate from those that leave out each probe.
+
+    Efron and Stein: its square is at least the variance of the estimate with one probe less, on
+    average.
+    """
+    num_probes = len(without_each)
+    deviations = without_each - without_each.mean(dim=0)
+    variance = (num_probes - 1) / num_probes * deviations.square().sum(dim=0)
+    return variance.sqrt(), torch.full_like(variance, num_probes - 1.0)
