@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     )
     from laplace_debias.curvature.network.inputs import OneArgument
     from laplace_debias.curvature.network.shards import ShardedBatches
-    from laplace_debias.laplace import Auto, CrossFit, Full, Laplace, Link, Mixture, Plan, Split
+    from laplace_debias.laplace import (
+        Auto,
+        Conformal,
+        CrossFit,
+        Full,
+        Laplace,
+        Link,
+        Mixture,
+        Plan,
+        Split,
+    )
     from laplace_debias.quadratic import Quadratic
     from laplace_debias.system.ranks import alone
 
@@ -24,6 +34,7 @@ __all__ = [
     "Auto",
     "Bernoulli",
     "Categorical",
+    "Conformal",
     "CrossFit",
     "Full",
     "Gaussian",
@@ -58,6 +69,7 @@ __getattr__ = attributes_from(
         "laplace_debias.curvature.network.shards": ("ShardedBatches",),
         "laplace_debias.laplace": (
             "Auto",
+            "Conformal",
             "CrossFit",
             "Full",
             "Laplace",

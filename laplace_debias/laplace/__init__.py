@@ -29,3 +29,12 @@ __getattr__ = attributes_from(
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+from laplace_debias.laplace.auto import Auto
+from laplace_debias.laplace.conformal import Conformal
+from laplace_debias.laplace.laplace import Laplace
+from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.mixture import Mixture
+from laplace_debias.laplace.plan import Plan
+from laplace_debias.laplace.schemes import CrossFit, Full, Split
+
+__all__ = ["Auto", "Conformal", "CrossFit", "Full", "Laplace", "Link", "Mixture", "Plan", "Split"]

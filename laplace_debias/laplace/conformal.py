@@ -1,0 +1,397 @@
+"""Split-conformal prediction: class sets and intervals that cover new targets at a stated level."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.distributions import Distribution, MultivariateNormal, Normal
+
+from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.inputs import Inputs, Record
+from laplace_debias.laplace.evaluation import (
+    check_held_out,
+    concatenate_batches,
+    probabilities_or_means,
+    score,
+)
+from laplace_debias.laplace.links import Link
+from laplace_debias.laplace.predictor import Predictor
+from laplace_debias.metrics import Report
+from laplace_debias.metrics.checks import check_level
+from laplace_debias.metrics.report import report_of
+from laplace_debias.metrics.statistics import Mean, Proportion
+from laplace_debias.system.checks import check_is, real, whole
+from laplace_debias.system.ranks import together
+
+GroupFunction = Callable[[Any], Tensor]
+"""From inputs to the group of each example, `[B]` integers."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClassSets:
+    """A set of classes for each example.
+
+    Attributes:
+        contains: Whether a class is in the set, `[*batch, classes]`.
+    """
+
+    contains: Bool[Tensor, "*batch classes"]
+
+    @property
+    def sizes(self) -> Int[Tensor, "*batch"]:
+        """The number of classes of each set."""
+        return self.contains.sum(-1)
+
+    def covers(self, labels: Int[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
+        """Whether each label is in its set."""
+        return self.contains.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Intervals:
+    """An interval for each output of each example, in the units of the targets.
+
+    Attributes:
+        low: Lower ends, `[*batch, outputs]`.
+        high: Upper ends.
+    """
+
+    low: Float[Tensor, "*batch outputs"]
+    high: Float[Tensor, "*batch outputs"]
+
+    @property
+    def sizes(self) -> Float[Tensor, "*batch outputs"]:
+        """The widths."""
+        return self.high - self.low
+
+    def covers(self, targets: Float[Tensor, "*batch outputs"]) -> Bool[Tensor, "*batch outputs"]:
+        """Whether each target is in its interval, ends included."""
+        return (self.low <= targets) & (targets <= self.high)
+
+
+def mass_above(
+    probs: Float[Tensor, "*batch classes"], penalty: float = 0.0, free_rank: int = 1
+) -> Float[Tensor, "*batch classes"]:
+    r"""Compute the adaptive score of each class.
+
+    $$s_k = \sum_{i:\ p_i > p_k} p_i + \lambda \max(0, r_k - r_0)$$
+
+    The sum is the probability of all classes that are more probable, and $r_k$ is the rank of the
+    class, from 1. The sets $\{k : s_k \le q\}$ have the most probable classes, until their
+    probability exceeds q, and are never empty for $q \ge 0$.
+
+    Args:
+        probs: Class probabilities.
+        penalty: λ, for each rank beyond $r_0$; 0 for adaptive sets (APS), above for regularised
+            ones (RAPS), which are smaller for uncertain examples.
+        free_rank: $r_0$, the number of classes without a penalty.
+
+    Reference:
+        Romano, Sesia, Candès. Classification with valid and adaptive coverage. NeurIPS, 2020.
+        Angelopoulos, Bates, Malik, Jordan. Uncertainty sets for image classifiers using conformal
+        prediction. ICLR, 2021. Both without their randomisation.
+    """
+    ordered, order = probs.double().sort(dim=-1, descending=True)
+    ranks = torch.arange(1, probs.shape[-1] + 1, dtype=torch.float64, device=probs.device)
+    scores = ordered.cumsum(-1) - ordered + penalty * (ranks - free_rank).clamp(min=0)
+    by_class = torch.empty_like(scores)
+    return by_class.scatter(-1, order, scores)
+
+
+def conformal_quantile(
+    scores: Float[Tensor, "n *outputs"], level: float
+) -> Float[Tensor, "*outputs"]:
+    """The ⌈(n + 1) · level⌉-th smallest score, which a further score exceeds in 1 − `level`.
+
+    Raises:
+        ValueError: If there are too few scores for the level.
+    """
+    num_scores = len(scores)
+    # Rounded, because a product such as 10 · 0.9 may end above the whole number.
+    rank = math.ceil(round((num_scores + 1) * level, 9))
+    if rank > num_scores:
+        least = math.ceil(round(level / (1 - level), 9))
+        raise ValueError(
+            f"{num_scores} calibration examples are too few for level={level}. Pass at least "
+            f"{least} (of each group), or lower the level."
+        )
+    return scores.sort(dim=0).values[rank - 1]
+
+
+class Conformal:
+    r"""Predictions whose sets or intervals cover the target with a probability of at least `level`.
+
+    The guarantee needs no assumption on the model: calibration and new examples only have to be
+    exchangeable. It holds on average over examples (with `groups` within each group) and over the
+    draw of the calibration data. The posterior determines how the size varies between inputs.
+
+    - Classes: adaptive sets of the most probable classes (`mass_above`).
+    - Regression: mean ± q · standard deviation of the predictive, the noise included, with q for
+      each output.
+
+    Args:
+        predictor: A fitted `Laplace` or `Mixture` of a classification, a binary problem or a
+            regression whose predictive is normal.
+        method: How to predict; this, `samples` and `link` are those of `predict`.
+        samples: Draws.
+        link: From logits to probabilities.
+        penalty: λ of regularised adaptive sets, for each class beyond `free_rank`; 0 for none.
+        free_rank: The number of classes of a set that have no penalty.
+        groups: A function from inputs to the group of each example, `[B]` integers: the level is
+            then reached within each group.
+
+    Attributes:
+        quantiles: For each group (0 without groups) the score below which sets go, after
+            `calibrate`.
+        level: The level that it was calibrated for; None before.
+
+    Raises:
+        TypeError: `predictor` is not a `Laplace` or `Mixture`, or `groups` is not a function.
+        ValueError: `penalty` is negative, or `free_rank` is below 1.
+
+    Reference:
+        Papadopoulos, Proedrou, Vovk, Gammerman. Inductive confidence machines for regression. ECML,
+        2002. Vovk. Conditional validity of inductive conformal predictors. ACML, 2012.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias import Conformal, Laplace
+        >>> x, y = torch.randn(300, 4), torch.randint(3, (300,))
+        >>> la = Laplace(nn.Linear(4, 3).eval()).fit([(x[:200], y[:200])])
+        >>> conformal = Conformal(la).calibrate([(x[200:], y[200:])], level=0.9)
+        >>> conformal.predict(torch.randn(5, 4)).contains.shape
+        torch.Size([5, 3])
+    """
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        method: str = "glm",
+        samples: int | None = None,
+        *,
+        link: str | Link | None = None,
+        penalty: float = 0.0,
+        free_rank: int = 1,
+        groups: GroupFunction | None = None,
+    ) -> None:
+        check_is(predictor, "predictor", Predictor)
+        check_is(groups, "groups", Callable, type(None))
+        if not 0 <= real(penalty, "penalty") < math.inf:
+            raise ValueError(f"`penalty` is {penalty}. Pass 0 or a positive number.")
+        whole(free_rank, "free_rank")
+        self._predictor = predictor
+        self._options: dict[str, Any] = {"method": method, "samples": samples, "link": link}
+        self._penalty = penalty
+        self._free_rank = free_rank
+        self._groups = groups
+        self.quantiles: dict[int, Tensor] = {}
+        self.level: float | None = None
+
+    @together("calibrate")
+    def calibrate(
+        self, loader: Batches, level: float = 0.9, *, generator: torch.Generator | None = None
+    ) -> "Conformal":
+        """Determine the quantile of the scores on held-out examples; returns itself.
+
+        Args:
+            loader: Labelled batches `(x, y)` that were used neither to train the network nor to
+                tune the posterior.
+            level: The probability that a set covers its target.
+            generator: For the draws, if the method has any.
+
+        Raises:
+            ValueError: The level is not between 0 and 1, there are too few examples for it, or a
+                group does not fit the inputs. Else this raises what `predict` raises.
+            NotImplementedError: The predictive is neither normal nor of exclusive classes.
+        """
+        check_level(level)
+        check_held_out(loader)
+        batches = []
+        for x, y in self._stream(loader, generator):
+            predictive = self._predict(x, generator)
+            values, _, labels, *deviations = score(
+                self._predictor.likelihood, predictive, y, self._class_dim
+            )
+            scores = self._scores_of_targets(values, labels, deviations)
+            batches.append([scores, self._groups_of(x, len(scores))])
+        scores, groups = concatenate_batches(batches, "calibrate")
+        quantiles = {}
+        for group in groups.unique().tolist():
+            quantiles[group] = conformal_quantile(scores[groups == group], level)
+        self.quantiles = quantiles
+        self.level = level
+        return self
+
+    def predict(
+        self, x: Inputs | Record, *, generator: torch.Generator | None = None
+    ) -> ClassSets | Intervals:
+        """The sets of classes, or the intervals, of inputs.
+
+        Args:
+            x: Inputs, as for `Laplace.predict`.
+            generator: For the draws, if the method has any.
+
+        Raises:
+            RuntimeError: Before `calibrate`.
+            ValueError: For a group without calibration examples. Else this raises what
+                `Laplace.predict` raises.
+        """
+        self._check_calibrated()
+        predictive = self._predict(x, generator)
+        values = probabilities_or_means(predictive)
+        quantiles = self._quantiles_for(self._groups_of(x, len(values))).to(values.device)
+        shape = predictive.batch_shape
+        if isinstance(predictive, Normal | MultivariateNormal):
+            half_width = (
+                quantiles.to(values.dtype) * predictive.variance.reshape(values.shape).sqrt()
+            )
+            low = (values - half_width).unflatten(0, shape)
+            return Intervals(low, (values + half_width).unflatten(0, shape))
+        scores = mass_above(_exclusive(values), self._penalty, self._free_rank)
+        return ClassSets((scores <= quantiles.unsqueeze(-1)).unflatten(0, shape))
+
+    @together("evaluate")
+    def evaluate(
+        self, loader: Batches, *, generator: torch.Generator | None = None, level: float = 0.95
+    ) -> Report:
+        """Measure the coverage and the size of the sets on labelled data.
+
+        Args:
+            loader: Labelled batches `(x, y)` that `calibrate` did not use.
+            generator: For the draws, if the method has any.
+            level: Coverage of the confidence intervals of both metrics.
+
+        Returns:
+            `coverage`, the share of targets that are covered; `set_size`, the mean number of
+            classes, or `width`, the mean width of an interval. With groups also `coverage_<group>`.
+
+        Raises:
+            RuntimeError: Before `calibrate`. Else this raises what `predict` raises.
+        """
+        self._check_calibrated()
+        check_level(level)
+        check_held_out(loader)
+        batches = []
+        is_normal = False
+        for x, y in self._stream(loader, generator):
+            predictive = self._predict(x, generator)
+            is_normal = isinstance(predictive, Normal | MultivariateNormal)
+            values, _, labels, *deviations = score(
+                self._predictor.likelihood, predictive, y, self._class_dim
+            )
+            groups = self._groups_of(x, len(values))
+            quantiles = self._quantiles_for(groups).to(values.device)
+            covered = self._scores_of_targets(values, labels, deviations) <= quantiles
+            if is_normal:
+                sizes = 2 * quantiles * deviations[0].double()
+                covered = covered.double().mean(1)
+                sizes = sizes.mean(1)
+            else:
+                scores = mass_above(_exclusive(values), self._penalty, self._free_rank)
+                sizes = (scores <= quantiles.unsqueeze(-1)).sum(-1)
+            batches.append([covered.double(), sizes.double(), groups, labels])
+        covered, sizes, groups, labels = concatenate_batches(batches, "evaluate")
+        statistics: dict[str, Proportion | Mean] = {"coverage": _coverage(covered)}
+        statistics["width" if is_normal else "set_size"] = Mean(
+            sizes.mean().item(), sizes, lowest=0
+        )
+        if self._groups is not None:
+            for group in groups.unique().tolist():
+                statistics[f"coverage_{group}"] = _coverage(covered[groups == group])
+        return report_of(statistics, labels, level)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The level and the quantiles, for `torch.save`; the posterior has its own file."""
+        return {"level": self.level, "quantiles": dict(self.quantiles)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> "Conformal":
+        """Restore what `state_dict` returned; returns itself.
+
+        Raises:
+            ValueError: If an entry is missing.
+        """
+        if set(state) != {"level", "quantiles"}:
+            raise ValueError(
+                f"The state has the entries {sorted(state)}. Pass what `Conformal.state_dict()` "
+                "returned, with 'level' and 'quantiles'."
+            )
+        self.level = state["level"]
+        self.quantiles = dict(state["quantiles"])
+        return self
+
+    def __repr__(self) -> str:
+        calibrated = "not calibrated" if self.level is None else f"level={self.level}"
+        return f"Conformal({self._predictor!r}, {calibrated})"
+
+    @property
+    def _class_dim(self) -> int | None:
+        return self._predictor._states[0].spec.class_dim
+
+    def _stream(self, loader: Batches, generator: torch.Generator | None) -> Stream:
+        state = self._predictor._states[0]
+        return state.spec.stream(loader, state.device, generator, None)
+
+    def _predict(self, x: Inputs | Record, generator: torch.Generator | None) -> Distribution:
+        predictive = self._predictor.predict(x, generator=generator, **self._options)
+        is_exclusive = isinstance(
+            predictive, torch.distributions.Categorical | torch.distributions.Bernoulli
+        )
+        if not (is_exclusive or isinstance(predictive, Normal | MultivariateNormal)):
+            raise NotImplementedError(
+                f"A predictive of type {type(predictive).__name__} is not supported: it must be of "
+                "exclusive classes, of two classes, or normal. For several labels make one "
+                "Conformal per label."
+            )
+        return predictive
+
+    def _scores_of_targets(
+        self, values: Tensor, labels: Tensor, deviations: list[Tensor]
+    ) -> Float[Tensor, "n *outputs"]:
+        if deviations:
+            targets = labels.reshape(values.shape).double()
+            return (targets - values.double()).abs() / deviations[0].double()
+        scores = mass_above(_exclusive(values), self._penalty, self._free_rank)
+        return scores.gather(1, labels.reshape(-1, 1).long()).squeeze(1)
+
+    def _groups_of(self, x: Inputs | Record, size: int) -> Int[Tensor, " n"]:
+        if self._groups is None:
+            return torch.zeros(size, dtype=torch.long)
+        groups = self._groups(x)
+        is_of_integers = isinstance(groups, Tensor) and not groups.is_floating_point()
+        if not is_of_integers or groups.shape != (size,):
+            shape = tuple(groups.shape) if isinstance(groups, Tensor) else type(groups).__name__
+            raise ValueError(
+                f"`groups` returned {shape} for {size} examples. Return a tensor of one integer "
+                "per example."
+            )
+        return groups.long().cpu()
+
+    def _quantiles_for(self, groups: Int[Tensor, " n"]) -> Float[Tensor, "n *outputs"]:
+        missing = sorted(set(groups.tolist()) - set(self.quantiles))
+        if missing:
+            raise ValueError(
+                f"The groups {missing} had no calibration example, only {sorted(self.quantiles)}. "
+                "Calibrate with examples of each group."
+            )
+        return torch.stack([self.quantiles[group] for group in groups.tolist()])
+
+    def _check_calibrated(self) -> None:
+        if self.level is None:
+            raise RuntimeError("Conformal is not calibrated. Call `calibrate(loader)` first.")
+
+
+def _exclusive(values: Float[Tensor, "n *classes"]) -> Float[Tensor, "n classes"]:
+    """The probabilities of all classes, for two classes from that of the second."""
+    return torch.stack([1 - values, values], -1) if values.ndim == 1 else values
+
+
+def _coverage(covered: Float[Tensor, " n"]) -> Proportion | Mean:
+    """The share that is covered; for several outputs the mean of their shares."""
+    share = covered.mean().item()
+    is_binary = bool(((covered == 0) | (covered == 1)).all())
+    return Proportion(share, covered) if is_binary else Mean(share, covered)

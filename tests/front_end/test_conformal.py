@@ -1,0 +1,226 @@
+"""Conformal sets and intervals: scores against loops, and coverage on new data."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import betabinom
+from torch import nn
+
+from laplace_debias import Conformal, Laplace, Mixture
+from laplace_debias.laplace.conformal import conformal_quantile, mass_above
+
+NUM_CALIBRATION, NUM_TEST = 200, 1000
+LEVEL = 0.9
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def network(num_outputs, seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, num_outputs)]
+    return nn.Sequential(*layers).double().eval()
+
+
+def class_data(model, size, seed):
+    """Labels of which the network is too unsure, at an accuracy below the level."""
+    g = generator(seed)
+    x = torch.randn(size, 4, generator=g, dtype=torch.float64)
+    probs = (3 * model(x).detach()).softmax(-1)
+    return x, torch.multinomial(probs, 1, generator=g).squeeze(1)
+
+
+def numbers(model, size, seed):
+    """Noise that is twice the predicted one, and other in each output and half of the inputs."""
+    g = generator(seed)
+    x = torch.randn(size, 4, generator=g, dtype=torch.float64)
+    noise = torch.randn(size, 2, generator=g, dtype=torch.float64)
+    scale = torch.tensor([2.0, 0.5]) * (1 + 2 * (x[:, :1] > 0))
+    return x, model(x).detach() + scale * noise
+
+
+def halves(x):
+    return (x[:, 0] > 0).long()
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    model = network(5)
+    return model, Laplace(model, curvature="diag").fit([class_data(model, 100, 1)])
+
+
+@pytest.fixture(scope="module")
+def regression():
+    model = network(2)
+    return model, Laplace(model, "regression", curvature="diag").fit([numbers(model, 100, 1)])
+
+
+@pytest.mark.parametrize(("penalty", "free_rank"), [(0.0, 1), (0.1, 2)])
+def test_adaptive_scores_are_those_of_a_loop(penalty, free_rank):
+    probs = torch.randn(20, 6, dtype=torch.float64, generator=generator()).softmax(-1)
+    scores = mass_above(probs, penalty, free_rank)
+    for row, score in zip(probs.tolist(), scores.tolist(), strict=True):
+        for k, p in enumerate(row):
+            above = [other for other in row if other > p]
+            expected = sum(above) + penalty * max(0, len(above) + 1 - free_rank)
+            assert math.isclose(score[k], expected, abs_tol=1e-12)
+
+
+def test_the_quantile_is_that_of_its_definition():
+    scores = torch.randperm(19, generator=generator()).double()
+    # ⌈20 · 0.9⌉ = 18: the 18th smallest of 0 … 18.
+    assert conformal_quantile(scores, 0.9) == 17
+    assert conformal_quantile(scores, 0.95) == 18
+    with pytest.raises(ValueError, match=r"19 calibration examples are too few.*at least 24"):
+        conformal_quantile(scores, 0.96)
+
+
+def check_coverage(covered, num_calibration=NUM_CALIBRATION):
+    """As many of new examples are covered as conformal prediction has in 99.9 % of draws."""
+    rank = math.ceil((num_calibration + 1) * LEVEL)
+    law = betabinom(len(covered), rank, num_calibration + 1 - rank)
+    assert law.ppf(0.0005) <= covered.sum() <= law.ppf(0.9995)
+
+
+@pytest.mark.usefixtures("unchecked")  # many calls: checks would take most time
+@pytest.mark.parametrize("penalty", [0.0, 0.05])
+def test_class_sets_cover_on_ten_seeds(classifier, penalty):
+    model, la = classifier
+    conformal = Conformal(la, penalty=penalty)
+    for seed in range(10):
+        conformal.calibrate([class_data(model, NUM_CALIBRATION, 10 + seed)], LEVEL)
+        x, y = class_data(model, NUM_TEST, 30 + seed)
+        sets = conformal.predict(x)
+        check_coverage(sets.covers(y))
+        assert sets.sizes.min() >= 1
+
+
+@pytest.mark.usefixtures("unchecked")  # many calls: checks would take most time
+def test_intervals_cover_each_output_on_ten_seeds(regression):
+    model, la = regression
+    conformal = Conformal(la)
+    for seed in range(10):
+        conformal.calibrate([numbers(model, NUM_CALIBRATION, 10 + seed)], LEVEL)
+        x, y = numbers(model, NUM_TEST, 30 + seed)
+        covered = conformal.predict(x).covers(y)
+        check_coverage(covered[:, 0])
+        check_coverage(covered[:, 1])
+
+
+@pytest.mark.usefixtures("unchecked")  # many calls: checks would take most time
+def test_groups_are_covered_each(regression):
+    model, la = regression
+    x, y = numbers(model, 400, 5)
+    plain = Conformal(la).calibrate([(x, y)], LEVEL)
+    by_group = Conformal(la, groups=halves).calibrate([(x, y)], LEVEL)
+    x_new, y_new = numbers(model, 3000, 6)
+    groups = halves(x_new)
+    for group in (0, 1):
+        covered = by_group.predict(x_new).covers(y_new)[groups == group, 0]
+        check_coverage(covered, int((halves(x) == group).sum()))
+    # Without groups the noisy half is covered too rarely.
+    assert plain.predict(x_new).covers(y_new)[groups == 1, 0].double().mean() < 0.87
+
+
+def test_intervals_are_the_mean_and_a_multiple_of_the_predictive_deviation(regression):
+    model, la = regression
+    x, y = numbers(model, NUM_CALIBRATION, 3)
+    conformal = Conformal(la).calibrate([(x[:80], y[:80]), (x[80:], y[80:])], LEVEL)
+    predictive = la.predict(x)
+    scores = (y - predictive.mean).abs() / predictive.variance.sqrt()
+    quantile = scores.sort(dim=0).values[math.ceil(201 * LEVEL) - 1]
+    intervals = conformal.predict(x[:7])
+    half_width = quantile * predictive.variance[:7].sqrt()
+    torch.testing.assert_close(intervals.low, predictive.mean[:7] - half_width)
+    torch.testing.assert_close(intervals.high, predictive.mean[:7] + half_width)
+
+
+def test_class_sets_are_those_below_the_quantile(classifier):
+    model, la = classifier
+    x, y = class_data(model, NUM_CALIBRATION, 3)
+    conformal = Conformal(la, link="probit", penalty=0.02).calibrate([(x, y)], 0.8)
+    scores = mass_above(la.predict(x, link="probit").probs, 0.02)
+    of_labels = scores[torch.arange(len(y)), y]
+    quantile = of_labels.sort().values[math.ceil(201 * 0.8) - 1]
+    assert conformal.predict(x).contains.equal(scores <= quantile)
+    assert Conformal(la, penalty=0.02).calibrate([(x, y)], 0.8).quantiles[0] != quantile
+
+
+def test_evaluate_measures_coverage_and_size(classifier, regression):
+    for (model, la), data, size in (
+        (classifier, class_data, "set_size"),
+        (regression, numbers, "width"),
+    ):
+        conformal = Conformal(la, groups=halves).calibrate([data(model, 300, 3)], LEVEL)
+        x, y = data(model, 120, 4)
+        predicted = conformal.predict(x)
+        report = conformal.evaluate([(x[:50], y[:50]), (x[50:], y[50:])])
+        covered = predicted.covers(y).double()
+        assert math.isclose(report["coverage"], covered.mean(), rel_tol=1e-6)
+        assert math.isclose(report[size], predicted.sizes.double().mean(), rel_tol=1e-6)
+        assert math.isclose(report["coverage_1"], covered[halves(x) == 1].mean(), rel_tol=1e-6)
+        assert report["coverage"].low < report["coverage"] < report["coverage"].high
+
+
+def test_two_classes_and_mixtures_have_sets():
+    model = network(1)
+    x, y = class_data(network(2), 300, 2)
+    la = Laplace(model, "binary", curvature="diag").fit([(x[:100], y[:100])])
+    mixture = Mixture([la, la])
+    sets = Conformal(la).calibrate([(x[100:], y[100:])], LEVEL).predict(x[:9])
+    assert sets.contains.shape == (9, 2)
+    mixed = Conformal(mixture).calibrate([(x[100:], y[100:])], LEVEL).predict(x[:9])
+    assert mixed.contains.equal(sets.contains)
+
+
+def test_positions_that_are_ignored_do_not_count():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double().eval()
+    x = torch.randn(40, 5, 4, dtype=torch.float64)
+    y = torch.randint(3, (40, 5))
+    y[:, 3:] = -100
+    la = Laplace(model, curvature="diag").fit([(x, y)])
+    conformal = Conformal(la).calibrate([(x, y)], LEVEL)
+    assert conformal.predict(x).contains.shape == (40, 5, 3)
+    short = Conformal(la).calibrate([(x[:, :3], y[:, :3])], LEVEL)
+    torch.testing.assert_close(conformal.quantiles[0], short.quantiles[0])
+
+
+def test_the_state_is_restored(classifier, tmp_path):
+    model, la = classifier
+    conformal = Conformal(la).calibrate([class_data(model, 100, 3)], LEVEL)
+    torch.save(conformal.state_dict(), tmp_path / "conformal.pt")
+    restored = Conformal(la).load_state_dict(torch.load(tmp_path / "conformal.pt"))
+    x, _ = class_data(model, 9, 4)
+    assert restored.predict(x).contains.equal(conformal.predict(x).contains)
+    assert restored.level == LEVEL
+    with pytest.raises(ValueError, match=r"The state has the entries \['levels'\]. Pass what"):
+        Conformal(la).load_state_dict({"levels": 1})
+
+
+def test_wrong_calls_have_remedies(classifier):
+    model, la = classifier
+    data = class_data(model, 30, 3)
+    with pytest.raises(TypeError, match="predictor must be Predictor, got Sequential"):
+        Conformal(model)
+    with pytest.raises(ValueError, match="`penalty` is -1"):
+        Conformal(la, penalty=-1.0)
+    with pytest.raises(ValueError, match="free_rank must be at least 1"):
+        Conformal(la, free_rank=0)
+    with pytest.raises(RuntimeError, match=r"not calibrated. Call `calibrate\(loader\)`"):
+        Conformal(la).predict(data[0])
+    with pytest.raises(ValueError, match=r"`level` is 1\.5"):
+        Conformal(la).calibrate([data], 1.5)
+    with pytest.raises(ValueError, match=r"30 calibration examples are too few for level=0.99"):
+        Conformal(la).calibrate([data], 0.99)
+    by_group = Conformal(la, groups=halves).calibrate([(data[0].abs(), data[1])], 0.8)
+    with pytest.raises(ValueError, match=r"The groups \[0\] had no calibration example"):
+        by_group.predict(-data[0].abs())
+    with pytest.raises(ValueError, match="Return a tensor of one integer per example"):
+        Conformal(la, groups=lambda x: x[:, 0]).calibrate([data])
+    labels = torch.randint(2, (30, 5)).double()
+    several = Laplace(model, "multilabel", curvature="diag").fit([(data[0], labels)])
+    with pytest.raises(NotImplementedError, match="one Conformal per label"):
+        Conformal(several).calibrate([(data[0], labels)])
