@@ -18,7 +18,7 @@ EQUIVALENTS = {
     "functional_variance": "la.functional(x), which returns the mean and the covariance",
     "hessian_structure": 'curvature="kfac" for "kron", "full", "diag" or "lowrank"',
     "last_layer_name": "params=[names of its parameters]",
-    "link_approx": 'link="probit", "pairwise" or "exact", or samples= for "mc"',
+    "link_approx": 'link="probit", "bridge", "pairwise" or "exact", or samples= for "mc"',
     "load_state_dict": "Laplace.load(path, model)",
     "log_likelihood": "la.log_marginal_likelihood()",
     "n_data": "la.num_data",

@@ -99,6 +99,52 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
     return (torch.logsumexp(log_p, 0) - math.log(len(z))).to(mean.dtype)
 
 
+def bridge(mean: Logits, covariance: Covariance) -> Logits:
+    r"""The logarithm of the parameters of the Laplace bridge's Dirichlet distribution.
+
+    $$\alpha_k = \frac1{\Sigma_{kk}} \Big(1 - \frac2C + \frac{e^{\mu_k}}{C^2} \sum_l
+    e^{-\mu_l}\Big)$$
+    for logits that are conditioned on a sum of zero. Probabilities are the mean $\alpha_k / \sum_l
+    \alpha_l$. It is there for comparisons with other libraries: for small variances its
+    probabilities do not approach those of the network.
+
+    Reference: Hobbhahn, Kristiadi & Hennig (2022), "Fast predictive uncertainty for classification
+    with Bayesian deep networks".
+    """
+    mu, variances = _with_zero_sum(mean.double(), covariance.double())
+    return _log_bridge(mu, variances).to(mean.dtype)
+
+
+def bridge_norm(mean: Logits, covariance: Covariance) -> Logits:
+    r"""The Laplace bridge of logits that are scaled to a mean variance of $\sqrt{C / 2}$.
+
+    See `bridge`. Without the scaling the bridge is poor for large variances.
+    """
+    mu, variances = _with_zero_sum(mean.double(), covariance.double())
+    scale = variances.mean(-1, keepdim=True) / math.sqrt(mean.shape[-1] / 2)
+    return _log_bridge(mu / scale.sqrt(), variances / scale).to(mean.dtype)
+
+
+def _with_zero_sum(mean: Logits, covariance: Covariance) -> tuple[Logits, Logits]:
+    """Mean and variances of Gaussian logits under the condition that their sum is zero."""
+    row_sums = covariance.sum(-1)
+    total = row_sums.sum(-1, keepdim=True)
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    # A covariance without any common part is not changed, nor one of zero.
+    rounding = torch.finfo(covariance.dtype).eps * variances.mean(-1, keepdim=True)
+    gain = torch.where(total > rounding, row_sums / total, 0)
+    conditioned = (variances - gain * row_sums).clamp_min(0) + rounding
+    is_zero = rounding <= torch.finfo(covariance.dtype).tiny
+    return mean - gain * mean.sum(-1, keepdim=True), torch.where(is_zero, 1, conditioned)
+
+
+def _log_bridge(mean: Logits, variances: Logits) -> Logits:
+    num_classes = mean.shape[-1]
+    constant = torch.full_like(mean, 1 - 2 / num_classes).log()
+    exponent = mean + (-mean).logsumexp(-1, keepdim=True) - 2 * math.log(num_classes)
+    return torch.logaddexp(constant, exponent) - variances.log()
+
+
 RequiredMoments = Literal["variances", "differences", "covariance"]
 """The part of the outputs' covariance that a predictive depends on; `"differences"`: covariances of
 differences of outputs."""
@@ -121,8 +167,12 @@ FORMULAS = {
     "pairwise": Formula(pairwise, "differences"),
     "probit": Formula(probit, "variances"),
     "exact": Formula(exact, "differences"),
+    "bridge": Formula(bridge, "covariance"),
+    "bridge_norm": Formula(bridge_norm, "covariance"),
 }
 """By their names; `"probit"` (MacKay, 1992) shrinks each logit by its own variance."""
+BRIDGES = ("bridge", "bridge_norm")
+"""The formulas of a Dirichlet distribution, for exclusive classes only."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +245,11 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
         raise ValueError(
             f"link={link!r} gives probabilities of classes or labels, not of a "
             f"{type(likelihood).__name__}: leave link out."
+        )
+    if checked.name in BRIDGES and likelihood.activation != "softmax":
+        raise ValueError(
+            f"link={checked.name!r} is for exclusive classes, not for a "
+            f'{type(likelihood).__name__}. Use "probit" or "exact".'
         )
     return checked
 

@@ -72,7 +72,9 @@ class Predictor(ABC):
                 `"probit"` for more, for further positions and for single labels. `"pairwise"`: the
                 mean-field softmax of the whole covariance (Lu et al., 2020). `"probit"`: the
                 softmax of the logits, each shrunk by its variance (MacKay, 1992). `"exact"`: the
-                expected softmax, by 128 Sobol points. A `Link` has a temperature besides.
+                expected softmax, by 128 Sobol points. `"bridge"`, `"bridge_norm"`: the Laplace
+                bridge to a Dirichlet distribution, without and with a scaling of the variances, for
+                comparisons. A `Link` has a temperature besides.
             positions: Which positions of outputs `[B, T, C]`, all if None: one, for batch shape
                 `[B]`, or several, `[p]` or `[B, p]`, for batch shape `[B, p]`. Negative ones count
                 from the last position that an `attention_mask` does not call padding.

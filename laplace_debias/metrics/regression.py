@@ -129,6 +129,66 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
     return reduced(high - low, reduction)
 
 
+def interval_score(
+    low: Real, high: Real, targets: Real, level: float, *, reduction: Reduction = "mean"
+) -> Float[Tensor, "..."]:
+    r"""Winkler's score of central intervals: the width, and a penalty for targets outside.
+
+    $$(u - l) + \tfrac2\alpha\,(l - y)_+ + \tfrac2\alpha\,(y - u)_+$$
+    with α = 1 − `level`, in the units of the targets. It is proper: the central interval of the
+    true distribution has the lowest mean.
+
+    Args:
+        low: Lower ends, `[n]` or `[n, outputs]`.
+        high: Upper ends, of the same shape.
+        targets: Numbers in the same shape.
+        level: The intervals' probability, between 0 and 1.
+        reduction: `"mean"`, or `"none"` for a value per target.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: An argument is empty or not finite, shapes or devices differ, an upper end is
+            below its lower one, or `level` is not between 0 and 1.
+
+    Reference:
+        Winkler. A decision-theoretic approach to interval estimation. JASA, 1972. Gneiting, Raftery
+        (2007), equation 43.
+    """
+    check_level(level)
+    check_real({"low": low, "high": high, "targets": targets})
+    _check_ends(low, high)
+    distance_outside = (low - targets).clamp(min=0) + (targets - high).clamp(min=0)
+    return reduced(high - low + 2 / (1 - level) * distance_outside, reduction)
+
+
+def pinball(
+    quantile: Real, targets: Real, level: float, *, reduction: Reduction = "mean"
+) -> Float[Tensor, "..."]:
+    r"""Pinball loss of a predicted quantile, $\max(p\,(y - q),\ (p - 1)(y - q))$.
+
+    In the units of the targets. It is proper: the p-quantile of the true distribution has the
+    lowest mean.
+
+    Args:
+        quantile: The predicted quantile q of each target, `[n]` or `[n, outputs]`.
+        targets: Numbers in the same shape.
+        level: p, between 0 and 1.
+        reduction: `"mean"`, or `"none"` for a value per target.
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: An argument is empty or not finite, shapes or devices differ, or `level` is not
+            between 0 and 1.
+
+    Reference:
+        Koenker, Bassett. Regression quantiles. Econometrica, 1978.
+    """
+    check_level(level)
+    check_real({"quantile": quantile, "targets": targets})
+    error = targets - quantile
+    return reduced(torch.maximum(level * error, (level - 1) * error), reduction)
+
+
 def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
     """Probability integral transform `Φ((y - μ)/σ)` of each target; uniform if calibrated.
 

@@ -13,7 +13,7 @@ from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Bernoulli, Categorical, MultiLabel
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional import linearised
-from laplace_debias.laplace.links import FORMULAS, exact, pairwise
+from laplace_debias.laplace.links import BRIDGES, FORMULAS, exact, pairwise
 
 same = torch.testing.assert_close
 WITHOUT_THE_COMMON_PART = pytest.mark.parametrize("formula", [pairwise, exact])
@@ -94,6 +94,9 @@ def test_what_all_logits_have_in_common_cancels(formula, dtype):
     assert (least - expected).abs().max() > 0.1
 
 
+EXPECTED_SOFTMAX = [name for name in FORMULAS if name not in BRIDGES]
+
+
 @pytest.mark.parametrize("name", FORMULAS)
 def test_classes_permute_and_zero_covariance_is_the_softmax(name):
     mean, covariance = gaussians(7)
@@ -101,6 +104,8 @@ def test_classes_permute_and_zero_covariance_is_the_softmax(name):
     found = FORMULAS[name].logits(mean, covariance).softmax(-1)
     permuted = FORMULAS[name].logits(mean[:, order], covariance[:, order][:, :, order]).softmax(-1)
     same(permuted, found[:, order])
+    if name in BRIDGES:
+        return
     for least in (0.0, 1e-30):
         same(FORMULAS[name].logits(mean, covariance * least).softmax(-1), mean.softmax(-1))
 
@@ -152,7 +157,7 @@ def test_labels_that_apply_or_not_are_choices_of_two(likelihood, size):
     la, x, _ = fitted(likelihood, size)
     mean, covariance = la.functional(x)
     variances = covariance.diagonal(dim1=1, dim2=2)
-    for name in FORMULAS:
+    for name in EXPECTED_SOFTMAX:
         found = la.predict(x, link=Link(name, 1.3)).mean.view(-1, size)
         for label in range(size):
             two = torch.stack([torch.zeros(len(x)).double(), mean[:, label] / 1.3], 1)
@@ -163,6 +168,51 @@ def test_labels_that_apply_or_not_are_choices_of_two(likelihood, size):
     with mock.patch.object(linearised, "moments", wraps=linearised.moments) as moments:
         la.predict(x, link="exact")
     assert moments.call_args.kwargs["diagonal"]  # The variances suffice.
+
+
+def bridge_by_definition(mean, covariance, is_normalised):
+    """The Dirichlet parameters of one example, class by class."""
+    C = len(mean)
+    total = sum(covariance[i][j] for i in range(C) for j in range(C))
+    rows = [sum(covariance[i]) for i in range(C)]
+    mu = [mean[i] - rows[i] * sum(mean) / total for i in range(C)]
+    variances = [covariance[i][i] - rows[i] * rows[i] / total for i in range(C)]
+    if is_normalised:
+        scale = sum(variances) / C / math.sqrt(C / 2)
+        mu = [m / math.sqrt(scale) for m in mu]
+        variances = [v / scale for v in variances]
+    sum_of_inverses = sum(math.exp(-m) for m in mu)
+    return [
+        (1 - 2 / C + math.exp(m) / C**2 * sum_of_inverses) / v
+        for m, v in zip(mu, variances, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 7])
+@pytest.mark.parametrize("name", BRIDGES)
+def test_bridges_are_those_of_their_definition(name, num_classes):
+    mean, covariance = gaussians(num_classes)
+    alpha = torch.tensor(
+        [
+            bridge_by_definition(m, s, name == "bridge_norm")
+            for m, s in zip(mean.tolist(), covariance.tolist(), strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    logits = FORMULAS[name].logits(mean, covariance)
+    same(logits.softmax(-1), alpha / alpha.sum(-1, keepdim=True))
+    same(logits.exp(), alpha)
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+def test_predict_and_tune_take_the_bridges(name):
+    la, x, y = fitted()
+    same(la.predict(x, link=name).probs, FORMULAS[name].logits(*la.functional(x)).softmax(-1))
+    la.tune([(x, y)], link=name)
+    assert la.link.name == name
+    binary, x, _ = fitted("binary", 1)
+    with pytest.raises(ValueError, match=r"is for exclusive classes.*Use \"probit\" or"):
+        binary.predict(x, link=name)
 
 
 def test_the_default_looks_at_the_outputs():

@@ -55,6 +55,37 @@ def test_intervals_have_their_probability_and_are_counted(level):
     assert metrics.interval_width(low, high).item() == pytest.approx((high - low).mean().item())
 
 
+@pytest.mark.parametrize("level", [0.5, 0.9])
+def test_interval_scores_and_pinball_losses_are_those_of_a_loop(level):
+    mean, deviation, y = predictive((50, 2))
+    low, high = metrics.gaussian_interval(mean, deviation, level)
+    scores = metrics.interval_score(low, high, y, level, reduction="none")
+    losses = metrics.pinball(high, y, level, reduction="none")
+    for a, b, t, score, loss in zip(
+        *(values.flatten().tolist() for values in (low, high, y, scores, losses)), strict=True
+    ):
+        penalty = 0.0
+        if t < a:
+            penalty = 2 / (1 - level) * (a - t)
+        if t > b:
+            penalty = 2 / (1 - level) * (t - b)
+        assert score == pytest.approx(b - a + penalty)
+        assert loss == pytest.approx(level * (t - b) if t > b else (1 - level) * (b - t))
+    assert metrics.interval_score(low, high, y, level) == pytest.approx(scores.mean())
+    assert metrics.pinball(high, y, level) == pytest.approx(losses.mean())
+
+
+def test_pinball_losses_are_those_of_scikit_learn_and_add_up_to_the_interval_score():
+    from sklearn.metrics import mean_pinball_loss
+
+    mean, deviation, y = predictive()
+    low, high = metrics.gaussian_interval(mean, deviation, 0.8)
+    lower = metrics.pinball(low, y, 0.1).item()
+    assert lower == pytest.approx(mean_pinball_loss(y.numpy(), low.numpy(), alpha=0.1))
+    total = lower + metrics.pinball(high, y, 0.9).item()
+    assert metrics.interval_score(low, high, y, 0.8).item() == pytest.approx(2 / 0.2 * total)
+
+
 def test_ends_of_an_interval_belong_to_it():
     low, high = torch.zeros(3), torch.ones(3)
     y = torch.tensor([0.0, 1.0, 1.1])
@@ -123,6 +154,10 @@ GOOD = torch.ones(3)
         (lambda: metrics.rmse(GOOD[:0], GOOD[:0]), "is empty"),
         (lambda: metrics.gaussian_interval(GOOD, GOOD, 95), "`level` is 95"),
         (lambda: metrics.interval_coverage(GOOD, 0 * GOOD, GOOD), "`high` below `low`"),
+        (lambda: metrics.interval_score(GOOD, 0 * GOOD, GOOD, 0.9), "`high` below `low`"),
+        (lambda: metrics.interval_score(GOOD, GOOD, GOOD, 90), "`level` is 90"),
+        (lambda: metrics.pinball(GOOD, GOOD[:2], 0.5), "expected the same"),
+        (lambda: metrics.pinball(GOOD, GOOD, 0.0), "`level` is 0"),
         (lambda: metrics.quantile_calibration_error(2 * GOOD), "`pit` lies in"),
         (lambda: metrics.quantile_calibration_error(GOOD, 0), "num_levels must be at least 1"),
         (lambda: metrics.gaussian_nll(GOOD, GOOD, GOOD, reduction="sum"), "`reduction` is 'sum'"),

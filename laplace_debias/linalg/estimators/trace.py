@@ -37,10 +37,10 @@ def trace(
       products. Its standard error is the jackknife's over probes. It is up to a few times too large
       if the spectrum decays fast, so that 95 % intervals cover in 94 to 100 % of runs.
 
-    Intervals of 95 % (`Estimate.interval`) of the first two cover the trace in 93 to 97 % of runs from 12 products
-    on, in simulations of flat, decaying, indefinite spectra and low ranks with noise. For operators
-    that are not symmetric, and if few eigenvalues are nearly all of the trace, intervals after 12
-    products cover in 88 to 93 %.
+    Intervals of 95 % (`Estimate.interval`) of the first two methods cover the trace in 93 to 97 %
+    of runs from 12 products on, in simulations of flat, decaying, indefinite spectra and low ranks
+    with noise. For operators that are not symmetric, and if few eigenvalues are nearly all of the
+    trace, intervals after 12 products cover in 88 to 93 %.
 
     A structured operator's trace is exact (no products), and so is that of one of at most
     `num_matvecs` columns (as many products as columns).
