@@ -15,6 +15,22 @@ if TYPE_CHECKING:
         Hessian,
         Jacobian,
     )
+from laplace_debias.curvature.network.function_model import FunctionModel
+from laplace_debias.curvature.network.inputs import OneArgument
+from laplace_debias.curvature.network.subnetwork import (
+    Subnetwork,
+    largest_magnitude,
+    largest_variance,
+)
+from laplace_debias.curvature.operators import (
+    EKFAC,
+    GGN,
+    KFAC,
+    EmpiricalFisher,
+    Fisher,
+    Hessian,
+    Jacobian,
+)
 
 __all__ = [
     "EKFAC",
@@ -22,9 +38,13 @@ __all__ = [
     "KFAC",
     "EmpiricalFisher",
     "Fisher",
+    "FunctionModel",
     "Hessian",
     "Jacobian",
     "OneArgument",
+    "Subnetwork",
+    "largest_magnitude",
+    "largest_variance",
 ]
 
 __getattr__ = attributes_from(

@@ -1,0 +1,85 @@
+"""A function of parameters and inputs as a network."""
+
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class FunctionModel(nn.Module):
+    """A function `f(parameters, x)` of a dict of tensors, as a network.
+
+    Operators and `Laplace` take it where they take a network. Its parameters have the names of the
+    dict and share the memory of its tensors: a step in place changes both.
+
+    Args:
+        function: From the parameters by name, and the inputs as they come, to outputs `[B, ..., C]`
+            that torch can differentiate. It may be made by `torch.func.functional_call`.
+        parameters: Tensors of floating-point numbers by name.
+
+    Raises:
+        TypeError: `function` is not callable, `parameters` is not a mapping from names to tensors,
+            or a tensor does not hold floating-point numbers.
+        ValueError: There are no parameters, or a name is a path through another one, such as
+            `"a.b"` through `"a"`.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias.curvature import GGN, FunctionModel
+        >>> def affine(parameters, x):
+        ...     return x @ parameters["W"] + parameters["b"]
+        >>> model = FunctionModel(affine, {"W": torch.randn(4, 3), "b": torch.zeros(3)})
+        >>> data = [(torch.randn(8, 4), torch.randint(3, (8,)))]
+        >>> GGN(model, nn.CrossEntropyLoss(), data).layout.names
+        ('W', 'b')
+    """
+
+    def __init__(self, function: Callable[..., Tensor], parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        if not callable(function):
+            raise TypeError(
+                f"`function` is a {type(function).__name__}. Pass a function f(parameters, x)."
+            )
+        _check_parameters(parameters)
+        self._function = function
+        self._names = tuple(parameters)
+        for name, tensor in parameters.items():
+            *path, last = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if part not in dict(module.named_children()):
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, nn.Parameter(tensor.detach()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The function of the parameters and the inputs."""
+        # Within `functional_call` they are tensors, which `get_parameter` refuses.
+        parameters = {name: attrgetter(name)(self) for name in self._names}
+        return self._function(parameters, *args, **kwargs)
+
+
+def _check_parameters(parameters: object) -> None:
+    if not isinstance(parameters, Mapping):
+        raise TypeError(
+            f"`parameters` is a {type(parameters).__name__}. Pass a dict from names to tensors."
+        )
+    if not parameters:
+        raise ValueError("`parameters` is empty. Pass at least one tensor by its name.")
+    for name, tensor in parameters.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            shown = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"The parameter {name!r} is {shown}. Pass a tensor of floating-point numbers; what "
+                "is constant belongs into the function."
+            )
+    names = sorted(map(str, parameters))
+    for name in names:
+        nested = [longer for longer in names if longer.startswith(f"{name}.")]
+        if nested:
+            raise ValueError(
+                f"The names {name!r} and {nested[0]!r} are a tensor and a path through it. Rename "
+                "one of them."
+            )

@@ -1,0 +1,208 @@
+"""Single entries of parameters as the parameters of a network."""
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from laplace_debias.curvature.network.selection import (
+    ParameterSelection,
+    check_parameters,
+    select_parameters,
+)
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.network.unwrapping import unwrapped
+from laplace_debias.system.checks import check_is, whole
+
+EntrySelection = Mapping[str, Bool[Tensor, "..."]] | Tensor | Sequence[int]
+"""Masks by parameters' names, or indices into all trainable parameters, flattened."""
+
+
+class Subnetwork(nn.Module):
+    """A network whose only trainable parameter is the vector of some of its parameters' entries.
+
+    `Laplace(Subnetwork(model, entries), curvature="full")` is a posterior over single entries, with
+    the others fixed. Everything that a posterior can do, it can do; a file is loaded with
+    `Laplace.load(path, Subnetwork(model, entries))`. The curvature of the entries is one exact
+    block. It is computed from the gradients of complete parameters.
+
+    Args:
+        model: The trained network. It stays as it is; the fixed entries are shared with it, the
+            selected ones are copied.
+        entries: For names of parameters, masks of their shapes; or indices into all trainable
+            parameters, flattened in the model's order. `largest_magnitude` and `largest_variance`
+            return indices.
+
+    Attributes:
+        entries: The selected entries, `[S]`, in the model's order.
+        indices: Their indices among all trainable parameters, ascending.
+
+    Raises:
+        TypeError: `entries` is neither masks nor whole numbers.
+        ValueError: No entry is selected, an index is out of range or there twice, a name is unknown
+            or frozen, or a mask has another shape.
+
+    Reference:
+        Daxberger, Nalisnick, Allingham, Antorán, Hernández-Lobato. Bayesian deep learning via
+        subnetwork inference. ICML, 2021.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias import Laplace
+        >>> from laplace_debias.curvature import Subnetwork, largest_magnitude
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+        >>> data = [(torch.randn(64, 4), torch.randint(3, (64,)))]
+        >>> subnetwork = Subnetwork(model, largest_magnitude(model, 20))
+        >>> la = Laplace(subnetwork, curvature="full").fit(data)
+        >>> la.posterior.precision.shape
+        (20, 20)
+    """
+
+    def __init__(self, model: nn.Module, entries: EntrySelection) -> None:
+        super().__init__()
+        check_is(model, "model", nn.Module)
+        plain = unwrapped(model)
+        parameters = _trainable(plain)
+        check_parameters(plain, list(parameters))
+        indices = _indices(entries, parameters)
+        self.network = shared_copy(plain)
+        self.entries = nn.Parameter(flattened(parameters).detach()[indices])
+        self.register_buffer("indices", indices)
+        self._sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+
+    indices: Int[Tensor, " entries"]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The network's outputs with the selected entries in their positions."""
+        state = {}
+        start = 0
+        for name, size in self._sizes.items():
+            is_inside = (self.indices >= start) & (self.indices < start + size)
+            # Within `functional_call` it is a tensor, which `get_parameter` refuses.
+            fixed = attrgetter(name)(self.network)
+            positions = self.indices[is_inside] - start
+            values = fixed.flatten().index_put((positions,), self.entries[is_inside])
+            state[name] = values.view_as(fixed)
+            start += size
+        return functional_call(self.network, state, args, kwargs)
+
+
+def largest_magnitude(
+    model: nn.Module, count: int, params: ParameterSelection = "all"
+) -> Int[Tensor, " count"]:
+    """Indices of the entries with the largest absolute values, for `Subnetwork`.
+
+    Args:
+        model: The network.
+        count: The number of entries.
+        params: The parameters among which they are chosen: `"all"`, `"weights"`, names or a
+            predicate.
+
+    Raises:
+        ValueError: `count` is not between 1 and the number of entries, or `params` selects none.
+    """
+    plain = unwrapped(model)
+    magnitudes = {name: parameter.detach().abs() for name, parameter in _trainable(plain).items()}
+    selected = set(select_parameters(plain, params))
+    is_eligible = torch.cat(
+        [
+            torch.full((magnitude.numel(),), name in selected, device=magnitude.device)
+            for name, magnitude in magnitudes.items()
+        ]
+    )
+    whole(count, "count", 1, int(is_eligible.sum()))
+    scores = flattened(magnitudes).masked_fill(~is_eligible, -torch.inf)
+    return scores.topk(count).indices.sort().values
+
+
+def largest_variance(
+    model: nn.Module, count: int, variances: Float[Tensor, " parameters"]
+) -> Int[Tensor, " count"]:
+    """Indices of the entries with the largest marginal variances, for `Subnetwork`.
+
+    Args:
+        model: The network.
+        count: The number of entries.
+        variances: One number for each trainable entry, `[D]`, in the model's order, such as
+            `diagonal(la.posterior.covariance).value` of a posterior with `curvature="diag"`, or the
+            squared deviations of SWAG.
+
+    Raises:
+        ValueError: `count` is not between 1 and the number of entries, or there is another number
+            of variances.
+    """
+    check_is(variances, "variances", Tensor)
+    num_entries = sum(parameter.numel() for parameter in _trainable(unwrapped(model)).values())
+    if variances.shape != (num_entries,):
+        raise ValueError(
+            f"`variances` has shape {tuple(variances.shape)}, and the model {num_entries} "
+            'trainable entries. Pass the variances of a posterior with params="all".'
+        )
+    whole(count, "count", 1, num_entries)
+    return variances.topk(count).indices.sort().values
+
+
+def flattened(parameters: Mapping[str, Tensor]) -> Float[Tensor, " parameters"]:
+    """All entries, in the parameters' order."""
+    return torch.cat([parameter.flatten() for parameter in parameters.values()])
+
+
+def _trainable(model: nn.Module) -> dict[str, Tensor]:
+    return {name: model.get_parameter(name) for name in select_parameters(model, "all")}
+
+
+def _indices(entries: EntrySelection, parameters: Mapping[str, Tensor]) -> Int[Tensor, " entries"]:
+    """Ascending indices among all entries, of masks or of indices in any order."""
+    num_entries = sum(parameter.numel() for parameter in parameters.values())
+    device = next(iter(parameters.values())).device
+    if isinstance(entries, Mapping):
+        indices = _complete_mask(entries, parameters).nonzero().flatten()
+    else:
+        given_indices = torch.as_tensor(entries)
+        if given_indices.dtype == torch.bool or given_indices.is_floating_point():
+            raise TypeError(
+                f"`entries` are of {given_indices.dtype}. Pass indices as whole numbers, or a dict "
+                "from names to masks."
+            )
+        indices = given_indices.flatten().long().sort().values
+    if not len(indices):
+        raise ValueError("`entries` selects no entry. Select at least one.")
+    if indices[0] < 0 or indices[-1] >= num_entries:
+        raise ValueError(
+            f"`entries` lie in {int(indices[0])} ... {int(indices[-1])}, and the model has "
+            f"{num_entries} trainable entries. Pass indices from 0 to {num_entries - 1}."
+        )
+    if (indices[1:] == indices[:-1]).any():
+        raise ValueError("`entries` has an index twice. Pass each index once.")
+    return indices.to(device)
+
+
+def _complete_mask(
+    masks: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> Bool[Tensor, " parameters"]:
+    """The masks of all parameters, flattened; parameters without a mask are left out."""
+    unknown = sorted(masks.keys() - parameters.keys())
+    if unknown:
+        raise ValueError(
+            f"`entries` names {unknown}, which the model does not have or which are frozen. It has "
+            f"{list(parameters)}."
+        )
+    complete = []
+    for name, parameter in parameters.items():
+        mask = masks.get(name)
+        if mask is None:
+            mask = torch.zeros(parameter.shape, dtype=torch.bool)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"The mask of {name!r} is {mask.dtype}. Pass booleans.")
+        if mask.shape != parameter.shape:
+            raise ValueError(
+                f"The mask of {name!r} has shape {tuple(mask.shape)}, the parameter "
+                f"{tuple(parameter.shape)}. Pass a mask of the parameter's shape."
+            )
+        complete.append(mask.flatten().to(parameter.device))
+    return torch.cat(complete)
