@@ -187,6 +187,28 @@ class GaussianPosterior:
             steps = torch.empty_like(steps).index_copy_(1, self.order, steps)
         return self.mean + steps
 
+    def log_prob(self, parameters: Float[Tensor, "*n parameters"]) -> Float[Tensor, "*n"]:
+        """The log-density of parameters, normalised, in nats; differentiable in them.
+
+        Args:
+            parameters: One or several vectors of all Bayesian parameters, `[..., D]`, in the
+                model's order, of the mean's dtype and device.
+
+        Raises:
+            ValueError: If a vector has another length.
+        """
+        size = len(self.mean)
+        if parameters.ndim == 0 or parameters.shape[-1] != size:
+            raise ValueError(
+                f"`parameters` has shape {tuple(parameters.shape)}. Pass vectors [..., {size}] of "
+                "all Bayesian parameters."
+            )
+        steps = (parameters - self.mean).reshape(-1, size)
+        quadratic = (steps * (self.precision @ steps.T).T).sum(1).double()
+        constant = self.log_det_precision() - size * math.log(2 * math.pi)
+        log_probs = (constant - quadratic) / 2
+        return log_probs.reshape(parameters.shape[:-1]).to(self.mean.dtype)
+
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """The log-determinant of P, float64, differentiable in δ; None for the posterior's own."""
         deltas = self.deltas(prior_precision).double()

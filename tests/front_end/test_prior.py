@@ -231,3 +231,24 @@ def test_what_is_set_during_a_fit_holds_for_it():
     assert torch.equal(la.prior_mean, mean)
     assert torch.equal(la.functional(x)[1], expected.functional(x)[1])
     assert la.log_marginal_likelihood() == expected.log_marginal_likelihood()
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full", "lowrank"])
+def test_the_log_density_of_parameters_is_that_of_the_dense_gaussian(curvature):
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    x = torch.randn(20, 3, dtype=torch.float64)
+    la = Laplace(model.double().eval(), curvature=curvature, prior_precision=0.6)
+    la.fit([(x, torch.randint(2, (20,)))])
+    dense = torch.distributions.MultivariateNormal(
+        la.mean, precision_matrix=la.posterior.precision.to_dense()
+    )
+    parameters = la.sample(5).requires_grad_()
+    values = la.posterior.log_prob(parameters)
+    torch.testing.assert_close(values, dense.log_prob(parameters))
+    torch.testing.assert_close(la.posterior.log_prob(parameters[0]), values[0])
+    (gradient,) = torch.autograd.grad(values.sum(), parameters)
+    (expected,) = torch.autograd.grad(dense.log_prob(parameters).sum(), parameters)
+    torch.testing.assert_close(gradient, expected)
+    with pytest.raises(ValueError, match=r"has shape \(3,\). Pass vectors \[..., 26\]"):
+        la.posterior.log_prob(torch.ones(3))

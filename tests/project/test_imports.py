@@ -25,6 +25,7 @@ LAYERS = (
     {
         PACKAGE: "the public names",
         "integrations": "adapters to other libraries",
+        "compat": "names of other libraries on the posteriors here",
         "report": "tables and pictures",
     },
     {

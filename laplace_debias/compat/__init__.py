@@ -1,0 +1,1 @@
+"""Names and shapes of other libraries on the posteriors here."""

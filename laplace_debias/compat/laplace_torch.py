@@ -1,0 +1,418 @@
+"""laplace-torch's `Laplace`: its constructor's and methods' names, and its shapes.
+
+Code that was written for laplace-torch runs with one changed import:
+`from laplace_debias.compat.laplace_torch import Laplace`. What has no equivalent here raises a
+`NotImplementedError` with what to use.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.subnetwork import Subnetwork
+from laplace_debias.laplace.laplace import Laplace as Posterior
+from laplace_debias.laplace.links import BRIDGES, Link
+from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod
+from laplace_debias.linalg import diagonal
+from laplace_debias.operators import LinearOperator
+
+STRUCTURES = {"kron": "kfac", "full": "full", "diag": "diag", "lowrank": "lowrank"}
+LIKELIHOODS = ("classification", "regression")
+SUBSETS = ("last_layer", "all", "subnetwork")
+LINKS = ("probit", "mc", *BRIDGES)
+
+
+class Laplace:
+    """A Laplace approximation with the names and defaults of laplace-torch.
+
+    Args:
+        model: The trained network, which stays as it is: draws of the parameters are evaluated on a
+            copy.
+        likelihood: `"classification"` or `"regression"`.
+        subset_of_weights: `"last_layer"`, `"all"` or `"subnetwork"`.
+        hessian_structure: `"kron"`, `"full"`, `"diag"` or `"lowrank"`.
+        sigma_noise: Standard deviation of a regression's noise.
+        prior_precision: One number, or one per block (laplace-torch's layers).
+        prior_mean: One number, or one per parameter.
+        temperature: T.
+        subnetwork_indices: For `"subnetwork"`: indices of entries.
+        last_layer_name: Name of the last layer; None to find it.
+        backend: A backend of laplace-torch, or its name: one that ends with `GGN` for the exact
+            Fisher matrix, with `EF` for the empirical one.
+        backend_kwargs: `{"stochastic": True}` for the Fisher matrix of drawn labels.
+
+    Attributes:
+        posterior: The `laplace_debias.Laplace` that does the work.
+
+    Raises:
+        NotImplementedError: For a combination that there is no equivalent of.
+        ValueError: For an unknown name.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from laplace_debias.compat.laplace_torch import Laplace
+        >>> x, y = torch.randn(64, 4), torch.randint(3, (64,))
+        >>> loader = DataLoader(TensorDataset(x, y), batch_size=16)
+        >>> la = Laplace(nn.Linear(4, 3), "classification", subset_of_weights="all")
+        >>> la.fit(loader)
+        >>> la.optimize_prior_precision(method="gridsearch", val_loader=loader)
+        >>> la(x, pred_type="glm", link_approx="probit").shape
+        torch.Size([64, 3])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str,
+        subset_of_weights: str = "last_layer",
+        hessian_structure: str = "kron",
+        sigma_noise: float | Tensor = 1.0,
+        prior_precision: float | Tensor = 1.0,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float = 1.0,
+        *,
+        subnetwork_indices: Tensor | None = None,
+        last_layer_name: str | None = None,
+        backend: Any = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        _check_name("likelihood", likelihood, LIKELIHOODS)
+        _check_name("subset_of_weights", subset_of_weights, SUBSETS)
+        _check_name("hessian_structure", hessian_structure, STRUCTURES)
+        if (subset_of_weights == "subnetwork") != (subnetwork_indices is not None):
+            raise ValueError(
+                'subset_of_weights="subnetwork" and subnetwork_indices belong together. Pass both, '
+                "or neither."
+            )
+        network = model
+        params: Any = "last_layer" if subset_of_weights == "last_layer" else "all"
+        if subnetwork_indices is not None:
+            network = Subnetwork(model, subnetwork_indices)
+        if last_layer_name is not None:
+            if subset_of_weights != "last_layer":
+                raise ValueError(
+                    f'last_layer_name applies to subset_of_weights="last_layer", not to '
+                    f"{subset_of_weights!r}. Remove it."
+                )
+            params = [
+                name
+                for name, _ in model.named_parameters()
+                if name.startswith(f"{last_layer_name}.")
+            ]
+        options: dict[str, Any] = {}
+        if likelihood == "regression":
+            options["sigma"] = sigma_noise
+        elif float(torch.as_tensor(sigma_noise)) != 1.0:
+            raise ValueError("sigma_noise applies only to regression. Remove it.")
+        self.model = model
+        self.likelihood = likelihood
+        self._structure = hessian_structure
+        self.posterior = Posterior(
+            network,
+            likelihood,
+            curvature=STRUCTURES[hessian_structure],
+            params=params,
+            prior_precision=_scalar_or_vector(prior_precision),
+            prior_mean=_scalar_or_vector(prior_mean),
+            temperature=temperature,
+            fisher=_fisher(backend, backend_kwargs or {}),
+            **options,
+        )
+
+    def fit(self, train_loader: Batches, override: bool = True, progress_bar: bool = False) -> None:
+        """Fit to all data of a loader.
+
+        Raises:
+            NotImplementedError: For `override=False`, which adds data to a fit.
+        """
+        if not override:
+            raise NotImplementedError(
+                "override=False is not supported. Fit to all data, or use the methods of "
+                "laplace_debias.Laplace."
+            )
+        self.posterior.fit(train_loader, progress=progress_bar)
+
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: str = "glm",
+        joint: bool = False,
+        link_approx: str = "probit",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Predict: probabilities `[B, C]`, or a regression's mean and covariance without noise.
+
+        Returns:
+            For classification probabilities `[B, C]`. For regression the mean `[B, C]` and with
+            `"glm"` the covariance `[B, C, C]`, with `diagonal_output` the variances `[B, C]`, with
+            `joint` the mean `[B·C]` and the covariance `[B·C, B·C]`; with `"nn"` mean and variances
+            over the draws, `[B, C]`.
+        """
+        _check_name("pred_type", pred_type, ("glm", "nn"))
+        _check_name("link_approx", link_approx, LINKS)
+        if self.likelihood == "regression":
+            return self._regression(x, pred_type, joint, n_samples, diagonal_output, generator)
+        if pred_type == "nn" and link_approx != "mc":
+            raise ValueError(
+                f'link_approx={link_approx!r} is not for pred_type="nn". Use link_approx="mc".'
+            )
+        if pred_type == "nn" or link_approx == "mc":
+            draws = self.predictive_samples(x, pred_type, n_samples, diagonal_output, generator)
+            return draws.mean(0)
+        return self.posterior.predict(x, link=Link(link_approx)).probs  # type: ignore[attr-defined]
+
+    def _regression(
+        self,
+        x: Inputs,
+        pred_type: str,
+        joint: bool,
+        n_samples: int,
+        diagonal_output: bool,
+        generator: torch.Generator | None,
+    ) -> tuple[Tensor, Tensor]:
+        if pred_type == "nn":
+            draws = self.functional_samples(x, "nn", n_samples, generator=generator)
+            return draws.mean(0), draws.var(0)
+        mean, covariance = self.posterior.functional(
+            x, diagonal=diagonal_output and not joint, joint=joint
+        )
+        if joint:
+            return mean.flatten(), covariance.flatten(2).flatten(0, 1)
+        return mean, covariance
+
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Float[Tensor, "samples batch *outputs"]:
+        """Draw outputs of the linearised network, or of the network with drawn weights."""
+        _check_name("pred_type", pred_type, ("glm", "nn"))
+        method = PredictionMethod(pred_type, n_samples, generator)
+        fit = LinkedFit(self.posterior._fitted, None)
+        if pred_type == "nn" or not diagonal_output:
+            return fit.draws(x, method)
+        mean, variances = fit.moments(x, method, diagonal=True)
+        return fit.draws_of_moments(mean, variances.flatten(1).diag_embed(), method)
+
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: str = "glm",
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Float[Tensor, "samples batch *outputs"]:
+        """Draw probabilities of classes, or outputs of a regression."""
+        draws = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
+        return draws if self.likelihood == "regression" else draws.softmax(-1)
+
+    def sample(
+        self, n_samples: int = 100, generator: torch.Generator | None = None
+    ) -> Float[Tensor, "samples parameters"]:
+        """Draw parameters."""
+        return self.posterior.sample(n_samples, generator)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """The log-density of parameters, or only its part that depends on them."""
+        log_prob = self.posterior.posterior.log_prob(value)
+        if normalized:
+            return log_prob
+        return log_prob - self.posterior.posterior.log_prob(self.mean)
+
+    def log_marginal_likelihood(
+        self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
+    ) -> Float[Tensor, ""]:
+        """The log marginal likelihood; a prior precision is set if it is passed.
+
+        Raises:
+            NotImplementedError: For `sigma_noise`, which changes the curvature here.
+        """
+        if sigma_noise is not None:
+            raise NotImplementedError(
+                "sigma_noise= is not supported. Set the noise before the fit, or tune it with "
+                "la.posterior.tune_evidence(sigma=True)."
+            )
+        if prior_precision is None:
+            return self.posterior.log_marginal_likelihood()
+        precision = _scalar_or_vector(prior_precision)
+        value = self.posterior.log_marginal_likelihood(precision)
+        self.prior_precision = precision
+        return value
+
+    def optimize_prior_precision(
+        self,
+        pred_type: str = "glm",
+        method: str = "marglik",
+        *,
+        prior_structure: str = "scalar",
+        val_loader: Batches | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 100,
+        link_approx: str = "probit",
+        progress_bar: bool = False,
+    ) -> None:
+        """Choose the prior precision by the marginal likelihood, or on a grid by held-out data.
+
+        The optimum of the marginal likelihood is found exactly, without steps. On held-out data the
+        metric is the NLL of the predictive, for a regression with its noise.
+
+        Raises:
+            NotImplementedError: For `pred_type="nn"` or `link_approx="mc"` with a grid, and for
+                `prior_structure="diag"`.
+            ValueError: For an unknown name, or a grid without `val_loader`.
+        """
+        _check_name("method", method, ("marglik", "gridsearch"))
+        _check_name("prior_structure", prior_structure, ("scalar", "layerwise", "diag"))
+        _check_name("link_approx", link_approx, LINKS)
+        _check_name("pred_type", pred_type, ("glm", "nn"))
+        if prior_structure == "diag":
+            raise NotImplementedError(
+                'prior_structure="diag" is not supported. Use "layerwise" or "scalar".'
+            )
+        is_regression = self.likelihood == "regression"
+        if method == "marglik":
+            per = None if prior_structure == "scalar" else "block"
+            self.posterior.tune_evidence(sigma=False if is_regression else None, per=per)
+            return
+        if val_loader is None:
+            raise ValueError('method="gridsearch" needs held-out data. Pass val_loader.')
+        if prior_structure != "scalar":
+            raise NotImplementedError(
+                'A grid has one prior precision. Use prior_structure="scalar", or method="marglik".'
+            )
+        if pred_type == "nn" or (link_approx == "mc" and not is_regression):
+            raise NotImplementedError(
+                'A grid is searched by closed forms. Use pred_type="glm" with '
+                'link_approx="probit", "bridge" or "bridge_norm".'
+            )
+        grid = torch.logspace(
+            log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64
+        )
+        self.posterior.tune(
+            val_loader,
+            grid=grid,
+            progress=progress_bar,
+            link=None if is_regression else Link(link_approx),
+            sigma=False if is_regression else None,
+        )
+
+    @property
+    def mean(self) -> Float[Tensor, " parameters"]:
+        """The trained parameters."""
+        return self.posterior.mean
+
+    @property
+    def n_params(self) -> int:
+        """The number of Bayesian parameters."""
+        return len(self.posterior.mean)
+
+    @property
+    def n_data(self) -> int:
+        """The number of training examples."""
+        return self.posterior.num_data
+
+    @property
+    def prior_precision(self) -> Float[Tensor, " precisions"]:
+        """The prior precision, `[1]`, or one per block."""
+        return self.posterior.prior_precision.reshape(-1)
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        self.posterior.prior_precision = _scalar_or_vector(value)
+
+    @property
+    def sigma_noise(self) -> Tensor:
+        """The standard deviation of a regression's noise; 1 for classification."""
+        if self.likelihood == "regression":
+            return self.posterior.sigma
+        return torch.ones(())
+
+    @property
+    def temperature(self) -> float:
+        """T."""
+        return self.posterior.temperature
+
+    @property
+    def posterior_precision(self) -> Tensor | LinearOperator:
+        """The posterior's precision: a matrix if full, a vector if diagonal, else an operator."""
+        return self._in_shape(self.posterior.posterior.precision)
+
+    @property
+    def posterior_covariance(self) -> Tensor | LinearOperator:
+        """The posterior's covariance: a matrix if full, else an operator."""
+        covariance = self.posterior.posterior.covariance
+        return covariance.to_dense() if self._structure == "full" else covariance
+
+    @property
+    def posterior_variance(self) -> Float[Tensor, " parameters"]:
+        """The variance of each parameter."""
+        return diagonal(self.posterior.posterior.covariance).value
+
+    @property
+    def posterior_scale(self) -> Tensor | LinearOperator:
+        """A root of the covariance: a symmetric matrix if full, a vector if diagonal."""
+        return self._in_shape(self.posterior.posterior.scale)
+
+    def _in_shape(self, operator: LinearOperator) -> Tensor | LinearOperator:
+        if self._structure == "full":
+            return operator.to_dense()
+        return diagonal(operator).value if self._structure == "diag" else operator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raise an error that names the file of a posterior.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError(
+            "state_dict is not supported. Save with la.posterior.save(path), and load with "
+            "laplace_debias.Laplace.load(path, model)."
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.posterior)
+
+
+def _fisher(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
+    """The Fisher matrix of a backend of laplace-torch, by the end of its name."""
+    name = getattr(backend, "__name__", str(backend))
+    unknown = sorted(backend_kwargs.keys() - {"stochastic"})
+    if unknown:
+        raise NotImplementedError(
+            f"backend_kwargs has {unknown}. Only 'stochastic' is supported: remove the others."
+        )
+    is_stochastic = bool(backend_kwargs.get("stochastic", False))
+    if backend is None or name.endswith("GGN"):
+        return "mc" if is_stochastic else "exact"
+    if name.endswith("EF"):
+        return "empirical"
+    raise NotImplementedError(
+        f"The backend {name} is not supported. Use one whose name ends with GGN or EF."
+    )
+
+
+def _check_name(argument: str, value: str, names: Collection[str]) -> None:
+    if value not in names:
+        raise ValueError(
+            f"{argument}={value!r} is not supported. Use one of {', '.join(map(repr, names))}."
+        )
+
+
+def _scalar_or_vector(value: float | Tensor) -> float | Tensor:
+    """One number from a tensor of a single one; vectors stay."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    return value
