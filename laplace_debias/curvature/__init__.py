@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING
 from laplace_debias.system.lazy import attributes_from
 
 if TYPE_CHECKING:
+    from laplace_debias.curvature.network.function_model import FunctionModel
     from laplace_debias.curvature.network.inputs import OneArgument
+    from laplace_debias.curvature.network.subnetwork import (
+        Subnetwork,
+        largest_magnitude,
+        largest_variance,
+    )
     from laplace_debias.curvature.operators import (
         EKFAC,
         GGN,
@@ -15,22 +21,6 @@ if TYPE_CHECKING:
         Hessian,
         Jacobian,
     )
-from laplace_debias.curvature.network.function_model import FunctionModel
-from laplace_debias.curvature.network.inputs import OneArgument
-from laplace_debias.curvature.network.subnetwork import (
-    Subnetwork,
-    largest_magnitude,
-    largest_variance,
-)
-from laplace_debias.curvature.operators import (
-    EKFAC,
-    GGN,
-    KFAC,
-    EmpiricalFisher,
-    Fisher,
-    Hessian,
-    Jacobian,
-)
 
 __all__ = [
     "EKFAC",
@@ -50,7 +40,13 @@ __all__ = [
 __getattr__ = attributes_from(
     __name__,
     {
+        "laplace_debias.curvature.network.function_model": ("FunctionModel",),
         "laplace_debias.curvature.network.inputs": ("OneArgument",),
+        "laplace_debias.curvature.network.subnetwork": (
+            "Subnetwork",
+            "largest_magnitude",
+            "largest_variance",
+        ),
         "laplace_debias.curvature.operators": (
             "EKFAC",
             "GGN",
