@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from laplace_debias.system.lazy import attributes_from
 
 if TYPE_CHECKING:
+    from laplace_debias.curvature.network.bradley_terry import BradleyTerry
     from laplace_debias.curvature.network.function_model import FunctionModel
     from laplace_debias.curvature.network.inputs import OneArgument
     from laplace_debias.curvature.network.subnetwork import (
@@ -26,6 +27,7 @@ __all__ = [
     "EKFAC",
     "GGN",
     "KFAC",
+    "BradleyTerry",
     "EmpiricalFisher",
     "Fisher",
     "FunctionModel",
@@ -40,6 +42,7 @@ __all__ = [
 __getattr__ = attributes_from(
     __name__,
     {
+        "laplace_debias.curvature.network.bradley_terry": ("BradleyTerry",),
         "laplace_debias.curvature.network.function_model": ("FunctionModel",),
         "laplace_debias.curvature.network.inputs": ("OneArgument",),
         "laplace_debias.curvature.network.subnetwork": (

@@ -163,13 +163,15 @@ def _indices(entries: EntrySelection, parameters: Mapping[str, Tensor]) -> Int[T
     if isinstance(entries, Mapping):
         indices = _complete_mask(entries, parameters).nonzero().flatten()
     else:
-        given_indices = torch.as_tensor(entries)
-        if given_indices.dtype == torch.bool or given_indices.is_floating_point():
+        values = torch.as_tensor(entries)
+        # An empty list has no integers.
+        is_wrong_dtype = values.dtype == torch.bool or values.is_floating_point()
+        if values.numel() and is_wrong_dtype:
             raise TypeError(
-                f"`entries` are of {given_indices.dtype}. Pass indices as whole numbers, or a dict "
+                f"`entries` are of {values.dtype}. Pass indices as whole numbers, or a dict "
                 "from names to masks."
             )
-        indices = given_indices.flatten().long().sort().values
+        indices = values.flatten().long().sort().values
     if not len(indices):
         raise ValueError("`entries` selects no entry. Select at least one.")
     if indices[0] < 0 or indices[-1] >= num_entries:
