@@ -6,18 +6,20 @@ from laplace_debias.system.lazy import attributes_from
 
 if TYPE_CHECKING:
     from laplace_debias.laplace.auto import Auto
+    from laplace_debias.laplace.conformal import Conformal
     from laplace_debias.laplace.laplace import Laplace
     from laplace_debias.laplace.links import Link
     from laplace_debias.laplace.mixture import Mixture
     from laplace_debias.laplace.plan import Plan
     from laplace_debias.laplace.schemes import CrossFit, Full, Split
 
-__all__ = ["Auto", "CrossFit", "Full", "Laplace", "Link", "Mixture", "Plan", "Split"]
+__all__ = ["Auto", "Conformal", "CrossFit", "Full", "Laplace", "Link", "Mixture", "Plan", "Split"]
 
 __getattr__ = attributes_from(
     __name__,
     {
         "laplace_debias.laplace.auto": ("Auto",),
+        "laplace_debias.laplace.conformal": ("Conformal",),
         "laplace_debias.laplace.laplace": ("Laplace",),
         "laplace_debias.laplace.links": ("Link",),
         "laplace_debias.laplace.mixture": ("Mixture",),
@@ -29,12 +31,3 @@ __getattr__ = attributes_from(
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-from laplace_debias.laplace.auto import Auto
-from laplace_debias.laplace.conformal import Conformal
-from laplace_debias.laplace.laplace import Laplace
-from laplace_debias.laplace.links import Link
-from laplace_debias.laplace.mixture import Mixture
-from laplace_debias.laplace.plan import Plan
-from laplace_debias.laplace.schemes import CrossFit, Full, Split
-
-__all__ = ["Auto", "Conformal", "CrossFit", "Full", "Laplace", "Link", "Mixture", "Plan", "Split"]
