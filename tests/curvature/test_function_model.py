@@ -121,6 +121,7 @@ def test_steps_in_place_change_the_operator():
     assert not torch.allclose(operator.to_dense(), before)
 
 
+@pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_what_is_no_function_of_parameters_is_refused():
     parameters, _ = problem()
     with pytest.raises(TypeError, match=r"`function` is a int\. Pass a function"):

@@ -63,6 +63,7 @@ def test_every_curvature_predicts_tunes_and_is_saved(curvature, tmp_path):
     torch.testing.assert_close(loaded.predict((a, b)).probs, probs)
 
 
+@pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_networks_with_several_outputs_are_refused():
     _, a, b, y = problem()
     with pytest.raises(ValueError, match=r"Use a network with one output"):

@@ -168,6 +168,7 @@ def test_the_prior_precision_is_optimised():
     assert diagonal(la.posterior_precision).value.min() >= float(la.prior_precision)
 
 
+@pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_what_has_no_equivalent_is_refused():
     data, x = loader("classification")
     la = Laplace(network(), "classification")

@@ -200,6 +200,7 @@ def test_the_state_is_restored(classifier, tmp_path):
         Conformal(la).load_state_dict({"levels": 1})
 
 
+@pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_wrong_calls_have_remedies(classifier):
     model, la = classifier
     data = class_data(model, 30, 3)

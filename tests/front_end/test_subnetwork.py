@@ -132,6 +132,7 @@ def test_laplace_torch_has_the_same_posterior():
     )
 
 
+@pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_what_selects_no_entries_is_refused():
     model, _, _ = problem()
     for entries, error, message in (

@@ -92,6 +92,7 @@ def test_the_least_squares_inverse_of_an_indefinite_hessian_solves_in_single_pre
     torch.testing.assert_close(product.double(), torch.linalg.solve(A.matrix, B), rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_least_squares_warn_and_refuse_with_a_remedy():
     A = Matrix(symmetric(10 ** (-5 * uniform(SIZE))).matrix)
     with pytest.warns(RuntimeWarning, match=r"3 of 3 solves did not converge in 2 steps.*max_iter"):
