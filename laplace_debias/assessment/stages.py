@@ -317,7 +317,7 @@ def _predicted(
     batches = run.sets[set_name]
     has_labels = set_name not in run.loaded.ood
     results = [
-        predict_set(member.loaded, batches, member.posterior, positions, has_labels)
+        predict_set(member.loaded, batches, member.posterior, positions, has_labels=has_labels)
         for member in members
     ]
     seconds = sum(seconds for _, seconds in results)

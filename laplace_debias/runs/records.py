@@ -172,7 +172,7 @@ class RunRecord:
         title: Title of the page.
         created: Time of the beginning, ISO 8601.
         task: Name of the likelihood.
-        targets: What a target is: a class, several labels, or numbers; None in runs of earlier
+        targets: Kind of the targets: a class, several labels, or numbers; None in runs of earlier
             versions.
         input_name: Name of an input, in the singular.
         target: Column of a table that is predicted.

@@ -177,6 +177,18 @@ def test_counts_go_through_every_command(counts, capsys):
         for end, m, v in zip(ends, mean[:20], variance[:20], strict=True):
             assert _below(end - 1, m, v) < quantile <= _below(end, m, v) + 1e-6
 
+    options = ["--examples=40", "--eigenpairs=2", "--max_matvecs=60", "--tolerance=1e-6"]
+    spectrum = result(capsys, "spectrum", *COMMON, task, *options, "--output=spectrum")
+    features = []
+    for row in bring.every(counts.train)[0][:40]:
+        gradients = torch.autograd.grad(counts.model(row[None])[0, 0], counts.model.parameters())
+        features.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    J = torch.stack(features).double()
+    with torch.no_grad():
+        weights = counts.model(bring.every(counts.train)[0][:40]).double().exp() / 40
+    largest = torch.linalg.eigvalsh(J.T @ (weights * J))[-1].item()
+    assert max(spectrum["eigenvalues"]) == pytest.approx(largest, rel=1e-4)
+
     page = Path(reported["page"]).read_text(encoding="utf-8")
     assert "Do the intervals contain as many targets" in page
     assert "MAE" in page

@@ -95,7 +95,7 @@ def _table(
             labels_of_column.append(SCORES.get(score_shown, score_shown))
         unit = metric.unit.replace("the target", run.record.target or "the target")
         columns.append((replace(metric, unit=unit), ", ".join(labels_of_column)))
-        cells.append(_cells(rows, differences, keys, metric, reference is not None))
+        cells.append(_cells(rows, differences, keys, metric, is_difference=reference is not None))
     by_method = list(zip(methods, zip(*cells, strict=True), strict=True)) if cells else []
     return MetricTable(columns, by_method, labels[compared_with])
 

@@ -87,7 +87,7 @@ def looks(methods: Iterable[MethodRecord]) -> dict[str, Look]:
         itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle(_STYLES), strict=False
     )
     return {
-        method.key: Look(method.key, method.label, colour, marker, dashes)
+        method.key: Look(method.key, method.label, colour=colour, marker=marker, dashes=dashes)
         for method, (colour, marker, dashes) in zip(methods, styles, strict=False)
     }
 
@@ -149,7 +149,13 @@ class Panel:
                 Point(round(float(units_x), 1), round(float(top - units_y), 1), method_noted, text)
             )
         return Picture(
-            self.name, title, alt, buffer.getvalue(), tuple(points), method=method, note=note
+            name=self.name,
+            title=title,
+            alt=alt,
+            svg=buffer.getvalue(),
+            points=tuple(points),
+            method=method,
+            note=note,
         )
 
 
