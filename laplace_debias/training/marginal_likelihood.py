@@ -186,7 +186,10 @@ def marginal_likelihood_training(
         history.append(_row(epoch, loss, value, fitted))
         num_worse += 1
         if value > best_value:
-            best, best_value, best_epoch, num_worse = fitted, value, epoch, 0
+            best = fitted
+            best_value = value
+            best_epoch = epoch
+            num_worse = 0
             best_weights = {name: t.detach().clone() for name, t in plain.state_dict().items()}
         if patience is not None and num_worse >= patience:
             break
@@ -317,7 +320,8 @@ def _train_epoch(
     model.train()
     plain = unwrapped(model)
     loss = NegativeLogLikelihood(fits.likelihood)
-    total, num_examples = 0.0, 0
+    total = 0.0
+    num_examples = 0
     device = next(model.parameters()).device
     for x, y in fits.spec.stream(loader, device, fits.generator):
         optimizer.zero_grad()

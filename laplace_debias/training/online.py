@@ -216,10 +216,15 @@ class OnlineCurvature:
             num_data: N, the number of training examples.
 
         Raises:
-            RuntimeError: Before the second update: the first one has no directions of an earlier
-                batch.
+            RuntimeError: Before the second update, since the first one has no directions of an
+                earlier batch; after `load_state_dict` before the next update.
         """
         size = TrainingSize(whole(num_data, "num_data"))
+        if self._loaded is not None:
+            raise RuntimeError(
+                "A loaded state is compared with the model at the next update. Call update before "
+                "posterior."
+            )
         if self._context is None or not self._bases:
             raise RuntimeError(
                 f"A posterior needs directions and magnitudes of different batches, and there were "
@@ -274,8 +279,14 @@ class OnlineCurvature:
         """Continue from a `state_dict`, with the same labels as without the interruption.
 
         Raises:
-            ValueError: If the state has other options or is of another model.
+            ValueError: If the state has other options or is of another model, or is no state of
+                this class.
         """
+        if "options" not in state or "blocks" not in state:
+            raise ValueError(
+                f"The state has the entries {list(state)[:5]}, and no options and blocks. Pass "
+                "what OnlineCurvature.state_dict() returned."
+            )
         for name, value in self._options.items():
             saved = state["options"][name]
             if saved != value:
@@ -290,6 +301,7 @@ class OnlineCurvature:
         fisher = replace(config.fisher, seed=state["seed"])
         self._state = replace(self._state, config=replace(config, fisher=fisher))
         self._context = None
+        self._num_updates = state["num_updates"]
         self._loaded = state
 
     @property

@@ -233,6 +233,9 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(num_updates, tmp_path):
         interrupted.update(x, y)
     resumed = OnlineCurvature(model, **{**OPTIONS, "fisher": "mc"})
     resumed.load_state_dict(torch.load(tmp_path / "online.pt"))
+    assert resumed.num_updates == num_updates
+    with pytest.raises(RuntimeError, match="Call update before posterior"):
+        resumed.posterior(100)
     for x, y in data[num_updates:]:
         resumed.update(x, y)
     assert resumed.num_updates == len(data)
@@ -249,6 +252,8 @@ def test_a_state_of_another_model_or_run_is_refused():
         OnlineCurvature(model[:1], **OPTIONS).load_state_dict(state)
     with pytest.raises(ValueError, match=r"decay=0.8, and this object has decay=0.5"):
         OnlineCurvature(model, **{**OPTIONS, "decay": 0.5}).load_state_dict(state)
+    with pytest.raises(ValueError, match="no options and blocks"):
+        OnlineCurvature(model, **OPTIONS).load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize(
