@@ -4,8 +4,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+from laplace_debias import Laplace
 from laplace_debias.laplace import links
+from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import pairwise, tempered_pairwise
 
 TEMPERATURES = [0.5, 1.0, 1.7, 4.0]
@@ -57,3 +60,27 @@ def test_single_precision_keeps_its_digits_beside_a_large_common_variance():
         for row, matrix, actual in zip(mean, covariance, values, strict=True):
             expected = dense_pairwise(row, matrix, temperature)
             torch.testing.assert_close(actual.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_the_weights_of_a_last_layer_are_computed_once_for_all_chunks_of_inputs(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5)).double().eval()
+    x = torch.randn(30, 4, dtype=torch.float64)
+    y = torch.randint(5, (30,))
+    whole = Laplace(model, params="last_layer").fit_batches([(x, y)], num_data=30)
+    in_chunks = Laplace(model, params="last_layer", memory_bound=2_000)
+    in_chunks.fit_batches([(x, y)], num_data=30)
+    num_passes = []
+    model[0].register_forward_hook(lambda *_: num_passes.append(1))
+    num_calls = []
+    compute = LinearHead.variances
+
+    def counted(self, *arguments):
+        num_calls.append(1)
+        return compute(self, *arguments)
+
+    monkeypatch.setattr(LinearHead, "variances", counted)
+    _, covariance = in_chunks.functional(x)
+    assert len(num_passes) > 3
+    assert len(num_calls) == 2  # The weight's and the bias's.
+    torch.testing.assert_close(covariance, whole.functional(x)[1], rtol=1e-12, atol=1e-15)

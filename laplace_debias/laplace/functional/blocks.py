@@ -62,6 +62,8 @@ class BlockMoments:
             assert isinstance(operator, EigenKronecker)
             self._operators.append(operator)
         self._runs: dict[int, ColumnRuns] = {}
+        # The blocks of the last layer, with variances that are the same for every chunk of inputs.
+        self._heads: dict[int, tuple[LinearHead, Tensor]] = {}
 
     def last_layer_inputs(self, tap: Tap, outputs: Tensor) -> dict[int, Tensor]:
         """Return the input of the last layer for each of its blocks, by the block's index.
@@ -92,8 +94,10 @@ class BlockMoments:
             chosen: Indices of the outputs; None for all.
         """
         for index, phi in inputs.items():
-            head = LinearHead.from_posterior(self.blocks[index], self.posterior)
-            variances = head.variances(self.prior_precisions[:, index])
+            if index not in self._heads:
+                head = LinearHead.from_posterior(self.blocks[index], self.posterior)
+                self._heads[index] = (head, head.variances(self.prior_precisions[:, index]))
+            head, variances = self._heads[index]
             # One prior precision after the other: not all covariances may fit into memory.
             for total, along in zip(into, head.eigen_variances(phi, variances), strict=True):
                 total += head.covariance(along, chosen, self._diagonal)
