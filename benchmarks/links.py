@@ -28,7 +28,13 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import links
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.links import FORMULAS, Formula, Link
-from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, links_to_try, look, search
+from laplace_debias.laplace.tune import (
+    DEFAULT_GRID,
+    TEMPERATURES,
+    choose,
+    evaluate_grid,
+    links_to_try,
+)
 from laplace_debias.metrics import auroc
 from laplace_debias.sources import SourceSettings, load
 
@@ -107,11 +113,17 @@ def by_rule(validation: Moments) -> tuple[float, Link]:
             yield number, torch.distributions.Categorical(logits=torch.stack(logits))
 
     data = [(validation.mean, validation.labels)]
-    by = links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None)
-    table = look(predict, data, _SOFTMAX, None, "nll", validation.grid.tolist(), by)
-    found, _ = search(table, "nll")
-    assert found.link is not None
-    return float(found), found.link
+    table = evaluate_grid(
+        predict,
+        data,
+        _SOFTMAX,
+        "nll",
+        prior_precisions=validation.grid.tolist(),
+        links=links_to_try(links.default_link(_SOFTMAX, validation.mean.shape), None),
+    )
+    tuning, _ = choose(table, "nll")
+    assert tuning.link is not None
+    return float(tuning), tuning.link
 
 
 def methods_of(validation: Moments) -> dict[str, tuple[float, Link]]:

@@ -49,7 +49,7 @@ def by_evidence(
         found = of_groups if found is None else replace(of_groups, sigma=found.sigma)
     elif found is None:
         found = tune_one(fitted)
-    return (found, tuned) if with_noise else (noting_assumed(found, fitted, sigma), None)
+    return (found, tuned) if with_noise else (note_assumed_sigma(found, fitted, sigma), None)
 
 
 def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
@@ -79,17 +79,17 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
     return True
 
 
-def noting_assumed(found: Tuning, fitted: FittedPosterior, sigma: bool | None) -> Tuning:
-    """With a note if a noise that nobody gave stays."""
+def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | None) -> Tuning:
+    """Add a note if σ was never set and is not tuned either."""
     likelihood = fitted.likelihood
     if sigma is not None or not isinstance(likelihood, Gaussian) or not likelihood.is_assumed:
-        return found
+        return tuning
     if likelihood.sigma.ndim:
         value = "it is estimated by the residuals of each output"
     else:
         value = "1.0 is assumed"
     note = f"sigma was never given and is not tuned here: {value} (sigma=True tunes it)."
-    return replace(found, notes=(*found.notes, note))
+    return replace(tuning, notes=(*tuning.notes, note))
 
 
 def tune_one(fitted: FittedPosterior) -> Tuning:

@@ -475,8 +475,15 @@ class Laplace(Predictor):
             raise ValueError(
                 f"per={per!r} requires the marginal likelihood. Use tune_evidence(per={per!r})."
             )
-        tuning, fitted = tune.on_data(
-            self._unchanged_fit, loader, metric, grid, sigma, link, generator, progress
+        tuning, fitted = tune.tune_on_data(
+            self._unchanged_fit,
+            loader,
+            metric,
+            grid,
+            sigma=sigma,
+            link=link,
+            generator=generator,
+            progress=progress,
         )
         delta = torch.tensor(tuning.prior_precision, dtype=torch.float64)
         if tuning.link is None:

@@ -1,7 +1,7 @@
 """Tuning on held-out data: a wide grid of prior precisions by all links, in one pass.
 
-Searched over is δ, or γ = δ k² where σ = k σ₀ is tuned with it. Links and temperatures cost nothing
-beside the covariances, and are all looked at in the same pass.
+The search is over δ, or over γ = δ k² if σ = k σ₀ is tuned with it. Links and temperatures cost
+little compared with the covariances, so the same pass evaluates all of them.
 """
 
 import itertools
@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal
 from torch.nn.functional import one_hot
 
-from laplace_debias.curvature.losses.likelihoods import (
-    Likelihood,
-)
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import evidence, predictive
@@ -39,51 +37,74 @@ from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import current
 
 DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
-"""Where a search begins without a grid."""
-_FEW = 100
-# Two prior precisions are equal to the rounding of single precision.
-_SINGLE_PRECISION = 1e-6
-"""Of fewer examples the simplest link is taken."""
-_ALIKE, _NOTHING = 0.25, 1e-3
-"""What is worse than the best by at most the one part of the paired standard error, or the other of
-the best one's own, is as good: of two that are nearly the same the paired error is nearly zero."""
+"""Prior precisions that are tried unless a grid is passed."""
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
 """Temperatures that are tried, from 1/2 to 4."""
+_MIN_EXAMPLES = 100
+"""With fewer examples the simplest link is kept."""
+_TIE_IN_PAIRED_ERRORS = 0.25
+"""Two settings count as equally good if they differ by less than this part of the paired standard
+error."""
+_TIE_IN_STANDARD_ERRORS = 1e-3
+"""They also do if they differ by less than this part of the best setting's standard error, because
+the paired error of two nearly identical settings is nearly zero."""
+_SINGLE_PRECISION = 1e-6
+"""Prior precisions that differ by less than this relative amount are equal: it is the rounding of
+single precision."""
 _PASS = "tune again with a grid= (command tune: --prior_precisions) of"
 
 
-def on_data(
+def tune_on_data(
     fitted: FittedPosterior,
     loader: Batches,
     metric: str,
     grid: Float[Tensor, " grid"] | Sequence[float] | None,
+    *,
     sigma: bool | None,
     link: str | Link | None,
     generator: torch.Generator | None,
     progress: bool,
 ) -> tuple[Tuning, FittedPosterior | None]:
-    """The best prior precision, link and temperature on held-out data; the fit if σ was tuned."""
+    """Find the best prior precision, link and temperature on held-out data, in one pass.
+
+    Args:
+        fitted: The fit.
+        loader: Batches `(inputs, targets)` that the fit has not read.
+        metric: `"nll"`, or for classes and labels `"brier"`; the lowest is the best.
+        grid: Prior precisions to try; None for `DEFAULT_GRID`.
+        sigma: Whether σ of a regression is tuned, too; None if it can be and was never set.
+        link: A link's name, to only try its temperatures; a `Link`, to only use this; None for all.
+        generator: Seeds the order of the data.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The choice, and if σ was tuned the fit with the best σ; otherwise None.
+
+    Raises:
+        ValueError: For an unknown metric, a grid that is not positive and finite, a grid together
+            with `sigma`, or if the metric is not finite at any prior precision.
+    """
     check_held_out(loader)
     stream = fitted.spec.stream(loader, fitted.device, generator, "tune" if progress else None)
-    likelihood, class_dim = fitted.likelihood, fitted.spec.class_dim
+    likelihood = fitted.likelihood
     is_regression = likelihood.targets == "numbers"
-    known = ["nll"] if is_regression else ["brier", "nll"]
-    if metric not in known:
+    metrics = ["nll"] if is_regression else ["brier", "nll"]
+    if metric not in metrics:
         raise ValueError(
-            f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(known)}."
+            f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(metrics)}."
         )
     link_from(link, likelihood)
     posterior = fitted.posterior
-    points = DEFAULT_GRID if grid is None else _checked(grid)
+    points = DEFAULT_GRID if grid is None else _ascending(grid)
     with_noise = sigma or (is_regression and grid is None)
     with_noise = with_noise and evidence.tunes_noise(fitted, sigma)
     if with_noise:
         if grid is not None:
             raise ValueError(
-                "sigma=True looks at every prior precision with the best sigma for it, and chooses "
-                "the grid by that: leave out the grid, or sigma."
+                "sigma=True evaluates every prior precision at the best sigma for it, and chooses "
+                "the grid accordingly. Remove grid= or sigma=."
             )
-        # The grid is of γ = δ k², about the k² that the residuals of the training data tell.
+        # The grid is one of γ = δ k², around the k² of the residuals of the training data.
         assert fitted.num_targets is not None
         points = points * (evidence.squared_residuals(fitted) / fitted.num_targets)
     if grid is None:
@@ -96,19 +117,26 @@ def on_data(
     for x, _ in stream.first:
         default = predictive.default_link(fitted, x)
     default = next(filter(None, current().exchange(default)), None)
-    by_links = partial(predictive.predictives_by_links, fitted)
-    at = points.tolist(), links_to_try(default, link)
-    table = look(by_links, stream, likelihood, class_dim, metric, *at, with_noise)
-    result, best = search(table, metric)
-    if table.factors is None:
+    table = evaluate_grid(
+        partial(predictive.predictives_by_links, fitted),
+        stream,
+        likelihood,
+        metric,
+        prior_precisions=points.tolist(),
+        links=links_to_try(default, link),
+        class_dim=fitted.spec.class_dim,
+        with_noise=with_noise,
+    )
+    result, best = choose(table, metric)
+    if table.sigma_factors is None:
         if is_regression:
-            result = evidence.noting_assumed(result, fitted, sigma)
-        return _noting_thinning(result, fitted), None
-    tuned, sigmas = evidence.rescaled(fitted, float(table.factors[best]), float(result))
-    return _noting_thinning(replace(result, sigma=sigmas), tuned), tuned
+            result = evidence.note_assumed_sigma(result, fitted, sigma)
+        return _note_thinning(result, fitted), None
+    tuned, sigmas = evidence.rescaled(fitted, float(table.sigma_factors[best]), float(result))
+    return _note_thinning(replace(result, sigma=sigmas), tuned), tuned
 
 
-def _noting_thinning(result: Tuning, fitted: FittedPosterior) -> Tuning:
+def _note_thinning(result: Tuning, fitted: FittedPosterior) -> Tuning:
     """Add a note if a thinned posterior is used below the prior precision of the thinning."""
     if fitted.thinned_at is None:
         return result
@@ -123,8 +151,8 @@ def _noting_thinning(result: Tuning, fitted: FittedPosterior) -> Tuning:
     return replace(result, notes=(*result.notes, note))
 
 
-def _checked(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " grid"]:
-    """A user's grid, ascending."""
+def _ascending(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " grid"]:
+    """Sort a user's grid, once every value is positive and finite."""
     points = real(grid, "grid").cpu()
     if points.ndim != 1 or len(points) == 0 or not bool(((points > 0) & points.isfinite()).all()):
         raise ValueError(
@@ -137,7 +165,11 @@ def _checked(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, " 
 def _representable(
     posterior: GaussianPosterior, points: Float[Tensor, " grid"]
 ) -> Float[Tensor, " representable"]:
-    """Leave out points that the posterior's dtype cannot represent, unless these are all."""
+    """Leave out prior precisions that the posterior's dtype cannot represent.
+
+    Raises:
+        ValueError: If it can represent none.
+    """
     representable = []
     for point in points:
         try:
@@ -151,126 +183,176 @@ def _representable(
     return torch.stack(representable)
 
 
-def links_to_try(default: Link | None, given: str | Link | None) -> list[Link]:
-    """The links that are searched over, the simplest first; none for a likelihood that has none.
+def links_to_try(default: Link | None, link: str | Link | None) -> list[Link]:
+    """List the links that the search compares, the simplest one first.
 
-    A formula alone is tried at all temperatures; without one the default and, where covariances are
-    at hand, the probit.
+    Args:
+        default: The likelihood's default link; None if it has no links, which gives an empty list.
+        link: A `Link`, which is then the only one; the name of a formula, which is tried at all
+            temperatures; None for the default formula and the probit at all temperatures.
     """
     if default is None:
         return []
-    if isinstance(given, Link):
-        return [given]
-    names = [given] if given else list(dict.fromkeys([default.name, "probit"]))
-    others = list(itertools.product(names, TEMPERATURES))
-    others.remove((names[0], 1.0))
-    return [Link(names[0]), *itertools.starmap(Link, others)]
+    if isinstance(link, Link):
+        return [link]
+    formulas = [link] if link else list(dict.fromkeys([default.name, "probit"]))
+    simplest = Link(formulas[0])
+    combinations = itertools.starmap(Link, itertools.product(formulas, TEMPERATURES))
+    return [simplest, *(combination for combination in combinations if combination != simplest)]
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
-    """A metric at every prior precision of a search, by every link.
+class GridMetrics:
+    """A metric at every prior precision of a search, for every link.
 
-    A metric (`values`) is a sum over the terms that count (targets, positions, labels) over their
-    number. The terms of one example belong together, so errors are taken over examples. The points
-    ascend; of links there is one more, infinity, without any covariance. Without links the sums
-    have one column. At each point σ is multiplied by its factor; None where it is not tuned.
+    The metric is Σ sums / Σ counts over the examples. An example has one term or several (targets,
+    positions, labels), which are not independent, so standard errors are those over examples. A
+    setting is a pair of indices, of a prior precision and of a link.
+
+    Attributes:
+        prior_precisions: P values, ascending. With links the last one is infinity, at which there
+            is no covariance.
+        links: The L links, the simplest one first; empty for a likelihood without links, whose
+            tensors have L = 1.
+        sums: Sum of the metric's terms of each example, `[P, L, examples]`.
+        counts: Number of terms of each example, `[examples]`.
+        values: The metric, `[P, L]`.
+        sigma_factors: The number that σ is multiplied by at each prior precision, `[P]`; None if σ
+            is not tuned.
     """
 
-    at: Sequence[float]
+    prior_precisions: Sequence[float]
     links: Sequence[Link]
     sums: Float[Tensor, "points links examples"]
     counts: Float[Tensor, " examples"]
     values: Float[Tensor, "points links"]
-    factors: Float[Tensor, " points"] | None = None
+    sigma_factors: Float[Tensor, " points"] | None = None
 
-    def least(self, points: range, links: Sequence[int]) -> tuple[int, int]:
-        """Point and link with the least value among some; what is NaN is passed over."""
-        some = self.values[points.start : points.stop, links].nan_to_num(math.inf, math.inf)
-        point, link = divmod(int(some.argmin()), len(links))
+    @property
+    def finite_points(self) -> range:
+        """Indices of the prior precisions that are finite."""
+        return range(len(self.prior_precisions) - (1 if self.links else 0))
+
+    def lowest(self, points: range, links: Sequence[int]) -> tuple[int, int]:
+        """The setting with the lowest value among these prior precisions and links, NaN left out.
+
+        It is the first one of several with the same value.
+        """
+        values = self.values[points.start : points.stop, links].nan_to_num(math.inf, math.inf)
+        point, link = divmod(int(values.argmin()), len(links))
         return points[point], links[link]
 
-    def errors(self, sums: Float[Tensor, "*k examples"]) -> Float[Tensor, "*k"]:
-        """Standard errors of Σ sums / Σ counts, over the examples; NaN for one."""
-        n, total = len(self.counts), self.counts.sum()
+    def standard_errors(self, sums: Float[Tensor, "*k examples"]) -> Float[Tensor, "*k"]:
+        """Compute the standard errors of Σ sums / Σ counts over examples; NaN for one example."""
+        n = len(self.counts)
+        correction = n / (n - 1) if n > 1 else math.nan
+        total = self.counts.sum()
         residuals = sums - (sums.sum(-1) / total).unsqueeze(-1) * self.counts
-        return (residuals.square().sum(-1) * (n / (n - 1) if n > 1 else math.nan)).sqrt() / total
+        return (residuals.square().sum(-1) * correction).sqrt() / total
 
-    def is_as_good(self, one: tuple[int, int], best: tuple[int, int]) -> bool:
-        """Whether a place is worse than the best one by next to nothing; what is NaN is not."""
-        paired, own = self.errors(self.sums[one] - self.sums[best]), self.errors(self.sums[best])
-        difference = float(self.values[one] - self.values[best])
-        return difference <= max(_ALIKE * float(paired), _NOTHING * float(own))
+    def is_tied(self, setting: tuple[int, int], best: tuple[int, int]) -> bool:
+        """Whether a setting counts as equally good as the best one; False if its value is NaN."""
+        paired_error = self.standard_errors(self.sums[setting] - self.sums[best])
+        standard_error = self.standard_errors(self.sums[best])
+        tolerance = max(
+            _TIE_IN_PAIRED_ERRORS * float(paired_error),
+            _TIE_IN_STANDARD_ERRORS * float(standard_error),
+        )
+        return float(self.values[setting] - self.values[best]) <= tolerance
 
 
-def look(
+def evaluate_grid(
     predict: Callable[
         [Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution | ValueError]]
     ],
     data: Pairs,
     likelihood: Likelihood,
-    class_dim: int | None,
     metric: str,
-    points: Sequence[float],
+    *,
+    prior_precisions: Sequence[float],
     links: Sequence[Link],
+    class_dim: int | None = None,
     with_noise: bool = False,
-) -> Table:
-    """The metric at points by links, in one pass over the data.
+) -> GridMetrics:
+    """Compute a metric at every prior precision, for every link, in one pass over the data.
 
-    The NLL of a regression `with_noise` is that at the best σ for each γ. A point whose predictive
-    cannot be computed for some batch has the metric infinity. If no point has a predictive for a
-    batch, the error of the last one is raised.
+    Args:
+        predict: From inputs, prior precisions and links to pairs of a prior precision's index and
+            a predictive or its error, as `predictives_by_links` yields them.
+        data: Batches `(inputs, targets)`.
+        likelihood: The likelihood, which checks the targets.
+        metric: `"nll"` or `"brier"`.
+        prior_precisions: Ascending; with noise these are γ = δ k².
+        links: The links; empty for a likelihood that has none.
+        class_dim: The dimension of the outputs that has the classes; None for the last.
+        with_noise: Whether the NLL of a regression is that at the best σ for each γ.
+
+    Returns:
+        The metric; it is infinite where a predictive could not be computed for every batch.
+
+    Raises:
+        ValueError: If the data are empty or have no target that counts; the predictive's error, if
+            a batch has no predictive at any prior precision.
     """
-    grid, parts = torch.tensor(points, dtype=torch.float64), []
-    at = [*points, math.inf] if links else list(points)
+    grid = torch.tensor(prior_precisions, dtype=torch.float64)
+    points = list(prior_precisions)
+    if links:
+        points.append(math.inf)
+    num_columns = 3 if with_noise else max(1, len(links))
+    batches = []
     for x, y in data:
-        examples, rows, errors = None, dict[int, list[Tensor]](), dict[int, ValueError]()
-        for number, predicted in predict(x, grid, links):
+        example_indices = None
+        columns = dict[int, list[Tensor]]()
+        errors = dict[int, ValueError]()
+        for point, predicted in predict(x, grid, links):
             if isinstance(predicted, ValueError):
-                errors[number] = predicted
+                errors[point] = predicted
                 continue
-            if examples is None:
-                # The same by every link and at every point.
-                targets = check_targets(likelihood, predicted, y, class_dim, leading=1)
-                labels, counted, log_prob_of = targets
+            if example_indices is None:
+                # These are the same for every link and every prior precision.
+                labels, counted, targets = check_targets(
+                    likelihood, predicted, y, class_dim, leading=1
+                )
             if with_noise:
                 terms = _noise_terms(predicted, labels)
             elif metric == "nll":
                 # No class probabilities: for a thousand classes a thousandth of the memory.
                 shape = predicted.batch_shape + predicted.event_shape
-                log_probs = predicted.log_prob(log_prob_of.expand(shape))
+                log_probs = predicted.log_prob(targets.expand(shape))
                 terms = -log_probs.flatten(1)[:, counted].double().T
             else:
                 terms = _brier_terms(predicted, labels, counted)
-            if examples is None:
-                # That of every term that counts.
-                examples = counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
-                examples = examples.repeat_interleave(len(terms) // max(1, len(examples)))
-            sums = terms.new_zeros(len(y), terms.shape[1]).index_add_(0, examples, terms)
-            rows.setdefault(number, []).append(sums)
-        if errors.keys() >= set(range(len(points))):
-            raise errors[len(points) - 1]
-        assert examples is not None
-        counts = examples.bincount(minlength=len(y)).double()
-        part = [counts[counts > 0]]
-        num_columns = 3 if with_noise else max(1, len(links))
-        for number in range(len(at)):
-            if number in errors:
-                row = counts.new_full((len(y), num_columns), math.inf)
+            if example_indices is None:
+                # Index of the example that each counted term belongs to.
+                example_indices = counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
+                terms_per_target = len(terms) // max(1, len(example_indices))
+                example_indices = example_indices.repeat_interleave(terms_per_target)
+            sums = terms.new_zeros(len(y), terms.shape[1]).index_add_(0, example_indices, terms)
+            columns.setdefault(point, []).append(sums)
+        if errors.keys() >= set(range(len(prior_precisions))):
+            raise errors[len(prior_precisions) - 1]
+        assert example_indices is not None
+        counts = example_indices.bincount(minlength=len(y)).double()
+        batch = [counts[counts > 0]]
+        for point in range(len(points)):
+            if point in errors:
+                sums = counts.new_full((len(y), num_columns), math.inf)
             else:
-                row = torch.cat(rows[number], 1)
-            part.append(row[counts > 0])
-        parts.append(part)
-    counts, *columns = concatenate_batches(parts, "tune on")
-    sums, factors = torch.stack(columns).mT.contiguous(), None
+                sums = torch.cat(columns[point], 1)
+            batch.append(sums[counts > 0])
+        batches.append(batch)
+    counts, *sums_by_point = concatenate_batches(batches, "tune on")
+    sums = torch.stack(sums_by_point).mT.contiguous()
+    factors = None
     if with_noise:
         sums, factors = _with_best_noise(sums)
-        at = [gamma / factor**2 for gamma, factor in zip(at, factors.tolist(), strict=True)]
-    return Table(at, links, sums, counts, sums.sum(-1) / counts.sum(), factors)
+        points = [gamma / factor**2 for gamma, factor in zip(points, factors.tolist(), strict=True)]
+    values = sums.sum(-1) / counts.sum()
+    return GridMetrics(points, links, sums, counts, values, sigma_factors=factors)
 
 
 def _noise_terms(predicted: Distribution, labels: Tensor) -> Float[Tensor, "terms 3"]:
-    """Of each term the squared whitened residuals, log det S, and how many numbers they are."""
+    """Compute for each term the squared whitened residual, log det S, and the number of outputs."""
     assert isinstance(predicted, MultivariateNormal)
     root = predicted.scale_tril.flatten(0, -3).double()
     residuals = (labels.double() - probabilities_or_means(predicted).double()).unsqueeze(-1)
@@ -286,11 +368,14 @@ def _noise_terms(predicted: Distribution, labels: Tensor) -> Float[Tensor, "term
 def _with_best_noise(
     sums: Float[Tensor, "points 3 examples"],
 ) -> tuple[Float[Tensor, "points 1 examples"], Float[Tensor, " points"]]:
-    """The NLL at the best σ = k σ₀ for each γ, and k.
+    """Compute the NLL at the best σ = k σ₀ for each γ, and k.
 
     With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
-    covariance is k² times that at δ = γ: of q = rᵀ S⁻¹ r the NLL of M numbers is least at
+    covariance is k² times that at δ = γ. With q = rᵀ S⁻¹ r, the NLL of M numbers is lowest at
     k² = Σ q / M. A point that has no predictive has none at any σ, and keeps σ₀.
+
+    Args:
+        sums: For each γ and example the sums of `_noise_terms`; infinite without a predictive.
     """
     squares, log_dets, outputs = sums.unbind(1)
     factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
@@ -302,17 +387,18 @@ def _with_best_noise(
             "Check that the targets are not the outputs, or pass sigma=False."
         )
     k = factors.unsqueeze(1)
-    half = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2
-    nll = torch.where(is_computed.unsqueeze(1), half + outputs * k.log(), math.inf)
+    nll = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2 + outputs * k.log()
+    nll = torch.where(is_computed.unsqueeze(1), nll, math.inf)
     return nll.unsqueeze(1), factors
 
 
 def _brier_terms(
     predicted: Distribution, labels: Tensor, counted: Bool[Tensor, " terms"]
 ) -> Float[Tensor, "counted links"]:
-    """Of each term that counts Σ_k (p_k − y_k)², a column for each link."""
-    num_links, labels = predicted.batch_shape[0], labels[counted]
-    if not len(labels):  # A batch may hold ignored targets alone.
+    """Compute Σ_k (p_k − y_k)² of each term that counts, with a column for each link."""
+    num_links = predicted.batch_shape[0]
+    labels = labels[counted]
+    if not len(labels):  # All targets of a batch may be ignored.
         return torch.zeros(0, num_links, dtype=torch.float64, device=labels.device)
     values = probabilities_or_means(predicted)[counted.repeat(num_links)]
     labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
@@ -320,146 +406,177 @@ def _brier_terms(
     return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1).view(num_links, -1).T
 
 
-def search(table: Table, metric: str) -> tuple[Tuning, int]:
-    """The choice among what was looked at: the findings, without σ, and the point's number."""
-    by = table.links
-    points = range(len(table.at) - (len(by) > 0))
-    number = _chosen(table, by, points) if len(by) > 1 else 0
-    best, is_worse = _lowest(table, number, points)
-    values, errors = table.values[:, number], table.errors(table.sums[:, number]).tolist()
-    can_tell = len(table.counts) > 1
+def choose(table: GridMetrics, metric: str) -> tuple[Tuning, int]:
+    """Choose a link and a prior precision.
+
+    Returns:
+        The choice, without σ, and the index of its prior precision.
+    """
+    links = table.links
+    points = table.finite_points
+    link = _choose_link(table) if len(links) > 1 else 0
+    best, is_worse = _choose_point(table, link)
+    values = table.values[:, link]
+    errors = table.standard_errors(table.sums[:, link]).tolist()
+    has_errors = len(table.counts) > 1
     rows: list[Row] = []
     for point in points:
-        row: Row = {"prior_precision": table.at[point], metric: float(values[point])}
-        if table.factors is not None:
-            row["sigma_factor"] = float(table.factors[point])
-        if can_tell:
+        row: Row = {
+            "prior_precision": table.prior_precisions[point],
+            metric: float(values[point]),
+        }
+        if table.sigma_factors is not None:
+            row["sigma_factor"] = float(table.sigma_factors[point])
+        if has_errors:
             row["standard_error"] = errors[point]
         rows.append(row)
-    low = high = best
+    low = best
     while low > 0 and not is_worse[low - 1]:
         low -= 1
+    high = best
     while high < points[-1] and not is_worse[high + 1]:
         high += 1
-    within = table.at[low : high + 1]
-    is_flat = can_tell and len(within) == len(points)
-    notes = _at_the_end(table.at[best], () if is_flat else points, best, by, number)
+    not_worse = table.prior_precisions[low : high + 1]
+    is_flat = has_errors and len(not_worse) == len(points)
+    best_delta = table.prior_precisions[best]
+    notes = []
+    if len(points) > 1 and not is_flat:
+        notes += _notes_on_grid_ends(best_delta, is_first=best == 0, is_last=best == points[-1])
+    if len(links) > 1:
+        notes += _notes_on_temperature_ends(links[link])
     if best > 0 and not values[best - 1].isfinite():
-        notes += (
-            f"The best is the smallest value at which the metric is finite, {table.at[best]:.3g}. "
-            "To try smaller ones, convert the model to a wider dtype.",
+        notes.append(
+            f"The best is the smallest value at which the metric is finite, {best_delta:.3g}. "
+            "To try smaller ones, convert the model to a wider dtype."
         )
-    compared = Comparison()
-    if len(by) > 1:
-        compared = _compared(table, by, (best, number), points, metric)
-        notes += _why_not_the_lowest(compared, len(table.counts), number == 0, errors[best])
-    result = Tuning(
-        table.at[best],
-        metric,
-        float(values[best]),
-        sorted(rows, key=itemgetter("prior_precision")),
-        None,
-        (min(within), max(within)) if can_tell else None,
-        notes,
-        by[number] if by else None,
-        compared,
+    comparison = Comparison()
+    if len(links) > 1:
+        comparison = _compare(table, (best, link), metric)
+        notes += _notes_on_lower_scores(comparison, len(table.counts), link == 0, errors[best])
+    tuning = Tuning(
+        prior_precision=best_delta,
+        metric=metric,
+        value=float(values[best]),
+        table=sorted(rows, key=itemgetter("prior_precision")),
+        flat=(min(not_worse), max(not_worse)) if has_errors else None,
+        notes=tuple(notes),
+        link=links[link] if links else None,
+        compared=comparison,
     )
-    return result, best
+    return tuning, best
 
 
-def _chosen(table: Table, by: Sequence[Link], points: range) -> int:
-    """The number of the link that is taken.
+def _choose_link(table: GridMetrics) -> int:
+    """Choose the simplest link whose best value is tied with the best of all; return its index.
 
-    The first link is the simplest. Then come the others of T = 1, the first one's formula at other
-    temperatures, and the rest: the first of these whose best is as good as the best of all is
-    taken, and of fewer than 100 examples the simplest.
+    From simple to complex: the default formula at temperature 1, other formulas at temperature 1,
+    the default formula at other temperatures, all links. With fewer than 100 examples it is the
+    default formula at temperature 1.
     """
-    chosen = best = table.least(points, range(len(by)))
-    for tier in range(4):
-        some = [
-            number
-            for number, link in enumerate(by)
-            if (link.name != by[0].name) + 2 * (link.temperature != 1) <= tier
-        ]
-        chosen = table.least(points, some)
-        if len(table.counts) < _FEW or table.is_as_good(chosen, best):
+    default = table.links[0]
+    indices = range(len(table.links))
+    same_formula = [index for index in indices if table.links[index].name == default.name]
+    untempered = [index for index in indices if table.links[index].temperature == 1]
+    simplest_first = [
+        [index for index in same_formula if index in untempered],
+        untempered,
+        sorted({*same_formula, *untempered}),
+        list(indices),
+    ]
+    best = table.lowest(table.finite_points, indices)
+    for candidates in simplest_first:
+        setting = table.lowest(table.finite_points, candidates)
+        if len(table.counts) < _MIN_EXAMPLES or table.is_tied(setting, best):
             break
-    return chosen[1]
+    return setting[1]
 
 
-def _lowest(table: Table, link: int, points: range) -> tuple[int, Bool[Tensor, " points"]]:
-    """The best point by a link, and which are worse by more than a paired standard error.
+def _choose_point(table: GridMetrics, link: int) -> tuple[int, Bool[Tensor, " points"]]:
+    """Choose the prior precision for a link.
 
-    It is the lowest point, of several that are equal the middle of the longest run; but beside a
-    temperature, which can do a posterior's work, the smallest point that is as good: as much
-    posterior as the data allow.
+    It is the one with the lowest value; of several equal ones, the middle of their longest run. At
+    a temperature other than 1, which can itself soften the predictions, it is the smallest prior
+    precision that is tied with the lowest value: as wide a posterior as the data allow.
+
+    Returns:
+        Its index, and which prior precisions are worse by more than a paired standard error.
     """
-    values, sums = table.values[: len(points), link], table.sums[: len(points), link]
+    num_points = len(table.finite_points)
+    values = table.values[:num_points, link]
+    sums = table.sums[:num_points, link]
     if not values.isfinite().any():
         raise ValueError(
             "The metric is NaN or infinite at every prior precision. Check the outputs of the "
             "network, or convert it to a wider dtype."
         )
     runs: list[list[int]] = [[]]
-    for index, is_least in enumerate((values == values.nan_to_num(math.inf).min()).tolist()):
-        if is_least:
+    for index, is_lowest in enumerate((values == values.nan_to_num(math.inf).min()).tolist()):
+        if is_lowest:
             runs[-1].append(index)
         elif runs[-1]:
             runs.append([])
     longest = max(runs, key=len)
-    lowest = best = longest[len(longest) // 2]
+    lowest = longest[len(longest) // 2]
+    best = lowest
     if table.links and table.links[link].temperature != 1:
-        while best > 0 and table.is_as_good((best - 1, link), (lowest, link)):
+        while best > 0 and table.is_tied((best - 1, link), (lowest, link)):
             best -= 1
-    # Beside a temperature the lowest value can be that of a larger prior precision; and not the
-    # other way round: what is NaN is worse.
-    is_near = (values - values[best]).abs() <= table.errors(sums - sums[best])
+    # With a temperature, a larger prior precision may have a lower value than the chosen one. The
+    # comparisons are written so that NaN counts as worse.
+    is_near = (values - values[best]).abs() <= table.standard_errors(sums - sums[best])
     return best, ~is_near & ~(values < values[best])
 
 
-def _compared(
-    table: Table, by: Sequence[Link], best: tuple[int, int], points: range, metric: str
-) -> Comparison:
-    """The rows of `Tuning.compared`."""
-    without, of_names = range(len(points), len(points) + 1), dict[str, list[int]]()
-    for number, link in enumerate(by):
-        of_names.setdefault(link.name, []).append(number)
-    others = {
-        "network": table.least(without, [0]),
-        "temperature scaling": table.least(without, range(len(by))),
+def _compare(table: GridMetrics, best: tuple[int, int], metric: str) -> Comparison:
+    """Compare the choice with the network, temperature scaling and every link."""
+    points = table.finite_points
+    infinity = range(len(points), len(points) + 1)  # The network, without a posterior.
+    indices_by_formula = dict[str, list[int]]()
+    for index, link in enumerate(table.links):
+        indices_by_formula.setdefault(link.name, []).append(index)
+    alternatives = {
+        "network": table.lowest(infinity, [0]),
+        "temperature scaling": table.lowest(infinity, range(len(table.links))),
     }
-    for name, numbers in of_names.items():
-        others[name] = table.least(points, [by.index(Link(name))])
-        others[f"{name}, tempered"] = table.least(points, numbers)
-    rows = Comparison()
-    for name, place in others.items():
-        difference = float(table.values[place] - table.values[best])
-        error = float(table.errors(table.sums[place] - table.sums[best]))
-        delta = table.at[place[0]]
-        row = {"name": name, "prior_precision": None if delta == math.inf else delta}
-        row |= {"temperature": by[place[1]].temperature, metric: float(table.values[place])}
-        rows.append({**row, "difference": difference, "half_width": 1.96 * error})
-    return rows
+    for formula, indices in indices_by_formula.items():
+        alternatives[formula] = table.lowest(points, [table.links.index(Link(formula))])
+        alternatives[f"{formula}, tempered"] = table.lowest(points, indices)
+    comparison = Comparison()
+    for name, setting in alternatives.items():
+        point, link_index = setting
+        delta = table.prior_precisions[point]
+        paired_error = float(table.standard_errors(table.sums[setting] - table.sums[best]))
+        comparison.append(
+            {
+                "name": name,
+                "prior_precision": None if delta == math.inf else delta,
+                "temperature": table.links[link_index].temperature,
+                metric: float(table.values[setting]),
+                "difference": float(table.values[setting] - table.values[best]),
+                "half_width": 1.96 * paired_error,
+            }
+        )
+    return comparison
 
 
-def _why_not_the_lowest(
-    compared: Comparison, num_examples: int, is_first: bool, standard_error: float
-) -> tuple[str, ...]:
+def _notes_on_lower_scores(
+    comparison: Comparison, num_examples: int, is_default: bool, standard_error: float
+) -> list[str]:
     """Explain why an alternative that scores lower is not taken; empty if none does.
 
     Args:
-        compared: The alternatives.
-        num_examples: How many examples have a target that counts.
-        is_first: Whether the default link at temperature 1 is taken.
-        standard_error: That of the metric of the choice.
+        comparison: The alternatives.
+        num_examples: Number of examples with a target that counts.
+        is_default: Whether the default link at temperature 1 is taken.
+        standard_error: Standard error of the metric of the choice.
     """
-    lowest = min(compared, key=itemgetter("difference"))
-    if not -lowest["difference"] > _NOTHING * standard_error:
-        return ()
+    lowest = min(comparison, key=itemgetter("difference"))
+    if not -lowest["difference"] > _TIE_IN_STANDARD_ERRORS * standard_error:
+        return []
     beginning = f"{lowest['name']} scores lower by {-lowest['difference']:.2g} but is not taken: "
-    if num_examples < _FEW and is_first:
+    if num_examples < _MIN_EXAMPLES and is_default:
         reason = (
-            f"with fewer than {_FEW} examples (here {num_examples}) the default link at "
+            f"with fewer than {_MIN_EXAMPLES} examples (here {num_examples}) the default link at "
             "temperature 1 is kept."
         )
     else:
@@ -467,30 +584,33 @@ def _why_not_the_lowest(
             "settings whose difference is small beside its standard error count as equally good, "
             "and the simpler one is taken."
         )
-    return (beginning + reason,)
+    return [beginning + reason]
 
 
-def _at_the_end(
-    delta: float, points: Sequence[int], best: int, by: Sequence[Link], link: int
-) -> tuple[str, ...]:
-    """Notes on a prior precision and a temperature that lie at the end of those tried."""
-    notes = []
-    if len(points) > 1 and best == 0:
-        notes.append(f"The best is the smallest value tried, {delta:.3g}: {_PASS} smaller ones.")
-    elif len(points) > 1 and best == points[-1]:
-        notes.append(
+def _notes_on_grid_ends(delta: float, *, is_first: bool, is_last: bool) -> list[str]:
+    """Note that the best prior precision is the first or the last of the grid."""
+    if is_first:
+        return [f"The best is the smallest value tried, {delta:.3g}: {_PASS} smaller ones."]
+    if is_last:
+        return [
             f"The best is the largest value tried, {delta:.3g}: {_PASS} larger ones, or predict "
             "with method='map', which has no uncertainty of the parameters."
-        )
-    if len(by) > 1 and by[link].temperature in (TEMPERATURES[0], TEMPERATURES[-1]):
-        name, T = by[link].name, by[link].temperature
-        notes.append(
-            f"The best temperature is the {'smallest' if T < 1 else 'largest'} tried, {T:g}: "
-            + (
-                "the posterior is wide, or the network far under-confident"
-                if T < 1
-                else "look whether these data are like those of the fit"
-            )
-            + f". Try another by link=Link({name!r}, T)."
-        )
-    return tuple(notes)
+        ]
+    return []
+
+
+def _notes_on_temperature_ends(link: Link) -> list[str]:
+    """Note that a link's temperature is the lowest or the highest of those tried."""
+    temperature = link.temperature
+    if temperature == TEMPERATURES[0]:
+        end = "smallest"
+        reason = "the posterior is wide, or the network far under-confident"
+    elif temperature == TEMPERATURES[-1]:
+        end = "largest"
+        reason = "look whether these data are like those of the fit"
+    else:
+        return []
+    return [
+        f"The best temperature is the {end} tried, {temperature:g}: {reason}. "
+        f"Try another by link=Link({link.name!r}, T)."
+    ]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace, Link
 from laplace_debias.curvature.losses.likelihoods import Categorical as Softmax
-from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, look, search
+from laplace_debias.laplace.tune import DEFAULT_GRID, TEMPERATURES, choose, evaluate_grid
 
 # Alone: the search for the prior precision without links and temperatures.
 PLAIN = Link("probit")
@@ -60,8 +60,10 @@ def shaped(curve, num_examples=200, noise=0.0, start=DEFAULT_GRID):
             logits = torch.stack([log_p, torch.log1p(-log_p.exp())], 1)
             yield number, Categorical(logits=logits.unsqueeze(0), validate_args=False)
 
-    table = look(predict, batches, Softmax(), None, "nll", start.tolist(), [])
-    return search(table, "nll")[0], batches, tried
+    table = evaluate_grid(
+        predict, batches, Softmax(), "nll", prior_precisions=start.tolist(), links=[]
+    )
+    return choose(table, "nll")[0], batches, tried
 
 
 def resolution(found):
