@@ -145,7 +145,7 @@ def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> Eige
         rank = int((scores[..., :r] > threshold).sum(-1).amax())
         if 2 * rank >= d or bool((scores[..., r:] > threshold).any()):
             continue
-        block = block.kept(side, scores[..., :r].argsort(-1, descending=True), rank)
+        block = block.keep_directions(side, scores[..., :r].argsort(-1, descending=True), rank)
     return block
 
 

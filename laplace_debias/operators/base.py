@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from numbers import Real
 from typing import Any, TypeVar, overload
 
@@ -32,7 +32,7 @@ class LinearOperator(ABC):
     """A matrix that is given by its products.
 
     A subclass gives five things: `shape`, `dtype`, `device`, `_matmat` (the product with a matrix)
-    and `T` (its adjoint). It may claim three more: that it is symmetric, that it is positive
+    and `T` (its adjoint). It may declare three more: that it is symmetric, that it is positive
     semi-definite, and how named parameters lie in its columns. Everything else follows from these,
     or is a free function of the structure (`operators.exact`).
 
@@ -65,7 +65,7 @@ class LinearOperator(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where products are computed."""
+        """The device that products are computed on."""
 
     @abstractmethod
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
@@ -78,12 +78,12 @@ class LinearOperator(ABC):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the operator claims to equal its adjoint; `assume` adds the claim."""
+        """Whether the operator is declared to equal its adjoint; see `assume`."""
         return False
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether it claims to be symmetric without negative eigenvalues; see `assume`."""
+        """Whether it is declared symmetric without negative eigenvalues; see `assume`."""
         return False
 
     @property
@@ -203,7 +203,7 @@ class LinearOperator(ABC):
 
         Raises:
             IndexError: If an index is out of range.
-            KeyError: If the operator does not know the name.
+            KeyError: If the operator has no parameter or block of the name.
             TypeError: If an index is of another type.
         """
         pair = isinstance(index, tuple)
@@ -212,7 +212,8 @@ class LinearOperator(ABC):
         rows, columns = index if pair else (index, slice(None))
         if all(isinstance(side, slice) and side == slice(None) for side in (rows, columns)):
             return self
-        row, column = as_integer(rows, self.shape[0]), as_integer(columns, self.shape[1])
+        row = as_integer(rows, self.shape[0])
+        column = as_integer(columns, self.shape[1])
         if column is not None:
             vector = self @ self._unit(self.shape[1], column)
             return vector[self._indices(rows, 0) if row is None else row]
@@ -222,13 +223,13 @@ class LinearOperator(ABC):
 
     def _indices(self, index: Any, side: int) -> Tensor:
         if isinstance(index, str):
-            of = self if side == 1 else self.T
-            if of.layout is None and self.layout is not None:
+            side_operator = self if side == 1 else self.T
+            if side_operator.layout is None and self.layout is not None:
                 raise KeyError(
                     f"The rows of {type(self).__name__} belong to no parameters: choose columns, "
                     f"`A[:, {index!r}]`, or index the rows by numbers."
                 )
-            index = named_range(of, index)
+            index = named_range(side_operator, index)
         return as_indices(index, self.shape[side], self.device)
 
     def _unit(self, size: int, position: int) -> Tensor:
@@ -262,12 +263,14 @@ class LinearOperator(ABC):
                 f"NumPy has no {self.dtype}: convert the operator with `.to(torch.float32)`."
             )
 
-        def product(of: LinearOperator, array: NDArray[Any]) -> NDArray[Any]:
+        def product(operator: LinearOperator, array: NDArray[Any]) -> NDArray[Any]:
             if np.iscomplexobj(array):
                 raise TypeError("The operator is real: multiply real and imaginary part apart.")
             # A copy where SciPy hands out memory that it goes on writing to, or that is read-only.
-            tensor = torch.tensor(np.ascontiguousarray(array), dtype=of.dtype, device=of.device)
-            return (of @ tensor).detach().cpu().numpy()
+            tensor = torch.tensor(
+                np.ascontiguousarray(array), dtype=operator.dtype, device=operator.device
+            )
+            return (operator @ tensor).detach().cpu().numpy()
 
         return SciPyOperator(
             self.shape,
@@ -291,46 +294,43 @@ class LinearOperator(ABC):
                 "such as the model, and build it again."
             )
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        # The parts fit each other before and after: no constructor has to check them again.
-        result = object.__new__(type(self))
-        for field in fields(self):
-            part = _converted(getattr(self, field.name), target.dtype, target.device)
-            object.__setattr__(result, field.name, part)
-        return result
+        converted = {
+            field.name: _converted(getattr(self, field.name), target.dtype, target.device)
+            for field in fields(self)
+        }
+        return replace(self, **converted)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "LinearOperator":
-        """The operator itself or, if it was given no dtype or device, the one that has these."""
+        """Return the operator; an identity without a dtype or device takes these."""
         return self
 
 
-def _converted(part: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A part with every tensor in it, at any depth, converted; indices keep their dtype."""
-    if isinstance(part, Tensor):
-        return part.to(device, dtype) if part.is_floating_point() else part.to(device)
-    if isinstance(part, torch.dtype):
-        return dtype
-    if isinstance(part, torch.device):
-        return device
-    if isinstance(part, Mapping):
-        return {key: _converted(value, dtype, device) for key, value in part.items()}
-    if isinstance(part, tuple) and not isinstance(part, torch.Size):
-        return tuple(_converted(value, dtype, device) for value in part)
-    return part.to(dtype=dtype, device=device) if hasattr(part, "to") else part
+def _converted(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Convert every tensor and operator in a field, at any depth; indices keep their dtype."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _converted(entry, dtype, device) for key, entry in value.items()}
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(_converted(entry, dtype, device) for entry in value)
+    return value.to(dtype=dtype, device=device) if hasattr(value, "to") else value
 
 
 def unify(operators: Sequence[LinearOperator]) -> list[LinearOperator]:
-    """Give the operators that have no dtype or device of their own those of the others."""
+    """Give identities without a dtype or device those of the other operators.
+
+    Raises:
+        ValueError: If the operators' dtypes or devices differ.
+    """
     for reference in operators:
-        dtype, device, adopted = reference.dtype, reference.device, []
-        for operator in operators:
-            adopted.append(operator.adopted(dtype, device))
-            if adopted[-1].dtype != dtype or adopted[-1].device != device:
-                break
-        else:
+        dtype = reference.dtype
+        device = reference.device
+        adopted = [operator.adopted(dtype, device) for operator in operators]
+        if all(operator.dtype == dtype and operator.device == device for operator in adopted):
             return adopted
-    kinds = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
+    dtypes = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
     raise ValueError(
-        f"Operators must share one dtype and one device: {kinds}. Convert them with `.to(...)`."
+        f"Operators must share one dtype and one device: {dtypes}. Convert them with `.to(...)`."
     )
 
 
@@ -349,30 +349,32 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
         )
 
 
-def check_square(operator: "LinearOperator", what: str = "this") -> None:
-    """Require a square operator for what is asked of it."""
+def check_square(operator: "LinearOperator", result: str = "this") -> None:
+    """Require a square operator; the error names the result that it is needed for."""
     if operator.shape[0] != operator.shape[1]:
         raise ValueError(
-            f"{type(operator).__name__} has shape {operator.shape}: {what} needs a square "
+            f"{type(operator).__name__} has shape {operator.shape}: {result} needs a square "
             "operator. Take `A.T @ A` or `A @ A.T`."
         )
 
 
 def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
-    """A real number, or a real 0-d tensor, through which gradients flow."""
+    """Return a real number as a float; a real 0-d tensor stays, so that gradients flow."""
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return value
     if isinstance(value, Real):
         return float(value)
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    description = repr(value)
+    if isinstance(value, Tensor):
+        description = f"a tensor of shape {tuple(value.shape)}"
     raise TypeError(
-        f"{type(operator).__name__} can be scaled by a real number only, got {what}: use `@` for "
-        "products."
+        f"{type(operator).__name__} can only be scaled by a real number, got {description}. Use "
+        "`@` for products."
     )
 
 
 def as_integer(index: Any, size: int) -> int | None:
-    """The index as a number from 0 on, None if it is not a single integer."""
+    """Return an index as a number from 0 on, or None if it is not a single integer."""
     if isinstance(index, Tensor | np.ndarray) and index.ndim == 0:
         index = index.item()
     if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
@@ -383,17 +385,18 @@ def as_integer(index: Any, size: int) -> int | None:
 
 
 def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
-    """A slice, range, list, tensor or array as numbers from 0 on, `[k]`."""
+    """Return a slice, range, list, tensor or array as numbers from 0 on, `[k]`."""
     if isinstance(index, slice):
         index = range(size)[index]
     if isinstance(index, range):
         index = np.arange(index.start, index.stop, index.step)
     if isinstance(index, list | Tensor | np.ndarray):
-        # On the CPU, where torch refuses indices that are out of range.
+        # On the CPU, where torch raises an error for indices that are out of range.
         indices = torch.as_tensor(index).cpu()
         if indices.ndim == 1 and (len(indices) == 0 or not indices.is_floating_point()):
-            chosen = indices if indices.dtype == torch.bool else indices.long()
-            return torch.arange(size)[chosen].to(device)
+            if indices.dtype != torch.bool:
+                indices = indices.long()
+            return torch.arange(size)[indices].to(device)
     raise TypeError(
         "Rows and columns are chosen by an integer, a slice, one list, tensor or array of integers "
         f"or booleans, or a parameter's name, got {index!r}."
@@ -401,49 +404,48 @@ def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
 
 
 class Composed(LinearOperator):
-    """A dataclass whose first field that is not None has its dtype and device.
+    """A dataclass that takes its dtype and device from its first field that is not None.
 
-    It is a tensor, an operator, or several.
-    A subclass gives `shape`, `_matmat` and `T`.
+    That field is a tensor, an operator, or a tuple or mapping of operators. A subclass defines
+    `shape`, `_matmat` and `T`.
     """
 
     @property
-    def parts(self) -> list[Any]:
-        """The tensor, the operator or the operators that the first field holds."""
-        for part in vars(self).values():
-            if part is not None:
-                break
-        if isinstance(part, Mapping):
-            return list(part.values())
-        return list(part) if isinstance(part, tuple) else [part]
+    def operands(self) -> list[Any]:
+        """The tensor, the operator or the operators in the first field that is not None."""
+        values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
+        first = next(value for value in values if value is not None)
+        if isinstance(first, Mapping):
+            return list(first.values())
+        return list(first) if isinstance(first, tuple) else [first]
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of all parts."""
-        return self.parts[0].dtype
+        """The dtype of all operands."""
+        return self.operands[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of all parts."""
-        return self.parts[0].device
+        """The device of all operands."""
+        return self.operands[0].device
 
 
 class Joined(Composed):
-    """A composed operator that claims what all of the operators claim that it is made of."""
+    """A composed operator that is symmetric, or positive semi-definite, if all its operands are."""
 
     @property
     def is_symmetric(self) -> bool:
-        """True if every part is."""
-        return all(part.is_symmetric for part in self.parts)
+        """Whether every operand is declared symmetric."""
+        return all(operand.is_symmetric for operand in self.operands)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """True if every part is."""
-        return all(part.is_positive_semidefinite for part in self.parts)
+        """Whether every operand is declared positive semi-definite."""
+        return all(operand.is_positive_semidefinite for operand in self.operands)
 
 
 class Symmetric(Composed):
-    """A symmetric operator by its structure; a subclass gives `shape` and `_matmat`."""
+    """An operator whose structure is symmetric; a subclass defines `shape` and `_matmat`."""
 
     is_symmetric = True
 

@@ -1,8 +1,8 @@
 """Combinations of operators: functions that are chosen by the structure of their arguments.
 
-The class of operators calls them, and a structure's file registers what it knows. So this module
-lies below both, and its operators are typed as `Any`. Behind them stand functions of the parts of
-operators: the fields of their dataclasses.
+The class of operators calls them, and a structure's file registers its own rules. So this module
+is imported by both, and its operators are typed as `Any`. The functions at the end walk through the
+fields of the operators' dataclasses.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +21,8 @@ class Pairwise:
     """A function of two operators that is chosen by the types of both.
 
     Rules are tried from the most special type to the most general one. A rule that returns None
-    leaves the pair to the next. A structure's file registers the rules that it knows; `algebra`
-    registers the lazy ones for all others.
+    leaves the pair to the next rule. A structure's file registers the rules for its structure;
+    `algebra` registers lazy sums and products for all other pairs.
     """
 
     def __init__(self) -> None:
@@ -58,74 +58,79 @@ multiply = Pairwise()
 
 @singledispatch
 def scale(operator: Any, scalar: Scalar) -> Any:
-    """The operator times a number."""
+    """Multiply an operator by a number."""
     raise NotImplementedError
 
 
 @singledispatch
 def submatrix(operator: Any, rows: Tensor, columns: Tensor) -> Any:
-    """The operator's rows and columns of the given indices, in their order."""
+    """Take rows and columns of an operator by their indices, in the order of the indices."""
     raise NotImplementedError
 
 
 @singledispatch
 def shift(operator: Any, scalar: Scalar) -> Any:
-    """The operator plus a multiple of the identity in its own structure, None if it has none."""
+    """Add a multiple of the identity, if the operator's structure can include it; else None."""
     return None
 
 
 @singledispatch
 def identity_multiple(operator: Any) -> Scalar | None:
-    """The number c if the operator is c times the identity by its structure, else None."""
+    """Return c if the operator's structure is c times the identity, else None."""
     return None
 
 
 @singledispatch
 def named_range(operator: Any, name: str) -> range:
-    """The rows and columns that belong to the parameter, or the block, of this name."""
+    """Return the indices of the rows and columns of a parameter, or of a block, by name."""
     if operator.layout is None:
         raise KeyError(
-            f"{type(operator).__name__} does not know which entries belong to {name!r}: index it "
-            "by numbers, or give it a ParameterLayout."
+            f"{type(operator).__name__} has no layout that names the entries of {name!r}. Index it "
+            "by numbers, or pass a ParameterLayout."
         )
     return operator.layout.range(name)
 
 
 def check_finite(operator: Any) -> None:
-    """Check the numbers that an operator is made of: a closed form takes no product to check."""
-    for part in _numbers(operator):
-        if not bool(part.isfinite().all()):
+    """Require finite numbers in the fields of an operator.
+
+    Closed forms call it; other functions check the operator's products instead.
+    """
+    for numbers in _floating_numbers(operator):
+        if not bool(numbers.isfinite().all()):
             raise not_finite_error(type(operator).__name__)
 
 
-def not_finite_error(what: str) -> ValueError:
-    """The error for numbers that are not finite."""
+def not_finite_error(name: str) -> ValueError:
+    """Return the error for a named operator or result with numbers that are not finite."""
     return ValueError(
-        f"{what} holds NaN or Inf; expected finite values. Look for NaN in the data and the "
+        f"{name} holds NaN or Inf; expected finite values. Look for NaN in the data and the "
         "parameters, or for overflow, which float64 may avoid."
     )
 
 
-def _numbers(part: Any) -> Iterator[Tensor]:
-    """The floating-point tensors and numbers in an operator, at any depth, as tensors."""
-    if isinstance(part, Tensor):
-        if part.is_floating_point():
-            yield part
-    elif isinstance(part, float):
-        yield torch.tensor(part)
-    elif isinstance(part, Mapping | tuple):
-        for inner in part.values() if isinstance(part, Mapping) else part:
-            yield from _numbers(inner)
-    elif is_dataclass(part):
-        for field in fields(part):
-            yield from _numbers(getattr(part, field.name))
+def _floating_numbers(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors and numbers in an operator, at any depth, as tensors."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, float):
+        yield torch.tensor(value)
+    elif isinstance(value, Mapping):
+        yield from _floating_numbers(tuple(value.values()))
+    elif isinstance(value, tuple):
+        for entry in value:
+            yield from _floating_numbers(entry)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _floating_numbers(getattr(value, field.name))
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two parts are known to be equal without comparing entries.
+    """Whether two operators or fields are equal, as far as it shows without comparing entries.
 
-    Operators are the same if they are of one type and made of the same parts, tensors if they are
-    views of the same memory; indices are compared.
+    Operators are the same if they have the same type and the same fields; floating-point tensors,
+    if they are views of the same memory. Indices are compared by their entries.
     """
     if a is b:
         return True

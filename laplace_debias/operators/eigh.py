@@ -21,53 +21,64 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 Decomposition = tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]
 
 
-def eigh(matrix: Float[Tensor, "*batch d d"], what: str = "the matrix") -> Decomposition:
-    """Eigenvalues, ascending, and eigenvectors as columns, as `torch.linalg.eigh` gives them.
+def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decomposition:
+    """Compute eigenvalues, ascending, and eigenvectors as columns, like `torch.linalg.eigh`.
 
     The result is checked: it is finite, the eigenvalues sum to the trace, `A U z = U Λ z` and
-    `Uᵀ U z = z` for a few vectors z, all to the accuracy of the dtype. That takes O(d²). What fails
-    is computed again in double precision, then on the CPU by QR iterations.
+    `Uᵀ U z = z` for a few vectors z, all to the accuracy of the dtype. The checks cost O(d²). A
+    decomposition that fails them is repeated in double precision, then on the CPU by QR iterations.
+
+    Args:
+        matrix: Symmetric matrices; only the lower triangles are read.
+        name: The name of the matrix in error messages.
+
+    Raises:
+        ValueError: If the matrix holds NaN or Inf.
+        torch.linalg.LinAlgError: If every attempt fails its checks.
     """
     if matrix.numel() == 0:
         return torch.linalg.eigh(matrix)
-    scaled, exponent = _scaled(matrix, what)
+    scaled, exponent = _scaled(matrix, name)
     if matrix.shape[-1] == 1:
         return matrix.squeeze(-1), torch.ones_like(matrix)
-    double, cpu = torch.float64, torch.device("cpu")
-    # Where it failed, in double precision, on the CPU, and there by another algorithm.
+    cpu = torch.device("cpu")
     attempts = (
         (torch.linalg.eigh, scaled.dtype, scaled.device),
-        (torch.linalg.eigh, double, scaled.device),
-        (torch.linalg.eigh, double, cpu),
-        (_by_qr_iterations, double, cpu),
+        (torch.linalg.eigh, torch.float64, scaled.device),
+        (torch.linalg.eigh, torch.float64, cpu),
+        (_eigh_by_qr_iterations, torch.float64, cpu),
     )
     for decompose, dtype, device in dict.fromkeys(attempts):
-        if decompose is _by_qr_iterations and scaled.requires_grad:
+        if decompose is _eigh_by_qr_iterations and scaled.requires_grad:
             break
         try:
             values, vectors = decompose(scaled.to(device, dtype))
         except torch.linalg.LinAlgError:
             continue
-        values, vectors = values.to(scaled), vectors.to(scaled)
+        values = values.to(scaled)
+        vectors = vectors.to(scaled)
         if _is_right(scaled, values, vectors):
             return _ldexp(values, exponent.squeeze(-1)), vectors
     raise torch.linalg.LinAlgError(
-        f"Every eigendecomposition of {what}, {tuple(matrix.shape)} in {matrix.dtype}, failed its "
+        f"Every eigendecomposition of {name}, {tuple(matrix.shape)} in {matrix.dtype}, failed its "
         "checks: in its own precision, in double precision and on the CPU. Check how the matrix is "
         "scaled, and the installation of torch and its BLAS."
     )
 
 
-def _scaled(matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """The matrix with largest entry in [½, 1), and by what power of two it was divided.
+def _scaled(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Divide a matrix by a power of two, so that its largest entry lies in [½, 1).
 
-    Entries near the smallest and largest numbers of a dtype keep LAPACK from converging. A power of
-    two changes no digit.
+    Entries close to the smallest and largest numbers of a dtype keep LAPACK from converging. A
+    power of two changes no digit.
+
+    Returns:
+        The scaled matrix, and the exponent of the power of two.
     """
     largest = matrix.detach().tril().abs_().amax((-2, -1), keepdim=True)
     if not bool(largest.isfinite().all()):
         raise ValueError(
-            f"{what} holds NaN or Inf, so it has no eigenvalues: look for an input, an activation "
+            f"{name} holds NaN or Inf, so it has no eigenvalues: look for an input, an activation "
             "or a gradient that overflows, or compute in a wider dtype."
         )
     exponent = torch.frexp(largest).exponent
@@ -75,41 +86,49 @@ def _scaled(matrix: Tensor, what: str) -> tuple[Tensor, Tensor]:
 
 
 def _ldexp(x: Tensor, exponent: Tensor) -> Tensor:
-    # In two steps: single precision cannot hold a factor such as 2^-140, but it holds the root.
+    """Multiply by 2^exponent, in two steps.
+
+    Single precision cannot represent a factor such as 2^-140, but it can represent its root.
+    """
     half = exponent // 2
-    for part in (half, exponent - half):
-        x = x * torch.exp2(part.to(x.dtype))
+    for summand in (half, exponent - half):
+        x = x * torch.exp2(summand.to(x.dtype))
     return x
 
 
-def _by_qr_iterations(matrices: Tensor) -> Decomposition:
-    """By LAPACK's `syev`, the slowest of its algorithms and the least likely to fail."""
-    # Slow to import, and needed only where torch's algorithms failed.
+def _eigh_by_qr_iterations(matrices: Tensor) -> Decomposition:
+    """Decompose by LAPACK's `syev`, its slowest algorithm and the least likely to fail."""
+    # Imported here because it is slow to import and only needed if torch's algorithms fail.
     import scipy.linalg
 
     flat = matrices.reshape(-1, *matrices.shape[-2:])
-    # Eigenvectors lie one after the other in memory, as torch has them.
-    values, vectors = flat.new_empty(flat.shape[:-1]), flat.new_empty(flat.shape).mT
+    values = flat.new_empty(flat.shape[:-1])
+    # Eigenvectors lie one after the other in memory, as in the results of torch.
+    vectors = flat.new_empty(flat.shape).mT
     for index, matrix in enumerate(flat):
         try:
-            of_one, basis = scipy.linalg.eigh(matrix.numpy(), driver="ev")
+            matrix_values, matrix_vectors = scipy.linalg.eigh(matrix.numpy(), driver="ev")
         except scipy.linalg.LinAlgError as error:
             raise torch.linalg.LinAlgError(str(error)) from error
-        values[index], vectors[index] = torch.from_numpy(of_one), torch.from_numpy(basis)
+        values[index] = torch.from_numpy(matrix_values)
+        vectors[index] = torch.from_numpy(matrix_vectors)
     return values.view(matrices.shape[:-1]), vectors.mT.view(matrices.shape).mT
 
 
 def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     """Whether a decomposition is finite and gives the matrix back, to the dtype's accuracy."""
-    matrix, values, vectors = matrix.detach(), values.detach(), vectors.detach()
-    # All that LAPACK reads is the lower triangle.
-    lower, diagonal = matrix.tril(), matrix.diagonal(dim1=-2, dim2=-1)
-    length = math.sqrt(matrix.shape[-1])  # of every probe
+    matrix = matrix.detach()
+    values = values.detach()
+    vectors = vectors.detach()
+    # LAPACK only reads the lower triangle.
+    lower = matrix.tril()
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    length = math.sqrt(matrix.shape[-1])  # The norm of every probe.
     tolerance = _SLACK * length * torch.finfo(matrix.dtype).eps
     # Fixed vectors of ±1 without a pattern that a matrix would share.
-    at = torch.arange(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
+    rows = torch.arange(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
     multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=matrix.device)
-    signs = ((at * at * _GOLDEN).unsqueeze(1) * multiples).frac() < 0.5
+    signs = ((rows * rows * _GOLDEN).unsqueeze(1) * multiples).frac() < 0.5
     z = signs.to(matrix.dtype) * 2 - 1
     image = vectors @ z
     product = lower @ image + lower.mT @ image - diagonal.unsqueeze(-1) * image
@@ -118,11 +137,11 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     largest = values.abs().amax(-1, keepdim=True)
     # Every comparison with NaN is false. A probe does not show a NaN that meets a zero, so all
     # entries are checked for that.
-    right = (
+    is_right = (
         values.isfinite().all()
         & ((values.sum(-1) - diagonal.sum(-1)).abs() <= tolerance * values.abs().sum(-1)).all()
         & torch.stack(torch.aminmax(vectors)).isfinite().all()
         & (residual.norm(dim=-2) <= tolerance * largest * length).all()
         & (deviation.norm(dim=-2) <= tolerance * length).all()
     )
-    return bool(right)
+    return bool(is_right)

@@ -33,7 +33,7 @@ class ParameterLayout:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> "ParameterLayout":
-        """The layout of given parameters, in their order."""
+        """Lay parameters out in their order."""
         shapes = tuple(tuple(parameter.shape) for parameter in parameters.values())
         return cls(tuple(parameters), shapes)
 
@@ -48,7 +48,7 @@ class ParameterLayout:
         return sum(self.sizes)
 
     def range(self, name: str) -> range:
-        """Where a parameter's entries lie.
+        """The indices of a parameter's entries in the vector.
 
         Raises:
             KeyError: If there is no parameter of this name.
@@ -118,8 +118,8 @@ class ParameterLayout:
                 f"A tensor of shape {tuple(tensor.shape)} does not hold the parameters: expected "
                 f"({self.size},) or ({self.size}, k)."
             )
-        parts = tensor.split(self.sizes)
+        rows = tensor.split(self.sizes)
         return {
-            name: part.reshape((*shape, *tensor.shape[1:]))
-            for name, shape, part in zip(self.names, self.shapes, parts, strict=True)
+            name: entries.reshape((*shape, *tensor.shape[1:]))
+            for name, shape, entries in zip(self.names, self.shapes, rows, strict=True)
         }

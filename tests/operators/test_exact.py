@@ -28,7 +28,7 @@ from laplace_debias.operators.exact import (
     exact_trace,
     least_eigenvalue_bound,
 )
-from laplace_debias.operators.exact.spectrum import function_of, or_none
+from laplace_debias.operators.exact.spectrum import apply_function, or_none
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -129,7 +129,7 @@ FORMS = {
     "logdet": (exact_logdet, torch.logdet),
     "inverse": (exact_inverse, torch.linalg.inv),
     "root": (exact_sqrt, spectral(torch.sqrt)),
-    "exponential": (lambda A: or_none(function_of, A, torch.exp), torch.matrix_exp),
+    "exponential": (lambda A: or_none(apply_function, A, torch.exp), torch.matrix_exp),
 }
 # A low rank on an uneven diagonal has no eigenvalues that are known, if one of it is negative no
 # inverse either; a Kronecker product of rectangles has no trace that is known.
@@ -325,7 +325,7 @@ def test_operators_without_structure_have_no_closed_form():
             exact_eigh,
         ):
             assert function(A) is None, (A, function)
-        assert or_none(function_of, A, torch.exp) is None
+        assert or_none(apply_function, A, torch.exp) is None
 
 
 def test_inverses_of_what_is_not_finite_are_refused():

@@ -297,7 +297,7 @@ def test_names_are_indices():
     torch.testing.assert_close(A["bias", "weight"].to_dense(), A.operator.matrix[6:8, :6])
     with pytest.raises(KeyError, match="no parameter 'gain': the names are"):
         A["gain", "bias"]
-    with pytest.raises(KeyError, match="does not know which entries"):
+    with pytest.raises(KeyError, match="has no layout that names the entries"):
         Dense(randn(2, 2))["bias", "bias"]
 
 

@@ -10,9 +10,9 @@ from laplace_debias.operators.algebra import Scaled, Sum
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.exact.spectrum import (
     NoClosedFormError,
+    all_square,
     eigenvalues,
     or_none,
-    squares,
 )
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
 from laplace_debias.operators.structures.dense import Dense
@@ -74,7 +74,7 @@ def _diagonal(operator: LinearOperator) -> Tensor:
                 entries = entries @ frame(operator.U_A).square().mT
             return entries.flatten().clone()
         case Kronecker():
-            return reduce(torch.kron, map(_diagonal, squares(operator.factors)))
+            return reduce(torch.kron, map(_diagonal, all_square(operator.factors)))
         case BlockDiagonal():
             return torch.cat([_diagonal(block) for block in operator.blocks.values()])
         case LowRankPlusDiagonal():

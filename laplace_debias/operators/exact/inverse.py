@@ -9,11 +9,11 @@ from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.dispatch import scale
 from laplace_debias.operators.exact.spectrum import (
     NoClosedFormError,
-    eigenvalues_of,
-    function_of,
+    all_eigenvalues,
+    all_square,
+    apply_function,
     low_rank_eigh,
     or_none,
-    squares,
     symmetric_matrix,
 )
 from laplace_debias.operators.structures.block_diagonal import BlockDiagonal
@@ -58,7 +58,7 @@ def _inverse(operator: LinearOperator) -> LinearOperator:
         case Dense():
             return _inverse_of_matrix(operator)
         case Kronecker():
-            return Kronecker(*map(_inverse, squares(operator.factors)))
+            return Kronecker(*map(_inverse, all_square(operator.factors)))
         case BlockDiagonal():
             return operator.map(lambda _, block: _inverse(block))
         case LowRankPlusDiagonal():
@@ -70,7 +70,7 @@ def _inverse(operator: LinearOperator) -> LinearOperator:
             return assume(_inverse(operator.operator), True, operator.positive_semidefinite)
         case Permuted():
             return operator.replaced(_inverse(operator.operator))
-    return function_of(operator, _resolved_reciprocal)
+    return apply_function(operator, _resolved_reciprocal)
 
 
 def _inverse_of_matrix(operator: Dense) -> LinearOperator:
@@ -88,12 +88,13 @@ def _inverse_of_matrix(operator: Dense) -> LinearOperator:
 
 
 def _inverse_of_low_rank(operator: LowRankPlusDiagonal) -> LinearOperator:
-    magnitudes, diagonal = operator.magnitudes, operator.diagonal
-    # What is not negative cannot cancel the diagonal.
+    magnitudes = operator.magnitudes
+    diagonal = operator.diagonal
+    # Magnitudes that are not negative cannot cancel the diagonal.
     is_positive = bool((magnitudes >= 0).all() & (diagonal > 0).all())
     reciprocal = _checked_reciprocal if is_positive else _resolved_reciprocal
     if diagonal.ndim == 0:
-        return function_of(operator, reciprocal)
+        return apply_function(operator, reciprocal)
     if not bool((diagonal > 0).all()):
         raise NoClosedFormError
     # Woodbury between D^-½ and D^-½, where it is a function of eigenvalues: accurate however far
@@ -120,7 +121,7 @@ def _logdet(operator: LinearOperator) -> Tensor:
             return diagonal.expand(len(operator.U)).log().sum() + _checked_log(1 + ratios).sum()
         case Assumed() | Permuted():
             return _logdet(operator.operator)
-    return _checked_log(eigenvalues_of(operator)).sum()
+    return _checked_log(all_eigenvalues(operator)).sum()
 
 
 def _checked_log(values: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""How closed forms that do not exist are told: by an exception inside, by None outside."""
+"""Closed forms of eigenpairs, roots and functions of symmetric operators.
+
+Public functions return None for an operator that has no closed form. The recursive functions behind
+them raise `NoClosedFormError` instead, so that one block without a closed form ends the recursion.
+"""
 
 from collections.abc import Callable, Collection
 from functools import reduce
@@ -35,7 +39,11 @@ class NoClosedFormError(Exception):
 def or_none(
     function: Callable[..., Value], operator: LinearOperator, *arguments: Any
 ) -> Value | None:
-    """The value that the function returns, None if it finds no closed form."""
+    """Call a function of an operator; return None if it raises `NoClosedFormError`.
+
+    Raises:
+        ValueError: If the operator holds NaN or Inf.
+    """
     check_finite(operator)
     try:
         return function(operator, *arguments)
@@ -43,8 +51,8 @@ def or_none(
         return None
 
 
-def squares(operators: Collection[LinearOperator]) -> Collection[LinearOperator]:
-    """The operators, if all are square; else there is no closed form."""
+def all_square(operators: Collection[LinearOperator]) -> Collection[LinearOperator]:
+    """Return the operators, or raise `NoClosedFormError` if one of them is not square."""
     if any(operator.shape[0] != operator.shape[1] for operator in operators):
         raise NoClosedFormError
     return operators
@@ -63,7 +71,7 @@ def exact_eigh(
 
 def eigenvalues(operator: LinearOperator) -> Tensor | None:
     """All eigenvalues of a symmetric operator in any order, None without a closed form."""
-    return or_none(eigenvalues_of, operator)
+    return or_none(all_eigenvalues, operator)
 
 
 def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
@@ -74,7 +82,7 @@ def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
     Raises:
         ValueError: If the operator has a negative eigenvalue.
     """
-    return or_none(function_of, operator, _checked_sqrt)
+    return or_none(apply_function, operator, _checked_sqrt)
 
 
 def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
@@ -97,7 +105,11 @@ def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
 def low_rank_eigh(
     operator: LowRankPlusDiagonal, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The low-rank part's eigenvalues and vectors, r = min(n, k); `weights` scale U's rows."""
+    """Decompose the low-rank part U diag(m) Uᵀ; `weights`, `[n, 1]`, first scale the rows of U.
+
+    Returns:
+        Eigenvalues `[r]` and eigenvectors `[n, r]`, with r = min(n, k).
+    """
     Q, R = torch.linalg.qr(operator.U if weights is None else weights * operator.U)
     values, vectors = eigh(R * operator.magnitudes @ R.T, "a low-rank operator")
     if bool((operator.magnitudes >= 0).all()):
@@ -106,7 +118,7 @@ def low_rank_eigh(
 
 
 def symmetric_matrix(operator: Dense) -> Tensor:
-    """The matrix, which has real eigenvalues; else there is no closed form."""
+    """Return the operator's matrix, or raise `NoClosedFormError` if it is not symmetric."""
     if not operator.is_symmetric:
         raise NoClosedFormError
     return operator.matrix
@@ -127,64 +139,73 @@ def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
         case Kronecker():
             pairs = [_eigh(factor) for factor in operator.factors]
             values = reduce(torch.kron, [values for values, _ in pairs])
-            return values, Kronecker(*(of_factor for _, of_factor in pairs))
+            return values, Kronecker(*(eigenvectors for _, eigenvectors in pairs))
         case BlockDiagonal():
             pairs = [_eigh(block) for block in operator.blocks.values()]
-            of_blocks = dict(zip(operator.blocks, [of for _, of in pairs], strict=True))
-            return torch.cat([values for values, _ in pairs]), BlockDiagonal(of_blocks)
+            bases = [eigenvectors for _, eigenvectors in pairs]
+            eigenvectors = BlockDiagonal(dict(zip(operator.blocks, bases, strict=True)))
+            return torch.cat([values for values, _ in pairs]), eigenvectors
         case Scaled():
-            values, of_one = _eigh(operator.operator)
-            return operator.scalar * values, of_one
+            values, eigenvectors = _eigh(operator.operator)
+            return operator.scalar * values, eigenvectors
         case Sum():
             # A and c if the sum is A + c·I.
             multiples = [identity_multiple(term) for term in operator.terms]
-            rest = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
-            if len(rest) == 1:
-                values, of_one = _eigh(rest[0])
-                return values + sum(c for c in multiples if c is not None), of_one
+            terms = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
+            if len(terms) == 1:
+                values, eigenvectors = _eigh(terms[0])
+                return values + sum(c for c in multiples if c is not None), eigenvectors
         case Permuted():
-            values, of_one = _eigh(operator.operator)
-            return values, of_one if operator.order is None else of_one[operator.order.argsort(), :]
+            values, eigenvectors = _eigh(operator.operator)
+            if operator.order is None:
+                return values, eigenvectors
+            return values, eigenvectors[operator.order.argsort(), :]
         case Assumed():
             return _eigh(operator.operator)
     raise NoClosedFormError
 
 
 def _vectors(operator: EigenKronecker) -> LinearOperator:
-    """The eigenvectors of all groups, those that thin directions leave too."""
+    """Assemble the eigenvectors of all groups; thin directions are completed to a basis."""
     *groups, d_out, d_in = operator.sizes
-    of_groups: dict[str, LinearOperator] = {}
-    for at in [(index,) for index in range(groups[0])] if groups else [()]:
-        sides: list[LinearOperator] = []
-        for U, size in ((operator.U_G, d_out), (operator.U_A, d_in)):
+    bases: list[Tensor | None] = []
+    for U in (operator.U_G, operator.U_A):
+        bases.append(completed(U) if is_thin(U) else U)
+
+    def group_vectors(*group: int) -> LinearOperator:
+        factors: list[LinearOperator] = []
+        for U, size in zip(bases, (d_out, d_in), strict=True):
             if U is None:
-                sides.append(Identity(size, operator.dtype, operator.device))
+                factors.append(Identity(size, operator.dtype, operator.device))
             else:
-                sides.append(Dense((completed(U) if is_thin(U) else U)[at]))
-        of_groups[str(len(of_groups))] = Kronecker(*sides)
-    return BlockDiagonal(of_groups) if groups else of_groups["0"]
+                factors.append(Dense(U[group]))
+        return Kronecker(*factors)
+
+    if not groups:
+        return group_vectors()
+    return BlockDiagonal({str(group): group_vectors(group) for group in range(groups[0])})
 
 
-def eigenvalues_of(operator: LinearOperator) -> Tensor:
-    """All eigenvalues in any order."""
+def all_eigenvalues(operator: LinearOperator) -> Tensor:
+    """Compute all eigenvalues in any order."""
     match operator:
         case EigenKronecker():
             return operator.eigenvalues.flatten()
         case BlockDiagonal():
-            return torch.cat([eigenvalues_of(block) for block in operator.blocks.values()])
+            return torch.cat([all_eigenvalues(block) for block in operator.blocks.values()])
         case LowRankPlusDiagonal():
             if operator.diagonal.ndim != 0:
                 raise NoClosedFormError
             values, vectors = low_rank_eigh(operator)
-            rest = values.new_zeros(len(vectors) - len(values))
-            return torch.cat([values, rest]) + operator.diagonal
+            zeros = values.new_zeros(len(vectors) - len(values))
+            return torch.cat([values, zeros]) + operator.diagonal
         case Assumed() | Permuted():
-            return eigenvalues_of(operator.operator)
+            return all_eigenvalues(operator.operator)
     return _eigh(operator)[0]
 
 
-def function_of(operator: LinearOperator, function: Spectrum) -> LinearOperator:
-    """A function of a symmetric operator: the same eigenvectors, `function` of the eigenvalues.
+def apply_function(operator: LinearOperator, function: Spectrum) -> LinearOperator:
+    """Apply a function to a symmetric operator's eigenvalues; the eigenvectors stay.
 
     The function maps eigenvalues entry by entry, and may be called for each block.
     """
@@ -198,23 +219,25 @@ def function_of(operator: LinearOperator, function: Spectrum) -> LinearOperator:
             matrix = vectors * function(values) @ vectors.T
             return Dense((matrix + matrix.T) / 2)
         case BlockDiagonal():
-            return operator.map(lambda _, block: function_of(block, function))
+            return operator.map(lambda _, block: apply_function(block, function))
         case LowRankPlusDiagonal():
             if operator.diagonal.ndim != 0:
                 raise NoClosedFormError
             values, vectors = low_rank_eigh(operator)
-            # All eigenvalues at once: what a function takes for zero depends on the largest one.
+            # All eigenvalues at once: a function may round to zero relative to the largest one.
             values = function(torch.cat([values + operator.diagonal, operator.diagonal[None]]))
             return LowRankPlusDiagonal(vectors, values[:-1] - values[-1], values[-1])
         case Permuted():
-            return operator.replaced(function_of(operator.operator, function))
+            return operator.replaced(apply_function(operator.operator, function))
         case Assumed():
-            return function_of(operator.operator, function)
-    values, of_all = _eigh(operator)
-    return assume(of_all @ Diagonal(function(values)) @ of_all.T, symmetric=True)
+            return apply_function(operator.operator, function)
+    values, eigenvectors = _eigh(operator)
+    matrix_function = eigenvectors @ Diagonal(function(values)) @ eigenvectors.T
+    return assume(matrix_function, symmetric=True)
 
 
 def _checked_sqrt(values: Tensor) -> Tensor:
+    """Take the roots of eigenvalues, of which the negative ones must be rounding errors."""
     rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()
     if bool((values < -rounding).any()):
         raise ValueError(

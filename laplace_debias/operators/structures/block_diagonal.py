@@ -23,7 +23,7 @@ from laplace_debias.operators.structures.diagonal import Identity
 Block = TypeVar("Block", bound=LinearOperator)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class BlockDiagonal(Joined, Generic[Block]):
     """Named square blocks along the diagonal, in order.
 
@@ -46,7 +46,7 @@ class BlockDiagonal(Joined, Generic[Block]):
             if block.shape[0] != block.shape[1]:
                 raise ValueError(f"The block {name!r} is not square, but of shape {block.shape}.")
         unified = unify(list(self.blocks.values()))
-        object.__setattr__(self, "blocks", dict(zip(self.blocks, unified, strict=True)))
+        self.blocks = dict(zip(self.blocks, unified, strict=True))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,9 +64,8 @@ class BlockDiagonal(Joined, Generic[Block]):
         return self.map(lambda _, block: block.T)
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        parts = matrix.split(self.sizes)
-        products = [block @ part for block, part in zip(self.blocks.values(), parts, strict=True)]
-        return torch.cat(products)
+        blocks_and_rows = zip(self.blocks.values(), matrix.split(self.sizes), strict=True)
+        return torch.cat([block @ rows for block, rows in blocks_and_rows])
 
     def map(self, function: Callable[[str, Block], LinearOperator]) -> "BlockDiagonal[Any]":
         """Replace every block by `function(name, block)`."""

@@ -74,7 +74,7 @@ def _(operator: Diagonal, scalar: Scalar) -> LinearOperator | None:
     return Diagonal(operator.values + scalar)
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
+@dataclass(eq=False, repr=False, init=False)
 class Identity(Symmetric):
     """The identity.
 
@@ -84,7 +84,7 @@ class Identity(Symmetric):
     Args:
         n: The number of rows and columns, at least 1.
         dtype: The dtype of the entries.
-        device: Where it is.
+        device: The device that products are computed on.
 
     Raises:
         ValueError: If n is less than 1.
@@ -105,11 +105,12 @@ class Identity(Symmetric):
             raise ValueError(f"An identity needs at least one row, got n = {n}.")
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"Entries are real floating numbers, got {dtype}.")
-        object.__setattr__(self, "n", int(n))
-        object.__setattr__(self, "_dtype", dtype)
-        # "cuda" is short for one device: that whose number tensors carry.
-        exact = None if device is None else torch.empty(0, device=device).device
-        object.__setattr__(self, "_device", exact)
+        self.n = int(n)
+        self._dtype = dtype
+        self._device = None
+        if device is not None:
+            # Tensors on "cuda" have the device "cuda:0", or another number.
+            self._device = torch.empty(0, device=device).device
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,12 +119,12 @@ class Identity(Symmetric):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The given one, or torch's default."""
+        """The dtype of the constructor, or torch's default."""
         return self._dtype or torch.get_default_dtype()
 
     @property
     def device(self) -> torch.device:
-        """The given one, or torch's default."""
+        """The device of the constructor, or torch's default."""
         return self._device or torch.empty(0).device
 
     is_positive_semidefinite = True
@@ -138,7 +139,7 @@ class Identity(Symmetric):
         return Identity(self.n, target.dtype, target.device)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "Identity":
-        """With the dtype and the device, where it was given none."""
+        """Return the identity with this dtype and device, unless it has its own."""
         return Identity(self.n, self._dtype or dtype, self._device or device)
 
 

@@ -30,9 +30,10 @@ class EigenKronecker(Symmetric):
     With a leading dimension, it is the block-diagonal operator of g such matrices, as the groups of
     a grouped convolution have them; they are multiplied all at once.
 
-    A side may be thin: U has r < d columns, and the last of r + 1 magnitudes is that of every
-    direction that they leave. Then U stands for the frame $F = [U, I - U U^\top]$, `[d, r + d]`,
-    of which $F F^\top = I$, and Λ has the last magnitude d times (`in_frame`).
+    A side may have a reduced rank ("thin"): U has r < d columns, and the last of r + 1 magnitudes
+    belongs to all directions orthogonal to them. Then U in the formula is the frame
+    $F = [U, I - U U^\top]$, `[d, r + d]`, with $F F^\top = I$, and Λ repeats the last magnitude d
+    times (`in_frame`).
 
     Args:
         U_G: Orthonormal eigenvectors on the output side, as columns, `[*groups, d_out, r_G]`;
@@ -40,8 +41,8 @@ class EigenKronecker(Symmetric):
         U_A: Orthonormal eigenvectors on the input side, as columns, `[*groups, d_in, r_A]`, or
             None.
         magnitudes: Λ, the curvature along each direction, `[d_out, d_in]` or `[g, d_out, d_in]`;
-            of a thin side with r + 1 rows or columns.
-        added: The multiple of the identity that the magnitudes contain. Where no magnitude is below
+            a thin side has r + 1 rows or columns.
+        added: The multiple of the identity that the magnitudes contain. If no magnitude is below
             it, it was added to a positive semi-definite operator, and small magnitudes are precise.
 
     Raises:
@@ -89,17 +90,18 @@ class EigenKronecker(Symmetric):
 
     @property
     def multiplicities(self) -> Float[Tensor, "rows columns"]:
-        """How many directions each magnitude stands for, in the shape of one group's magnitudes."""
-        of_sides = []
+        """Number of directions with each magnitude, in the shape of one group's magnitudes."""
+        counts = []
         for U, size in zip((self.U_G, self.U_A), self.magnitudes.shape[-2:], strict=True):
-            of_sides.append(torch.ones(size, dtype=self.dtype, device=self.device))
+            side_counts = torch.ones(size, dtype=self.dtype, device=self.device)
             if is_thin(U):
-                of_sides[-1][-1] = U.shape[-2] - U.shape[-1]
-        return torch.outer(*of_sides)
+                side_counts[-1] = U.shape[-2] - U.shape[-1]
+            counts.append(side_counts)
+        return torch.outer(*counts)
 
     @property
     def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
-        """The magnitude of every coordinate that `to_eigenbasis` gives."""
+        """The magnitude of every coordinate that `to_eigenbasis` returns."""
         values = self.magnitudes
         for dim, U in ((-2, self.U_G), (-1, self.U_A)):
             if is_thin(U):
@@ -109,7 +111,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
-        """The magnitudes, each as often as it is an eigenvalue."""
+        """The eigenvalues: each magnitude, repeated for all its directions."""
         *_, d_out, d_in = self.sizes
         return self.in_frame[..., :d_out, :d_in]
 
@@ -125,7 +127,7 @@ class EigenKronecker(Symmetric):
     def to_eigenbasis(
         self, matrices: Float[Tensor, "*batch d_out d_in"]
     ) -> Float[Tensor, "*batch rows columns"]:
-        r"""Coordinates along the directions, $U_G^\top V U_A$; of a thin side those in its frame.
+        r"""Compute coordinates along the directions, $U_G^\top V U_A$; a thin side has its frame's.
 
         Args:
             matrices: V, `[*batch, *groups, d_out, d_in]`.
@@ -141,45 +143,51 @@ class EigenKronecker(Symmetric):
     def from_eigenbasis(
         self, coordinates: Float[Tensor, "*batch rows columns"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
-        r"""The inverse of `to_eigenbasis`, $U_G C U_A^\top$."""
+        r"""Compute the inverse of `to_eigenbasis`, $U_G C U_A^\top$."""
         for side, U in ((-2, self.U_G), (-1, self.U_A)):
             if U is None:
                 continue
-            along, rest = coordinates.tensor_split([U.shape[-1]], side)
+            along, orthogonal = coordinates.tensor_split([U.shape[-1]], side)
             if is_thin(U):
-                # F C = U (C₁ - Uᵀ C₂) + C₂, with C₁ along the directions and C₂ the rest.
-                coordinates = _along(along - _along(rest, U, side), U.mT, side) + rest
+                # F C = U (C₁ - Uᵀ C₂) + C₂, with C₁ along the directions, C₂ orthogonal to them.
+                along = along - _along(orthogonal, U, side)
+                coordinates = _along(along, U.mT, side) + orthogonal
             else:
                 coordinates = _along(along, U.mT, side)
         return coordinates
 
-    def kept(self, side: int, order: Int[Tensor, "*groups r"], rank: int) -> "EigenKronecker":
-        """The operator with some directions of one side alone, of the same trace.
+    def keep_directions(
+        self, side: int, order: Int[Tensor, "*groups r"], rank: int
+    ) -> "EigenKronecker":
+        """Keep only some directions of one side; the trace does not change.
 
         Args:
             side: 0 for U_G, 1 for U_A, which is not None.
-            order: The directions' places, those that are kept first.
-            rank: How many are kept; the others share the mean of their magnitudes.
+            order: Indices of the directions, the ones to keep first.
+            rank: Number of directions to keep; the others get the mean of their magnitudes.
         """
-        U, dim = (self.U_G, self.U_A)[side], side - 2
+        U = (self.U_G, self.U_A)[side]
         assert U is not None
+        dim = side - 2
         d, r = U.shape[-2:]
-        along, rest = self.magnitudes.tensor_split([r], dim)
+        along, orthogonal = self.magnitudes.tensor_split([r], dim)
         along = torch.take_along_dim(along, order.unsqueeze(-1 - side), dim)
-        kept, left = along.tensor_split([rank], dim)
-        pool = left.sum(dim, keepdim=True) + (d - r) * rest.sum(dim, keepdim=True)
-        magnitudes = torch.cat([kept, pool / (d - rank)], dim)
+        kept_magnitudes, dropped = along.tensor_split([rank], dim)
+        pool = dropped.sum(dim, keepdim=True) + (d - r) * orthogonal.sum(dim, keepdim=True)
+        magnitudes = torch.cat([kept_magnitudes, pool / (d - rank)], dim)
         U = torch.take_along_dim(U, order.unsqueeze(-2)[..., :rank], -1).mT.contiguous().mT
-        U_G, U_A = (self.U_G, U) if side else (U, self.U_A)
-        return EigenKronecker(U_G, U_A, magnitudes)
+        if side == 0:
+            return EigenKronecker(U, self.U_A, magnitudes)
+        return EigenKronecker(self.U_G, U, magnitudes)
 
     def leading(self, rank: float) -> "EigenKronecker":
-        """The operator with the leading directions of each side, of the same trace.
+        """Keep only the leading directions of each side; the trace does not change.
 
         A side that would keep half of its directions or more keeps all.
 
         Args:
-            rank: How many of each side; below 1, as many as hold this share of the trace.
+            rank: Number of directions to keep on each side; below 1, the fraction of the trace that
+                they must have together.
         """
         block = self
         for side, U in enumerate((self.U_G, self.U_A)):
@@ -188,29 +196,29 @@ class EigenKronecker(Symmetric):
             d, r = U.shape[-2:]
             count = int(rank)
             if rank < 1:
-                shares = (self.magnitudes * self.multiplicities).sum(-1 - side)
-                reached = shares[..., :r].cumsum(-1) >= rank * shares.sum(-1, keepdim=True)
-                count = int((~reached).sum(-1).amax()) + 1
+                traces = (self.magnitudes * self.multiplicities).sum(-1 - side)
+                is_enough = traces[..., :r].cumsum(-1) >= rank * traces.sum(-1, keepdim=True)
+                count = int((~is_enough).sum(-1).amax()) + 1
             if count < r and 2 * count < d:
                 order = torch.arange(r, device=U.device).expand(*U.shape[:-2], -1)
-                block = block.kept(side, order, count)
+                block = block.keep_directions(side, order, count)
         return block
 
     def apply(self, function: Spectrum) -> "EigenKronecker":
-        """The operator's function: the same directions, `function` of the magnitudes."""
+        """Apply a function to the magnitudes; the directions stay."""
         return EigenKronecker(self.U_G, self.U_A, function(self.magnitudes))
 
 
 def is_thin(U: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether directions, the columns of U, leave some of the space."""
+    """Whether U has fewer columns (directions) than rows."""
     return U is not None and U.shape[-1] < U.shape[-2]
 
 
 def coordinates(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, "*n columns"]:
-    r"""Rows in coordinates of U, whose columns are the directions; None leaves them.
+    r"""Compute the coordinates of rows along the columns of U; None returns the rows.
 
-    Of a thin U those in its frame, `r + d`: along U, and then $x - U U^\top x$, whose square is
-    computed as such: a difference of squares would lose it.
+    A thin U gives the `r + d` coordinates in its frame: those along U, and then $x - U U^\top x$.
+    Squares of the latter are accurate, while a difference of squares would cancel.
     """
     if not is_thin(U):
         return rows if U is None else _rotated(rows, U)
@@ -220,32 +228,33 @@ def coordinates(rows: Float[Tensor, "*n d"], U: Tensor | None) -> Float[Tensor, 
 def in_parts(
     rows: Float[Tensor, "*n d"], U: Float[Tensor, "*groups d r"]
 ) -> tuple[Float[Tensor, "*n r"], Float[Tensor, "*n d"]]:
-    """Coordinates along thin directions, and what these leave, x − U Uᵀx."""
+    """Compute coordinates along thin directions, Uᵀx, and the orthogonal remainder, x − U Uᵀx."""
     along = _rotated(rows, U)
     return along, _rotated(along, U.mT).neg_().add_(rows)
 
 
 def frame(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d columns"]:
-    """The frame of thin directions, `[*groups, d, r + d]`; a whole basis itself."""
+    """Return the frame of thin directions, `[*groups, d, r + d]`; a full basis stays."""
     if not is_thin(U):
         return U
     return torch.cat([U, torch.eye(U.shape[-2]).to(U) - U @ U.mT], -1)
 
 
 def completed(U: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d d"]:
-    """The directions with others, orthonormal too, that make a basis of them."""
+    """Complete orthonormal directions to an orthonormal basis."""
     return torch.cat([U, torch.linalg.qr(U, mode="complete").Q[..., U.shape[-1] :]], -1)
 
 
 def _rotated(rows: Tensor, U: Tensor) -> Tensor:
+    """Multiply rows, `[*n, d]` or `[*n, groups, d]`, by U from the right."""
     return rows @ U if U.ndim == 2 else torch.einsum("...gd,gde->...ge", rows, U)
 
 
 def _along(matrices: Tensor, U: Tensor, side: int) -> Tensor:
-    """Matrices times U from the right (side -1), or its transpose times them (side -2)."""
+    """Multiply matrices by U from the right (side -1), or by Uᵀ from the left (side -2)."""
     if U.ndim == 2:
         return matrices @ U if side == -1 else U.mT @ matrices
-    # Of several groups `@` would copy U for every matrix.
+    # With several groups `@` would copy U for every matrix.
     if side == -1:
         return torch.einsum("...gij,gjk->...gik", matrices, U)
     return torch.einsum("gij,...gjk->...gik", U.mT, matrices)
@@ -254,7 +263,7 @@ def _along(matrices: Tensor, U: Tensor, side: int) -> Tensor:
 def _combined(
     combine: Callable[[Tensor, Tensor], Tensor], left: EigenKronecker, right: EigenKronecker
 ) -> LinearOperator | None:
-    """Combine magnitude with magnitude along directions that both share."""
+    """Combine the magnitudes of two operators if both have the same directions."""
     if left.magnitudes.shape != right.magnitudes.shape:
         return None
     if not (same(left.U_G, right.U_G) and same(left.U_A, right.U_A)):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from laplace_debias.operators.dispatch import Scalar, multiply, scale
 from laplace_debias.operators.structures.dense import Dense
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
+@dataclass(eq=False, repr=False, init=False)
 class Kronecker(Joined):
     r"""The Kronecker product $A \otimes B \otimes \cdots$.
 
@@ -30,7 +31,7 @@ class Kronecker(Joined):
         if not factors:
             raise ValueError("A Kronecker product needs at least one factor.")
         operators = [Dense(factor) if isinstance(factor, Tensor) else factor for factor in factors]
-        object.__setattr__(self, "factors", tuple(unify(operators)))
+        self.factors = tuple(unify(operators))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -42,6 +43,10 @@ class Kronecker(Joined):
     def T(self) -> "Kronecker":  # noqa: N802
         """The product of the factors' adjoints."""
         return Kronecker(*(factor.T for factor in self.factors))
+
+    def to(self, *args: Any, **kwargs: Any) -> "Kronecker":
+        """Convert dtype or device as `Tensor.to` does."""
+        return Kronecker(*(factor.to(*args, **kwargs) for factor in self.factors))
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         columns = [factor.shape[1] for factor in self.factors]

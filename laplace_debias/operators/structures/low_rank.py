@@ -12,7 +12,7 @@ from laplace_debias.operators.structures.diagonal import Diagonal
 from laplace_debias.operators.structures.eigen_kronecker import Spectrum
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
+@dataclass(eq=False, repr=False, init=False)
 class LowRankPlusDiagonal(Symmetric):
     r"""Symmetric operator $U \mathrm{diag}(m) U^\top + \mathrm{diag}(d)$.
 
@@ -44,11 +44,12 @@ class LowRankPlusDiagonal(Symmetric):
                 f"The diagonal must be one number or of shape ({len(U)},), got "
                 f"{tuple(diagonal.shape)}."
             )
-        if len({(part.dtype, part.device) for part in (U, magnitudes, diagonal)}) > 1:
+        tensors = (U, magnitudes, diagonal)
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             raise ValueError("U, magnitudes and diagonal must share one dtype and one device.")
-        object.__setattr__(self, "U", U)
-        object.__setattr__(self, "magnitudes", magnitudes)
-        object.__setattr__(self, "diagonal", diagonal)
+        self.U = U
+        self.magnitudes = magnitudes
+        self.diagonal = diagonal
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,14 +63,17 @@ class LowRankPlusDiagonal(Symmetric):
 
     @property
     def multiplicities(self) -> Float[Tensor, " k"]:
-        """How many directions each magnitude stands for: one."""
+        """Number of directions with each magnitude: one."""
         return torch.ones_like(self.magnitudes)
 
     def apply(self, function: Spectrum) -> "LowRankPlusDiagonal":
-        """The operator's function, for orthonormal columns of U and a diagonal of one number."""
-        rest = function(self.diagonal)
-        magnitudes = function(self.magnitudes + self.diagonal) - rest
-        return LowRankPlusDiagonal(self.U, magnitudes, rest)
+        """Apply a function to the eigenvalues; the eigenvectors stay.
+
+        The columns of U must be orthonormal, and the diagonal one number.
+        """
+        diagonal = function(self.diagonal)
+        magnitudes = function(self.magnitudes + self.diagonal) - diagonal
+        return LowRankPlusDiagonal(self.U, magnitudes, diagonal)
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         coordinates = self.magnitudes[:, None] * (self.U.T @ matrix)

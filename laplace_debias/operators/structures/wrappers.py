@@ -1,4 +1,4 @@
-"""Operators that wrap another one: claims, sub-matrices, another order of rows and columns."""
+"""Operators that wrap an operator: assumptions, sub-matrices, a different order of rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from laplace_debias.operators.structures.dense import Dense
 class Wrapper(Joined):
     """An operator that wraps another one and has its properties, unless a subclass overrides them.
 
-    A subclass gives `_matmat` and `T`.
+    A subclass defines `_matmat` and `T`.
     """
 
     operator: LinearOperator
@@ -63,14 +63,14 @@ class Assumed(SelfAdjoint):
 def assume(
     operator: LinearOperator, symmetric: bool = False, positive_semidefinite: bool = False
 ) -> LinearOperator:
-    """Claim what an operator's structure does not show; the claim is not checked.
+    """Declare properties that an operator's structure does not show; they are not checked.
 
-    Of a dense matrix the symmetric part is taken.
+    A dense matrix is replaced by its symmetric part.
 
     Args:
         operator: The operator, `[n, n]`.
-        symmetric: Claim that it equals its adjoint.
-        positive_semidefinite: Claim that it is symmetric and has no negative eigenvalue.
+        symmetric: Declare that it equals its adjoint.
+        positive_semidefinite: Declare that it is symmetric and has no negative eigenvalue.
 
     Raises:
         ValueError: If it is not square.
@@ -86,8 +86,8 @@ def assume(
     if isinstance(operator, Dense) and (symmetric or positive_semidefinite):
         operator = Dense((operator.matrix + operator.matrix.T) / 2)
     semidefinite = positive_semidefinite or operator.is_positive_semidefinite
-    shown = operator.is_symmetric and operator.is_positive_semidefinite == semidefinite
-    if shown or not (symmetric or semidefinite):
+    has_them = operator.is_symmetric and operator.is_positive_semidefinite == semidefinite
+    if has_them or not (symmetric or semidefinite):
         return operator
     return Assumed(operator, semidefinite)
 
@@ -122,7 +122,7 @@ class SubMatrix(Wrapper):
 
     @property
     def layout(self) -> None:
-        """None: parameters lie in it in parts, if at all."""
+        """None, as parameters need not be in it completely."""
 
     @property
     def T(self) -> "SubMatrix":  # noqa: N802
@@ -130,8 +130,8 @@ class SubMatrix(Wrapper):
         return SubMatrix(self.operator.T, self.columns, self.rows)
 
     def _matmat(self, matrix: Tensor) -> Tensor:
-        whole = matrix.new_zeros(self.operator.shape[1], matrix.shape[1])
-        return (self.operator @ whole.index_add(0, self.columns, matrix))[self.rows]
+        zeros = matrix.new_zeros(self.operator.shape[1], matrix.shape[1])
+        return (self.operator @ zeros.index_add(0, self.columns, matrix))[self.rows]
 
 
 @submatrix.register
@@ -146,7 +146,7 @@ def _(operator: SubMatrix, rows: Tensor, columns: Tensor) -> LinearOperator:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Permuted(Wrapper):
-    r"""A square operator whose rows and columns lie in another order, $P^\top A P$.
+    r"""A square operator in a different order of rows and columns, $P^\top A P$.
 
     $(Pv)_i = v_{\text{order}_i}$. Unlike the product of the three it keeps the structure of A in
     everything that is done to it: multiples of the identity are added to A, and inverses, roots
@@ -154,7 +154,8 @@ class Permuted(Wrapper):
 
     Args:
         operator: A, `[n, n]`.
-        order: Where row i of A lies, `[n]`: a permutation of 0 … n−1. None if nothing moves.
+        order: The index in this operator of each row of A, `[n]`: a permutation of 0 … n−1. None
+            if the order is the same.
         layout: How named parameters lie in the rows and columns, if they do.
 
     Raises:
@@ -189,13 +190,13 @@ class Permuted(Wrapper):
         return self.permuted(self.operator @ matrix[self.order])
 
     def permuted(self, rows: Tensor) -> Tensor:
-        """Rows of the operator, `[n, ...]`, in the order of this one."""
+        """Move rows in the order of A, `[n, ...]`, into the order of this operator."""
         if self.order is None:
             return rows
         return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
     def replaced(self, operator: LinearOperator) -> "Permuted":
-        """Another operator in the same order."""
+        """Return a different operator A in the same order."""
         return Permuted(operator, self.order, self.layout)
 
 
@@ -204,6 +205,7 @@ def _jointly(
     left: Permuted,
     right: Permuted,
 ) -> LinearOperator | None:
+    """Combine the operators if both have the same order and layout."""
     if not same(left.order, right.order) or left.layout != right.layout:
         return None
     return left.replaced(combine(left.operator, right.operator))
