@@ -23,7 +23,7 @@ from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.structures.wrappers import Wrapper
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Sum(Joined):
     """The sum of operators.
 
@@ -64,7 +64,7 @@ class Sum(Joined):
         return reduce(torch.add, (term @ matrix for term in self.terms))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Scaled(Wrapper):
     """A multiple of an operator.
 
@@ -93,7 +93,7 @@ class Scaled(Wrapper):
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Product(Composed):
     """The product of operators, applied from the right.
 
@@ -137,7 +137,7 @@ class Product(Composed):
         return matrix
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Transpose(Wrapper):
     """The adjoint of an operator that has no class for it.
 

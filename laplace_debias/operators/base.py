@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from copy import copy
+from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any, TypeVar, overload
 
@@ -294,11 +295,12 @@ class LinearOperator(ABC):
                 "such as the model, and build it again."
             )
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        converted = {
-            field.name: _converted(getattr(self, field.name), target.dtype, target.device)
-            for field in fields(self)
-        }
-        return replace(self, **converted)
+        # A copy, as no constructor has to check fields again that fit each other.
+        converted = copy(self)
+        for field in fields(self):
+            value = _converted(getattr(self, field.name), target.dtype, target.device)
+            setattr(converted, field.name, value)
+        return converted
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "LinearOperator":
         """Return the operator; an identity without a dtype or device takes these."""

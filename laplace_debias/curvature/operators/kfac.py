@@ -32,7 +32,7 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import current, together
 
 
-@dataclass(frozen=True, eq=False, repr=False, init=False)
+@dataclass(eq=False, repr=False, init=False)
 class KFAC(Permuted):
     r"""The Kronecker-factored approximation of the `GGN` of a loss, `[D, D]`.
 
@@ -83,7 +83,7 @@ class KFAC(Permuted):
 
     Attributes:
         operator: The blocks, one after the other; `operator.blocks[name]` is an `EigenKronecker`.
-        order: Where their rows lie among the parameters, None for the same order.
+        order: The index among the parameters of each of their rows; None for the same order.
         layout: The parameters' names and shapes.
         num_data: N, the number of examples that the magnitudes come from.
 
@@ -148,40 +148,54 @@ class KFAC(Permuted):
             whole(memory_bound, "memory_bound")
         network = Network(model, "all" if params is None else params, data, batch)
         tap = Tap(network.model)
-        of_loss = LossData(network.stream(data, generator), network, loss, reduction, num_data)
-        measured = of_loss
+        factor_data = LossData(
+            network.stream(data, generator), network, loss, reduction, num_data=num_data
+        )
+        magnitude_data = factor_data
         if magnitudes is not None:
-            others = network.stream(magnitudes, generator)
-            measured = LossData(others, network, loss, reduction, None)
-        if fisher != "empirical" and not of_loss.loss.has_distribution:
+            magnitude_data = LossData(
+                network.stream(magnitudes, generator), network, loss, reduction, num_data=None
+            )
+        if fisher != "empirical" and not factor_data.loss.has_distribution:
             raise TypeError(
                 f'fisher="{fisher}" needs nn.CrossEntropyLoss, nn.MSELoss or nn.BCEWithLogitsLoss, '
                 'whose Hessian has a root in closed form: use fisher="empirical" for another '
                 "loss, or GGN."
             )
-        cotangents = Cotangents(of_loss.loss, columns.seeded(generator, current()))
+        cotangents = Cotangents(factor_data.loss, columns.seeded(generator, current()))
         with torch.inference_mode(False):
-            further = chain.from_iterable((x for x, _ in data) for data in (of_loss, measured))
-            first = of_loss.first.inputs
-            resolved = resolve(tap, network.names, first, joint, sharing, further)
+            all_inputs = chain.from_iterable(
+                (x for x, _ in batches) for batches in (factor_data, magnitude_data)
+            )
+            first = factor_data.first.inputs
+            resolved = resolve(
+                tap, network.names, first, joint=joint, sharing=sharing, further=all_inputs
+            )
             if resolved.unused:
                 raise ValueError(
                     f"The outputs do not depend on {resolved.unused} by differentiable operations "
                     "(`detach`, `no_grad`, an unused branch): leave them out with params=."
                 )
             blocks = resolved.blocks
-            made = choose_backend(unwrapped(model), backend, blocks)(tap, blocks)
-            how = factor_dtype, memory_bound, current()
-            problem = FitContext(cotangents, blocks, made, *how)
-            fitted = self._structure.fit(problem, of_loss, None if magnitudes is None else measured)
+            context = FitContext(
+                cotangents,
+                blocks,
+                choose_backend(unwrapped(model), backend, blocks)(tap, blocks),
+                factor_dtype,
+                memory_bound=memory_bound,
+                ranks=current(),
+            )
+            fitted = self._structure.fit(
+                context, factor_data, None if magnitudes is None else magnitude_data
+            )
         order = parameter_order(tap.network, network.names, blocks)
         Permuted.__init__(
             self,
-            (measured.data.num_examples * measured.scale) * fitted.curvature,
+            (magnitude_data.data.num_examples * magnitude_data.scale) * fitted.curvature,
             None if order is None else order.to(network.device),
             network.layout,
         )
-        object.__setattr__(self, "num_data", measured.data.num_examples)
+        self.num_data = magnitude_data.data.num_examples
 
     @property
     def blocks(self) -> BlockDiagonal[EigenKronecker]:

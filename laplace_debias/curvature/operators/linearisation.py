@@ -30,7 +30,7 @@ Map = Callable[[Tensors, bool], Tensors]
 class Linearisation:
     """A network on a batch at its parameters: outputs, and linear maps.
 
-    The maps are the Jacobian and its adjoint, or the Hessian alone.
+    The maps are the Jacobian and its adjoint, or only the Hessian.
     """
 
     outputs: Tensor
@@ -41,10 +41,10 @@ class Linearisation:
 class Lineariser:
     """Linearises a network batch by batch, as a traced program where that is possible.
 
-    A program (see `tracing`) is recorded once for inputs of a kind and serves all batches of it; a
-    product then runs no forward pass, no bookkeeping of automatic differentiation, and shares
-    between Jacobian and adjoint what is kept. Where a network cannot be recorded, graphs of
-    automatic differentiation are kept instead: larger and slower, and the same numbers.
+    A program (see `tracing`) is recorded once for inputs of the same shapes and serves all batches
+    of them. A product then runs no forward pass and no bookkeeping of automatic differentiation,
+    and the Jacobian and its adjoint share the tensors that are kept. For a network that cannot be
+    recorded, graphs of automatic differentiation are kept instead, which are larger and slower.
     """
 
     def __init__(self, network: Network) -> None:
@@ -57,7 +57,7 @@ class Lineariser:
         network = self._network
 
         def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
-            parameters, forward, _ = self._at(points, inputs)
+            parameters, _, forward = self._unpack_points(points, inputs)
             outputs, tangent = jvp(forward, parameters, tuple(tangents))  # type: ignore[misc]
             _, pull = vjp(forward, *parameters)  # type: ignore[misc]
             return (outputs,), (tangent,), pull(cotangents[0])
@@ -68,7 +68,7 @@ class Lineariser:
             with torch.no_grad():
                 return network.parameters, (network.outputs(network.parameters, inputs),)
 
-        program = self._program(inputs, (), function, points, vectors)
+        program = self._program(inputs, (), function=function, points=points, vectors=vectors)
         if program is not None:
             return _evaluate(program, points, network.state)
         with network.differentiable():
@@ -81,17 +81,24 @@ class Lineariser:
         network = self._network
 
         def function(points: Tensors, tangents: Tensors) -> tuple:
-            parameters, forward, rest = self._at(points, inputs)
+            parameters, point_labels, forward = self._unpack_points(points, inputs)
 
             def total(p: tuple[Tensor, ...]) -> Tensor:
-                return loss.value(forward(*p), rest)
+                return loss.value(forward(*p), point_labels)
 
-            outputs = forward(*parameters)  # recorded once with that of the total
+            # This forward pass and that of `total` are recorded as one.
+            outputs = forward(*parameters)
             return (outputs,), jvp(grad(total), (parameters,), (tuple(tangents),))[1]
 
         if loss.is_recordable:
             points = [*self._points(inputs), *labels]
-            program = self._program(inputs, labels, function, points, lambda: (network.parameters,))
+            program = self._program(
+                inputs,
+                labels,
+                function=function,
+                points=points,
+                vectors=lambda: (network.parameters,),
+            )
             if program is not None:
                 return _evaluate(program, points, network.state)
         with torch.enable_grad(), network.differentiable():
@@ -99,73 +106,82 @@ class Lineariser:
             outputs = network.outputs(leaves, inputs)
             value = loss.value(outputs, labels)
             gradient = gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
-        hessian = _side_by_side(partial(gradients, gradient, leaves))
+        hessian = _with_fallback(partial(gradients, gradient, leaves))
         return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
 
     def _points(self, inputs: Inputs) -> list[Tensor]:
-        """Everything that the outputs depend on.
+        """List all tensors that the outputs depend on: parameters, buffers and inputs.
 
-        The model's buffers too: what is left out becomes a constant of the program, and operations
-        on constants alone are recorded as they are, in place where they work in place.
+        A tensor that is left out becomes a constant of the program, and operations on constants
+        only are recorded as they are, also those in place.
         """
         return [*self._network.state, *tensors_of(inputs)]
 
-    def _at(
+    def _unpack_points(
         self, points: Tensors, inputs: Inputs
-    ) -> tuple[tuple[Tensor, ...], Callable[..., Tensor], tuple[Tensor, ...]]:
-        """Of such points: the parameters, the outputs as their function, and what comes after."""
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Callable[..., Tensor]]:
+        """Split tensors that are ordered as by `_points`, with labels after them.
+
+        Returns:
+            The parameters, the labels, and the outputs as a function of the parameters.
+        """
         network = self._network
-        left = iter(points)
-        parameters = tuple(islice(left, len(network.parameters)))
-        fixed = tuple(islice(left, len(network.fixed)))
-        held = with_tensors(inputs, left)
+        tensors = iter(points)
+        parameters = tuple(islice(tensors, len(network.parameters)))
+        fixed = tuple(islice(tensors, len(network.fixed)))
+        point_inputs = with_tensors(inputs, tensors)
 
         def forward(*p: Tensor) -> Tensor:
-            return network.outputs(p, held, fixed)
+            return network.outputs(p, point_inputs, fixed)
 
-        return parameters, forward, tuple(left)
+        return parameters, tuple(tensors), forward
 
     def _program(
         self,
         inputs: Inputs,
         labels: Labels,
+        *,
         function: Callable[..., tuple[Tensors, ...]],
         points: Tensors,
         vectors: Callable[[], Sequence[Tensors]],
     ) -> Program | None:
-        """The program for inputs of this kind, None if there can be none."""
-        kind = (_kind_of(inputs), tuple((x.shape, x.dtype) for x in labels))
+        """Return the program for inputs of these shapes; record it the first time.
+
+        Returns:
+            The program, or None if the network cannot be recorded.
+        """
+        key = (_program_key(inputs), tuple((x.shape, x.dtype) for x in labels))
         try:
-            if kind not in self.programs:
-                # Recording is torch's business of one thread, too.
+            if key not in self.programs:
+                # torch can only record in one thread at a time.
                 with FORWARD_MODE, self._network.differentiable(), quiet():
                     program = trace(function, points, vectors())
                     _check_adjoint(_evaluate(program, points, ()), self._network.parameters)
-                    self.programs[kind] = program
-        # Whatever recording raises (control flow that looks at values, operations without a forward
-        # derivative, flags that cannot be hashed): the graphs of automatic differentiation can do
-        # more, and raise what is the model's own fault.
+                    self.programs[key] = program
+        # Recording can raise any error: for control flow that depends on values, operations without
+        # a forward derivative, flags that cannot be hashed. The graphs of automatic differentiation
+        # support more, and raise the errors that are the model's own fault.
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             try:
-                self.programs[kind] = None
+                self.programs[key] = None
             except TypeError:
                 return None
-        return self.programs[kind]
+        return self.programs[key]
 
 
-def _kind_of(inputs: Inputs) -> object:
-    """The key of a program: shapes and dtypes, names, and values other than tensors."""
+def _program_key(inputs: Inputs) -> object:
+    """Return what a program depends on: shapes and dtypes, names, and values besides tensors."""
 
-    def of(x: object) -> object:
+    def value_key(x: object) -> object:
         return (x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else (type(x), x)
 
     if isinstance(inputs, Tensor):
-        return of(inputs)
+        return value_key(inputs)
     if isinstance(inputs, dict):
-        return type(inputs), tuple((key, of(x)) for key, x in inputs.items())
-    return tuple(of(x) for x in inputs)
+        return type(inputs), tuple((key, value_key(x)) for key, x in inputs.items())
+    return tuple(value_key(x) for x in inputs)
 
 
 def linearised_by_reverse(
@@ -181,14 +197,14 @@ def linearised_by_reverse(
         outputs = function(*leaves)
         u = torch.zeros_like(outputs, requires_grad=True)
         adjoint = gradients((outputs,), leaves, (u,), create_graph=True)
-    push = _side_by_side(partial(gradients, adjoint, (u,)))
-    pull = _side_by_side(partial(gradients, (outputs,), leaves))
+    push = _with_fallback(partial(gradients, adjoint, (u,)))
+    pull = _with_fallback(partial(gradients, (outputs,), leaves))
     num_bytes = _graph_bytes([outputs, *adjoint], not_counted)
     return Linearisation(outputs.detach(), (push, pull), num_bytes)
 
 
 def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
-    """Require that the last map is the first one's adjoint, as not all of torch's rules agree."""
+    """Require that the last map is the first one's adjoint: some of torch's rules do not agree."""
     if not are_adjoint(linearisation.maps[0], linearisation.maps[-1], parameters):
         raise UntraceableError("derivatives forward and back differ")
 
@@ -208,7 +224,7 @@ def are_adjoint(push: Map, pull: Map, parameters: Tensors) -> bool:
     # Not the pushed vector itself, which is zero where a derivative is missing.
     u = drawn_like(pushed)
     pulled = pull(u, False)
-    # The standard deviation of either product is the norm of what was not drawn.
+    # The standard deviation of either product is the norm of its vector that is not random.
     scale = max(_product(pushed, pushed), _product(pulled, pulled)) ** 0.5
     allowed = torch.finfo(v[0].dtype).eps ** 0.5 * scale
     return abs(_product(pushed, u) - _product(pulled, v)) <= allowed
@@ -220,44 +236,44 @@ def _product(x: Tensors, y: Tensors) -> float:
 
 def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linearisation:
     with torch.no_grad():
-        residuals = program.at(*points)
+        residuals = program.residuals(*points)
     maps = [
-        _side_by_side(partial(_applied, function, [residuals[i] for i in used]))
+        _with_fallback(partial(_apply_function, function, [residuals[i] for i in used]))
         for function, used in program.maps
     ]
     return Linearisation(residuals[0], tuple(maps), _num_bytes(residuals, not_counted))
 
 
-def _side_by_side(one: Map) -> Map:
-    """The same map, of several vectors one after the other where torch cannot do it at once."""
+def _with_fallback(linear_map: Map) -> Map:
+    """Apply a map to batched vectors one after the other if torch cannot do it in one call."""
 
-    def of(vector: Tensors, batched: bool) -> Tensors:
+    def apply(vector: Tensors, batched: bool) -> Tensors:
         try:
-            return one(vector, batched)
+            return linear_map(vector, batched)
         except RuntimeError as error:
             if not batched or is_out_of_memory(error):
                 raise
-        found = [one(v, False) for v in zip(*vector, strict=True)]
-        return [torch.stack(of_all) for of_all in zip(*found, strict=True)]
+        products = [linear_map(v, False) for v in zip(*vector, strict=True)]
+        return [torch.stack(tensors) for tensors in zip(*products, strict=True)]
 
-    return of
+    return apply
 
 
-def _applied(
-    function: Callable[..., Tensors], held: Tensors, vector: Tensors, batched: bool
+def _apply_function(
+    function: Callable[..., Tensors], residuals: Tensors, vector: Tensors, batched: bool
 ) -> Tensors:
-    """A function of residuals and of a vector, or of several vectors side by side."""
-    in_dims = (*(None,) * len(held), *(0,) * len(vector))
+    """Apply a function to residuals and a vector, or to a batch of vectors."""
+    in_dims = (*(None,) * len(residuals), *(0,) * len(vector))
     if not batched:
         with torch.no_grad():
-            return function(*held, *vector)
+            return function(*residuals, *vector)
     with torch.no_grad(), quiet():
-        return vmap(function, in_dims)(*held, *vector)
+        return vmap(function, in_dims)(*residuals, *vector)
 
 
-def _num_bytes(held: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
-    """Bytes of the storages of tensors, each counted once."""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+def _num_bytes(tensors: Iterable[Tensor], not_counted: Iterable[Tensor]) -> int:
+    """Count the bytes of the storages of tensors, each once."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     for x in not_counted:
         storages.pop(x.untyped_storage().data_ptr(), None)
     return sum(storages.values())
@@ -270,7 +286,7 @@ def gradients(
     batched: bool = False,
     create_graph: bool = False,
 ) -> Tensors:
-    """Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i; an output without a graph is a constant."""
+    """Compute Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i; outputs without a graph are constants."""
     lead = cotangents[0].shape[:1] if batched else ()
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
@@ -302,19 +318,19 @@ def gradients(
 
 
 def _graph_bytes(roots: Tensors, not_counted: Tensors) -> int:
-    """Bytes of the tensors that a graph of automatic differentiation holds on to."""
-    seen = set()
-    held: list[Tensor] = []
+    """Count the bytes of the tensors that a graph of automatic differentiation saves."""
+    visited = set()
+    saved_tensors: list[Tensor] = []
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         names = [name for name in dir(node) if name.startswith("_saved_")]
         for name in (*names, "saved_tensors"):
             saved = getattr(node, name, None)
             values = saved if isinstance(saved, (tuple, list)) else (saved,)
-            held += [x for x in values if isinstance(x, Tensor)]
+            saved_tensors += [x for x in values if isinstance(x, Tensor)]
         stack += [source for source, _ in node.next_functions if source is not None]
-    return _num_bytes(held, not_counted)
+    return _num_bytes(saved_tensors, not_counted)

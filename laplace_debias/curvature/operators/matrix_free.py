@@ -49,8 +49,8 @@ class CurvatureOperator(NetworkOperator):
             `(name, parameter) -> bool`. Frozen parameters are never part of it; tied ones are one.
         num_data: The number of examples, if known: an error if the data holds another number.
         reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
-        memory_bound: Bytes for linearised batches kept from one product to the next. Those that do
-            not fit are linearised anew in every product, one at a time.
+        memory_bound: Bytes for linearised batches kept from one product to the next. Batches that
+            do not fit are linearised again in every product, one at a time.
         chunk_size: Columns of a matrix multiplied side by side, by default as many as pay off; 1
             for a network with operations that `torch.vmap` cannot take.
         batch: A function from what the data yields to `(inputs, targets)`, for batches of another
@@ -78,7 +78,15 @@ class CurvatureOperator(NetworkOperator):
         chunk_size: int | None = None,
         batch: BatchHook | None = None,
     ) -> None:
-        super().__init__(model, data, params, num_data, memory_bound, chunk_size, batch)
+        super().__init__(
+            model,
+            data,
+            params,
+            num_data,
+            memory_bound=memory_bound,
+            chunk_size=chunk_size,
+            batch=batch,
+        )
         takes_vectors = self._network.returns_vector(self._data.batch(0).inputs)
         self._loss = output_loss(loss, reduction, takes_vectors)
         self._scale = loss_scale(self._loss, self._data, self._first_outputs)
@@ -113,17 +121,18 @@ class CurvatureOperator(NetworkOperator):
         self._ranks.require_same(vectors=vectors.shape)
 
         def product(item: Item) -> Tensor:
-            """One batch's products, `[k, D]`, not scaled."""
-            parts = []
+            """Compute one batch's products, `[k, D]`, not scaled."""
+            products = []
             for chunk in self._chunks(item, len(vectors)):
-                part = vectors[chunk]
-                batched = len(part) > 1
-                tensors = self._network.split(part if batched else part[0])
-                applied = self._apply(item, tensors, batched)
-                parts.append(self._network.join(applied, batched).view(part.shape))
-            return torch.cat(parts)
+                tangents = vectors[chunk]
+                batched = len(tangents) > 1
+                tensors = self._network.split(tangents if batched else tangents[0])
+                product_tensors = self._apply(item, tensors, batched)
+                flat_product = self._network.join(product_tensors, batched)
+                products.append(flat_product.view(tangents.shape))
+            return torch.cat(products)
 
-        total = reduce(Tensor.add_, self._of_items(product))  # the data is not empty
+        total = reduce(Tensor.add_, self._map_items(product))  # The data is not empty.
         self._ranks.sum([total])
         check_product(self, vectors, total)
         return total.mul_(self._scale).T

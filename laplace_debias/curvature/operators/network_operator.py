@@ -65,7 +65,14 @@ def check_product(operator: LinearOperator, vectors: Tensor, products: Tensor) -
 
 @dataclass(frozen=True)
 class Item:
-    """One batch, linearised; `rows` are its outputs' places among those of all data, flattened."""
+    """A linearised batch.
+
+    Attributes:
+        rows: Indices of its outputs among the flattened outputs of all data.
+        linearisation: The outputs and the linear maps in the parameters.
+        at_outputs: The linear map at the outputs; None for none.
+        num_bytes: Bytes that the item needs while it is kept.
+    """
 
     rows: slice
     linearisation: Linearisation
@@ -76,16 +83,17 @@ class Item:
 class NetworkOperator(LinearOperator):
     """A linear operator made of a network's derivatives on a data set.
 
-    The first batches' linearisations are kept within the memory bound, the others made anew in
-    every product. Several threads may multiply: one at a time linearises, all use what is kept.
+    The first batches' linearisations are kept within the memory bound; the others are computed
+    again in every product. Several threads may multiply: they linearise one at a time, and share
+    the linearisations that are kept.
 
     Attributes:
         layout: The selected parameters, in the model's order, as they lie in a vector.
         num_data: N, the number of examples, of all processes that share the data.
-        num_bytes_kept: What the linearised batches kept between products take, in bytes.
+        num_bytes_kept: Bytes of the linearised batches that are kept between products.
     """
 
-    # What the data draws from: of an operator with labels of its own what these are drawn from.
+    # Seeds the order of the data, and the labels of an operator that draws its own.
     _generator: torch.Generator | None = None
 
     # Under inference mode nothing could be differentiated.
@@ -97,6 +105,7 @@ class NetworkOperator(LinearOperator):
         data: Batches,
         params: ParameterSelection | None,
         num_data: int | None,
+        *,
         memory_bound: int,
         chunk_size: int | None,
         batch: BatchHook | None,
@@ -112,11 +121,13 @@ class NetworkOperator(LinearOperator):
         self._data = Data(stream, network.device, num_data, self._ranks)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound
-        self._lock, self._items, self._is_full = Lock(), list[Item](), False
+        self._lock = Lock()
+        self._items: list[Item] = []
+        self._is_full = False
         self._checked: set[int] = set()
         first = self._data.batch(0)
         self._first_outputs = self._network.first_outputs(first.inputs, first.size)
-        self._output_shape = self._first_outputs.shape[1:]  # of one example of the first batch
+        self._output_shape = self._first_outputs.shape[1:]  # For one example of the first batch.
         self._lineariser = Lineariser(self._network)
 
     @property
@@ -162,25 +173,26 @@ class NetworkOperator(LinearOperator):
 
     @abstractmethod
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
-        """Refuse targets that do not fit outputs of this shape."""
+        """Raise an error for targets that do not fit outputs of this shape."""
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        """The linear map at the outputs, and how many tensors of their size it holds."""
+        """Return the linear map at the outputs, and how many tensors of their size it keeps."""
         return None, 0
 
-    def _of_items(self, function: Callable[[Item], Result]) -> Iterator[Result]:
-        """`function` of every linearised batch, in order, at the model's present parameters.
+    def _map_items(self, function: Callable[[Item], Result]) -> Iterator[Result]:
+        """Apply a function to every linearised batch, in order, at the model's current parameters.
 
-        No iterator over the items themselves: while the next one is made, whoever went through
-        them would still hold the last, beyond the memory bound.
+        It does not yield the items themselves: a loop over them would keep the last item alive
+        while the next one is computed, beyond the memory bound.
         """
         if not self._network.is_current():
             with self._lock:
                 # Unless another thread has done so.
                 if not self._network.is_current():
                     self._network.refresh()
-                    # A new list: other threads may be going through the old one.
-                    self._items, self._is_full = [], False
+                    # A new list: other threads may be iterating over the old one.
+                    self._items = []
+                    self._is_full = False
                     self._lineariser.programs.clear()
                     self._checked.clear()
         items = self._items
@@ -193,7 +205,7 @@ class NetworkOperator(LinearOperator):
             if batch.index < len(self._items):
                 return self._items[batch.index]
             item = self._make(batch)
-            # What another thread has dropped on the way is not begun in the middle.
+            # The list starts with the first batch, also if another thread has just emptied it.
             if not self._is_full and batch.index == len(self._items):
                 self._is_full = self.num_bytes_kept + item.num_bytes > self._memory_bound
                 if not self._is_full:
@@ -204,9 +216,11 @@ class NetworkOperator(LinearOperator):
         """The columns to multiply side by side."""
         size = self._chunk_size
         if size is None:
-            each = item.num_bytes + self._network.num_parameters * self.dtype.itemsize
-            on_cpu = self.device.type == "cpu"
-            size = (CPU_CHUNK_BYTES if on_cpu else self._memory_bound // 8) // each
+            bytes_per_column = item.num_bytes + self._network.num_parameters * self.dtype.itemsize
+            chunk_bytes = self._memory_bound // 8
+            if self.device.type == "cpu":
+                chunk_bytes = CPU_CHUNK_BYTES
+            size = chunk_bytes // bytes_per_column
             if min(size, num_columns) < FEW_COLUMNS:
                 size = 1
         return [slice(i, i + size) for i in range(0, num_columns, size)]
@@ -220,17 +234,18 @@ class Jacobian(NetworkOperator):
 
     Args:
         model: As for `CurvatureOperator`.
-        data: Batches `(inputs, targets)`; the targets are not looked at. See `CurvatureOperator`.
-        params: As for `CurvatureOperator`.
-        num_data: As for `CurvatureOperator`.
-        memory_bound: As for `CurvatureOperator`.
-        chunk_size: As for `CurvatureOperator`.
-        batch: As for `CurvatureOperator`.
+        data: Batches `(inputs, targets)`; the targets are not used. See `CurvatureOperator`.
+        params: The parameters; see `CurvatureOperator`.
+        num_data: The number of examples, if known: an error if the data holds another number.
+        memory_bound: Bytes for linearised batches kept from one product to the next.
+        chunk_size: Columns of a matrix multiplied at once; see `CurvatureOperator`.
+        batch: A function from what the data yields to `(inputs, targets)`.
 
     Raises:
-        ValueError: As `CurvatureOperator`; and in the first product if examples differ in the shape
-            of their outputs.
-        TypeError: As `CurvatureOperator`.
+        ValueError: Before any product: for a model that is random, holds NaN or returns it, data
+            that is empty or differs between passes. In the first product: if examples differ in the
+            shape of their outputs.
+        TypeError: For an iterator that can be read only once, or inputs that are no tensors.
     """
 
     def __init__(
@@ -245,7 +260,15 @@ class Jacobian(NetworkOperator):
         batch: BatchHook | None = None,
     ) -> None:
         refuse_ranks("Jacobian", "J.T @ J is GGN(model, nn.MSELoss(), data), scaled")
-        super().__init__(model, data, params, num_data, memory_bound, chunk_size, batch)
+        super().__init__(
+            model,
+            data,
+            params,
+            num_data,
+            memory_bound=memory_bound,
+            chunk_size=chunk_size,
+            batch=batch,
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -254,7 +277,7 @@ class Jacobian(NetworkOperator):
 
     @property
     def T(self) -> Transpose:  # noqa: N802
-        """The adjoint, `[D, N·C]`; it shares what is kept."""
+        """The adjoint, `[D, N·C]`; it shares the linearisations that are kept."""
         return Transpose(self, self._adjoint_matmat)
 
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
@@ -271,13 +294,13 @@ class Jacobian(NetworkOperator):
 
         def push(item: Item) -> None:
             for chunk in self._chunks(item, len(vectors)):
-                part = vectors[chunk]
-                batched = len(part) > 1
-                tangents = self._network.split(part if batched else part[0])
-                (tangent,) = item.linearisation.maps[0](tangents, batched)
-                products[chunk, item.rows] = tangent.reshape(len(part), -1)
+                tangents = vectors[chunk]
+                batched = len(tangents) > 1
+                tensors = self._network.split(tangents if batched else tangents[0])
+                (product,) = item.linearisation.maps[0](tensors, batched)
+                products[chunk, item.rows] = product.reshape(len(tangents), -1)
 
-        deque(self._of_items(push), maxlen=0)
+        deque(self._map_items(push), maxlen=0)
         check_product(self, vectors, products)
         return products.T
 
@@ -289,12 +312,14 @@ class Jacobian(NetworkOperator):
         def pull(item: Item) -> None:
             outputs = item.linearisation.outputs
             for chunk in self._chunks(item, len(vectors)):
-                part = vectors[chunk, item.rows]
-                batched = len(part) > 1
-                shape = (len(part), *outputs.shape) if batched else outputs.shape
-                gradients = item.linearisation.maps[1]((part.reshape(shape),), batched)
+                cotangents = vectors[chunk, item.rows]
+                batched = len(cotangents) > 1
+                shape = outputs.shape
+                if batched:
+                    shape = (len(cotangents), *outputs.shape)
+                gradients = item.linearisation.maps[1]((cotangents.reshape(shape),), batched)
                 products[chunk] += self._network.join(gradients, batched)
 
-        deque(self._of_items(pull), maxlen=0)
+        deque(self._map_items(pull), maxlen=0)
         check_product(self, vectors, products)
         return products.T

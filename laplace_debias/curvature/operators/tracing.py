@@ -1,4 +1,4 @@
-"""Programs whose linear part is run many times: traced once, the rest evaluated once a batch."""
+"""Programs with linear maps that run many times: recorded once, their residuals once per batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,16 @@ class UntraceableError(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """A function of points and vectors, linear in each vector, split by what depends on which.
+    """A function of points and vectors, linear in each vector, split into its linear maps.
 
-    From the points `at` makes the residuals: values, then whatever else the linear maps need. Of
-    each map there is its function, and the numbers of the residuals that it takes first.
+    Attributes:
+        residuals: From the points to the values of the function, followed by all other tensors that
+            the linear maps need.
+        maps: For each linear map its function, and the indices of the residuals that are its first
+            arguments.
     """
 
-    at: Function
+    residuals: Function
     maps: tuple[tuple[Function, tuple[int, ...]], ...]
 
 
@@ -33,11 +36,20 @@ def trace(
 ) -> Program:
     """Record a function as a program.
 
-    As `torch.func.linearize` does, but split in three, so that a program serves every batch of one
-    shape, and several linear maps (tangents forward, cotangents back) share what they keep. The
-    function returns values and, one sequence for each vector, what is linear in it.
+    Like `torch.func.linearize`, but one program serves all batches of the same shapes, and several
+    linear maps (tangents forward, cotangents back) share their residuals.
+
+    Args:
+        function: From points and vectors to values and, for each vector, a sequence of tensors that
+            are linear in it.
+        points: Example arguments that the function need not be linear in.
+        vectors: Example arguments that it is linear in, a sequence of tensors for each.
+
+    Raises:
+        UntraceableError: If the recorded operations depend on values, are random, write to their
+            arguments, or if an output depends on several vectors.
     """
-    # It takes a second to import, which those who never multiply need not wait for.
+    # Imported here because it takes a second, which only products need.
     from torch._guards import TracingContext, tracing
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -45,21 +57,20 @@ def trace(
     groups: list[int] = []
 
     def flat(*arguments: Tensor) -> tuple[Tensor, ...]:
-        cut = iter(arguments)
-        parts = [[next(cut) for _ in vector] for vector in (points, *vectors)]
-        results = function(*parts)
+        remaining = iter(arguments)
+        results = function(*[[next(remaining) for _ in vector] for vector in (points, *vectors)])
         groups[:] = [k for k, result in enumerate(results) for _ in result]
         return tuple(x for result in results for x in result)
 
-    # Recording tells tensors apart by identity: each argument must be an object of its own.
+    # Recording distinguishes tensors by identity: each argument must be an object of its own.
     arguments = [x.detach() for x in points]
     arguments += [torch.zeros_like(x) for vector in vectors for x in vector]
     # The shapes of all results are kept in one mode: a mode for each takes half of the time.
     with torch.no_grad(), tracing(TracingContext(FakeTensorMode())):
         graph_module = make_fx(flat)(*arguments)
         if any(_writes(node) for node in graph_module.graph.nodes):
-            # Results can be shared and kept only where nothing is written to. Afterwards, because
-            # derivatives too are made in place.
+            # Results can be shared and kept only if no operation writes to them. This comes second
+            # because derivatives are computed in place, too.
             graph_module = make_fx(functionalize(graph_module))(*arguments)
     graph = graph_module.graph
     for node in graph.nodes:
@@ -73,20 +84,26 @@ def trace(
 
 
 def _check_replayable(node: fx.Node) -> None:
+    """Require an operation that gives the right result for other values of the same shapes."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     tags = node.target.tags
-    by_value = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+    depends_on_values = (
+        torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+    )
     if node.target is torch.ops.aten.index.Tensor:
         # Only a mask makes the shape depend on values.
         indices: Any = node.args[1]
         integers = (torch.int32, torch.int64)
-        by_value = any(x is not None and _kind(x)[1] not in integers for x in indices)
-    if by_value or torch.Tag.nondeterministic_seeded in tags or _writes(node):
+        depends_on_values = any(
+            x is not None and _shape_and_dtype(x)[1] not in integers for x in indices
+        )
+    if depends_on_values or torch.Tag.nondeterministic_seeded in tags or _writes(node):
         raise UntraceableError(f"{node.target} depends on values, is random, or writes")
 
 
 def _writes(node: fx.Node) -> bool:
+    """Whether an operation changes one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -99,70 +116,90 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mul.Tensor, aten.convolutio
 def _simplify(graph: fx.Graph) -> None:
     """Merge equal operations, and drop sums with zero.
 
-    The sweeps that were recorded share their forward pass; and the tangent of a first layer has a
+    The recorded passes forward and back repeat the forward pass. The tangent of a first layer has a
     term for its inputs, which have no tangent: a zero of the largest size in the network.
     """
-    seen: dict[Any, fx.Node] = {}
+    nodes_by_key: dict[Any, fx.Node] = {}
     zeros: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op not in ("call_function", "get_attr"):
             continue
         if node.target is aten.view.default:
-            # Side by side, columns may lie in memory in another order.
+            # Batched columns may have a different order in memory.
             node.target = aten.reshape.default
         source: Any = None
         if node.target in (aten.alias.default, aten.detach.default):
             source = node.args[0]
-        elif node.target is aten.copy.default and _kind(node) == _kind(node.args[1]):
+        elif node.target is aten.copy.default and _has_same_type(node, node.args[1]):
             source = node.args[1]
         if source is not None:
-            # A mere copy.
+            # The operation only copies its source.
             node.replace_all_uses_with(source)
             continue
         key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
-        if seen.setdefault(key, node) is not node:
-            node.replace_all_uses_with(seen[key])
+        if nodes_by_key.setdefault(key, node) is not node:
+            node.replace_all_uses_with(nodes_by_key[key])
         elif _is_zero(node, zeros):
             zeros.add(node)
         elif node.target is aten.add.Tensor and not node.kwargs:
-            for term, other in (node.args, node.args[::-1]):
-                if term in zeros and _kind(other) == _kind(node):
-                    node.replace_all_uses_with(other)  # type: ignore[arg-type]
+            for zero, summand in (node.args, node.args[::-1]):
+                if zero in zeros and _has_same_type(node, summand):
+                    node.replace_all_uses_with(summand)  # type: ignore[arg-type]
                     break
 
 
 def _is_zero(node: fx.Node, zeros: set[fx.Node]) -> bool:
+    """Whether a node is zero by its operation and the zeros among its arguments."""
+    if node.target in _ZEROS:
+        return True
+    if node.target in _RESHAPES:
+        return node.args[0] in zeros
     if node.target is aten.convolution.default and node.args[2] is not None:
-        return False  # a bias
-    factors = node.args[: 2 if node.target in _PRODUCTS else 1]
-    through = node.target in _RESHAPES or node.target in _PRODUCTS
-    return node.target in _ZEROS or (through and any(x in zeros for x in factors))
+        return False  # It has a bias.
+    return node.target in _PRODUCTS and any(factor in zeros for factor in node.args[:2])
 
 
-def _kind(node: Any) -> tuple[torch.Size | None, torch.dtype | None]:
-    """Shape and dtype of a node's tensor; None of anything else."""
+def _has_same_type(node: Any, argument: Any) -> bool:
+    """Whether two nodes' tensors have the same shape and dtype."""
+    return _shape_and_dtype(node) == _shape_and_dtype(argument)
+
+
+def _shape_and_dtype(node: Any) -> tuple[torch.Size | None, torch.dtype | None]:
+    """Return shape and dtype of a node's tensor; None if it is no tensor."""
     meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
     return getattr(meta, "shape", None), getattr(meta, "dtype", None)
 
 
 def _dependencies(graph: fx.Graph, owners: Sequence[int]) -> dict[fx.Node, int]:
-    """For every node the vector that it depends on, −1 for none."""
+    """Find the index of the vector that each node depends on, −1 for none.
+
+    Args:
+        graph: The graph.
+        owners: Index of the vector that each placeholder belongs to, −1 for the points.
+    """
     dependencies: dict[fx.Node, int] = {}
     placeholders = iter(owners)
     for node in graph.nodes:
         if node.op == "placeholder":
             dependencies[node] = next(placeholders)
         elif node.op != "output":
-            found = {dependencies[source] for source in node.all_input_nodes} - {-1}
-            if len(found) > 1:
+            vectors = {dependencies[source] for source in node.all_input_nodes} - {-1}
+            if len(vectors) > 1:
                 raise UntraceableError("an output depends on several vectors")
-            dependencies[node] = found.pop() if found else -1
+            dependencies[node] = vectors.pop() if vectors else -1
     return dependencies
 
 
 def _split(
     graph_module: fx.GraphModule, dependencies: dict[fx.Node, int], groups: Sequence[int]
 ) -> Program:
+    """Split a graph into the function of the points and the linear maps.
+
+    Args:
+        graph_module: The recorded graph.
+        dependencies: Index of the vector that each node depends on, −1 for none.
+        groups: For each output, 0 if it is a value, k + 1 if it must be linear in vector k.
+    """
     nodes = [node for node in graph_module.graph.nodes if node.op != "output"]
     (outputs,) = next(iter(reversed(graph_module.graph.nodes))).args
     results: list[list[fx.Node]] = [[] for _ in range(max(groups) + 1)]
@@ -170,22 +207,23 @@ def _split(
         if dependencies[node] not in (-1, group - 1):
             raise UntraceableError("an output depends on a vector that it should not depend on")
         results[group].append(node)
-    parts = [[n for n in nodes if dependencies[n] == k] for k in range(-1, len(results) - 1)]
-    # What is linear in a vector and does not depend on it is zero: a residual like any other.
-    used = [
-        [s for s in [*(s for n in part for s in n.all_input_nodes), *result] if dependencies[s] < 0]
-        for part, result in zip(parts[1:], results[1:], strict=True)
-    ]
-    used = [list(dict.fromkeys(sources)) for sources in used]
-    residuals = list(dict.fromkeys([*results[0], *(s for sources in used for s in sources)]))
+    values = results[0]
+    residuals = list(dict.fromkeys(values))
+    subgraphs = []
+    for vector, outputs_of_map in enumerate(results[1:]):
+        nodes_of_map = [node for node in nodes if dependencies[node] == vector]
+        inputs = [source for node in nodes_of_map for source in node.all_input_nodes]
+        # An output that does not depend on its vector is zero, and taken from the residuals.
+        sources = [node for node in [*inputs, *outputs_of_map] if dependencies[node] < 0]
+        sources = list(dict.fromkeys(sources))
+        residuals = list(dict.fromkeys([*residuals, *sources]))
+        subgraphs.append((_subgraph(graph_module, sources, nodes_of_map, outputs_of_map), sources))
     maps = [
-        (
-            _subgraph(graph_module, sources, part, result),
-            tuple(residuals.index(source) for source in sources),
-        )
-        for sources, part, result in zip(used, parts[1:], results[1:], strict=True)
+        (subgraph, tuple(residuals.index(source) for source in sources))
+        for subgraph, sources in subgraphs
     ]
-    return Program(_subgraph(graph_module, [], parts[0], residuals), tuple(maps))
+    nodes_of_points = [node for node in nodes if dependencies[node] == -1]
+    return Program(_subgraph(graph_module, [], nodes_of_points, residuals), tuple(maps))
 
 
 def _subgraph(
@@ -194,7 +232,7 @@ def _subgraph(
     nodes: Sequence[fx.Node],
     results: Sequence[fx.Node],
 ) -> Function:
-    """The function from sources, and the placeholders among the nodes, to results."""
+    """Build the function from sources, and the placeholders among the nodes, to results."""
     graph = fx.Graph()
     copies = {source: graph.placeholder(f"residual_{i}") for i, source in enumerate(sources)}
     for node in nodes:

@@ -56,7 +56,7 @@ def _nodes(value: Tensor) -> Iterator[Any]:
 
 
 def _is_zero(node: Any) -> Tensor:
-    """Where a node's norms are 0, in the shape of its result."""
+    """Return which norms of a node are 0, in the shape of its result."""
     order = getattr(node, "_saved_ord", getattr(node, "_saved_p", 2.0))
     norms = node._saved_result
     if order is not None and float(order) in _PIECEWISE_LINEAR:

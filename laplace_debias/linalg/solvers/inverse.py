@@ -77,7 +77,7 @@ def inverse(
     return Inverse(A, tol, max_iter, preconditioner)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Inverse(SelfAdjoint):
     """An inverse whose products are solutions by conjugate gradients; made by `inverse`."""
 

@@ -133,7 +133,7 @@ def inverse_sqrt(
     return InverseRoot(A, least, tol, min(n, _MAX_ITER if max_iter is None else max_iter))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class InverseRoot(SelfAdjoint):
     """The inverse root of an operator; its products are Lanczos runs. Made by `inverse_sqrt`.
 

@@ -12,7 +12,7 @@ from laplace_debias.operators.structures.diagonal import Diagonal
 from laplace_debias.system.checks import check_is
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Dense(Composed):
     """A matrix that is held in full.
 

@@ -19,7 +19,7 @@ from laplace_debias.operators.dispatch import (
 from laplace_debias.system.checks import check_is
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Diagonal(Symmetric):
     """A diagonal matrix.
 

@@ -17,7 +17,7 @@ Spectrum = Callable[[Tensor], Tensor]
 """A function of eigenvalues, entry by entry: from a tensor to one of the same shape."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class EigenKronecker(Symmetric):
     r"""Symmetric operator with Kronecker-structured directions and free magnitudes.
 

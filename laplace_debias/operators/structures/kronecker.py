@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -43,10 +42,6 @@ class Kronecker(Joined):
     def T(self) -> "Kronecker":  # noqa: N802
         """The product of the factors' adjoints."""
         return Kronecker(*(factor.T for factor in self.factors))
-
-    def to(self, *args: Any, **kwargs: Any) -> "Kronecker":
-        """Convert dtype or device as `Tensor.to` does."""
-        return Kronecker(*(factor.to(*args, **kwargs) for factor in self.factors))
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         columns = [factor.shape[1] for factor in self.factors]

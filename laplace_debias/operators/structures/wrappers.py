@@ -14,7 +14,7 @@ from laplace_debias.operators.layout import ParameterLayout
 from laplace_debias.operators.structures.dense import Dense
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Wrapper(Joined):
     """An operator that wraps another one and has its properties, unless a subclass overrides them.
 
@@ -45,7 +45,7 @@ class SelfAdjoint(Wrapper):
         return self
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Assumed(SelfAdjoint):
     """A symmetric operator whose structure does not show the symmetry; made by `assume`."""
 
@@ -92,7 +92,7 @@ def assume(
     return Assumed(operator, semidefinite)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class SubMatrix(Wrapper):
     """Rows and columns of an operator; a product costs one of the whole.
 
@@ -144,7 +144,7 @@ def _(operator: SubMatrix, rows: Tensor, columns: Tensor) -> LinearOperator:
     return submatrix(operator.operator, operator.rows[rows], operator.columns[columns])
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Permuted(Wrapper):
     r"""A square operator in a different order of rows and columns, $P^\top A P$.
 
