@@ -107,7 +107,7 @@ class NoCheckpoint:
         """Whether the next batch is in the sums already: it is not."""
         return False
 
-    def done(self, _: DataTotals, __: Callable[[], None]) -> None:
+    def save(self, _: DataTotals, __: Callable[[], None]) -> None:
         """Save nothing."""
 
     def end(self) -> None:
@@ -118,9 +118,17 @@ NO_CHECKPOINT = NoCheckpoint()
 
 
 class Checkpoint:
-    """The passes of a fit, saved in a folder; the state of another `identity` is refused.
+    """The passes of a fit, saved in a folder.
 
-    The processes make it together, and each saves its own sums.
+    The processes construct it together, and each saves its own sums.
+
+    Args:
+        folder: The folder, which exists or is made.
+        identity: What the fit depends on. It is compared with that of the state in the folder.
+        ranks: The processes that share the data.
+
+    Raises:
+        ValueError: If the folder has the state of a fit with a different identity.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], ranks: Ranks) -> None:
@@ -129,15 +137,18 @@ class Checkpoint:
         self._number = 0
         path = folder / _IDENTITY
         if ranks.rank == 0:
-            now = json.dumps(identity, default=str)
-            there = path.read_text(encoding="utf-8") if path.exists() else now
-            if different := differences(json.loads(there), json.loads(now)):
+            new_identity = json.dumps(identity, default=str)
+            saved_identity = new_identity
+            if path.exists():
+                saved_identity = path.read_text(encoding="utf-8")
+            different = differences(json.loads(saved_identity), json.loads(new_identity))
+            if different:
                 raise ValueError(
                     f"{folder} holds the state of another fit: {different}. Give the model, the "
                     "data and the options of that fit, or another folder."
                 )
             with written_atomically(path) as temporary:
-                temporary.write_text(now, encoding="utf-8")
+                temporary.write_text(new_identity, encoding="utf-8")
         ranks.exchange(None)
 
     def begin(self, sums: Resumable) -> DataTotals:
@@ -167,13 +178,14 @@ class Checkpoint:
         self._digest.update(str(marks).encode())
         is_last_saved = self._num_read == self._num_saved
         if is_last_saved and self._digest.hexdigest() != self._saved_digest:
-            self._refuse("others are in the sums")
+            self._raise_different_batches("others are in the sums")
         return self._num_read <= self._num_saved
 
-    def done(self, totals: DataTotals, check: Callable[[], None]) -> None:
-        """Save the sums, which the batch is in, once a minute; not if `check` raises.
+    def save(self, totals: DataTotals, check: Callable[[], None]) -> None:
+        """Save the sums after a batch, at most once per minute.
 
-        A disk that is full does not end the fit.
+        If `check` raises, nothing is saved. If the disk is full, a warning is given and the fit
+        continues.
         """
         if time.monotonic() - self._last_saved < EVERY:
             return
@@ -190,7 +202,7 @@ class Checkpoint:
     def end(self) -> None:
         """End the pass."""
         if self._num_read < self._num_saved:
-            self._refuse(
+            self._raise_different_batches(
                 f"the data gave {self._num_read} batches, and {self._num_saved} are in the sums"
             )
 
@@ -204,10 +216,10 @@ class Checkpoint:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
 
-    def _refuse(self, how: str) -> None:
+    def _raise_different_batches(self, difference: str) -> None:
         raise ValueError(
-            f"{self._folder} holds a fit of other batches (in pass {self._number} {how}): give the "
-            "same data in the same order, which a loader that shuffles has by the fit's "
+            f"{self._folder} holds a fit of other batches (in pass {self._number} {difference}): "
+            "give the same data in the same order, which a loader that shuffles has by the fit's "
             "generator=, or another folder."
         )
 

@@ -20,11 +20,11 @@ from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.outputs import MOST_GRANTED, check_outputs, granted
 from laplace_debias.system.memory import is_out_of_memory
 
-# A chunk's output gradients take one of so many parts of the memory bound: larger chunks leave
-# the processor's cache. On a GPU they take all of it.
-_PARTS = defaultdict(lambda: 1, cpu=2)
+# The memory bound divided by the memory of a chunk's output gradients, by device type. On a CPU
+# larger chunks do not fit the processor's cache; a GPU uses the full bound.
+_BOUND_OVER_CHUNK = defaultdict(lambda: 1, cpu=2)
 
-# A record of some examples, by its block and by the number of its part of the columns.
+# The block of a record, and the index of the column group that it is for.
 RecordKey = tuple[Block, int]
 
 
@@ -44,12 +44,12 @@ class Chunk:
         return self.examples.stop - self.examples.start
 
     def split(self, size: int) -> "tuple[Chunk, Chunk | None]":
-        """The first `size` examples, and the others; None if there are no others."""
-        start, stop = self.examples.start, self.examples.stop
+        """Split off the first `size` examples; the second chunk is None if none remain."""
         if size >= self.size:
             return self, None
-        first = Chunk(slice(start, start + size), self.added)
-        return first, Chunk(slice(start + size, stop), self.added)
+        middle = self.examples.start + size
+        first = Chunk(slice(self.examples.start, middle), self.added)
+        return first, Chunk(slice(middle, self.examples.stop), self.added)
 
 
 class ChunkRunner:
@@ -66,13 +66,18 @@ class ChunkRunner:
     def __init__(self, accumulator: Accumulator, x: Inputs) -> None:
         self._accumulator = accumulator
         self._context = accumulator.context
-        context, tap = self._context, self._context.tap
+        context = self._context
+        tap = context.tap
         outputs = tap.forward(move(take(x, slice(0, 1)), context.device, None))
         check_outputs(outputs)
         self._positions: PositionFinder | None = None
         if accumulator.needs_positions:
             self._positions = PositionFinder(
-                context.network, context.blocks, context.cotangents, tap.layer_calls, outputs
+                context.network,
+                context.blocks,
+                context.cotangents,
+                layer_calls=tap.layer_calls,
+                outputs=outputs,
             )
         num_columns = _num_columns(context, outputs)
         column_bytes = tap.output_bytes + accumulator.row_bytes
@@ -82,9 +87,9 @@ class ChunkRunner:
         num_columns = min(num_columns, bound // column_bytes)
         if accumulator.takes_single_columns and tap.one_by_one:
             num_columns = 1
-        parts = _PARTS[context.device.type]
         self._num_columns = num_columns
-        self._num_examples = max(1, bound // (parts * num_columns * column_bytes))
+        chunk_bound = bound // _BOUND_OVER_CHUNK[context.device.type]
+        self._num_examples = max(1, chunk_bound // (num_columns * column_bytes))
         # Processors convolve images in this layout in less time.
         self._is_channels_last = tap.one_by_one and isinstance(x, Tensor) and x.ndim == 4
         tap.forget()
@@ -124,7 +129,7 @@ class ChunkRunner:
             else:
                 self._is_channels_last = False
             if self._accumulator.row_bytes:
-                added = _of_complete_rows(self._context.blocks, added)
+                added = _complete_groups(self._context.blocks, added)
             pending.append(Chunk(chunk.examples, frozenset(added)))
         totals.num_examples += len(batch[1])
         totals.weight += weight_of(batch)
@@ -158,26 +163,25 @@ class ChunkRunner:
         if weights is not None:
             root_weights = weights.sqrt()
             columns = scale_examples(columns, root_weights, 1)
-        parts = columns.split(self._num_columns)
-        for part, columns_of_part in enumerate(parts):
-            keeps_graph = part + 1 < len(parts)
-            reached = context.backend.backward(outputs, columns_of_part, keeps_graph)
-            for record in reached:
+        column_groups = columns.split(self._num_columns)
+        for group_index, group in enumerate(column_groups):
+            keeps_graph = group_index + 1 < len(column_groups)
+            for record in context.backend.backward(outputs, group, keeps_graph):
                 block = record.block
-                if (block, part) not in chunk.added:
+                if (block, group_index) not in chunk.added:
                     self._accumulator.update(
                         replace(
                             record,
                             masks=self._block_masks(record, masks.get(block.layer)),
                             root_weights=root_weights,
-                            has_new_inputs=part == 0,
+                            has_new_inputs=group_index == 0,
                         )
                     )
-                added.add((block, part))
+                added.add((block, group_index))
             for block in context.blocks:
-                if (block, part) not in added:
-                    self._accumulator.skip(block, len(y), len(columns_of_part))
-                    added.add((block, part))
+                if (block, group_index) not in added:
+                    self._accumulator.skip(block, len(y), len(group))
+                    added.add((block, group_index))
         totals.nll = totals.nll + nll
         weight = len(y) if weights is None else float(weights.double().sum())
         totals.num_outputs += outputs[0].numel() * weight
@@ -191,10 +195,10 @@ class ChunkRunner:
         is_conditional = block.site in self._context.tap.conditional
         if self._positions is None or block.is_exact or not is_conditional:
             return masks
-        own_masks = reached_examples(block, record.output_gradients)
+        block_masks = reached_examples(block, record.output_gradients)
         if masks is None:
-            return own_masks
-        return [own & mask for own, mask in zip(own_masks, masks, strict=True)]
+            return block_masks
+        return [block_mask & mask for block_mask, mask in zip(block_masks, masks, strict=True)]
 
 
 def _num_columns(context: FitContext, outputs: Tensor) -> int:
@@ -229,11 +233,11 @@ def _check_weights(blocks: Sequence[Block], batch: tuple[Any, ...]) -> None:
             )
 
 
-def _of_complete_rows(blocks: Sequence[Block], added: set[RecordKey]) -> set[RecordKey]:
-    """The records whose part of the columns was reached in all blocks."""
-    parts = {part for _, part in added}
-    complete = {part for part in parts if all((block, part) in added for block in blocks)}
-    return {(block, part) for block, part in added if part in complete}
+def _complete_groups(blocks: Sequence[Block], added: set[RecordKey]) -> set[RecordKey]:
+    """Keep only the records of column groups that every block has a record of."""
+    groups = {group for _, group in added}
+    complete = {group for group in groups if all((block, group) in added for block in blocks)}
+    return {(block, group) for block, group in added if group in complete}
 
 
 def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:

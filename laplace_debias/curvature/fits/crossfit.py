@@ -70,10 +70,10 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
     for fold_index in range(num_folds):
         fold = Fold([], [], 0.0)
         for (x, *tensors), first_index in zip(batches, first_indices, strict=False):
-            part = slice((fold_index - first_index) % num_folds, None, num_folds)
-            if len(tensors[0][part]):
-                fold.pairs.append((take(x, part), *(tensor[part] for tensor in tensors)))
-                index_in_data = first_index + part.start
+            examples = slice((fold_index - first_index) % num_folds, None, num_folds)
+            if len(tensors[0][examples]):
+                fold.pairs.append((take(x, examples), *(tensor[examples] for tensor in tensors)))
+                index_in_data = first_index + examples.start
                 index_in_fold = (index_in_data - fold_index + num_folds - 1) // num_folds
                 fold.first_indices.append(num_before + index_in_fold)
         size = sum(ranks.exchange(sum(map(weight_of, fold.pairs))))

@@ -38,7 +38,7 @@ class DataPass:
                 continue
             with faults.during_batch(data.batch_number(number)):
                 runner.run(batch, first_index, totals)
-            checkpoint.done(totals, faults.read)
+            checkpoint.save(totals, faults.read)
         faults.read()
         checkpoint.end()
         totals = totals.over(self.accumulator.context.ranks)

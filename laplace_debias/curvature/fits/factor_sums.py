@@ -105,7 +105,8 @@ class FactorAccumulator(Accumulator):
         """Begin the sum of one side, 0 for G and 1 for A, if there is none."""
         if block in self.sums[side] or block in self.rows[side]:
             return
-        context, size = self.context, (*block.groups, block.shape[side])
+        context = self.context
+        size = (*block.groups, block.shape[side])
         zeros = torch.zeros(1, *size, dtype=context.dtype, device=context.device)
         is_diagonal = len(block.factor_shapes[side]) == 1
         self.add_factor(block, side, zeros[0] if is_diagonal else GramFactor(zeros))
@@ -245,7 +246,11 @@ class ForwardPasses:
         tap.forget()
         if self._positions is None:
             self._positions = PositionFinder(
-                context.network, self._blocks, context.cotangents, layer_calls, outputs
+                context.network,
+                self._blocks,
+                context.cotangents,
+                layer_calls=layer_calls,
+                outputs=outputs,
             )
         masks = self._positions.find(x, y)
         for block in self._blocks:

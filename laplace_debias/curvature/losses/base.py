@@ -48,9 +48,9 @@ def _shift(values: Tensor, bits: int) -> Tensor:
 
 
 LossFunction = Callable[[Any, Tensor], Tensor]
-# What operators take for a loss.
+# A loss that is passed to an operator.
 Loss = LossFunction | Likelihood
-# What the loss needs to know of a batch besides the outputs: targets, and weights of its rows.
+# The arguments of a loss besides the outputs: targets, and weights of their rows.
 Labels = tuple[Tensor, ...]
 # A linear map of tangents at the outputs, [..., *outputs] to the same.
 OutputMap = Callable[[Tensor], Tensor]
@@ -123,21 +123,21 @@ class OutputLoss(ABC):
 class NegativeLogLikelihood(OutputLoss):
     """−log p(y | f) of outputs `[B, ..., C]`, summed over an example's positions, in nats.
 
-    The mean is one over examples. What a likelihood does not count, as `ignore_index` says it, adds
+    The mean is over examples. A target that the likelihood does not count (`ignore_index`) adds
     nothing.
     """
 
     reduction = "mean"
     # A likelihood may be a user's own.
     is_recordable = False
-    # Where outputs and targets of their shape have the classes.
+    # The dimension of the classes, in outputs and in targets of their shape.
     class_dim = -1
 
     def __init__(self, likelihood: Likelihood) -> None:
         self.likelihood = likelihood
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Targets of the outputs' positions, as the likelihood has them."""
+        """Require targets that the likelihood accepts for the outputs' positions."""
         self.likelihood.check(*flat_terms(outputs, targets))
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
@@ -153,8 +153,7 @@ class NegativeLogLikelihood(OutputLoss):
         if weights is not None:
             if counted is None:
                 counted = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-            of_terms = weights.reshape(*positions, -1)
-            return rows, counted.reshape(*positions, -1), of_terms
+            return rows, counted.reshape(*positions, -1), weights.reshape(*positions, -1)
         return (rows,) if counted is None else (rows, counted.reshape(*positions, -1))
 
     def count(self, targets: Tensor) -> float:
@@ -172,8 +171,8 @@ class NegativeLogLikelihood(OutputLoss):
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """ℓ of each example, float64."""
-        of_terms = self.likelihood.nll(outputs.flatten(0, -2), labels[0]).double()
-        return of_terms.reshape(len(outputs), -1).sum(1)
+        losses = self.likelihood.nll(outputs.flatten(0, -2), labels[0]).double()
+        return losses.reshape(len(outputs), -1).sum(1)
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """∇ ℓ at every position that counts."""
@@ -189,8 +188,8 @@ class NegativeLogLikelihood(OutputLoss):
         if not positions:
             return columns
         columns = columns.flatten(2, -2)
-        at = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
-        columns = columns.unsqueeze(1) * at[:, None, :, None]
+        is_position = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
+        columns = columns.unsqueeze(1) * is_position[:, None, :, None]
         return columns.flatten(0, 1).unflatten(2, positions)
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:

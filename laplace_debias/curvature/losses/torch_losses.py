@@ -40,13 +40,13 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
             f"loss must be an instance such as nn.CrossEntropyLoss() or a callable "
             f"(outputs, targets) -> scalar, got {loss!r}."
         )
-    own = getattr(loss, "reduction", None)
-    if own is not None and reduction is not None and own != reduction:
+    loss_reduction = getattr(loss, "reduction", None)
+    if None not in (loss_reduction, reduction) and loss_reduction != reduction:
         raise ValueError(
-            f"The loss has reduction={own!r}, the operator was given reduction={reduction!r}: "
-            "leave it out."
+            f"The loss has reduction={loss_reduction!r}, the operator was given "
+            f"reduction={reduction!r}. Remove the operator's reduction=."
         )
-    stated = own if own is not None else reduction
+    stated = loss_reduction if loss_reduction is not None else reduction
     name = type(loss).__name__
     if stated is None:
         raise ValueError(
@@ -93,7 +93,8 @@ class CrossEntropy(NegativeLogLikelihood):
     def __init__(self, loss: nn.CrossEntropyLoss) -> None:
         self._weight = _non_negative(loss.weight, "weight")
         super().__init__(Categorical(loss.ignore_index, self._weight, loss.label_smoothing))
-        self.reduction, self._ignore_index = loss.reduction, loss.ignore_index
+        self.reduction = loss.reduction
+        self._ignore_index = loss.ignore_index
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Class indices `[B, d1, ...]` in range or `ignore_index`, or probabilities of `shape`."""
@@ -135,7 +136,8 @@ class CrossEntropy(NegativeLogLikelihood):
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """The map of v to T (p ∘ v − p pᵀv)."""
-        p, axis = outputs.softmax(1), 1 - outputs.ndim
+        p = outputs.softmax(1)
+        axis = 1 - outputs.ndim
         weighted = p
         for factor in labels[1:]:
             weighted = weighted * factor.movedim(-1, 1).to(p.dtype)
@@ -209,11 +211,9 @@ class BinaryCrossEntropy(OutputLoss):
                 f"BCEWithLogitsLoss needs targets in [0, 1], got {float(targets.min())} … "
                 f"{float(targets.max())}."
             )
-        one = (1, *shape[1:])
+        example_shape = torch.Size((1, *shape[1:]))
         for name, weight in (("weight", self._weight), ("pos_weight", self._pos_weight)):
-            sizes = () if weight is None else zip(weight.shape[::-1], one[::-1], strict=False)
-            are_alike = all(size in (1, of_one) for size, of_one in sizes)
-            if weight is not None and not (are_alike and weight.ndim <= len(one)):
+            if weight is not None and not _broadcasts(weight, example_shape):
                 raise ValueError(
                     f"BCEWithLogitsLoss has {name} of shape {tuple(weight.shape)}, which does not "
                     f"broadcast to the outputs of one example, {tuple(shape[1:])}: give one for "
@@ -315,9 +315,11 @@ class AnyLoss(OutputLoss):
         """The callable's value, times the number of examples if it is a mean."""
         value = self._loss(outputs.squeeze(1) if self._takes_vectors else outputs, labels[0])
         if not isinstance(value, Tensor) or value.ndim != 0:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            description = type(value).__name__
+            if isinstance(value, Tensor):
+                description = str(tuple(value.shape))
             raise TypeError(
-                f"The loss must return a scalar tensor for a batch, got {found}: reduce it with "
+                f"The loss must return a scalar tensor for a batch, got {description}: reduce it with "
                 "`.mean()` or `.sum()` and say which with `reduction=`."
             )
         return value * outputs.shape[0] if self.reduction == "mean" else value
@@ -349,6 +351,12 @@ def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:
     if weight is not None and not (weight.isfinite() & (weight >= 0)).all():
         raise ValueError(f"The loss's {name} must be finite and not negative.")
     return None if weight is None else weight.detach().clone()
+
+
+def _broadcasts(weight: Tensor, shape: torch.Size) -> bool:
+    """Whether a weight broadcasts to a shape without making it larger."""
+    sizes = zip(weight.shape[::-1], shape[::-1], strict=False)
+    return weight.ndim <= len(shape) and all(size in (1, target) for size, target in sizes)
 
 
 def _check_like_outputs(name: str, outputs: Tensor, targets: Tensor) -> None:

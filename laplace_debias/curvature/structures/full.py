@@ -40,7 +40,7 @@ class FullCurvature(DenseCurvature):
         accumulator = MomentMatrix(context)
         totals = DataPass(accumulator).run(directions)
         eigenvalues, U = accumulator.decompose(totals.weight)
-        values, totals = measure_along(context, U, eigenvalues, magnitudes, totals)
+        values, totals = measure_along(context, U, eigenvalues, data=magnitudes, totals=totals)
         return _assemble(context, values, U, totals)
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:

@@ -71,7 +71,7 @@ class LowRankCurvature(DenseCurvature):
         # Its rows are let go before the next pass.
         del accumulator
         eigenvalues = eigenvalues / totals.weight
-        values, totals = measure_along(context, U, eigenvalues, magnitudes, totals)
+        values, totals = measure_along(context, U, eigenvalues, data=magnitudes, totals=totals)
         return _assemble(context, values, U, totals)
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:

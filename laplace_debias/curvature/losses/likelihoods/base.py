@@ -20,17 +20,18 @@ class Likelihood(ABC):
 
     ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
     the six abstract methods. One whose Hessian depends on the target, by a weight of its class say,
-    also has `curvature_weights`. Where a network has further positions, `[B, T, C]`, it sees each
-    as an example, and ℓ is their sum; `predictive` and `mixture` see the positions as they are.
+    also has `curvature_weights`. If a network has further positions, `[B, T, C]`, the methods get
+    each position as an example, and ℓ is their sum; only `predictive` and `mixture` get the
+    dimension of positions.
 
-    What else follows from a likelihood is stated here, too: the attributes below, `marginals` and
-    `epistemic_variances` for targets that are numbers, `options` for files, `exported` for
-    programs, `describe` and `warn_of_outputs` for users.
+    A likelihood also states everything that depends on it elsewhere: the attributes below,
+    `marginals` and `epistemic_variances` for targets that are numbers, `options` for files,
+    `exported` for programs, `describe` and `warn_of_outputs` for users.
 
     Attributes:
         name: The name in `Laplace(likelihood=)`, in files and as `--task`; None for a class that is
             not of this package.
-        targets: What a target is: one class, several labels, or numbers; None if not stated.
+        targets: The type of a target: one class, several labels, or numbers; None if not stated.
         activation: How outputs that are logits become probabilities: by one softmax, or by a
             sigmoid each. Links and temperatures are for these. None if the outputs are no logits.
         has_sigma: Whether the curvature goes with the inverse square of a noise `sigma`, so that a
@@ -54,7 +55,7 @@ class Likelihood(ABC):
     checks_shapes_only: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        # A subclass may calculate otherwise, so that it states these itself.
+        # A subclass may calculate differently, so it has to state these itself.
         for attribute in ("name", "activation", "has_sigma", "checks_shapes_only"):
             if attribute not in vars(cls):
                 setattr(cls, attribute, getattr(Likelihood, attribute))
@@ -122,8 +123,8 @@ class Likelihood(ABC):
         r"""ω ≥ 0, how much the Hessian of an example counts, float64, `[B, 1]`; None for 1.
 
         The curvature of an example is $\mathrm{diag}(\sqrt\omega)\,(\sum_k s_k s_k^\top)\,
-        \mathrm{diag}(\sqrt\omega)$ with the columns of `hessian_root`, which see no target. Where
-        that Hessian is diagonal, each output may have a weight of its own, `[B, C]`.
+        \mathrm{diag}(\sqrt\omega)$ with the columns of `hessian_root`, which do not depend on the
+        target. If that Hessian is diagonal, each output may have a weight of its own, `[B, C]`.
         """
         return None
 

@@ -56,8 +56,8 @@ class Bernoulli(_Sigmoids):
 
     With a weight π of the positives, as `nn.BCEWithLogitsLoss(pos_weight=)` has it,
     $\ell = -\pi y\log p - (1-y)\log(1-p)$ and its Hessian $\omega\,p(1-p)$, $\omega = 1+(\pi-1)y$.
-    The mean loss of N examples is that of ℓ over N, as torch has it. What such a posterior and its
-    marginal likelihood are, `Categorical` says.
+    The mean loss of N examples is Σ ℓ / N, as in torch. `Categorical` explains the posterior and
+    the marginal likelihood under such weights.
 
     Args:
         positive_weight: π; 1 if None.
@@ -152,11 +152,11 @@ class MultiLabel(_Sigmoids):
     With weights $w$ of labels and π of their positives, `weight` and `pos_weight` of
     `nn.BCEWithLogitsLoss`, $\ell = -\sum_c w_c\,\big(\pi_c y_c\log p_c + (1-y_c)\log(1-p_c)\big)$
     and $\nabla^2_f \ell = \mathrm{diag}(\omega\,p(1-p))$ with $\omega_c = w_c(1+(\pi_c-1)y_c)$. The
-    loss is summed over labels and averaged over examples: C times torch's mean. What such a
-    posterior and its marginal likelihood are, `Categorical` says.
+    loss is summed over labels and averaged over examples: C times torch's mean. `Categorical`
+    explains the posterior and the marginal likelihood under such weights.
 
     Args:
-        ignore_index: Where every label has this value, the example (or position) does not count.
+        ignore_index: The example (or position) does not count if every label has this value.
             A single label cannot be left out.
         label_weights: w, one number per label.
         positive_weights: π, one number per label or one for all.
@@ -236,11 +236,11 @@ class MultiLabel(_Sigmoids):
         if self.label_weights is None and self.positive_weights is None:
             return None
         targets = columns_of(targets)
-        given = (self.label_weights, self.positive_weights)
-        if any(w is not None and len(w) not in (1, targets.shape[-1]) for w in given):
-            return None  # `check` says so.
+        for weights in (self.label_weights, self.positive_weights):
+            if weights is not None and len(weights) not in (1, targets.shape[-1]):
+                return None  # `check` raises the error.
         labels = torch.where(self.counted(targets).unsqueeze(-1), targets, 0)
-        return _curvature_weights(labels, *given)
+        return _curvature_weights(labels, self.label_weights, self.positive_weights)
 
     def counted(self, targets: Tensor) -> Tensor:
         """The targets that are not `ignore_index` for every label."""
@@ -248,7 +248,7 @@ class MultiLabel(_Sigmoids):
         return (columns_of(targets).double() != self.ignore_index).any(-1)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
-        r"""Of each label the sigmoid of its logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$.
+        r"""Each label's sigmoid of its logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$.
 
         Batch shape `[B]`, event shape `[C]`; `.mean` are the labels' probabilities.
         """
@@ -269,7 +269,8 @@ def _curvature_weights(
 ) -> Float[Tensor, "batch labels"]:
     """W (1 + (π − 1) y), float64."""
     y = labels.double()
-    weights, positive = _like(weights, y), _like(positive, y)
+    weights = _like(weights, y)
+    positive = _like(positive, y)
     omega = torch.ones_like(y) if positive is None else 1 + (positive - 1) * y
     return omega if weights is None else weights * omega
 

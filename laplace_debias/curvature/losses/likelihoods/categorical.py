@@ -120,7 +120,8 @@ class Categorical(Likelihood):
             return
         # Without indexing by a mask, for which the host would wait for the device.
         labels = targets.long()
-        counted, limits = labels != self.ignore_index, torch.iinfo(torch.long)
+        counted = labels != self.ignore_index
+        limits = torch.iinfo(torch.long)
         low = labels.where(counted, limits.max).min()
         high = labels.where(counted, limits.min).max()
         require(
@@ -145,7 +146,8 @@ class Categorical(Likelihood):
         sums = probabilities.sum(-1)
         rounding = max(_ROUNDING, torch.finfo(targets.dtype).eps)
         are_right = (probabilities >= 0).all(-1) & ((sums - 1).abs() <= rounding)
-        dtype, shape = targets.dtype, tuple(targets.shape)
+        dtype = targets.dtype
+        shape = tuple(targets.shape)
         require(
             (are_right | ~self._not_ignored(targets)).all(),
             # One-hot targets are probabilities: here they never are.
@@ -163,7 +165,7 @@ class Categorical(Likelihood):
         if not _are_soft(targets):
             labels = targets.long()
             if labels.device.type != "cpu":
-                # A label out of range would end the process's work there before `check` tells.
+                # A label out of range would end the process there before `check` raises an error.
                 in_range = labels.clamp(0, outputs.shape[-1] - 1)
                 labels = in_range.where(labels != self.ignore_index, labels)
             return F.cross_entropy(
@@ -200,20 +202,21 @@ class Categorical(Likelihood):
 
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
         """ω, the mean weight under the smoothed target."""
-        weights, smoothing = self.class_weights, self.label_smoothing
+        weights = self.class_weights
         if weights is not None:
             weights = weights.to(targets.device, non_blocking=True)
         if _are_soft(targets):
             q = targets.double()
             weights = q.new_ones(q.shape[-1]) if weights is None else weights
             if len(weights) != q.shape[-1]:
-                return None  # `check` says so.
-            of_target = q @ weights
+                return None  # `check` raises the error.
+            target_weights = q @ weights
         elif weights is None:
             return None  # Smoothed or not, a target's classes add up to 1.
         else:
-            of_target = weights[targets.long().clamp(0, len(weights) - 1)]
-        omega = (1 - smoothing) * of_target + smoothing * weights.mean()
+            target_weights = weights[targets.long().clamp(0, len(weights) - 1)]
+        smoothing = self.label_smoothing
+        omega = (1 - smoothing) * target_weights + smoothing * weights.mean()
         return (omega * self._not_ignored(targets)).unsqueeze(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
@@ -230,8 +233,8 @@ class Categorical(Likelihood):
         tiny = torch.finfo(p.dtype).tiny
         # heads[j] = Σ_{k≥j} p_k, summed from the end so that small tails keep their digits.
         heads = p.flip(-1).cumsum(-1).flip(-1)
-        head, tail = heads[..., :-1].clamp_min(tiny), heads[..., 1:]
-        ratio = (p[..., :-1] / head).sqrt()
+        tail = heads[..., 1:]
+        ratio = (p[..., :-1] / heads[..., :-1].clamp_min(tiny)).sqrt()
         diagonal = ratio * tail.sqrt()
         below = ratio / tail.clamp_min(tiny).sqrt()
         root = -p.unsqueeze(-1) * below.unsqueeze(-2)  # [B, C, C−1]
@@ -251,7 +254,7 @@ class Categorical(Likelihood):
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
         """P − e_y, y drawn from the softmax."""
-        # Of a likelihood that ignores nothing: `ignore_index` may be the index of a class.
+        # This likelihood ignores no target: `ignore_index` may be the index of a class.
         return Categorical().gradient(outputs, self.sample(outputs, uniforms))
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:

@@ -17,7 +17,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
 from laplace_debias.curvature.network.outputs import require
 from laplace_debias.system.checks import real
 
-# Halvings of a bracket of quantiles: what is left of it is below the rounding of float64.
+# Halvings of a bracket of quantiles, after which it is smaller than the rounding of float64.
 _HALVINGS = 64
 
 
@@ -27,7 +27,8 @@ class NormalMixture(MixtureSameFamily):
     def __init__(
         self, means: Float[Tensor, "samples *batch"], deviations: Float[Tensor, "samples *batch"]
     ) -> None:
-        means, deviations = means.movedim(0, -1), deviations.movedim(0, -1)
+        means = means.movedim(0, -1)
+        deviations = deviations.movedim(0, -1)
         self._normals = Normal(means, deviations)
         super().__init__(Categorical(logits=torch.zeros_like(means)), self._normals)
 
@@ -43,15 +44,18 @@ class NormalMixture(MixtureSameFamily):
                 f"{float(value.min()):g} … {float(value.max()):g}."
             )
         dtype = self._normals.loc.dtype
-        means, deviations = self._normals.loc.double(), self._normals.scale.double()
+        means = self._normals.loc.double()
+        deviations = self._normals.scale.double()
         value = value.to(means)
         quantiles = means + deviations * torch.special.ndtri(value).unsqueeze(-1)
-        low, high = quantiles.amin(-1), quantiles.amax(-1)
+        low = quantiles.amin(-1)
+        high = quantiles.amax(-1)
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             below = torch.special.ndtr((middle.unsqueeze(-1) - means) / deviations).mean(-1)
             is_low = below < value
-            low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
+            low = torch.where(is_low, middle, low)
+            high = torch.where(is_low, high, middle)
         return ((low + high) / 2).to(dtype)
 
 
@@ -134,7 +138,8 @@ class Gaussian(Likelihood):
             raise ValueError(
                 f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[-1]} outputs."
             )
-        variance, limits = self.sigma.square(), torch.finfo(outputs.dtype)
+        variance = self.sigma.square()
+        limits = torch.finfo(outputs.dtype)
         if float(variance.max()) > limits.max or float(variance.min()) < limits.tiny:
             raise ValueError(
                 f"sigma is {self.sigma.tolist()}, whose square is out of the range of "
@@ -206,9 +211,19 @@ def noisy_normal(
     mean: Float[Tensor, "*batch outputs"],
     covariance: Float[Tensor, "*batch outputs outputs"] | None,
     noise: Float[Tensor, "*batch outputs"],
-    told: str,
+    noise_name: str,
 ) -> MultivariateNormal:
-    """The normal whose covariance is that of the outputs with the noise on its diagonal."""
+    """Add noise to the diagonal of the outputs' covariance, and return the normal.
+
+    Args:
+        mean: Mean of the outputs.
+        covariance: Their covariance; None for zero.
+        noise: Variances of the noise.
+        noise_name: How the error names the noise.
+
+    Raises:
+        ValueError: If the sum is singular in its dtype.
+    """
     diagonal = torch.diag_embed(noise)
     total = diagonal if covariance is None else covariance + diagonal
     # Rounding may have made it unsymmetric by more than torch's check accepts.
@@ -217,7 +232,7 @@ def noisy_normal(
         largest = float(total.diagonal(dim1=-2, dim2=-1).max())
         raise ValueError(
             f"The predictive covariance is singular in {total.dtype}: beside variances of up "
-            f"to {largest:.3g} a noise of {told} is lost to rounding. "
+            f"to {largest:.3g} a noise of {noise_name} is lost to rounding. "
             "Convert the model to a wider dtype, use a larger prior precision, or rescale the "
             "targets and sigma."
         )
@@ -245,16 +260,16 @@ def check_finite_floats(targets: Tensor, kind: str) -> None:
 
 
 def _is_resolved(covariance: Float[Tensor, "*batch outputs outputs"]) -> bool:
-    """Whether every output keeps a variance of its own, given the others, beside the rounding.
+    """Whether every output's conditional variance, given the others, is above the rounding error.
 
-    What Cholesky's pivots say in the covariance's own dtype depends on the machine: they are those
-    of double precision, held against the rounding of the entries.
+    The Cholesky pivots are computed in double precision, because in the covariance's own dtype they
+    depend on the machine, and compared with the rounding error of the entries.
     """
     root, info = torch.linalg.cholesky_ex(covariance.double())
-    own = root.diagonal(dim1=-2, dim2=-1).square()
+    conditional_variances = root.diagonal(dim1=-2, dim2=-1).square()
     rounding = covariance.shape[-1] * torch.finfo(covariance.dtype).eps
-    of_all = covariance.diagonal(dim1=-2, dim2=-1)
-    return bool((info == 0).all() & (own > rounding * of_all).all())
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    return bool((info == 0).all() & (conditional_variances > rounding * variances).all())
 
 
 class HeteroscedasticGaussian(Likelihood):
@@ -365,8 +380,9 @@ class HeteroscedasticGaussian(Likelihood):
 
     def marginals(self, mean: Tensor, variances: Tensor) -> Normal:
         """The normals with the predictive's means and variances; batch shape `[B, C]`."""
-        (mu, s), (of_mu, of_s) = mean.chunk(2, -1), variances.chunk(2, -1)
-        return Normal(mu, (of_mu + _mean_noise(s, of_s)).sqrt())
+        mu, s = mean.chunk(2, -1)
+        mu_variance, s_variance = variances.chunk(2, -1)
+        return Normal(mu, (mu_variance + _mean_noise(s, s_variance)).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
         """The variances of the means, which come before the log-variances."""

@@ -214,9 +214,9 @@ class PoissonLogNormal(_Counts):
         """Logarithm of the probability of a count."""
         if self._validate_args:
             self._validate_sample(value)
-        counts = value.double()
-        mean, variance = self.log_mean.double(), self.log_variance.double()
-        counts, mean, variance = torch.broadcast_tensors(counts, mean, variance)
+        counts, mean, variance = torch.broadcast_tensors(
+            value.double(), self.log_mean.double(), self.log_variance.double()
+        )
         is_certain = variance == 0
         # The integrand is log-concave: its mode lies below this point, on Newton's side.
         safe = torch.where(is_certain, 1.0, variance)
@@ -225,7 +225,7 @@ class PoissonLogNormal(_Counts):
             slope = mode.exp() - counts + (mode - mean) / safe
             mode = mode - slope / (mode.exp() + 1 / safe)
         width = (mode.exp() + 1 / safe).rsqrt().unsqueeze(-1)
-        nodes, weights = (part.to(mean) for part in _hermite())
+        nodes, weights = (tensor.to(mean) for tensor in _hermite())
         f = mode.unsqueeze(-1) + math.sqrt(2) * width * nodes
         log_joint = (
             counts.unsqueeze(-1) * f
@@ -247,11 +247,11 @@ class PoissonLogNormal(_Counts):
         function of the other is smooth between them.
         """
         counts = torch.as_tensor(value).to(self.log_mean).double().floor()
-        mean, variance = self.log_mean.double(), self.log_variance.double()
-        counts, mean, variance = (
-            part.unsqueeze(-1) for part in torch.broadcast_tensors(counts, mean, variance)
+        tensors = torch.broadcast_tensors(
+            counts, self.log_mean.double(), self.log_variance.double()
         )
-        nodes, weights = (part.to(mean) for part in _hermite())
+        counts, mean, variance = (tensor.unsqueeze(-1) for tensor in tensors)
+        nodes, weights = (tensor.to(mean) for tensor in _hermite())
         gamma_shape = counts.clamp_min(0) + 1
         rates = (mean + (2 * variance).sqrt() * nodes).exp()
         by_rates = weights / math.sqrt(math.pi) * torch.special.gammaincc(gamma_shape, rates)
