@@ -37,7 +37,8 @@ class GraphGGN(Symmetric):
     """
 
     def __init__(self, loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -> None:
-        self._parameters, self._outputs = tuple(parameters), outputs
+        self._parameters = tuple(parameters)
+        self._outputs = outputs
         self._cotangent = torch.zeros_like(outputs, requires_grad=True)
         adjoint = torch.autograd.grad(
             outputs, parameters, self._cotangent, create_graph=True, allow_unused=True
@@ -53,6 +54,11 @@ class GraphGGN(Symmetric):
         self._slope = slope
 
     @property
+    def operands(self) -> list[Tensor]:
+        """The parameters, which have its dtype and device."""
+        return list(self._parameters)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Both the number of the parameters' entries."""
         size = sum(p.numel() for p in self._parameters)
@@ -64,25 +70,31 @@ class GraphGGN(Symmetric):
         return torch.stack([self._product(column) for column in matrix.unbind(1)], dim=1)
 
     def _product(self, vector: Tensor) -> Tensor:
-        parts = vector.split([p.numel() for p in self._parameters])
+        """Compute Jᵀ H J v for the Jacobian J of the outputs and the loss Hessian H."""
+        entries = vector.split([p.numel() for p in self._parameters])
         rows = [row for _, row in self._adjoint]
-        tangents = [parts[i].view_as(row) for i, row in self._adjoint]
-        (pushed,) = torch.autograd.grad(rows, self._cotangent, tangents, retain_graph=True)
-        bent = torch.zeros_like(pushed)
-        # The gradient of a squared error is linear, that of a linear loss constant.
+        tangents = [entries[i].view_as(row) for i, row in self._adjoint]
+        (Jv,) = torch.autograd.grad(rows, self._cotangent, tangents, retain_graph=True)
+        HJv = torch.zeros_like(Jv)
+        # The gradient of a linear loss is constant, so its Hessian is zero.
         if self._slope.requires_grad:
-            (bent,) = torch.autograd.grad(self._slope, self._outputs, pushed, retain_graph=True)
-        pulled = torch.autograd.grad(
-            self._outputs, self._parameters, bent, retain_graph=True, materialize_grads=True
+            (HJv,) = torch.autograd.grad(self._slope, self._outputs, Jv, retain_graph=True)
+        product = torch.autograd.grad(
+            self._outputs, self._parameters, HJv, retain_graph=True, materialize_grads=True
         )
-        return flat(pulled)
+        return flat(product)
 
 
 def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
-    """Evaluates a closure: the loss and the outputs."""
+    """Evaluate a closure; return the loss and the outputs.
+
+    Raises:
+        TypeError: If it does not return two tensors, of which the first is a number.
+        ValueError: If the loss is not finite, unless `finite` is False.
+    """
     result = closure()
-    kinds = [isinstance(part, Tensor) for part in result] if isinstance(result, tuple) else []
-    if kinds != [True, True]:
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not all(isinstance(tensor, Tensor) for tensor in result):
         raise TypeError(
             f"A closure must return (loss, outputs), two tensors, got {type(result).__name__}."
         )
@@ -100,12 +112,15 @@ def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
-    """Tensors joined into one vector."""
+    """Join tensors into one vector."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-# Armijo's share of the decrease that the slope promises, and how the step is cut until it is met.
-_SUFFICIENT, _BACKTRACK, _MAX_BACKTRACKS = 1e-2, 0.8, 30
+_SUFFICIENT_DECREASE = 1e-2
+"""The fraction of the decrease predicted by the slope that Armijo's condition requires."""
+_BACKTRACK = 0.8
+"""The factor that the step is multiplied by until the condition is met."""
+_MAX_BACKTRACKS = 30
 
 
 class Line:
@@ -119,11 +134,14 @@ class Line:
         theta: Tensor,
         step: Tensor,
     ) -> None:
-        self._closure, self._parameters, self._decay = closure, parameters, decay
-        self._theta, self._step = theta, step
+        self._closure = closure
+        self._parameters = parameters
+        self._decay = decay
+        self._theta = theta
+        self._step = step
 
     def __call__(self, size: float) -> float:
-        """The loss with weight decay at θ + size · step, where the parameters are not left."""
+        """Compute the loss with weight decay at θ + size · step, and move back to θ."""
         theta = self.move(size)
         try:
             with torch.no_grad():
@@ -136,20 +154,31 @@ class Line:
         """Move the parameters to θ + size · step."""
         theta = self._theta + size * self._step if size else self._theta
         with torch.no_grad():
-            parts = theta.split([p.numel() for p in self._parameters])
-            for parameter, part in zip(self._parameters, parts, strict=True):
-                parameter.copy_(part.view_as(parameter))
+            entries = theta.split([p.numel() for p in self._parameters])
+            for parameter, values in zip(self._parameters, entries, strict=True):
+                parameter.copy_(values.view_as(parameter))
         return theta
 
 
 def backtrack(evaluate: Line, loss: float, slope: float, full: float) -> tuple[float, float]:
-    """The largest factor 0.8ⁱ that meets Armijo's condition with its loss; 0 if none does."""
+    """Find the largest step size 0.8ⁱ that meets Armijo's condition.
+
+    Args:
+        evaluate: The loss along the step.
+        loss: The loss at size 0.
+        slope: The derivative of the loss along the step, at size 0.
+        full: The loss at size 1.
+
+    Returns:
+        The size and the loss there; 0 and the loss at 0 if no size meets the condition.
+    """
     if not slope < 0:
         return 0.0, loss
-    size, new_loss = 1.0, full
+    size = 1.0
+    new_loss = full
     for _ in range(_MAX_BACKTRACKS):
         # Written so that NaN fails.
-        if new_loss <= loss + _SUFFICIENT * size * slope:
+        if new_loss <= loss + _SUFFICIENT_DECREASE * size * slope:
             return size, new_loss
         size *= _BACKTRACK
         new_loss = evaluate(size)

@@ -13,8 +13,11 @@ from laplace_debias.linalg import Solution, cg, debiased_cg, relative_progress
 from laplace_debias.operators import Diagonal
 from laplace_debias.optim.batch import Batch, Closure, Line, backtrack, flat
 
-# Levenberg and Marquardt's rule in Martens' form: trust the quadratic more or less.
-_TRUSTED, _DISTRUSTED, _FACTOR = 0.75, 0.25, 1.5
+# Levenberg and Marquardt's rule in Martens' form: the damping is divided by the factor if the
+# reduction ratio is above the upper limit, and multiplied by it if the ratio is below the lower.
+_UPPER_RATIO = 0.75
+_LOWER_RATIO = 0.25
+_DAMPING_FACTOR = 1.5
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class DebiasedHessianFree(Optimizer):
         Debiasing mini-batch quadratics for applications in deep learning, Section 4.2.1.
     """
 
-    # Of the class: torch's copies of an optimizer keep nothing else of the instance.
+    # An attribute of the class, as torch's copies of an optimizer drop those of the instance.
     last_step: StepReport | None = None
 
     def __init__(
@@ -191,10 +194,11 @@ class DebiasedHessianFree(Optimizer):
         step = solution.x
         # Conjugate gradients minimised the damped quadratic; the loss has no damping.
         predicted = float(solution.values[-1] - options["damping"] * step.square().sum() / 2)
-        evaluate = Line(second or first, parameters, decay, theta, step)
+        evaluate = Line(second or first, parameters, decay, theta=theta, step=step)
         full = evaluate(1.0)
         ratio = (full - judge.loss) / predicted if predicted < 0 else 0.0
-        size, new_loss = 1.0, full
+        size = 1.0
+        new_loss = full
         if options["line_search"]:
             slope = float(judge.gradient @ step)
             size, new_loss = backtrack(evaluate, judge.loss, slope, full)
@@ -209,25 +213,30 @@ class DebiasedHessianFree(Optimizer):
             solution=solution,
             num_matvecs=num_matvecs,
         )
-        # Where no change is predicted, as at a minimum, the ratio says nothing. NaN, of a loss that
-        # has overflowed, counts as distrust.
+        # The ratio is only defined if a change is predicted, which is not so at a minimum. A loss
+        # that has overflowed has the ratio NaN, which raises the damping.
         if options["adapt_damping"] and predicted != 0:
             for group in self.param_groups:
-                if not ratio >= _DISTRUSTED:
-                    group["damping"] *= _FACTOR
-                elif ratio > _TRUSTED:
-                    group["damping"] /= _FACTOR
+                if not ratio >= _LOWER_RATIO:
+                    group["damping"] *= _DAMPING_FACTOR
+                elif ratio > _UPPER_RATIO:
+                    group["damping"] /= _DAMPING_FACTOR
         return theta.new_tensor(judge.loss)
 
     def _newton_step(self, batch: Batch, judge: Batch, shift: Tensor) -> tuple[Solution, int]:
-        """The step by conjugate gradients, with step sizes from `judge`, and its products."""
-        options, rule = self.param_groups[0], relative_progress()
+        """Compute the step by conjugate gradients, with step sizes from `judge`.
+
+        Returns:
+            The solution, and the number of products with a GGN.
+        """
+        options = self.param_groups[0]
+        rule = relative_progress()
         limits = {"tol": options["tol"], "max_iter": options["max_iter"]}
         A = batch.ggn + Diagonal(shift)
         if judge is batch:
             solution = cg(A, -batch.gradient, stop=rule, **limits)
             return solution, solution.num_matvecs
-        both = debiased_cg(
+        result = debiased_cg(
             A,
             judge.ggn + Diagonal(shift),
             -batch.gradient,
@@ -235,7 +244,7 @@ class DebiasedHessianFree(Optimizer):
             stop=lambda single, debiased: rule(debiased),
             **limits,
         )
-        return both.debiased, both.num_matvecs
+        return result.debiased, result.num_matvecs
 
     def _parameters(self) -> list[Tensor]:
         parameters = [p for g in self.param_groups for p in g["params"] if p.requires_grad]

@@ -1,9 +1,10 @@
 """A network's loss on a data set, with its gradient and curvature."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -20,6 +21,25 @@ from laplace_debias.system.ranks import current, together
 _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}
 
 
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """A loss, its derivatives at the parameters, and the parameters.
+
+    Attributes:
+        value: The loss.
+        gradient: Its gradient, `[D]`.
+        matrix: Its curvature, `[D, D]`.
+        position: The parameters, `[D]`.
+        decayed: The entries that weight decay acts on, `[D]`; see `decay_mask`.
+    """
+
+    value: Float[Tensor, ""]
+    gradient: Float[Tensor, " dim"]
+    matrix: GGN | Hessian
+    position: Float[Tensor, " dim"]
+    decayed: Bool[Tensor, " dim"]
+
+
 @together("a quadratic")
 def objective(
     model: nn.Module,
@@ -31,26 +51,24 @@ def objective(
     reduction: str | None,
     progress: bool,
     batch: BatchHook | None,
-) -> tuple[Tensor, Tensor, GGN | Hessian, Tensor, Tensor]:
-    """The loss, its gradient and its curvature; arguments as `Quadratic.from_data` takes them.
-
-    Then a copy of the parameters, which may be trained on, and the entries that β acts on.
-    """
+) -> Objective:
+    """Compute a loss, its gradient and its curvature; see `Quadratic.from_data`."""
     check_choice(curvature, _CURVATURES, "curvature")
     matrix = _CURVATURES[curvature](
-        model, loss, data, params, num_data, reduction=reduction, batch=batch
+        model, loss, data, params, num_data=num_data, reduction=reduction, batch=batch
     )
-    network, ranks = Network(model, params, data, batch), current()
+    network = Network(model, params, data, batch)
+    ranks = current()
     batches = Data(network.stream(data), network.device, num_data, ranks)
     output = output_loss(loss, reduction, network.returns_vector(batches.batch(0).inputs))
     parameters = tuple(p.detach().requires_grad_() for p in network.parameters)
     value = torch.zeros((), dtype=network.dtype, device=network.device)
     gradient = torch.zeros(network.num_parameters, dtype=network.dtype, device=network.device)
     count = 0.0
-    for part in tqdm(batches, desc="loss", unit="batch", leave=False, disable=not progress):
-        inputs, targets = part.inputs, part.targets
+    for read_batch in tqdm(batches, desc="loss", unit="batch", leave=False, disable=not progress):
+        targets = read_batch.targets
         with torch.enable_grad():
-            outputs = network.outputs(parameters, inputs)
+            outputs = network.outputs(parameters, read_batch.inputs)
             check_outputs(outputs, least=0)
             output.check(outputs, targets)
             total = output.value(outputs, output.labels(targets, outputs.ndim))
@@ -61,15 +79,20 @@ def objective(
     ranks.sum([value, gradient])
     count = sum(ranks.exchange(float(count)))
     scale = 1 / count if output.reduction == "mean" else 1.0
-    position = network.join([p.clone() for p in network.parameters], batched=False)
-    decayed = decay_mask(network.parameters)
-    return value * scale, gradient * scale, matrix, position, decayed
+    return Objective(
+        value=value * scale,
+        gradient=gradient * scale,
+        matrix=matrix,
+        # A copy, since the model may be trained on.
+        position=network.join([p.clone() for p in network.parameters], batched=False),
+        decayed=decay_mask(network.parameters),
+    )
 
 
 def decay_mask(parameters: Iterable[Tensor]) -> Bool[Tensor, " dim"]:
-    """For every entry of the parameters, flattened one behind the other, whether β of Eq. 1 acts.
+    """Mark the entries of the flattened parameters that weight decay, β of Eq. 1, acts on.
 
-    It acts on weights, which have more than one dimension. Biases have not, nor have the scales of
-    normalisations, which are no weights of a sum.
+    It acts on weights, which have more than one dimension, but not on biases and not on the scales
+    of normalisations.
     """
     return torch.cat([torch.full((p.numel(),), p.dim() > 1, device=p.device) for p in parameters])

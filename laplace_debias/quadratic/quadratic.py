@@ -51,8 +51,8 @@ class Cut:
                 f"A cut along {len(self.slopes)} directions takes as many coordinates, got "
                 f"{len(coordinates)}: call it as cut(a, b, ...)."
             )
-        given = [torch.as_tensor(each).to(self.slopes) for each in coordinates]
-        a = torch.stack(torch.broadcast_tensors(*given), dim=-1)
+        tensors = [torch.as_tensor(coordinate).to(self.slopes) for coordinate in coordinates]
+        a = torch.stack(torch.broadcast_tensors(*tensors), dim=-1)
         return self.value + a @ self.slopes + ((a @ self.curvatures) * a).sum(-1) / 2
 
     def minimizer(self) -> Float[Tensor, " k"]:
@@ -122,12 +122,12 @@ class Quadratic:
                 f"{self.matrix.shape} and a position of shape {tuple(self.position.shape)} do not "
                 "fit: expected [D], (D, D) and [D]."
             )
-        parts = (self.value, self.gradient, self.matrix, self.position)
-        if len({(part.dtype, part.device) for part in parts}) > 1:
-            found = ", ".join(f"{part.dtype} on {part.device}" for part in parts)
+        fields = (self.value, self.gradient, self.matrix, self.position)
+        if len({(field.dtype, field.device) for field in fields}) > 1:
+            dtypes = ", ".join(f"{field.dtype} on {field.device}" for field in fields)
             raise ValueError(
                 "Value, gradient, matrix and position must share one dtype and one device, got "
-                f"{found}."
+                f"{dtypes}."
             )
 
     @classmethod
@@ -145,10 +145,10 @@ class Quadratic:
         progress: bool = False,
         batch: Callable[[Any], tuple[Any, Any]] | None = None,
     ) -> "Quadratic":
-        r"""The quadratic of a model's loss on data, at the model's parameters (Eq. 1 and 2).
+        r"""Build the quadratic of a model's loss on data, at the model's parameters (Eq. 1 and 2).
 
-        Value and gradient take one pass over the data, the curvature one for every product. The
-        model is left as it was found.
+        Value and gradient take one pass over the data, and every product with the curvature takes
+        another pass. The model is not changed.
 
         Args:
             model: A deterministic model, in eval mode.
@@ -169,13 +169,21 @@ class Quadratic:
         """
         if not 0 <= weight_decay < math.inf:
             raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
-        value, gradient, matrix, position, decayed = objective(
-            model, loss, data, curvature, params, num_data, reduction, progress, batch
+        terms = objective(
+            model,
+            loss,
+            data,
+            curvature,
+            params=params,
+            num_data=num_data,
+            reduction=reduction,
+            progress=progress,
+            batch=batch,
         )
-        quadratic = cls(value, gradient, matrix, position)
+        quadratic = cls(terms.value, terms.gradient, terms.matrix, terms.position)
         if weight_decay == 0:
             return quadratic
-        return quadratic.regularized(weight_decay, None if decay_biases else decayed)
+        return quadratic.regularized(weight_decay, None if decay_biases else terms.decayed)
 
     def regularized(
         self, weight_decay: float, on: Bool[Tensor, " dim"] | None = None
@@ -280,9 +288,11 @@ class Quadratic:
         self._check(directions, "directions")
         V = directions.reshape(len(directions), -1)
         product = self.matrix @ V
-        value, slopes = self.value, V.T @ self.gradient
+        value = self.value
+        slopes = V.T @ self.gradient
         if at is not None:
-            value, slopes = self(at), slopes + product.T @ self._offset(at)
+            value = self(at)
+            slopes = slopes + product.T @ self._offset(at)
         curvatures = V.T @ product
         return Cut(value, slopes, (curvatures + curvatures.T) / 2)
 
@@ -328,7 +338,14 @@ class Quadratic:
                     "tol, max_iter, preconditioner and stop belong to method='cg': leave them out."
                 )
             return solve_exactly(damped.to_dense(), -self.gradient)
-        solution = cg(damped, -self.gradient, tol, max_iter, preconditioner, stop=stop)
+        solution = cg(
+            damped,
+            -self.gradient,
+            tol,
+            max_iter,
+            preconditioner=preconditioner,
+            stop=stop,
+        )
         if solution.status is Status.BREAKDOWN:
             raise FloatingPointError(solution.message)
         if solution.status in _WITHOUT_STEP:
@@ -356,11 +373,11 @@ class Quadratic:
             )
 
 
-def _inner(left: Tensor, right: Tensor) -> Tensor:
-    """Inner products of a vector with a vector or with columns, or of columns with columns."""
-    if left.ndim < right.ndim:
-        return left @ right
-    return torch.linalg.vecdot(left, right, dim=0)
+def _inner(x: Tensor, y: Tensor) -> Tensor:
+    """Compute inner products of a vector with a vector or columns, or of columns with columns."""
+    if x.ndim < y.ndim:
+        return x @ y
+    return torch.linalg.vecdot(x, y, dim=0)
 
 
 def _columns(vector: Tensor, like: Tensor) -> Tensor:

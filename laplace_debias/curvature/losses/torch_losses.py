@@ -319,8 +319,8 @@ class AnyLoss(OutputLoss):
             if isinstance(value, Tensor):
                 description = str(tuple(value.shape))
             raise TypeError(
-                f"The loss must return a scalar tensor for a batch, got {description}: reduce it with "
-                "`.mean()` or `.sum()` and say which with `reduction=`."
+                f"The loss must return a scalar tensor for a batch, got {description}. Reduce it "
+                "with `.mean()` or `.sum()`, and state which with `reduction=`."
             )
         return value * outputs.shape[0] if self.reduction == "mean" else value
 

@@ -125,6 +125,7 @@ def symmetric_matrix(operator: Dense) -> Tensor:
 
 
 def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
+    eigenvectors: LinearOperator
     match operator:
         case Identity():
             ones = torch.ones(operator.n, dtype=operator.dtype, device=operator.device)

@@ -45,7 +45,7 @@ class BlockDiagonal(Joined, Generic[Block]):
         for name, block in self.blocks.items():
             if block.shape[0] != block.shape[1]:
                 raise ValueError(f"The block {name!r} is not square, but of shape {block.shape}.")
-        unified = unify(list(self.blocks.values()))
+        unified: list[Any] = unify(list(self.blocks.values()))
         self.blocks = dict(zip(self.blocks, unified, strict=True))
 
     @property
