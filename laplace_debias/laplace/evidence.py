@@ -4,11 +4,11 @@ With the precisions h = N Λ of the data along a group's directions, its D param
 squared distance S from the prior's mean, the group's part of the log marginal likelihood is
 $$\tfrac D2 \log\delta - \tfrac{\delta S}2 - \tfrac12\sum_i \log(h_i + \delta),$$
 whose slope in log δ is half of $\sum_i h_i / (h_i + \delta) - \delta S$: the number of parameters
-that the data determine, less δ S (MacKay's fixed point). The first falls in δ, the second rises. So
-there is one optimum, the slope's only root, and groups do not see each other.
+that the data determine, minus δ S (MacKay's fixed point). The first falls in δ, the second rises.
+So there is one optimum, the slope's only root, and it does not depend on the other groups.
 
-A regression's noise is tuned with it: a fit at σ₀ tells the posterior at every σ = k σ₀, as the
-residuals stay, and the curvature C of the mean loss becomes k⁻² C. No data is read.
+A regression's noise is tuned with it: a fit at σ₀ determines the posterior at every σ = k σ₀, as
+the residuals stay, and the curvature C of the mean loss becomes k⁻² C. No data is read.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.laplace.state import FittedPosterior
-from laplace_debias.laplace.tuning import OF_EVIDENCE, Row, Tuning
+from laplace_debias.laplace.tuning import LOG_EVIDENCE, Row, Tuning
 
 PER = ("kind", "block")
 BOUNDS = (1e-8, 1e8)
@@ -30,34 +30,41 @@ BOUNDS = (1e-8, 1e8)
 _RANGE = 20
 
 
-def by_evidence(
+def maximise_evidence(
     fitted: FittedPosterior, sigma: bool | None, per: str | None
 ) -> tuple[Tuning, FittedPosterior | None]:
-    """The largest marginal likelihood; the fit with it if its noise was tuned, too."""
+    """Maximise the marginal likelihood, as `Laplace.tune_evidence` describes it.
+
+    Returns:
+        The optimum, and if the noise was tuned the fit with it; otherwise None.
+    """
     if fitted.thinned_at is not None:
         raise ValueError(
             "The posterior is thinned, which changes its marginal likelihood by an amount that "
             "depends on the prior precision. Call tune_evidence before thin, or load the posterior "
             "that was saved before it."
         )
-    with_noise = tunes_noise(fitted, sigma)
-    found, tuned = tune_noise(fitted) if with_noise else (None, fitted)
+    if not tunes_noise(fitted, sigma):
+        tuning = tune_one(fitted) if per is None else tune_groups(fitted, per)
+        return note_assumed_sigma(tuning, fitted, sigma), None
+    tuning, tuned = tune_noise(fitted)
     if per is not None:
-        of_groups = tune_groups(tuned, per)
-        deltas = torch.tensor(of_groups.prior_precision, dtype=torch.float64)
+        tuning = replace(tune_groups(tuned, per), sigma=tuning.sigma)
+        deltas = torch.tensor(tuning.prior_precision, dtype=torch.float64)
         tuned = tuned.changed(prior=replace(tuned.prior, precision=deltas))
-        found = of_groups if found is None else replace(of_groups, sigma=found.sigma)
-    elif found is None:
-        found = tune_one(fitted)
-    return (found, tuned) if with_noise else (note_assumed_sigma(found, fitted, sigma), None)
+    return tuning, tuned
 
 
 def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
-    """Whether the noise is tuned: where it is asked for, or was never given and can be."""
+    """Whether σ is tuned: if `sigma` is True, or if it is None and σ was never set and can be.
+
+    Raises:
+        ValueError: If `sigma` is True and σ cannot be tuned.
+    """
     likelihood = fitted.likelihood
     if sigma is None:
-        can_tell = fitted.num_targets is not None
-        sigma = can_tell and likelihood.has_sigma and likelihood.is_assumed
+        has_residuals = fitted.num_targets is not None
+        sigma = has_residuals and likelihood.has_sigma and likelihood.is_assumed
     if not sigma:
         return False
     if not likelihood.has_sigma:
@@ -70,7 +77,7 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
             'sigma=True is not there for fisher="empirical", nor for a posterior file from before '
             'sigma could be tuned: fit again, with fisher="exact" or "mc".'
         )
-    # What `squared_residuals` takes the difference of, in double precision.
+    # `squared_residuals` is a difference of these two numbers, in double precision.
     if 1e-12 * (abs(fitted.nll) + fitted.num_targets) >= squared_residuals(fitted):
         raise ValueError(
             "The residuals are zero beside sigma, to rounding: there is no noise to estimate. "
@@ -94,7 +101,7 @@ def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | No
 
 def tune_one(fitted: FittedPosterior) -> Tuning:
     """Maximise the log marginal likelihood over one prior precision, on a logarithmic scale."""
-    # Here, as it takes a third of a second to import.
+    # Imported here because it takes a third of a second.
     from scipy.optimize import minimize_scalar
 
     table: list[Row] = []
@@ -102,7 +109,7 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
     def loss(log_delta: float) -> float:
         delta = torch.tensor(10.0**log_delta, dtype=torch.float64)
         value = fitted.log_marginal_likelihood(delta).item()
-        table.append({"prior_precision": delta.item(), OF_EVIDENCE: value})
+        table.append({"prior_precision": delta.item(), LOG_EVIDENCE: value})
         return -value
 
     low, high = torch.tensor(BOUNDS).log10().tolist()
@@ -113,17 +120,21 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
             f"(the search ended at {10**result.x:.3g}): tune on validation data instead."
         )
     table.sort(key=lambda row: row["prior_precision"])
-    near = [row["prior_precision"] for row in table if row[OF_EVIDENCE] >= -result.fun - 0.5]
-    return Tuning(10.0**result.x, OF_EVIDENCE, -result.fun, table, flat=(near[0], near[-1]))
+    near = [row["prior_precision"] for row in table if row[LOG_EVIDENCE] >= -result.fun - 0.5]
+    return Tuning(10.0**result.x, LOG_EVIDENCE, -result.fun, table, flat=(near[0], near[-1]))
 
 
 def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
-    """The largest log marginal likelihood over a prior precision for each group.
+    """Maximise the log marginal likelihood over one prior precision for each group.
 
     Without curvature the marginal likelihood of a group rises towards δ = 0, a prior without any
-    scale, and no data say how far: such a group takes the δ that is best for all together. A group
-    whose parameters are all at the prior's mean has an optimum at infinity, and takes the largest
-    δ of the range.
+    scale, so the data do not determine δ: such a group takes the δ that is best for all together. A
+    group whose parameters are all at the prior's mean has an optimum at infinity, and takes the
+    largest δ of the range.
+
+    Args:
+        fitted: The fit.
+        per: The groups: `"kind"` of layer, or `"block"`.
 
     Reference:
         MacKay (1992), "A practical Bayesian framework for backpropagation networks".
@@ -135,68 +146,95 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
             f"curvature={structure.name!r} is one block of all parameters, which has "
             f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
         )
-    groups, posterior = dict[str, list[int]](), fitted.posterior
+    posterior = fitted.posterior
+    groups = dict[str, list[int]]()
     for index, block in enumerate(fitted.parameters.blocks):
         name = block.name if per == "block" else block.kind
         groups.setdefault(name, []).append(index)
     together = tune_one(fitted).prior_precision
     assert isinstance(together, float)
-    blocks, squares = list(posterior.curvature.blocks.values()), posterior.squared_distances()
-    of_blocks = torch.zeros(len(blocks), dtype=torch.float64)
+    blocks = list(posterior.curvature.blocks.values())
+    squared_distances = posterior.squared_distances()
+    block_deltas = torch.zeros(len(blocks), dtype=torch.float64)
     rows: list[Row] = []
-    beyond: dict[float, list[str]] = {end: [] for end in BOUNDS}
-    for name, members in groups.items():
-        some = [blocks[index] for index in members]
-        numbers = [block.multiplicities.expand_as(block.magnitudes).flatten() for block in some]
+    without_curvature = []
+    without_distance = []
+    for name, block_indices in groups.items():
+        group = [blocks[index] for index in block_indices]
+        multiplicities = [
+            block.multiplicities.expand_as(block.magnitudes).flatten() for block in group
+        ]
+        counts = torch.cat(multiplicities).double()
         # h along the directions that have curvature; along the others it is zero.
-        h = torch.cat([block.magnitudes.double().flatten() for block in some])
-        h, counts = posterior.data_weight * h, torch.cat(numbers).double()
-        delta = _best(h, counts, float(squares[members].sum()))
-        if delta in beyond:
-            beyond[delta].append(name)
-        delta = together if delta == BOUNDS[0] else delta
-        of_blocks[members] = delta
-        row = {"name": name, "prior_precision": delta}
-        row["num_parameters"] = sum(block.shape[0] for block in some)
-        rows.append({**row, "num_determined": num_determined(h, counts, delta)})
+        magnitudes = torch.cat([block.magnitudes.double().flatten() for block in group])
+        h = posterior.data_weight * magnitudes
+        delta = _best_delta(h, counts, float(squared_distances[block_indices].sum()))
+        if delta == BOUNDS[0]:
+            without_curvature.append(name)
+            delta = together
+        elif delta == BOUNDS[1]:
+            without_distance.append(name)
+        block_deltas[block_indices] = delta
+        rows.append(
+            {
+                "name": name,
+                "prior_precision": delta,
+                "num_parameters": sum(block.shape[0] for block in group),
+                "num_determined": num_determined(h, counts, delta),
+            }
+        )
     notes = []
-    if low := beyond[BOUNDS[0]]:
+    if without_curvature:
         notes.append(
-            f"{', '.join(low)}: almost no curvature, so the data do not determine the prior "
+            f"{', '.join(without_curvature)}: almost no curvature, so the data do not determine the prior "
             f"precision, and the marginal likelihood rises towards 0. It is set to the best value "
             f"for all parameters together, {together:.3g}."
         )
-    if high := beyond[BOUNDS[1]]:
+    if without_distance:
         notes.append(
-            f"{', '.join(high)}: almost no distance from the prior's mean, so the marginal "
+            f"{', '.join(without_distance)}: almost no distance from the prior's mean, so the marginal "
             f"likelihood rises up to the end of the search range, {BOUNDS[1]:g}."
         )
-    value = float(fitted.log_marginal_likelihood(of_blocks))
-    return Tuning(of_blocks.tolist(), OF_EVIDENCE, value, rows, notes=tuple(notes))
+    value = float(fitted.log_marginal_likelihood(block_deltas))
+    return Tuning(block_deltas.tolist(), LOG_EVIDENCE, value, rows, notes=tuple(notes))
 
 
 def num_determined(
     h: Float[Tensor, " directions"], counts: Float[Tensor, " directions"], delta: float
 ) -> float:
-    """γ = Σ h / (h + δ), how many parameters the data determine."""
+    """Compute γ = Σ h / (h + δ), the number of parameters that the data determine.
+
+    Args:
+        h: The precisions of the data, N Λ, along the directions.
+        counts: Number of directions with each precision.
+        delta: The prior precision δ.
+    """
     return float((counts * (h / (h + delta))).sum())
 
 
-def _best(h: Tensor, counts: Tensor, square: float) -> float:
-    """The root of Σ h / (h + δ) − δ S, or the end of the range that it lies beyond."""
-    return root_between(
-        BOUNDS, lambda delta: num_determined(h, counts, delta) - delta * square, tolerance=1e-10
-    )
+def _best_delta(h: Tensor, counts: Tensor, squared_distance: float) -> float:
+    """Find the root δ of Σ h / (h + δ) − δ S, or the end of the range that it lies beyond."""
+
+    def slope(delta: float) -> float:
+        return num_determined(h, counts, delta) - delta * squared_distance
+
+    return root_between(BOUNDS, slope, tolerance=1e-10)
 
 
 def root_between(
     bounds: tuple[float, float], falling: Callable[[float], float], tolerance: float
 ) -> float:
-    """Where a falling function of a positive number is 0, or the end that this lies beyond.
+    """Find the root of a falling function of a positive number.
 
-    The tolerance is that of the root's logarithm.
+    Args:
+        bounds: The range that is searched.
+        falling: The function.
+        tolerance: The error of the root's logarithm.
+
+    Returns:
+        The root, or the end of the range that it lies beyond.
     """
-    # Here, as it takes a third of a second to import.
+    # Imported here because it takes a third of a second.
     from scipy.optimize import brentq
 
     low, high = map(math.log, bounds)
@@ -214,13 +252,16 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     the residuals' Q, the log marginal likelihood is, up to a constant,
     $$-\frac{Q + \gamma S}{2k^2} - M\log k + \frac D2\log\gamma
     - \frac12\log\det(N C + \gamma),$$
-    whose best k has a closed form, $k^2 = (Q + \gamma S)/M$. What is left is a search over γ. A σ
-    for each output keeps the ratios that it has.
+    whose best k has a closed form, $k^2 = (Q + \gamma S)/M$. So only γ is searched for. If σ has an
+    entry for each output, their ratios stay.
+
+    Returns:
+        The optimum, and the fit with it.
 
     Reference:
         MacKay (1992), "Bayesian interpolation", for both hyperparameters by the evidence.
     """
-    # Here, as it takes a third of a second to import.
+    # Imported here because it takes a third of a second.
     from scipy.optimize import minimize_scalar
 
     assert fitted.num_targets is not None
@@ -242,10 +283,10 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
             torch.tensor(gamma, dtype=torch.float64, device=posterior.mean.device)
         ).item()
         value = -at_k + 0.5 * (D * math.log(gamma) - gamma * S * k**-2 - log_det)
-        table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, OF_EVIDENCE: value})
+        table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, LOG_EVIDENCE: value})
         return -value
 
-    # With the noise free there may be several optima: a grid finds the best of them.
+    # If the noise is tuned, too, there may be several optima: a grid locates the best of them.
     coarse = [loss(power) for power in range(-_RANGE, _RANGE + 1)]
     start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
     if abs(start) == _RANGE:
@@ -260,39 +301,48 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     delta = 10.0**result.x * k**-2
     tuned, sigma = rescaled(fitted, k, delta)
     table.sort(key=lambda row: row["prior_precision"])
-    return Tuning(delta, OF_EVIDENCE, -result.fun, table, sigma), tuned
+    return Tuning(delta, LOG_EVIDENCE, -result.fun, table, sigma=sigma), tuned
 
 
 def rescaled(
     fitted: FittedPosterior, factor: float, prior_precision: float
 ) -> tuple[FittedPosterior, float | list[float]]:
-    """The fit with σ multiplied by a factor, under another prior; and that σ."""
-    old, share = fitted.posterior, factor**-2
+    """Multiply σ by a factor, and set the prior precision.
+
+    Returns:
+        The fit with both, and the new σ.
+    """
+    posterior = fitted.posterior
+    curvature_factor = factor**-2
     assert isinstance(fitted.likelihood, Gaussian)
     assert fitted.num_targets is not None
     likelihood = Gaussian(fitted.likelihood.sigma * factor)
-    delta = torch.tensor(prior_precision, dtype=torch.float64, device=old.mean.device)
-    curvature = old.curvature.map(lambda _, block: block.apply(lambda L: share * L))
-    squares = squared_residuals(fitted)
-    thinned_at = fitted.thinned_at
-    if thinned_at is not None:
+    delta = torch.tensor(prior_precision, dtype=torch.float64, device=posterior.mean.device)
+    curvature = posterior.curvature.map(
+        lambda _, block: block.apply(lambda magnitudes: curvature_factor * magnitudes)
+    )
+    limits = fitted.thinned_at
+    if limits is not None:
         # The same ratio of the curvature to the prior precision.
-        thinned_at = tuple(limit * share for limit in thinned_at)
+        limits = tuple(limit * curvature_factor for limit in limits)
+    nll_change = 0.5 * squared_residuals(fitted) * (curvature_factor - 1)
     tuned = replace(
         fitted,
         spec=replace(fitted.spec, likelihood=likelihood),
-        posterior=old.changed(curvature=curvature, prior=replace(old.prior, precision=delta)),
-        nll=fitted.nll + 0.5 * squares * (share - 1) + fitted.num_targets * math.log(factor),
-        thinned_at=thinned_at,
+        posterior=posterior.changed(
+            curvature=curvature, prior=replace(posterior.prior, precision=delta)
+        ),
+        nll=fitted.nll + nll_change + fitted.num_targets * math.log(factor),
+        thinned_at=limits,
     )
     return tuned, likelihood.sigma.tolist()
 
 
 def squared_residuals(fitted: FittedPosterior) -> float:
-    """Q = Σ ‖(f − y)/σ‖² over the N examples."""
+    """Compute Q = Σ ‖(f − y)/σ‖² over the N examples."""
     assert isinstance(fitted.likelihood, Gaussian)
     assert fitted.num_targets is not None
     sigma = fitted.likelihood.sigma
-    # The mean over outputs, of which there are as many as sigmas, or whose sigma is the same.
+    # The mean over outputs: there is one sigma per output, or one for all of them.
     normaliser = fitted.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
     return 2 * (fitted.nll - fitted.num_targets * normaliser)

@@ -58,7 +58,7 @@ from laplace_debias.laplace.state import (
     checked_temperature,
     initial_state,
 )
-from laplace_debias.laplace.thinning import Thinning, thinned
+from laplace_debias.laplace.thinning import Thinning, thin_posterior
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.metrics import Report
 from laplace_debias.system.checks import check_extra, check_is
@@ -515,7 +515,7 @@ class Laplace(Predictor):
             RuntimeError: Before a fit.
         """
         self._agree(sigma=sigma, per=per)
-        tuning, fitted = evidence.by_evidence(self._fitted, sigma, per)
+        tuning, fitted = evidence.maximise_evidence(self._fitted, sigma, per)
         deltas = torch.tensor(tuning.prior_precision, dtype=torch.float64)
         self._set(fitted=fitted, prior_precision=deltas)
         return tuning
@@ -774,7 +774,7 @@ class Laplace(Predictor):
             ValueError: For a curvature other than `"kfac"` and `"ekfac"`, fewer than two inputs, or
                 an error that is not positive. Otherwise this raises what `functional` raises.
         """
-        fitted, thinning = thinned(self._unchanged_fit, x, error, positions)
+        fitted, thinning = thin_posterior(self._unchanged_fit, x, error, positions)
         self._replace(fitted)
         return thinning
 

@@ -1,7 +1,7 @@
-"""A posterior made thin: kept are the directions by which outputs differ from those of the prior.
+"""Compression of a posterior: only directions that change the variances of outputs are kept.
 
-Where N Λ / T is small beside δ all directions have the same variance 1/δ, and a basis of them is
-stored for nothing.
+All directions in which N Λ / T is small compared with δ have variance close to 1/δ. Their
+eigenvectors need not be stored.
 """
 
 import math
@@ -20,22 +20,23 @@ from laplace_debias.linalg.results import half_width
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
 from laplace_debias.system.checks import real
 
-# The search ends when the threshold is known to this factor.
+# The search for the threshold ends when its bounds differ by less than this factor.
 _FACTOR = 1.1
 
 
 @dataclass(frozen=True)
 class Thinning:
-    """A posterior made thin, and what that costs.
+    """The size and the error of a compressed posterior.
 
-    The error of an input is the largest relative error of a standard deviation of its outputs.
+    The error of an input is the largest relative error of a standard deviation of its outputs. It
+    is measured on the inputs that were not used to choose the directions.
 
     Attributes:
-        share: Bytes of the thin posterior over those that it had before.
-        error: Mean error of the inputs that the directions were not chosen by.
-        half_width: Half of the 95 % interval of that mean; infinite for one input.
-        largest: The largest error of these inputs.
-        num_inputs: How many these are.
+        share: Bytes of the compressed posterior, divided by the bytes that it had before.
+        error: Mean error over the inputs.
+        half_width: Half of the width of that mean's 95 % interval; infinite for one input.
+        largest: Largest error of an input.
+        num_inputs: Number of inputs.
     """
 
     share: float
@@ -46,7 +47,7 @@ class Thinning:
 
     @property
     def message(self) -> str:
-        """The same in words."""
+        """The attributes in words."""
         return (
             f"Kept is {self.share:.1%} of the posterior. Relative error of standard deviations on "
             f"{self.num_inputs} further input(s): {self.error:.2g} ± {self.half_width:.1g}, "
@@ -54,10 +55,26 @@ class Thinning:
         )
 
 
-def thinned(
+def thin_posterior(
     fitted: FittedPosterior, x: Inputs | Record, error: float, positions: Positions | None
 ) -> tuple[FittedPosterior, Thinning]:
-    """The fit with as few directions as an error allows, as `Laplace.thin` describes it."""
+    """Compress a posterior to as few directions as an error allows; see `Laplace.thin`.
+
+    A threshold on the effect of each direction is bisected on half of the inputs.
+
+    Args:
+        fitted: The fit, with K-FAC factors.
+        x: At least two inputs.
+        error: The largest allowed relative change of an output's standard deviation.
+        positions: Positions of outputs `[B, T, C]`; None for all.
+
+    Returns:
+        The fit with the compressed posterior, and its size and error on the other inputs.
+
+    Raises:
+        ValueError: For an error that is not positive and finite, a curvature without factors, or
+            fewer than two inputs.
+    """
     bound = real(error, "error")
     if bound.ndim or not 0 < float(bound) < math.inf:
         raise ValueError(f"error must be one positive finite number, got {error}: 1e-3, say.")
@@ -72,68 +89,83 @@ def thinned(
             "Directions are chosen on half of the inputs and the error is measured on the others: "
             "pass two inputs or more."
         )
-    of_each = positions is not None and torch.as_tensor(positions).ndim == 2
+    inputs_have_positions = positions is not None and torch.as_tensor(positions).ndim == 2
 
-    def variances(of: FittedPosterior, half: slice) -> Tensor:
-        here = torch.as_tensor(positions)[half] if of_each else positions
-        return moments(of, take(inputs, half), None, True, None, here)[1][0].double()
+    def variances(fit: FittedPosterior, half: slice) -> Tensor:
+        half_positions = positions
+        if inputs_have_positions:
+            half_positions = torch.as_tensor(positions)[half]
+        _, covariances = moments(fit, take(inputs, half), diagonal=True, positions=half_positions)
+        return covariances[0].double()
 
-    def errors(of: FittedPosterior, half: slice, of_whole: Tensor) -> Float[Tensor, " half"]:
-        # An output that no parameter changes has no variance in either.
-        ratios = (variances(of, half) / of_whole).nan_to_num(nan=1.0)
+    def errors(
+        compressed: FittedPosterior, half: slice, full_variances: Tensor
+    ) -> Float[Tensor, " half"]:
+        # An output that no parameter changes has the variance 0 in both.
+        ratios = (variances(compressed, half) / full_variances).nan_to_num(nan=1.0)
         return (ratios.sqrt() - 1).abs().flatten(1).amax(1)
 
-    # Every other one: inputs may be sorted.
-    first, second = slice(0, None, 2), slice(1, None, 2)
-    of_first, of_second = (variances(fitted, half) for half in (first, second))
+    # Alternate inputs, as inputs may be sorted.
+    chosen_on = slice(0, None, 2)
+    measured_on = slice(1, None, 2)
+    chosen_on_variances = variances(fitted, chosen_on)
+    measured_on_variances = variances(fitted, measured_on)
     # Pooled curvatures below 2 ε δ change no standard deviation by more than ε.
-    ratios, widest = _in_deltas(fitted).values(), max(fitted.posterior.curvature.sizes)
-    low = float(_gain(torch.as_tensor(2 * float(bound)))) / widest
-    high = max(float(_gain(of_block).sum()) for of_block in ratios)
+    largest_block = max(fitted.posterior.curvature.sizes)
+    low = float(_gain(torch.as_tensor(2 * float(bound)))) / largest_block
+    high = max(float(_gain(ratios).sum()) for ratios in _curvature_ratios(fitted).values())
     while high > _FACTOR * low:
         middle = math.sqrt(low * high)
-        if bool((errors(at_threshold(fitted, middle), first, of_first) <= bound).all()):
+        compressed = compress(fitted, middle)
+        if bool((errors(compressed, chosen_on, chosen_on_variances) <= bound).all()):
             low = middle
         else:
             high = middle
-    thin = at_threshold(fitted, low)
-    found = errors(thin, second, of_second)
-    standard_error = found.std() / math.sqrt(len(found)) if len(found) > 1 else found[0] + math.inf
-    return thin, Thinning(
-        _size(thin) / _size(fitted),
-        float(found.mean()),
-        float(half_width(standard_error, max(1, len(found) - 1), 0.95)),
-        float(found.max()),
-        len(found),
+    compressed = compress(fitted, low)
+    measured = errors(compressed, measured_on, measured_on_variances)
+    num_inputs = len(measured)
+    if num_inputs > 1:
+        standard_error = measured.std() / math.sqrt(num_inputs)
+    else:
+        standard_error = measured[0] + math.inf
+    return compressed, Thinning(
+        share=_num_bytes(compressed) / _num_bytes(fitted),
+        error=float(measured.mean()),
+        half_width=float(half_width(standard_error, max(1, num_inputs - 1), 0.95)),
+        largest=float(measured.max()),
+        num_inputs=num_inputs,
     )
 
 
-def at_threshold(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
-    r"""The fit with the directions that bring more than so much for each number that they take.
+def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
+    r"""Keep the directions whose gain per stored number is above a threshold.
 
-    With x = N Λ / (T δ) a direction of variance 1 / (δ (1 + x)) has x / (1 + x) / δ less than the
-    prior, and outputs vary along it about in proportion to x: it brings the sum of x² / (1 + x)
-    over the other side, and takes as many numbers as its vector has.
+    With x = N Λ / (T δ), a direction's variance 1 / (δ (1 + x)) is smaller than that of the prior
+    by x / (1 + x) / δ, and outputs vary along it about in proportion to x. So its gain is the sum
+    of x² / (1 + x) over the directions of the other side. It needs as many stored numbers as its
+    eigenvector has entries.
     """
-    posterior, ratios = fitted.posterior, _in_deltas(fitted)
+    posterior = fitted.posterior
+    ratios = _curvature_ratios(fitted)
     blocks: dict[str, LinearOperator] = {
-        name: _thin_block(block, ratios[name], threshold)
+        name: _compress_block(block, ratios[name], threshold)
         for name, block in posterior.curvature.blocks.items()
     }
-    curvature = BlockDiagonal(blocks)
-    bounds = posterior.largest_curvatures  # No magnitude grows.
-    thin = posterior.changed(curvature=curvature, curvature_bounds=bounds)
+    # The bounds stay, as no magnitude grows.
+    compressed = posterior.changed(
+        curvature=BlockDiagonal(blocks), curvature_bounds=posterior.largest_curvatures
+    )
     deltas = posterior.deltas().tolist()
     if fitted.thinned_at is not None:
         deltas = [max(pair) for pair in zip(deltas, fitted.thinned_at, strict=True)]
-    return replace(fitted, posterior=thin, thinned_at=tuple(deltas))
+    return replace(fitted, posterior=compressed, thinned_at=tuple(deltas))
 
 
-def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:
-    """A block of fewer directions; of a side that would keep half of them or more, as many.
+def _compress_block(block: LinearOperator, ratios: Tensor, threshold: float) -> EigenKronecker:
+    """Keep the directions of each side above the threshold; all, if half of them or more are.
 
-    A fit to few examples is thin already. If what its directions leave is above the threshold, none
-    may join it.
+    The fit of few examples has a reduced rank already. If the directions orthogonal to it are above
+    the threshold, no direction may be merged with them.
     """
     assert isinstance(block, EigenKronecker)
     for side, U in enumerate((block.U_G, block.U_A)):
@@ -150,11 +182,12 @@ def _thin_block(block: LinearOperator, ratios: Tensor, threshold: float) -> Eige
 
 
 def _gain(ratios: Tensor) -> Tensor:
+    """Compute x² / (1 + x)."""
     return ratios.square() / (1 + ratios)
 
 
-def _in_deltas(fitted: FittedPosterior) -> dict[str, Tensor]:
-    """N Λ / (T δ) of every block."""
+def _curvature_ratios(fitted: FittedPosterior) -> dict[str, Tensor]:
+    """Compute x = N Λ / (T δ) for every block."""
     posterior = fitted.posterior
     blocks = posterior.curvature.blocks
     deltas = posterior.prior_precision.to(posterior.mean).expand(len(blocks))
@@ -164,6 +197,7 @@ def _in_deltas(fitted: FittedPosterior) -> dict[str, Tensor]:
     }
 
 
-def _size(fitted: FittedPosterior) -> int:
+def _num_bytes(fitted: FittedPosterior) -> int:
+    """Count the bytes of a posterior in a file."""
     tensors = tensors_of(fitted.posterior, fitted.config.structure)
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -10,7 +10,7 @@ from laplace_debias.system.shown import aligned, html_table
 
 Row = dict[str, Any]
 
-OF_EVIDENCE = "log_marginal_likelihood"
+LOG_EVIDENCE = "log_marginal_likelihood"
 """The metric that is maximised without data."""
 
 
@@ -113,7 +113,7 @@ class Tuning:
         """How sharp the optimum is, in words; empty where that is unknown."""
         if self.flat is None:
             return ""
-        within = "half a nat" if self.metric == OF_EVIDENCE else "one standard error"
+        within = "half a nat" if self.metric == LOG_EVIDENCE else "one standard error"
         low, high = self.flat
         if self.all_alike:
             return (
