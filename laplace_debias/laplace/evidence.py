@@ -186,14 +186,14 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     notes = []
     if without_curvature:
         notes.append(
-            f"{', '.join(without_curvature)}: almost no curvature, so the data do not determine the prior "
-            f"precision, and the marginal likelihood rises towards 0. It is set to the best value "
-            f"for all parameters together, {together:.3g}."
+            f"{', '.join(without_curvature)}: almost no curvature, so the data do not determine "
+            "the prior precision, and the marginal likelihood rises towards 0. It is set to the "
+            f"best value for all parameters together, {together:.3g}."
         )
     if without_distance:
         notes.append(
-            f"{', '.join(without_distance)}: almost no distance from the prior's mean, so the marginal "
-            f"likelihood rises up to the end of the search range, {BOUNDS[1]:g}."
+            f"{', '.join(without_distance)}: almost no distance from the prior's mean, so the "
+            f"marginal likelihood rises up to the end of the search range, {BOUNDS[1]:g}."
         )
     value = float(fitted.log_marginal_likelihood(block_deltas))
     return Tuning(block_deltas.tolist(), LOG_EVIDENCE, value, rows, notes=tuple(notes))
