@@ -314,7 +314,7 @@ class Jacobian(NetworkOperator):
             for chunk in self._chunks(item, len(vectors)):
                 cotangents = vectors[chunk, item.rows]
                 batched = len(cotangents) > 1
-                shape = outputs.shape
+                shape: tuple[int, ...] = outputs.shape
                 if batched:
                     shape = (len(cotangents), *outputs.shape)
                 gradients = item.linearisation.maps[1]((cotangents.reshape(shape),), batched)
