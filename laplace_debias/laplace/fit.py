@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
 from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.plan import available_memory, check_room, posterior_bytes
+from laplace_debias.laplace.plan import available_memory, check_memory, posterior_bytes
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.prepared import PreparedFit, examine
 from laplace_debias.laplace.resuming import check_resumable, fit_identity
@@ -131,7 +131,7 @@ def prepare_fit(
             _check_different_data(ranks, streams[0].first)
     purpose = f"Nothing was fitted: the posterior of curvature={config.structure.name!r} takes"
     num_bytes = posterior_bytes(context, config.structure)
-    check_room(num_bytes, available_memory(context.device), purpose)
+    check_memory(num_bytes, available_memory(context.device), purpose)
     return PreparedFit(state, parameters, context, size, mode), scheme
 
 

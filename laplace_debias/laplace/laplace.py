@@ -40,7 +40,7 @@ from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.modes import check_mode, scheme_of_mode
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.plan import Plan, plan_of
+from laplace_debias.laplace.plan import Plan, plan_fit
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.predictor import Predictor
@@ -398,7 +398,7 @@ class Laplace(Predictor):
             >>> plan.check()
         """
         check_mode(mode, folds)
-        return plan_of(self._state, self._selected, train_loader, mode, folds)
+        return plan_fit(self._state, self._selected, train_loader, mode, folds)
 
     # ------------------------------------------------- choosing the prior
 

@@ -1,4 +1,4 @@
-"""A plan of a fit: bytes counted from shapes, one batch measured. Within a factor of 1.5."""
+"""A plan of a fit: memory and time, from shapes and one batch, within a factor of 1.5."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -39,15 +39,16 @@ class Plan:
     `"lowrank"`) is not made of blocks, and has none here.
 
     Attributes:
-        curvature: As `Laplace` takes it.
-        mode: As `Laplace.fit` takes it.
-        num_parameters: D.
+        curvature: The argument of `Laplace`.
+        mode: The argument of `Laplace.fit`.
+        num_parameters: D, the number of Bayesian parameters.
         blocks: The bytes of every block.
-        stages: Bytes at most in each stage of the fit, in their order.
-        posterior: Bytes of the posterior that is kept, its mean included.
-        seconds: Of the passes over the data, from one batch, without eigendecompositions; None
-            where the number of batches is not known, or nothing was run as the blocks do not fit.
-        available: Bytes that the device has left; None where the system does not tell.
+        stages: Largest number of bytes in each stage of the fit, in their order.
+        posterior: Bytes of the fitted posterior, its mean included.
+        seconds: Time of the passes over the data, without eigendecompositions, extrapolated from
+            one batch; None if the number of batches is not known, or if no batch was run because
+            the blocks need more memory than there is.
+        available: Bytes that the device has left; None if the system does not report it.
     """
 
     curvature: str
@@ -61,26 +62,23 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes at most: those of the stage that holds most."""
+        """Largest number of bytes in any stage."""
         return max(self.stages.values())
 
     def check(self) -> None:
-        """Refuse a fit that does not fit.
+        """Require that the device has the memory for the fit.
 
         Raises:
             ValueError: If more bytes are needed than are available.
         """
-        check_room(
-            self.peak,
-            self.available,
-            f"curvature={self.curvature!r}, mode={self.mode!r} takes",
-        )
+        subject = f"curvature={self.curvature!r}, mode={self.mode!r} takes"
+        check_memory(self.peak, self.available, subject)
 
     def summary(self) -> dict[str, Any]:
-        """The plan of the whole fit, for JSON."""
-        said = {**asdict(self), "num_blocks": len(self.blocks), "peak": self.peak}
-        del said["blocks"]
-        return said
+        """The plan without its blocks, for JSON."""
+        summary = {**asdict(self), "num_blocks": len(self.blocks), "peak": self.peak}
+        del summary["blocks"]
+        return summary
 
     def __repr__(self) -> str:
         number = f"{len(self.blocks)} blocks" if self.blocks else "one block"
@@ -89,22 +87,35 @@ class Plan:
             rows = [(name, *map(_size, sizes)) for name, *sizes in map(astuple, self.blocks)]
             lines += ["", aligned([("block", "factors", "magnitudes", "posterior"), *rows])]
         stages = {f"  {name}": number for name, number in self.stages.items()}
-        whole = {"memory at most": self.peak, **stages, "posterior": self.posterior}
-        whole |= {} if self.available is None else {"available": self.available}
-        told = [(name, _size(number)) for name, number in whole.items()]
+        totals = {"memory at most": self.peak, **stages, "posterior": self.posterior}
+        if self.available is not None:
+            totals["available"] = self.available
+        total_rows = [(name, _size(num_bytes)) for name, num_bytes in totals.items()]
         if self.seconds is not None:
-            told.append(("passes over the data", f"{self.seconds:.3g} s"))
-        return "\n".join([*lines, "", aligned(told)])
+            total_rows.append(("passes over the data", f"{self.seconds:.3g} s"))
+        return "\n".join([*lines, "", aligned(total_rows)])
 
 
-def plan_of(
+def plan_fit(
     state: Unfitted | FittedPosterior,
     selected: ParameterBlocks | None,
     loader: Batches,
     mode: str,
     folds: int | None,
 ) -> Plan:
-    """The plan of a fit of this process alone; nothing is fitted."""
+    """Plan a fit of this process only; nothing is fitted.
+
+    Args:
+        state: The model and the configuration, before or after a fit.
+        selected: The Bayesian parameters; None if the first fit has to find the last layer.
+        loader: The data of the fit.
+        mode: The argument of `Laplace.fit`.
+        folds: The argument of `Laplace.fit`.
+
+    Raises:
+        ValueError: For `mode="auto"`.
+        TypeError: If the data is an iterator, which would lose its first batch.
+    """
     if mode == "auto":
         raise ValueError(
             'How much mode="auto" reads it finds out itself: plan mode="crossfit" with folds=4, '
@@ -126,17 +137,17 @@ def plan_of(
     structure = state.config.structure
     is_debiased = scheme.is_split
     trial = _Trial()
-    # The loader's order, and labels that a fit draws, are drawn anew by the fit.
+    # The random states are restored, so that the fit draws the loader's order and labels itself.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         fisher = state.config.fisher.seeded(None, current())
         stream = state.spec.fit_stream(loader, state.device)
         _, context = examine(state, selected, [stream], False, fisher)
         ((x, y, *_),) = stream.first
-        # A pass goes through one fold.
-        part = slice(0, -(-len(y) // num_folds))
-        x = move(take(x, part), context.device, None)
-        data = Fold.consecutive([(x, y[part].to(context.device))])
-        # It is run where there is room for it beside the blocks.
+        # A pass reads one fold.
+        fold = slice(0, -(-len(y) // num_folds))
+        x = move(take(x, fold), context.device, None)
+        data = Fold.consecutive([(x, y[fold].to(context.device))])
+        # It is only run if there is memory for it in addition to the blocks.
         available = available_memory(context.device)
         blocks = structure.block_bytes(context)
         block_bytes = sum(block.factors + block.magnitudes for block in blocks)
@@ -148,66 +159,82 @@ def plan_of(
         seconds = trial.seconds * num_passes * structure.num_trials(is_debiased)
         num_rows = _rows_of_all_batches(trial.num_rows, num_passes)
     workload = Workload(
-        is_debiased, num_folds, num_passes, trial.working_bytes, trial.row_bytes, num_rows
+        is_debiased,
+        num_folds,
+        num_passes,
+        working_bytes=trial.working_bytes,
+        row_bytes=trial.row_bytes,
+        num_rows=num_rows,
     )
     return Plan(
-        structure.name,
-        mode,
-        sum(block.size for block in context.blocks),
-        tuple(structure.block_bytes(context, num_rows)),
-        structure.stage_bytes(context, workload),
-        posterior_bytes(context, structure, num_rows),
-        seconds,
-        available,
+        curvature=structure.name,
+        mode=mode,
+        num_parameters=sum(block.size for block in context.blocks),
+        blocks=tuple(structure.block_bytes(context, num_rows)),
+        stages=structure.stage_bytes(context, workload),
+        posterior=posterior_bytes(context, structure, num_rows),
+        seconds=seconds,
+        available=available,
     )
 
 
 def posterior_bytes(
     context: FitContext, structure: CurvatureStructure, num_rows: NumRows = NO_ROWS
 ) -> int:
-    """Bytes of a fitted posterior, its curvature and its mean."""
+    """Count the bytes of a fitted posterior, its curvature and its mean."""
     size = sum(block.size for block in context.blocks)
     mean_bytes = context.dtype.itemsize * size
     return structure.posterior_bytes(context, num_rows) + mean_bytes
 
 
 def available_memory(device: torch.device | None = None) -> int | None:
-    """Bytes that can still be allocated; None where the system does not tell.
+    """Return the bytes that can still be allocated; None if the system does not report it.
 
-    Of a GPU what is free on it, with what torch's allocator holds and does not use. Of the CPU what
-    Linux says is available, and no more than the process's control group (version 2, a container's
-    limit) leaves, where cached files are given back if needed.
+    For a GPU these are its free bytes, and those that torch's allocator has reserved without using
+    them. For the CPU these are the bytes that Linux reports as available, but at most those within
+    the limit of the process's control group (version 2), as containers have it; cached files count
+    as available.
     """
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + held
-    found: list[int] = []
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + unused
+    limits: list[int] = []
     if device is None or device.type == "cpu":
         with suppress(OSError, LookupError):
-            found.append(1024 * int(_MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]))
+            kibibytes = _MEMINFO.read_text().partition("MemAvailable:")[2].split()[0]
+            limits.append(1024 * int(kibibytes))
         # Without a limit it is "max".
         with suppress(OSError, LookupError, ValueError):
             limit = int((_CGROUP / "memory.max").read_text())
             stat = (_CGROUP / "memory.stat").read_text()
             cached = int(stat.partition("inactive_file ")[2].split()[0])
             used = int((_CGROUP / "memory.current").read_text()) - cached
-            found.append(max(0, limit - used))
-    return min(found, default=None)
+            limits.append(max(0, limit - used))
+    return min(limits, default=None)
 
 
-def check_room(needed: int, available: int | None, what: str) -> None:
-    """Require memory for something; where the system does not tell, there may be enough."""
+def check_memory(needed: int, available: int | None, subject: str) -> None:
+    """Require memory, unless the system does not report how much is available.
+
+    Args:
+        needed: Bytes that are needed.
+        available: Bytes that are available; None if that is not known.
+        subject: Subject and verb of the error message, such as `"The fit takes"`.
+
+    Raises:
+        ValueError: If more bytes are needed than are available.
+    """
     if available is not None and needed > available:
         raise ValueError(
-            f"{what} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available. "
+            f"{subject} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available. "
             'Less take curvature="diag" or "lowrank", params="weights" or "last_layer", or fewer '
             "parameters by name; `plan` counts the bytes of each."
         )
 
 
 class _Trial(NamedTuple):
-    """The costs of the passes over one batch: bytes beside their sums, and seconds."""
+    """The costs of the passes over one batch: bytes in addition to their sums, and seconds."""
 
     working_bytes: int = 0
     row_bytes: int = 0
@@ -231,7 +258,7 @@ def _run_trial(structure: CurvatureStructure, context: FitContext, data: Fold) -
 
 
 def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
-    """The numbers of rows of several batches, where rows are kept of all of them together."""
+    """Extrapolate the numbers of rows from one batch to all; None if a matrix is smaller."""
     total: dict[Block, list[int | None]] = {}
     for block, counts in num_rows.items():
         total[block] = []
@@ -244,52 +271,63 @@ def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
 
 
 def _measured(run: Callable[[], Any], device: torch.device) -> tuple[int, float, Any]:
-    """Bytes at most and seconds of something that is run twice, and what it gives."""
-    with Tracked() as memory:
+    """Run a function twice, first for its memory, then for its time.
+
+    Returns:
+        The largest number of bytes of its tensors, the seconds, and its result.
+    """
+    with MemoryCounter() as memory:
         run()
     start = perf_counter()
-    found = run()
+    result = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return memory.peak, perf_counter() - start, found
+    return memory.peak, perf_counter() - start, result
 
 
-class Tracked(TorchDispatchMode):
-    """Counts bytes of the tensors that are made within, on any device.
+class MemoryCounter(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made within the context, on any device.
 
-    What an operation uses for itself and gives back is not seen.
+    Memory that an operation only uses while it runs is not counted.
+
+    Attributes:
+        live: Bytes of the tensors that are alive.
+        peak: Largest number of these bytes so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._known: dict[int, Any] = {}
+        self.live = 0
+        self.peak = 0
+        self._storages: dict[int, Any] = {}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, and count what it made."""
-        for given in tree_leaves((args, kwargs)):
-            self._know(given, 0)
-        made = func(*args, **(kwargs or {}))
-        for new in tree_leaves(made):
-            self._know(new, 1)
+        """Run an operation, and count the storages that it made."""
+        for argument in tree_leaves((args, kwargs)):
+            self._register(argument, is_new=False)
+        result = func(*args, **(kwargs or {}))
+        for output in tree_leaves(result):
+            self._register(output, is_new=True)
         self.peak = max(self.peak, self.live)
-        return made
+        return result
 
-    def _know(self, value: Any, counts: int) -> None:
+    def _register(self, value: Any, is_new: bool) -> None:
+        """Remember a tensor's storage until it is freed; count its bytes if it is new."""
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return
         storage = value.untyped_storage()
-        key, size = id(storage), counts * storage.nbytes()
-        if key in self._known:
+        key = id(storage)
+        if key in self._storages:
             return
+        size = storage.nbytes() if is_new else 0
 
         def free(_: Any) -> None:
             self.live -= size
-            self._known.pop(key, None)
+            self._storages.pop(key, None)
 
-        self._known[key] = weakref.ref(storage, free)
+        self._storages[key] = weakref.ref(storage, free)
         self.live += size
 
 

@@ -14,7 +14,7 @@ from laplace_debias.curvature.fits import data_pass, factor_sums
 from laplace_debias.curvature.fits.directions import GramFactor
 from laplace_debias.laplace import fit as fits
 from laplace_debias.laplace import plan as plans
-from laplace_debias.laplace.plan import Tracked
+from laplace_debias.laplace.plan import MemoryCounter
 from laplace_debias.laplace.state import Unfitted
 
 
@@ -114,7 +114,7 @@ def wide_images():
 def check_memory(model, data, curvature, mode):
     la = Laplace(model, curvature=curvature)
     la.fit(data, mode)
-    with Tracked() as memory:
+    with MemoryCounter() as memory:
         la.fit(data, mode)
     assert 1 / 1.5 <= la.plan(data, mode).peak / memory.peak <= 1.5
 
@@ -151,7 +151,7 @@ def test_memory_counts_no_more_low_rank_directions_than_rows():
     la = Laplace(model.eval(), curvature="lowrank", fisher="mc")
     data = [(torch.randn(4, 60), torch.randint(3, (4,)))] * 2
     la.fit(data)
-    with Tracked() as memory:
+    with MemoryCounter() as memory:
         la.fit(data)
     assert 1 / 1.5 <= la.plan(data).peak / memory.peak <= 1.5
 
