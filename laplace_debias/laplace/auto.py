@@ -198,33 +198,33 @@ class Auto(Scheme):
             _check_same_fit(last_round.fitted, prepared)
             sampler = sampler.continued(context, self.data, self.forward_ratio)
         clock = partial(_seconds_since, perf_counter() - seconds_before, context.ranks)
-        ended_by = ""
+        stop_reason = ""
         try:
-            while not ended_by:
+            while not stop_reason:
                 round_started = clock()
                 target = self._target(sampler.num_drawn, last_round)
                 advanced = sampler.until(target)
                 if advanced.num_drawn < target:
-                    ended_by = "data"
+                    stop_reason = "data"
                     break
                 sampler = advanced
                 last_round = _fit_round(sampler, prepared)
                 rounds.append((sampler.num_drawn, last_round.error))
-                ended_by = self._reason_to_stop(sampler, last_round, round_started, clock())
-            if ended_by == "data":
+                stop_reason = self._reason_to_stop(sampler, last_round, round_started, clock())
+            if stop_reason == "data":
                 has_budget = self.seconds is not None or self.examples is not None
                 can_read_again = not isinstance(self.data.source, Iterator)
                 if last_round is None or (can_read_again and not has_budget):
                     return _fit_all(prepared, self.data, rounds, clock)
-                ended_by = "the end of the data"
+                stop_reason = "the end of the data"
         except KeyboardInterrupt:
             if last_round is None or context.ranks.size > 1:
                 raise
-            ended_by = "interrupt"
+            stop_reason = "interrupt"
         assert last_round is not None
         sampler.pairs = iter(())  # The workers of a loader end.
-        report = _report(last_round, sampler, rounds, ended_by, clock())
-        if ended_by != "tolerance":
+        report = _report(last_round, sampler, rounds, stop_reason=stop_reason, seconds=clock())
+        if stop_reason != "tolerance":
             _warn_of_error(report, self.tolerance)
         return CurvatureFit(last_round.fitted.posterior.curvature, last_round.totals, report)
 
@@ -277,7 +277,7 @@ def _report(
     last_round: _Round,
     sampler: ImportanceSampler,
     rounds: Sequence[tuple[int, float]],
-    ended_by: str,
+    stop_reason: str,
     seconds: float,
 ) -> FitReport:
     """Report on the last round, with the contribution of each block to its error."""
@@ -293,11 +293,11 @@ def _report(
         num_examples=rounds[-1][0],
         num_read=last_round.totals.num_examples,
         seconds=seconds,
-        ended_by=ended_by,
+        ended_by=stop_reason,
         rounds=tuple(rounds),
         curve=dict(zip(_CURVE, last_round.curve, strict=True)),
         error_by_block=dict(zip(fitted.parameters.block_names, errors, strict=True)),
-        continuation=None if ended_by == "tolerance" else (sampler, last_round),
+        continuation=None if stop_reason == "tolerance" else (sampler, last_round),
     )
 
 
@@ -344,7 +344,7 @@ def _fit_round(sampler: ImportanceSampler, prepared: PreparedFit) -> _Round:
     deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(_CURVE)[:, None]
     # The folds share one mean curvature, so its error is estimated from all that was read.
     spread = float(curvatures.std() / curvatures.mean()) / len(curvatures) ** 0.5
-    last_round = _Round(fitted, sampler.totals, replicates, spread, [])
+    last_round = _Round(fitted, sampler.totals, replicates, spread=spread, curve=[])
     variances, chance = _variances_with_errors(last_round, sampler.probes, deltas)
     in_fold_variances = _variances(fitted, in_fold, sampler.probes, deltas)
     # Magnitudes from held-out folds have an error, too, though far less than those in fold.
@@ -390,7 +390,7 @@ def _variances_with_errors(
     curvature = fitted.posterior.curvature
     variances = _variances(fitted, curvature, x, deltas)
     from_mean_curvature = _variances(fitted, curvature, x, deltas / scale) / scale - variances
-    replicates = [_variances(fitted, other, x, deltas) for other in last_round.replicates]
+    replicates = [_variances(fitted, replicate, x, deltas) for replicate in last_round.replicates]
     from_folds = jackknife(torch.stack(replicates))
     return variances, NUM_ERRORS * torch.hypot(from_mean_curvature, from_folds)
 

@@ -70,7 +70,8 @@ def _uncertainty_of_gaussian_logits(
 ) -> Uncertainty:
     """Decompose the entropy over draws of Gaussian logits, with scores of their moments.
 
-    Where the predictive has a closed form, the scores `entropy` and `max_probability` are its.
+    If the predictive has a closed form, the scores `entropy` and `max_probability` are computed
+    from it.
     """
     means = []
     covariances = []

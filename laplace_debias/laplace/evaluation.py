@@ -38,7 +38,7 @@ def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[
 
     Args:
         batches: For each batch its columns, of one row per target that counts.
-        verb: What the columns are for, as errors name it.
+        verb: The purpose of the columns in error messages, such as `"evaluate"`.
     """
     columns = [torch.cat(column) for column in zip(*batches, strict=True)]
     columns_of_all = current().on_all(columns or None)
@@ -81,7 +81,9 @@ def evaluate_predictions(
     if score_inputs is not None:
         scores = {name: _for_all(data, name, score_inputs).flatten() for name, data in ood.items()}
         separated = separation(_for_all(batches, "test", score_inputs).flatten(), scores)
-        without_ood = evaluate_predictions(predict, likelihood, batches, {}, class_dim, level=level)
+        without_ood = evaluate_predictions(
+            predict, likelihood, batches, ood={}, class_dim=class_dim, level=level
+        )
         statistics = without_ood._statistics | separated
         return report_of(statistics, without_ood._targets, level, intervals)
     scored_batches = []

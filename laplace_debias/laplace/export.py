@@ -1,7 +1,7 @@
-"""Export: a predictive as a program of `torch.export`, which runs without this package.
+"""Export of a predictive as a program of `torch.export`, which runs without this package.
 
-Network and posterior become one module, whose answers are held against `predict` before anything
-is written.
+Network and posterior become one module. Its results are compared with those of `predict` before a
+file is written.
 """
 
 import inspect
@@ -9,6 +9,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -38,8 +39,15 @@ from laplace_debias.system.threads import FORWARD_MODE
 def export(
     fitted: FittedPosterior, path: Path, example: Inputs | Record, link: str | Link | None
 ) -> None:
-    """As `Laplace.export`."""
-    chosen = link_from(link, fitted.likelihood) or fitted.link
+    """Write the closed-form predictive as a program; see `Laplace.export`.
+
+    Args:
+        fitted: The fit, of a linear last layer.
+        path: The file, `.pt2`.
+        example: Inputs of one example or more.
+        link: The link; None for that of the fit, or the default.
+    """
+    chosen_link = link_from(link, fitted.likelihood) or fitted.link
     if not fitted.likelihood.is_exportable:
         raise NotImplementedError(
             f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported. Give the "
@@ -57,25 +65,25 @@ def export(
         values = inputs.values() if isinstance(inputs, Mapping) else inputs
         if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
             raise NotImplementedError(
-                "An exported program takes tensors alone, and the example holds something else "
-                "(None, a flag): fix it in a module around the model, and fit that."
+                "An exported program only takes tensors, and the example holds something else "
+                "(None, a flag). Fix it in a module around the model, and fit that."
             )
-        chosen = chosen or default_link(fitted, inputs)
-        if chosen is not None and chosen.name == "exact":
+        chosen_link = chosen_link or default_link(fitted, inputs)
+        if chosen_link is not None and chosen_link.name == "exact":
             raise NotImplementedError(
                 'link="exact" decomposes covariances, which is not exported: use "pairwise".'
             )
-        program = _traced(_Predictive(fitted, inputs, chosen), inputs)
-        expected = LinkedFit(fitted, chosen).predictive(inputs, PredictionMethod())
+        program = _trace(_Predictive(fitted, inputs, chosen_link), inputs)
+        expected = LinkedFit(fitted, chosen_link).predictive(inputs, PredictionMethod())
         names, args, kwargs = _arguments(inputs)
         with torch.no_grad():
             answers = program.module()(*args, **kwargs)
-        _check(answers, expected, "torch.export")
+        _check_answers(answers, expected, "torch.export")
         with FORWARD_MODE:
             if path.suffix == ".onnx":
                 content = onnx_model(program, list(answers))
                 values_by_name = kwargs or dict(zip(names, args, strict=True))
-                _check(onnx_answers(content, values_by_name), expected, "The ONNX model")
+                _check_answers(onnx_answers(content, values_by_name), expected, "The ONNX model")
             else:
                 buffer = io.BytesIO()
                 torch.export.save(program, buffer)
@@ -99,7 +107,7 @@ class _Predictive(nn.Module):
         for index, (block, delta) in enumerate(blocks):
             if not isinstance(posterior.curvature.blocks.get(block.name), EigenKronecker):
                 raise NotImplementedError(
-                    "The closed form is exported of curvature kfac, ekfac and diag alone: fit one "
+                    "Only the closed form of curvature kfac, ekfac and diag is exported. Fit one "
                     "of these."
                 )
             head = LinearHead.from_posterior(block, posterior)
@@ -109,32 +117,33 @@ class _Predictive(nn.Module):
             self._store(f"U_A_{index}", head.U_A)
 
         def forward(*args: Tensor, **kwargs: Tensor) -> Answers:
-            is_whole = isinstance(example, OneArgument)
-            return self.answers(OneArgument(kwargs) if is_whole else kwargs or args)
+            if isinstance(example, OneArgument):
+                return self.predict(OneArgument(kwargs))
+            return self.predict(kwargs or args)
 
         # With `**kwargs` torch (2.15) writes programs that it cannot call, so every input has a
         # name of its own.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        named = [inspect.Parameter(name, kind) for name in _arguments(example)[0]]
-        forward.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
+        parameters = [inspect.Parameter(name, kind) for name in _arguments(example)[0]]
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         self.forward = forward
 
-    def answers(self, inputs: Inputs) -> Answers:
-        """The program's answers for the model's inputs."""
-        read: list[Tensor] = []
-        handle = self.network.get_submodule(self._layer).register_forward_hook(
-            lambda _, given, named, __: read.append(
-                given[0] if given else next(iter(named.values()))
-            ),
-            with_kwargs=True,
-        )
+    def predict(self, inputs: Inputs) -> Answers:
+        """Compute the program's results for the model's inputs."""
+        layer_inputs: list[Tensor] = []
+
+        def record(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
+            layer_inputs.append(args[0] if args else next(iter(kwargs.values())))
+
+        layer = self.network.get_submodule(self._layer)
+        handle = layer.register_forward_hook(record, with_kwargs=True)
         try:
             mean = call(self.network, inputs)
         finally:
             handle.remove()
         links = [] if self._link is None else [self._link]
         diagonal = required_moments(self.likelihood, links) == "variances"
-        covariance = self._covariance(read[0], diagonal)
+        covariance = self._covariance(layer_inputs[0], diagonal)
         if self._link is None:
             return self.likelihood.exported(mean, covariance)
         variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
@@ -143,9 +152,9 @@ class _Predictive(nn.Module):
         return {"logits": mean, "variance": variance, "probs": probs}
 
     def _store(self, name: str, value: Tensor | None) -> None:
-        """Register a tensor, of which the program has a copy."""
+        """Register a copy of a tensor as a buffer."""
         if value is not None:
-            # For a view the file would contain the tensor that it is a view of.
+            # The file of a view would contain the tensor that it is a view of.
             copy = value.clone(memory_format=torch.contiguous_format)
             self.register_buffer(name, copy)
 
@@ -165,18 +174,22 @@ class _Predictive(nn.Module):
 # ------------------------------------------------------------------- tracing, and the check
 
 
-def _traced(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram:
-    """The program, for any number of examples."""
-    # Of one example torch would take the 1 for a constant.
+def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram:
+    """Record the program, for any number of examples.
+
+    Raises:
+        NotImplementedError: If torch cannot trace the model.
+    """
+    # Two examples, since torch would treat a size of 1 as a constant.
     names, args, kwargs = _arguments(join([example, example]))
     shapes = {name: {0: torch.export.Dim("batch")} for name in names}
     try:
-        # Recording is torch's business of one thread.
+        # torch can only record in one thread at a time.
         with FORWARD_MODE, torch.no_grad():
             return torch.export.export(
                 module.eval(), args, kwargs, dynamic_shapes=shapes, strict=False
             )
-    # Whatever it raises: torch's own errors have no class in common.
+    # torch's errors have no common class.
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -188,8 +201,12 @@ def _traced(module: _Predictive, example: Inputs) -> torch.export.ExportedProgra
         ) from error
 
 
-def _check(answers: Answers, predicted: Distribution, source: str) -> None:
-    """Require that a program's answers for the example are those of `predict`."""
+def _check_answers(answers: Answers, predicted: Distribution, source: str) -> None:
+    """Require that a program's answers for the example are those of `predict`, up to rounding.
+
+    Raises:
+        RuntimeError: If they differ; it names the source of the program.
+    """
     if "probs" in answers:
         expected = {"probs": getattr(predicted, "probs", predicted.mean)}
     else:
@@ -207,7 +224,11 @@ def _check(answers: Answers, predicted: Distribution, source: str) -> None:
 
 
 def _arguments(inputs: Inputs) -> tuple[list[str], tuple[Tensor, ...], dict[str, Tensor]]:
-    """Names of the program's inputs, as the model has them, and those by position and by name."""
+    """Split inputs into arguments.
+
+    Returns:
+        The names of all arguments, the positional ones, and the keyword arguments.
+    """
     if isinstance(inputs, Mapping):
         return list(inputs), (), dict(inputs)
     if isinstance(inputs, Tensor):
@@ -217,24 +238,30 @@ def _arguments(inputs: Inputs) -> tuple[list[str], tuple[Tensor, ...], dict[str,
 
 
 def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
-    """The path of the one layer that is Bayesian and whose outputs are the network's."""
+    """Return the path of the only Bayesian layer, whose outputs are those of the network.
+
+    Raises:
+        NotImplementedError: If several layers are Bayesian, or the layer is not the last one or not
+            linear.
+    """
     blocks: Sequence[Block] = fitted.parameters.blocks
     layers = list(dict.fromkeys(block.layer for block in blocks))
     remedy = 'Fit with params="last_layer" a model that ends in an nn.Linear.'
     if len(layers) > 1:
         raise NotImplementedError(
-            "The predictive is exported of a posterior over the last layer alone, but "
+            "Only a posterior over the last layer is exported, but "
             f"{len(layers)} layers are Bayesian here: {', '.join(layers[:3])}"
             f"{', …' if len(layers) > 3 else ''}. {remedy}"
         )
     network = fitted.network()
     tap = Tap(network, blocks)
     outputs = tap.forward(example)
-    last, layer = tap.last_layer(outputs), network.get_submodule(layers[0])
+    last = tap.last_layer(outputs)
+    layer = network.get_submodule(layers[0])
     is_linear = all(block.rule.is_linear for block in blocks)
     if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:
         raise NotImplementedError(
-            f"The outputs are not those of {layers[0]} ({type(layer).__name__}) as a linear layer "
-            f"gives them, which the export needs. {remedy}"
+            f"The outputs are not those of {layers[0]} ({type(layer).__name__}) as a linear layer, "
+            f"which the export requires. {remedy}"
         )
     return layers[0]

@@ -66,7 +66,8 @@ class Header:
     @classmethod
     def from_fit(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
         """Collect the header of a fit; arguments and errors as `likelihood_to_json`."""
-        config, parameters = fitted.config, fitted.parameters
+        config = fitted.config
+        parameters = fitted.parameters
         noise = None
         if fitted.num_targets is not None:
             noise = {"num_targets": fitted.num_targets, "power": 2}

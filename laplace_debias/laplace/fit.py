@@ -37,7 +37,10 @@ def fit(
     resume: Path | None = None,
     progress: bool = False,
 ) -> FittedPosterior:
-    """Fit a posterior's curvature.
+    """Fit the curvature to data, and build the posterior of it.
+
+    The options and the data are checked first. With `resume`, sums are saved during the passes over
+    the data, and a fit that was interrupted continues from them.
 
     Args:
         state: The model, the options of the fit, and the prior.
@@ -45,13 +48,19 @@ def fit(
         scheme: Which data give the directions and the magnitudes.
         size: N, as far as it is known before the fit.
         mode: The name of the fit.
-        generator: Seeds sampled labels and what loaders draw.
-        resume: The folder of the checkpoint.
+        generator: Seeds sampled labels and the order of loaders.
+        resume: The folder of the checkpoint; None for none.
         progress: Whether to show progress bars.
+
+    Raises:
+        ValueError: If the options, the data and the model do not fit each other.
+        RuntimeError: Under autocast, or with TF32 products.
     """
-    check_before_fit(state, scheme, mode, generator, resume)
+    check_before_fit(state, scheme, mode, generator=generator, resume=resume)
     with torch.inference_mode(False):
-        prepared, scheme = prepare_fit(state, selected, scheme, size, mode, generator, progress)
+        prepared, scheme = prepare_fit(
+            state, selected, scheme, size, mode=mode, generator=generator, progress=progress
+        )
         if resume is None:
             return build_posterior(prepared, scheme.fit(prepared))
         identity = fit_identity(prepared, generator, getattr(scheme, "folds", None))
@@ -67,6 +76,7 @@ def check_before_fit(
     state: Unfitted | FittedPosterior,
     scheme: Scheme,
     mode: str,
+    *,
     generator: torch.Generator | None,
     resume: Path | None,
 ) -> None:
@@ -96,22 +106,32 @@ def prepare_fit(
     selected: ParameterBlocks | None,
     scheme: Scheme,
     size: TrainingSize,
+    *,
     mode: str,
     generator: torch.Generator | None,
     progress: bool,
 ) -> tuple[PreparedFit, Scheme]:
-    """Open the data, check the model on its first batch, and make sure that the posterior fits."""
-    ranks, config = current(), state.config
+    """Open the data, check the model on the first batch, and require memory for the posterior.
+
+    Returns:
+        The checked model and context of the fit, and the scheme with streams in place of its data.
+    """
+    ranks = current()
+    config = state.config
     bar = "fit" if progress else None
 
     def open_stream(data: Batches, description: str) -> Stream:
-        return state.spec.fit_stream(data, state.device, generator, description, bar)
+        return state.spec.fit_stream(
+            data, state.device, generator, description=description, progress=bar
+        )
 
-    # The labels' seed is drawn before the order of what is still to be read.
+    # The seed of the labels is drawn before the loaders draw the order of the data.
     fisher = config.fisher.seeded(generator, ranks)
     scheme = scheme.opened(open_stream)
     streams = [source for source in scheme.sources if isinstance(source, Stream)]
-    parameters, context = examine(state, selected, streams, scheme.reads_all, fisher)
+    parameters, context = examine(
+        state, selected, streams, reads_all=scheme.reads_all, fisher=fisher
+    )
     likelihood = state.spec.likelihood
     if likelihood.has_sigma and likelihood.is_assumed:
         likelihood = scheme.estimate_noise(context)
@@ -132,11 +152,12 @@ def prepare_fit(
     purpose = f"Nothing was fitted: the posterior of curvature={config.structure.name!r} takes"
     num_bytes = posterior_bytes(context, config.structure)
     check_memory(num_bytes, available_memory(context.device), purpose)
-    return PreparedFit(state, parameters, context, size, mode), scheme
+    prepared = PreparedFit(state, parameters, context, size=size, mode=mode)
+    return prepared, scheme
 
 
 def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ranks) -> TrainingSize:
-    """Replace the number of rows that a sampler has where examples have weights."""
+    """Drop the number of rows that a sampler has if examples have weights."""
     if not size.is_inferred:
         return size
     has_weights = [len(pair) > 2 for pair in stream.first]
@@ -152,7 +173,7 @@ def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ran
 
 
 def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
-    """Sum what each process inferred from its own loader."""
+    """Sum the sizes that the processes inferred from their own loaders."""
     if not size.is_inferred:
         return size
     sizes = ranks.exchange(size.num_data)
@@ -160,13 +181,15 @@ def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
 
 
 def _check_different_data(ranks: Ranks, first: list[tuple[Any, ...]]) -> None:
+    """Raise an error if two processes begin with the same batch."""
     marks = [mark_of(x, y) for x, y, *_ in first]
     check_all_different(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
 
 
 def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> FittedPosterior:
     """Build the posterior of a curvature, around the model's parameters and under its prior."""
-    state, parameters = prepared.state, prepared.parameters
+    state = prepared.state
+    parameters = prepared.parameters
     data = curvature_fit.totals
     num_data = _num_data(prepared.size, data.weight, prepared.mode)
     scale = num_data / data.weight
@@ -174,7 +197,8 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
     if state.spec.likelihood.has_sigma and state.config.fisher.kind != "empirical":
         num_targets = data.num_outputs * scale
     plain = state.spec.plain_model
-    mean, order = parameters.flattened(plain), parameters.order
+    mean = parameters.flattened(plain)
+    order = parameters.order
     prior = state.prior.to(mean.device).fitting(len(parameters.block_names), parameters.size)
     posterior = GaussianPosterior(
         mean=mean,
@@ -199,7 +223,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
 
 
 def _num_data(size: TrainingSize, weight: float, mode: str) -> int:
-    """N, where the examples that the fit read have a weight in all."""
+    """Determine N from its size before the fit and the total weight of the examples read."""
     if size.num_data is None:
         if int(weight) != weight:
             raise ValueError(

@@ -299,14 +299,20 @@ class Laplace(Predictor):
             size = scheme.training_size(num_data)
         else:
             scheme, size = scheme_of_mode(
-                self._state, train_loader, mode, num_data, generator, folder, folds
+                self._state,
+                train_loader,
+                mode,
+                num_data=num_data,
+                generator=generator,
+                resume=folder,
+                folds=folds,
             )
         fitted = fit(
             self._state,
             self._selected,
             scheme,
             size,
-            mode,
+            mode=mode,
             generator=generator,
             resume=folder,
             progress=progress,
@@ -352,7 +358,7 @@ class Laplace(Predictor):
             self._selected,
             scheme,
             size,
-            scheme.mode,
+            mode=scheme.mode,
             generator=generator,
             resume=folder,
         )
@@ -398,7 +404,7 @@ class Laplace(Predictor):
             >>> plan.check()
         """
         check_mode(mode, folds)
-        return plan_fit(self._state, self._selected, train_loader, mode, folds)
+        return plan_fit(self._state, self._selected, train_loader, mode=mode, folds=folds)
 
     # ------------------------------------------------- choosing the prior
 
@@ -710,7 +716,9 @@ class Laplace(Predictor):
         state = self._unchanged_fit
         if joint:
             return joint_moments(state, x, outputs, positions)
-        mean, covariances = moments(state, x, None, diagonal, outputs, positions)
+        mean, covariances = moments(
+            state, x, diagonal=diagonal, outputs=outputs, positions=positions
+        )
         return mean, covariances[0]
 
     def marginals(
@@ -975,12 +983,12 @@ class Laplace(Predictor):
         fitted = file.load(
             Path(path),
             model,
-            likelihood,
-            backend,
-            FisherType(fisher, mc_samples),
-            factor_dtype,
-            memory_bound,
-            batch,
+            likelihood=likelihood,
+            backend=backend,
+            fisher=FisherType(fisher, mc_samples),
+            factor_dtype=factor_dtype,
+            memory_bound=memory_bound,
+            batch=batch,
         )
         return cls.from_posterior(fitted)
 

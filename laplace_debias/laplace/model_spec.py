@@ -78,8 +78,15 @@ class ModelSpec:
         generator: torch.Generator | None = None,
         progress: str | None = None,
     ) -> Stream:
-        """Read data as pairs on a device; arguments as `Stream` takes them."""
-        return Stream(data, self.read_batch, generator, device, device, progress)
+        """Read data as pairs on a device; see `Stream` for the arguments."""
+        return Stream(
+            data,
+            self.read_batch,
+            generator,
+            device=device,
+            target_device=device,
+            progress=progress,
+        )
 
     def fit_stream(
         self,

@@ -31,7 +31,7 @@ _HOW_TO_CHOOSE = (
 )
 
 
-def estimate_noise(context: FitContext, parts: Sequence[Pairs]) -> Gaussian:
+def estimate_noise(context: FitContext, sources: Sequence[Pairs]) -> Gaussian:
     r"""Estimate the noise of each output by its residuals, and warn that it was not given.
 
     $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$, the most likely noise of output c at
@@ -42,19 +42,20 @@ def estimate_noise(context: FitContext, parts: Sequence[Pairs]) -> Gaussian:
 
     Args:
         context: The network and its loss.
-        parts: Pairs `(x, y)` or `(x, y, w)`, such as those of directions and of magnitudes.
+        sources: Pairs `(x, y)` or `(x, y, w)`, such as those of directions and of magnitudes.
     """
     sigma = None
-    if _num_outputs(context, parts[0]) > 1:
-        sigma = _residual_deviations(context, itertools.chain.from_iterable(parts))
+    if _num_outputs(context, sources[0]) > 1:
+        sigma = _residual_deviations(context, itertools.chain.from_iterable(sources))
     if sigma is None:
         warn(f"The noise of the regression is not known, sigma=1.0 is assumed. {_HOW_TO_CHOOSE}")
         return Gaussian()
     numbers = ", ".join(f"{number:.3g}" for number in sigma[:_LISTED].tolist())
-    more = ", …" if len(sigma) > _LISTED else ""
+    if len(sigma) > _LISTED:
+        numbers += ", …"
     warn(
         "The noise of the regression was not given. It is estimated by the residuals of each "
-        f"output: sigma=[{numbers}{more}]. {_HOW_TO_CHOOSE}"
+        f"output: sigma=[{numbers}]. {_HOW_TO_CHOOSE}"
     )
     return Gaussian.estimated(sigma)
 
@@ -72,7 +73,10 @@ def _num_outputs(context: FitContext, pairs: Pairs) -> int:
 
 
 def _residual_deviations(context: FitContext, pairs: Pairs) -> Float[Tensor, " outputs"] | None:
-    """Root-mean-square residuals per output over all processes; None where 1 is assumed."""
+    """Compute root-mean-square residuals per output; None if a residual or the data is zero.
+
+    The residuals are those of all processes.
+    """
     faults = Faults()
     sums: Tensor | None = None
     for number, (x, y, *weights) in enumerate(pairs, start=1):
@@ -83,10 +87,9 @@ def _residual_deviations(context: FitContext, pairs: Pairs) -> Float[Tensor, " o
                 chunk_sums = _chunk_sums(context, take(x, chunk), y[chunk], chunk_weights)
                 sums = chunk_sums if sums is None else sums + chunk_sums
     faults.read()
-    parts = context.ranks.exchange(None if sums is None else sums.tolist())
-    squares, output_squares, counts = torch.tensor(
-        [part for part in parts if part is not None], dtype=torch.float64
-    ).sum(0)
+    process_sums = context.ranks.exchange(None if sums is None else sums.tolist())
+    process_sums = [numbers for numbers in process_sums if numbers is not None]
+    squares, output_squares, counts = torch.tensor(process_sums, dtype=torch.float64).sum(0)
     # A residual of this size is the rounding of outputs and targets.
     rounding = _ROUNDINGS * torch.finfo(context.dtype).eps
     is_zero = squares <= rounding**2 * output_squares
@@ -98,7 +101,7 @@ def _residual_deviations(context: FitContext, pairs: Pairs) -> Float[Tensor, " o
 def _chunk_sums(
     context: FitContext, x: Inputs, targets: Tensor, weights: Tensor | None
 ) -> Float[Tensor, "3 outputs"]:
-    """Sums of squared residuals, of squared outputs and of weights, per output."""
+    """Sum squared residuals, squared outputs and weights, per output."""
     with torch.no_grad():
         outputs = call(context.network, move(x, context.device, None))
     check_outputs(outputs)

@@ -33,8 +33,8 @@ class ParameterBlocks:
         blocks: The curvature blocks, in the order in which the posterior holds them.
         replay_modules: For a parameter that is not measured at its layer, the paths of the modules
             whose calls read it, as `curvature_blocks` takes them.
-        order: Where the blocks' entries lie among the flattened parameters, `[D]`; None if they lie
-            there one after the other.
+        order: The index of each entry of the blocks among the flattened parameters, `[D]`; None
+            for the same order.
         block_names: The blocks' names; a single one if the curvature is one block.
         size: D, the number of Bayesian parameters.
     """
@@ -61,7 +61,7 @@ class ParameterBlocks:
         names = select_parameters(model, config.params, example)
         check_parameters(model, names)
         replay_modules = {} if replay_modules is None else replay_modules
-        blocks = curvature_blocks(model, names, config.joint, config.sharing, replay_modules)
+        blocks = curvature_blocks(model, names, config.joint, config.sharing, calls=replay_modules)
         if config.params == SUPPORTED:
             blocks = [block for block in blocks if not block.calls]
             supported = {name for block in blocks for name in block.parameters}
@@ -76,7 +76,7 @@ class ParameterBlocks:
         block_names = config.structure.block_names(blocks)
         order = parameter_order(model, names, blocks)
         size = sum(block.size for block in blocks)
-        return cls(names, blocks, replay_modules, order, block_names, size)
+        return cls(names, blocks, replay_modules, order, block_names=block_names, size=size)
 
     def verified(
         self,
@@ -84,15 +84,18 @@ class ParameterBlocks:
         model: nn.Module,
         config: CurvatureConfig,
         x: Inputs,
-        further: Iterable[Inputs] | None,
+        *,
+        all_inputs: Iterable[Inputs] | None,
     ) -> "ParameterBlocks":
-        """Compare the blocks with autograd on a few examples, and return those that hold.
+        """Compare the blocks with autograd on a few examples, and return those that are right.
 
-        The examples come from the first batch `x`, and from `further` batches if it does not use
-        all parameters (None if the data cannot be read again for them). A general selection, such
-        as `"all"`, leaves out parameters that the outputs do not depend on, with a warning.
+        The examples come from the first batch `x`, and from `all_inputs` if it does not use all
+        parameters (None if the data cannot be read again for them). A general selection, such as
+        `"all"`, leaves out parameters that the outputs do not depend on, with a warning.
         """
-        resolved = resolve(tap, self.names, x, config.joint, config.sharing, further or ())
+        resolved = resolve(
+            tap, self.names, x, config.joint, sharing=config.sharing, further=all_inputs or ()
+        )
         names = self.names
         replay_modules = resolved.calls
         if config.params == SUPPORTED and replay_modules:
@@ -100,7 +103,7 @@ class ParameterBlocks:
             replay_modules = {}
         if resolved.unused:
             names = [name for name in names if name not in resolved.unused]
-            outputs = "outputs of the first batch" if further is None else "outputs"
+            outputs = "outputs of the first batch" if all_inputs is None else "outputs"
             reason = (
                 f"The {outputs} do not depend on {list(resolved.unused)} by differentiable "
                 "operations (an unused branch, `detach`, `no_grad`)"
@@ -122,7 +125,7 @@ class ParameterBlocks:
         return ParameterBlocks.selected(model, replace(config, params=names), x, replay_modules)
 
     def flattened(self, model: nn.Module) -> Float[Tensor, " parameters"]:
-        """Return the present values, `[D]`, in the model's order, in single precision or wider."""
+        """Return the current values, `[D]`, in the model's order, in single precision or wider."""
         values = []
         for name in self.names:
             value = model.get_parameter(name).detach().flatten()

@@ -36,8 +36,8 @@ class GaussianPosterior:
         curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block.
         num_data: N, the number of training examples.
         prior: The prior N(μ, diag(δ)⁻¹).
-        order: Where the blocks' entries lie among the flattened parameters, `[D]`; None if they lie
-            there one after the other.
+        order: The index of each entry of the blocks among the flattened parameters, `[D]`; None
+            for the same order.
         temperature: T.
         curvature_bounds: The largest curvature of each block, by name; None to read the blocks.
     """
@@ -106,7 +106,8 @@ class GaussianPosterior:
         deltas = check_prior_precision(prior_precision, len(bounds))
         if len(deltas) == 1:
             deltas = deltas * len(bounds)
-        num_data, dtype = self.data_weight, self.curvature.dtype
+        num_data = self.data_weight
+        dtype = self.curvature.dtype
         tiny = torch.finfo(dtype).tiny
         for (name, curvature), delta in zip(bounds.items(), deltas, strict=True):
             highest = num_data * curvature + delta
@@ -246,12 +247,12 @@ def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:
 
 def _largest_curvature(name: str, block: CurvatureBlock) -> float:
     largest = 0.0
-    for part in ("U_G", "U_A", "U", "diagonal", "magnitudes"):
-        values = getattr(block, part, None)
+    for tensor_name in ("U_G", "U_A", "U", "diagonal", "magnitudes"):
+        values = getattr(block, tensor_name, None)
         if values is None or not values.numel():
             continue
         lowest, highest = torch.stack(torch.aminmax(values)).tolist()
-        is_magnitude = part in ("magnitudes", "diagonal")
+        is_magnitude = tensor_name in ("magnitudes", "diagonal")
         if not (math.isfinite(lowest) and math.isfinite(highest)):
             subject = "curvature of {} holds" if is_magnitude else "directions of {} hold"
             raise ValueError(
@@ -272,9 +273,10 @@ def _largest_curvature(name: str, block: CurvatureBlock) -> float:
 def standard_normal(
     shape: Sequence[int], like: Tensor, generator: torch.Generator | None
 ) -> Tensor:
-    """Standard normal numbers, of a tensor's dtype and on its device.
+    """Draw standard normal numbers, of a tensor's dtype and on its device.
 
-    They are drawn where the generator is, so that one on the CPU gives the same on every device.
+    They are drawn on the generator's device, so that a generator on the CPU gives the same numbers
+    on every device.
     """
     device = (like if generator is None else generator).device
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like)

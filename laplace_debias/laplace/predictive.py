@@ -151,8 +151,13 @@ class LinkedFit:
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """The predictive distribution."""
         if method.is_closed:
-            by = [] if self.link is None else [self.link]
-            mean, covariances = _moments_for_links(self.fitted, x, None, by, method.positions)
+            mean, covariances = _moments_for_links(
+                self.fitted,
+                x,
+                None,
+                links_used=[] if self.link is None else [self.link],
+                positions=method.positions,
+            )
             return links.predictive(self.likelihood, self.link, mean, covariances[0])
         with torch.inference_mode(False):
             if method.name == "map":
@@ -244,11 +249,11 @@ def _moments_for_links(
     fitted: FittedPosterior,
     x: Inputs | Record,
     prior_precisions: Tensor | None,
-    by: Collection[Link],
+    links_used: Collection[Link],
     positions: Positions | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the mean, and as much of the covariances as links need, within each position."""
-    required = links.required_moments(fitted.likelihood, by)
+    required = links.required_moments(fitted.likelihood, links_used)
     mean, covariances = linearised.moments(
         fitted,
         x,
@@ -264,7 +269,7 @@ def _moments_for_links(
 
 
 def predictives_by_links(
-    fitted: FittedPosterior, x: Inputs | Record, grid: Tensor, by: Sequence[Link]
+    fitted: FittedPosterior, x: Inputs | Record, grid: Tensor, links_used: Sequence[Link]
 ) -> Iterator[tuple[int, Distribution | ValueError]]:
     """Predict in closed form at every point of a grid, by every link, in one pass.
 
@@ -276,9 +281,9 @@ def predictives_by_links(
     """
     likelihood = fitted.likelihood
     temperatures = dict[str, list[float]]()
-    for link in by:
+    for link in links_used:
         temperatures.setdefault(link.name, []).append(link.temperature)
-    mean, covariances = _moments_for_links(fitted, x, grid, by)
+    mean, covariances = _moments_for_links(fitted, x, grid, links_used)
     chunk_size = max(1, _MAX_ENTRIES // covariances[0].numel())
     chunks: list[tuple[str, list[float]]] = []
     for name, values in temperatures.items():
@@ -287,7 +292,7 @@ def predictives_by_links(
         for start in range(0, len(values), step):
             chunks.append((name, values[start : start + step]))
     points = list(covariances)
-    if by:
+    if links_used:
         points.append(torch.zeros_like(covariances[0]))
     for index, covariance in enumerate(points):
         try:

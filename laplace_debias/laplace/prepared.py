@@ -69,14 +69,15 @@ def examine(
     Args:
         state: The model and the options of the fit.
         selected: The parameters that the model's structure shows; None to find them by an example.
-        streams: Checked pairs, of which the first is looked at and not lost.
-        reads_all: Whether the fit reads all of the data, so that all batches may be looked through
-            for parameters that the first one does not use.
+        streams: Checked pairs. The first batch is read, and the fit can read it again.
+        reads_all: Whether the fit reads all of the data, so that all batches may be searched for
+            parameters that the first one does not use.
         fisher: The Fisher matrix, seeded.
     """
     validate_model(state.spec.model)
     parameters, tap = _parameters_on_examples(state, selected, streams, reads_all)
-    config, blocks = state.config, parameters.blocks
+    config = state.config
+    blocks = parameters.blocks
     backend = choose_backend(state.spec.plain_model, config.backend, blocks)(tap, blocks)
     likelihood = NegativeLogLikelihood(state.spec.likelihood)
     context = FitContext(
@@ -96,11 +97,15 @@ def _parameters_on_examples(
     streams: Sequence[Stream],
     reads_all: bool,
 ) -> tuple[ParameterBlocks, Tap]:
-    """Return the parameters as the first batch confirms them, and a tap where they are measured.
+    """Check the parameters on the first batch.
 
-    A process without examples looks at those of the first process that has some.
+    A process without examples uses the batch of the first process that has some.
+
+    Returns:
+        The parameters, and the tap of the layers that they belong to.
     """
-    spec, config = state.spec, state.config
+    spec = state.spec
+    config = state.config
     first = _first_batch(streams[0])
     x, y, *_ = first[0]
     inputs = move(x, state.device, None)
@@ -114,15 +119,23 @@ def _parameters_on_examples(
                 f"from {selected.names}. The model has changed: build a new Laplace."
             )
     tap = Tap(spec.network(selected.names))
-    check_first_batch(tap.network, spec.likelihood, inputs, targets, spec.class_dim, config.fisher)
-    further = None
+    check_first_batch(
+        tap.network,
+        spec.likelihood,
+        inputs,
+        targets,
+        class_dim=spec.class_dim,
+        fisher=config.fisher,
+    )
+    all_inputs = None
     if reads_all and all(stream.is_reiterable for stream in streams):
-        further = chain.from_iterable(stream.extra_pass() for stream in streams)
-    return selected.verified(tap, plain, config, inputs, further), tap
+        all_inputs = chain.from_iterable(stream.extra_pass() for stream in streams)
+    return selected.verified(tap, plain, config, inputs, all_inputs=all_inputs), tap
 
 
 def _first_batch(stream: Stream) -> list[tuple[Any, ...]]:
-    ranks, first = current(), stream.first
+    ranks = current()
+    first = stream.first
     has_first = ranks.exchange(bool(first))
     if True not in has_first:
         raise ValueError("The data holds no example. Pass a loader with at least one batch.")

@@ -48,10 +48,12 @@ def check_resumable(
 def fit_identity(
     prepared: PreparedFit, generator: torch.Generator | None, folds: int | None
 ) -> dict[str, Any]:
-    """Collect what makes two fits the same, as plain data."""
-    spec, config, context = prepared.state.spec, prepared.config, prepared.context
+    """Collect everything that the sums of a fit depend on, besides the data, as plain data."""
+    spec = prepared.state.spec
+    config = prepared.config
+    context = prepared.context
     state = b"" if generator is None else generator.get_state().numpy().tobytes()
-    # Objects without a text of their own show their address.
+    # Objects without their own `__repr__` show their address.
     structure = re.sub(r" at 0x[0-9a-f]+", "", str(spec.plain_model))
     return {
         "model": hashlib.blake2b(structure.encode(), digest_size=8).hexdigest(),
@@ -71,7 +73,7 @@ def fit_identity(
         "device": context.device.type,
         "dtype": str(context.dtype),
         "number of processes": context.ranks.size,
-        # Other numbers of threads and processors round sums and eigenvectors in another way.
+        # Sums and eigenvectors round differently with other numbers of threads and processors.
         "threads": torch.get_num_threads(),
         "processor": torch.backends.cpu.get_cpu_capability(),
         "version of laplace-debias": _package_version(),

@@ -69,13 +69,13 @@ class Scheme(ABC):
 
     def estimate_noise(self, context: FitContext) -> Gaussian:
         """Estimate a regression's noise that was not given, from the data of an opened scheme."""
-        parts: list[Pairs] = []
+        sources: list[Pairs] = []
         for stream in self.sources:
             assert isinstance(stream, Stream)
             # The first pair of an iterator is not lost, the others would be.
             is_read_once = isinstance(stream.source, Iterator)
-            parts.append(stream.first if is_read_once else stream)
-        return estimate_noise(context, parts)
+            sources.append(stream.first if is_read_once else stream)
+        return estimate_noise(context, sources)
 
     @abstractmethod
     def opened(self, open_stream: OpenStream) -> "Scheme":
@@ -177,7 +177,8 @@ class Split(Scheme):
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit the directions to some data, and measure the magnitudes on the other."""
-        directions, magnitudes = as_stream(self.directions), as_stream(self.magnitudes)
+        directions = as_stream(self.directions)
+        magnitudes = as_stream(self.magnitudes)
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
 
 

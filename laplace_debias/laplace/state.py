@@ -34,7 +34,7 @@ class Unfitted:
 
     Attributes:
         spec: The model and its likelihood.
-        config: What a fit computes.
+        config: The options of a fit.
         parameters: The Bayesian parameters; None if only running an example finds them.
         prior: The prior of the first fit.
         temperature: T of the likelihood.
@@ -63,24 +63,24 @@ class Unfitted:
 
 @dataclass(frozen=True, eq=False)
 class FittedPosterior:
-    """A posterior with its model, and with what predictions and files need of the fit.
+    """A posterior with its model, and with the data of the fit that predictions and files need.
 
     Attributes:
         spec: The model and its likelihood.
-        config: What the fit computed.
+        config: The options of the fit.
         parameters: The Bayesian parameters and their blocks.
         posterior: The Gaussian, which owns the prior and the temperature.
         nll: The loss of the N examples, summed, in nats.
         frozen_fingerprint: A number for each tensor of the model that is not Bayesian.
         mode: The name of the fitting scheme.
-        num_targets: For a `Gaussian` likelihood and a curvature that is proportional to σ⁻², how
-            many numbers the targets of the N examples hold.
+        num_targets: For a `Gaussian` likelihood and a curvature that is proportional to σ⁻², the
+            number of entries of the targets of the N examples.
         link: How logits become probabilities; None for the default.
         change_detector: Detects changes of the tensors that are not Bayesian.
         tapped_copies: Working copies of the model that predictions use.
-        report: How far a fit of `mode="auto"` is from that of all the data.
-        thinned_at: The prior precision of each block from which on the error that `thin` reported
-            holds; None for a posterior with all its directions.
+        report: The estimated error of a fit of `mode="auto"`, compared with a fit to all data.
+        thinned_at: For each block the smallest prior precision for which the error reported by
+            `thin` is valid; None for a posterior with all its directions.
     """
 
     spec: ModelSpec
@@ -134,7 +134,8 @@ class FittedPosterior:
         Raises:
             RuntimeError: If the model has moved or changed, or under autocast.
         """
-        mean, names = self.posterior.mean, self.parameters.names
+        mean = self.posterior.mean
+        names = self.parameters.names
         check_no_autocast(mean.device)
         plain = self.spec.plain_model
         parameters = [plain.get_parameter(name).detach() for name in names]
@@ -218,7 +219,7 @@ def initial_state(
 
     Args:
         spec: The model and its likelihood.
-        config: What a fit computes; names of parameters may be those of a wrapped model.
+        config: The options of a fit; names of parameters may be those of a wrapped model.
         prior_precision: δ, one number or one per block.
         prior_mean: μ, one number or one per parameter.
         temperature: T of the likelihood.
@@ -237,7 +238,9 @@ def initial_state(
     prior = Prior.checked(prior_precision, prior_mean, device)
     if parameters is not None:
         prior = prior.fitting(len(parameters.block_names), parameters.size)
-    return Unfitted(spec, config, parameters, prior, checked_temperature(temperature))
+    return Unfitted(
+        spec, config, parameters, prior=prior, temperature=checked_temperature(temperature)
+    )
 
 
 def _checked_backend(backend: str, spec: ModelSpec) -> str:

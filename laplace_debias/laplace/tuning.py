@@ -1,4 +1,4 @@
-"""The findings of a search for the prior precision."""
+"""The result of a search for the prior precision."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ LOG_EVIDENCE = "log_marginal_likelihood"
 
 _COLUMNS = ("name", "prior_precision", "temperature", "difference", "half_width")
 _WIDE = 1e6
-"""A range that holds the best value of every trained network, largest over smallest."""
+"""Largest over smallest value of a range that is certain to contain a trained network's best."""
 
 
 class Comparison(list[Row]):
@@ -44,30 +44,30 @@ class Comparison(list[Row]):
 
 @dataclass(frozen=True, repr=False)
 class Tuning:
-    """The findings of a search for the prior precision.
+    """The result of a search for the prior precision.
 
     Attributes:
         prior_precision: The best value: one number, or one for each block, in the order of
             `Laplace.block_names`.
-        metric: What was optimised: a metric's name, or `"log_marginal_likelihood"`.
-        value: The metric there.
-        table: One row for each value tried, ascending: `prior_precision`, the metric, and from two
-            examples on its `standard_error` over the examples. If `sigma` was tuned with it,
-            `sigma_factor`: what the fit's sigma is multiplied by. With one prior precision a kind
-            or a block a row for each: its `name`, `prior_precision`, `num_parameters`, and
-            `num_determined`, how many of these the data determine.
+        metric: The name of the optimised metric, or `"log_marginal_likelihood"`.
+        value: The metric at the best value.
+        table: One row for each value tried, ascending: `prior_precision`, the metric, and its
+            `standard_error` over the examples if there are several. If `sigma` was tuned with it,
+            also `sigma_factor`, the number that the fit's sigma is multiplied by. With one prior
+            precision per kind of layer or block, one row for each: its `name`, `prior_precision`,
+            `num_parameters`, and `num_determined`, the number of these that the data determine.
         sigma: The noise that was tuned with it, one number or one per output; None if it was not.
         flat: The least and the greatest prior precision tried between which the metric differs from
-            the best by at most one standard error of that difference, paired over the examples. Of
-            the marginal likelihood: within half a nat. None for one example, and for several prior
-            precisions.
-        notes: What a user should know of the search: that it ended at a limit, say.
-        link: What makes probabilities of logits, tuned with it; None of the marginal likelihood and
-            of a regression.
+            the best by at most one standard error of that difference, paired over the examples. For
+            the marginal likelihood, by at most half a nat. None for one example, and for several
+            prior precisions.
+        notes: Remarks on the search, for example that it ended at a limit.
+        link: The link from logits to probabilities that was tuned with it; None for the marginal
+            likelihood and for a regression.
         compared: A row for each of the network, temperature scaling, and every link at T = 1 and at
             its best T, at its best prior precision of the grid: its `name`, `prior_precision` (None
-            without a posterior), `temperature`, the metric, the `difference` to what was chosen
-            and, of 95 %, its paired `half_width`. It prints as a table.
+            without a posterior), `temperature`, the metric, the `difference` from the choice and
+            the paired `half_width` of its 95 % interval. It prints as a table.
     """
 
     prior_precision: float | list[float]
@@ -92,38 +92,42 @@ class Tuning:
 
     @property
     def _summary(self) -> str:
-        name, sigma = self.metric.replace("_", " "), ""
+        metric = self.metric.replace("_", " ")
+        sigma = ""
         if self.sigma is not None:
-            each = ", ".join(f"{number:.3g}" for number in torch.tensor(self.sigma).flatten())
-            sigma = f" and sigma [{each}]" if isinstance(self.sigma, list) else f" and sigma {each}"
+            numbers = ", ".join(f"{number:.3g}" for number in torch.tensor(self.sigma).flatten())
+            if isinstance(self.sigma, list):
+                numbers = f"[{numbers}]"
+            sigma = f" and sigma {numbers}"
         if isinstance(self.prior_precision, list):
-            each = ", ".join(f"{row['name']} {row['prior_precision']:.3g}" for row in self.table)
-            return f"Prior precisions {each}{sigma}: {name} {self.value:.4g}."
-        plus = ""
+            values = ", ".join(f"{row['name']} {row['prior_precision']:.3g}" for row in self.table)
+            return f"Prior precisions {values}{sigma}: {metric} {self.value:.4g}."
+        error = ""
         for row in self.table:
             if row["prior_precision"] == self.prior_precision and "standard_error" in row:
-                plus = f" ± {row['standard_error']:.2g}"
-        by = "" if self.link is None else f", link {self.link}"
+                error = f" ± {row['standard_error']:.2g}"
+        link = "" if self.link is None else f", link {self.link}"
         return (
-            f"Prior precision {self.prior_precision:.3g}{sigma}{by}: {name} {self.value:.4g}{plus}."
+            f"Prior precision {self.prior_precision:.3g}{sigma}{link}: "
+            f"{metric} {self.value:.4g}{error}."
         )
 
     @property
     def _flatness(self) -> str:
-        """How sharp the optimum is, in words; empty where that is unknown."""
+        """A sentence on how sharp the optimum is; empty if that is unknown."""
         if self.flat is None:
             return ""
-        within = "half a nat" if self.metric == LOG_EVIDENCE else "one standard error"
+        margin = "half a nat" if self.metric == LOG_EVIDENCE else "one standard error"
         low, high = self.flat
         if self.all_alike:
             return (
-                f"All values from {low:.3g} to {high:.3g} score the same, within {within}: the "
+                f"All values from {low:.3g} to {high:.3g} score the same, within {margin}: the "
                 "examples are too few to distinguish them, or the network is untrained or broken. "
                 "Check its accuracy first."
             )
         if low == high:
-            return f"Every other value tried is worse by more than {within}."
-        sentence = f"Values from {low:.3g} to {high:.3g} score the same, within {within}."
+            return f"Every other value tried is worse by more than {margin}."
+        sentence = f"Values from {low:.3g} to {high:.3g} score the same, within {margin}."
         if high == max(row["prior_precision"] for row in self.table):
             sentence += (
                 " That is up to the largest value tried: the data show hardly any difference "
@@ -133,7 +137,7 @@ class Tuning:
 
     @property
     def message(self) -> str:
-        """The findings in words."""
+        """The result in words."""
         sentences = [self._summary]
         if self._flatness:
             sentences.append(self._flatness)
@@ -146,7 +150,7 @@ class Tuning:
         return " ".join([*sentences, *self.notes])
 
     def __str__(self) -> str:
-        """The findings, with a line for each, and `compared` as a table."""
+        """The result in lines, with `compared` as a table."""
         lines = [self._summary]
         if self._flatness:
             lines.append(self._flatness)
