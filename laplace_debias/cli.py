@@ -187,7 +187,7 @@ def _execute(module: Any, settings: Any, notes: Sequence[str]) -> None:
             print(note)
         module.run(settings)
         return
-    # What libraries and the user's own modules print goes elsewhere.
+    # Libraries and the user's own modules may print, too, which must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         for note in notes:
             print(note)

@@ -33,9 +33,9 @@ class FisherType:
             )
 
     def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
-        """The same with labels that a generator decides; torch's global one if None.
+        """Draw the seed of the labels from a generator; from torch's global one if None.
 
-        Of several processes the first one draws; where there are no labels to draw none does.
+        With several processes, the first one draws. If no labels are drawn, no seed is.
         """
         if self.kind != "mc":
             return self

@@ -1,4 +1,4 @@
-"""How far a fit to some of the data is from the fit to all of it."""
+"""The estimated error of a fit to some of the data, compared with a fit to all of it."""
 
 import math
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FitReport:
-    """How far a fit with `mode="auto"` is from the fit to all of the data.
+    """The estimated error of a fit with `mode="auto"`, compared with a fit to all of the data.
 
     An error is the relative error of the outputs' standard deviations, as the root mean square over
     inputs that had no part in the fit. It is estimated from the differences between folds, and
@@ -23,8 +23,8 @@ class FitReport:
         rounds: The number of examples and the error after each round.
         curve: The error if the fit's prior precision is multiplied by 1, 10, … 10⁴.
         error_by_block: The contribution of each block to the error, at the fit's prior precision.
-        continuation: What `Auto(after=)` continues from, as large as four fits' factors; None if
-            the tolerance was reached or all data was fitted.
+        continuation: The state that `Auto(after=)` continues from, as large as the factors of four
+            fits; None if the tolerance was reached or all data was fitted.
     """
 
     num_examples: int

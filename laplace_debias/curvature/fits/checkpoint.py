@@ -124,7 +124,7 @@ class Checkpoint:
 
     Args:
         folder: The folder, which exists or is made.
-        identity: What the fit depends on. It is compared with that of the state in the folder.
+        identity: The options that the sums of the fit depend on, compared with those in the folder.
         ranks: The processes that share the data.
 
     Raises:

@@ -39,7 +39,7 @@ class Likelihood(ABC):
         is_assumed: Whether `sigma` was not given.
         has_marginals: Whether `marginals` and `epistemic_variances` have a closed form.
         variances_suffice: Whether `predictive` depends on the variances of the outputs only.
-        outputs_meaning: What the network's outputs are, in messages.
+        outputs_meaning: The name of the network's outputs in messages.
         checks_shapes_only: Whether `check` uses only shape and dtype of the outputs, so that they
             may be on another device than the targets.
     """
