@@ -156,7 +156,7 @@ def scores_of_moments(
     means: Float[Tensor, "members *n outputs"],
     covariances: Float[Tensor, "members *n outputs outputs"],
 ) -> dict[str, Float[Tensor, "*n"]]:
-    """The scores `variance` and `instability` of an equal mixture of Gaussian logits, `[...]`.
+    """Compute the scores `variance` and `instability` of a mixture of Gaussian logits, `[...]`.
 
     For labels that apply or not, the variance is the mean over the labels, and the instability is
     that of the least stable one.
@@ -177,5 +177,5 @@ def scores_of_moments(
 
 
 def _without_event(predictive: Distribution) -> Any:
-    """The distributions of single labels, where several labels make one event."""
+    """Return the distributions of single labels, where several labels make one event."""
     return predictive.base_dist if isinstance(predictive, Independent) else predictive

@@ -96,7 +96,7 @@ def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihoo
 
 
 def _options(likelihood: Likelihood) -> dict[str, Any]:
-    """The options that members must share: all but the noise of a regression."""
+    """Return the options that members must share: all but the noise of a regression."""
     if likelihood.has_sigma:
         return {}
     config = likelihood_to_json(likelihood, may_be_own=True)

@@ -75,7 +75,7 @@ class Plan:
         check_memory(self.peak, self.available, subject)
 
     def summary(self) -> dict[str, Any]:
-        """The plan without its blocks, for JSON."""
+        """Return the plan without its blocks, for JSON."""
         summary = {**asdict(self), "num_blocks": len(self.blocks), "peak": self.peak}
         del summary["blocks"]
         return summary

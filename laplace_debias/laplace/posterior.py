@@ -146,7 +146,7 @@ class GaussianPosterior:
         return Permuted(blocks, self.order)
 
     def _blocks(self, function: Spectrum) -> BlockDiagonal[CurvatureBlock]:
-        """A function of P, block by block."""
+        """Compute a function of P, block by block."""
         deltas = dict(zip(self.curvature.blocks, self.deltas(), strict=True))
         return self.curvature.map(
             lambda name, block: block.apply(lambda L: function(self.data_weight * L + deltas[name]))
@@ -211,7 +211,7 @@ class GaussianPosterior:
         return log_probs.reshape(parameters.shape[:-1]).to(self.mean.dtype)
 
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """The log-determinant of P, float64, differentiable in δ; None for the posterior's own."""
+        """Compute log det P, float64, differentiable in δ; None for the posterior's own."""
         deltas = self.deltas(prior_precision).double()
         terms = []
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
@@ -224,7 +224,7 @@ class GaussianPosterior:
         return torch.stack(terms).sum()
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """The log-density of N(μ, δ⁻¹) at θ*, normalised, float64; μ is the prior's mean."""
+        """Compute the normalised log-density of N(μ, δ⁻¹) at θ*, float64; μ is the prior's mean."""
         deltas = self.deltas(prior_precision).double()
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
         quadratic = (deltas * self.squared_distances()).sum()

@@ -116,7 +116,7 @@ class LinkedFit:
     def draws(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Samples of the outputs, `[S, B, ..., C]`, logits divided by the temperature."""
+        """Draw samples of the outputs, `[S, B, ..., C]`, logits divided by the temperature."""
         if method.name == "glm":
             mean, covariance = self.moments(x, method, diagonal=False)
             return self.draws_of_moments(mean, covariance, method)
@@ -134,7 +134,7 @@ class LinkedFit:
         covariance: Float[Tensor, "batch all all"],
         method: PredictionMethod,
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Samples of Gaussian outputs, as `draws`; singular covariances are fine."""
+        """Draw samples of Gaussian outputs, as `draws`; singular covariances are fine."""
         eigenvalues, eigenvectors = eigh(covariance, "the functional covariance")
         root = eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
         flat = mean.flatten(1)
@@ -149,7 +149,7 @@ class LinkedFit:
         return prediction_context(self.fitted, x, positions, restricts_head=lambda path: True)
 
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
-        """The predictive distribution."""
+        """Compute the predictive distribution."""
         if method.is_closed:
             mean, covariances = _moments_for_links(
                 self.fitted,
@@ -165,7 +165,7 @@ class LinkedFit:
             return self.likelihood.mixture(self.draws(x, method))
 
     def marginals(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
-        """The predictive distribution of each target of a regression on its own."""
+        """Compute the predictive distribution of each target of a regression on its own."""
         if method.is_closed:
             return self.likelihood.marginals(*self.moments(x, method, diagonal=True))
         with torch.inference_mode(False):
@@ -322,7 +322,7 @@ def _closed_predictive(
 
 
 def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
-    """The link of a fit that none was chosen for, by the outputs of the first example."""
+    """Return the link of a fit that none was chosen for, by the outputs of the first example."""
     shape = torch.Size()
     if fitted.likelihood.activation == "softmax":
         with prediction_context(fitted, x) as context:
@@ -333,7 +333,7 @@ def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
 def within_positions(
     covariances: Float[Tensor, "*grid batch all all"], shape: torch.Size
 ) -> Float[Tensor, "..."]:
-    """The covariance of each position's outputs, `[..., B, T, C, C]`, from that of all of them."""
+    """Take each position's covariance, `[..., B, T, C, C]`, out of that of all outputs."""
     num_outputs = shape[-1]
     between_positions = covariances.unflatten(-1, (-1, num_outputs)).unflatten(
         -3, (-1, num_outputs)

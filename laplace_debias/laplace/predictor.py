@@ -34,7 +34,7 @@ class Predictor(ABC):
     def _linked_fits(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> list[LinkedFit]:
-        """The fit of every posterior with its link: the one passed, else its own or the default."""
+        """Return each fit with its link: the one passed, else its own or the default."""
 
     @property
     def likelihood(self) -> Likelihood:
@@ -52,7 +52,7 @@ class Predictor(ABC):
         link: str | Link | None = None,
         positions: Positions | None = None,
     ) -> Distribution:
-        """The predictive distribution p(y | x), batch shape `[B]`.
+        """Compute the predictive distribution p(y | x), batch shape `[B]`.
 
         Args:
             x: Inputs, `[B, ...]`: a tensor, several in a tuple, or a mapping or dataclass by name,
@@ -97,12 +97,12 @@ class Predictor(ABC):
     def _predict(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Distribution:
-        """The predictive by a method and a link that were checked."""
+        """Compute the predictive by a method and a link that were checked."""
         fits = self._linked_fits(x, method, link)
         return equal_mixture([fit.predictive(x, method) for fit in fits])
 
     def _checked_link(self, link: str | Link | None, method: PredictionMethod) -> Link | None:
-        """A user's link, which only the closed form takes; None stays."""
+        """Return a user's link, which only the closed form takes; None stays."""
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed:
             raise ValueError(
@@ -161,7 +161,7 @@ class Predictor(ABC):
     def _uncertainty(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Uncertainty:
-        """The uncertainty by a method and a link that were checked."""
+        """Compute the uncertainty by a method and a link that were checked."""
         if method.name == "map":
             raise ValueError(
                 'method="map" has one setting of the parameters and no uncertainty about them: use '

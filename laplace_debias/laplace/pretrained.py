@@ -55,7 +55,7 @@ def write_card(folder: Path, facts: Mapping[str, str], evaluation: Report | None
 
 
 def _section(facts: Mapping[str, str], evaluation: Report | None) -> str:
-    """The description of a posterior as Markdown."""
+    """Describe a posterior in Markdown."""
     lines = [
         "## Posterior",
         "",

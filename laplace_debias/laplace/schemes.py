@@ -26,7 +26,7 @@ OpenStream = Callable[[Batches, str], Stream]
 
 
 def as_stream(data: Batches) -> Stream:
-    """The data of an opened scheme, which is a stream."""
+    """Return the data of an opened scheme, which is a stream."""
     assert isinstance(data, Stream)
     return data
 

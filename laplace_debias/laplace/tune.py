@@ -234,7 +234,7 @@ class GridMetrics:
         return range(len(self.prior_precisions) - (1 if self.links else 0))
 
     def lowest(self, points: range, links: Sequence[int]) -> tuple[int, int]:
-        """The setting with the lowest value among these prior precisions and links, NaN left out.
+        """Return the setting with the lowest value among these points and links, without NaN.
 
         It is the first one of several with the same value.
         """

@@ -46,11 +46,11 @@ class Products:
         self._bar.close()
 
     def __call__(self, matrix: Float[Tensor, "columns *k"]) -> Float[Tensor, "rows *k"]:
-        """The operator times a vector or a matrix."""
+        """Multiply the operator with a vector or a matrix."""
         return self._multiply(self.operator, matrix)
 
     def adjoint(self, matrix: Float[Tensor, "rows *k"]) -> Float[Tensor, "columns *k"]:
-        """The operator's adjoint times a vector or a matrix."""
+        """Multiply the operator's adjoint with a vector or a matrix."""
         return self._multiply(self.operator.T, matrix)
 
     def _multiply(self, operator: LinearOperator, matrix: Tensor) -> Tensor:
@@ -70,12 +70,12 @@ class Products:
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
     def chunks(self, columns: int) -> Iterator[int]:
-        """The sizes of chunks of a number of columns."""
+        """Return the sizes of chunks of a number of columns."""
         for start in range(0, columns, self._chunk):
             yield min(self._chunk, columns - start)
 
     def columns(self) -> Iterator[tuple[slice, Float[Tensor, "rows k"]]]:
-        """All columns of the operator, chunk by chunk, each with the rows of its unit vectors."""
+        """Yield all columns of the operator in chunks, each with the rows of its unit vectors."""
         n = self.operator.shape[1]
         start = 0
         for size in self.chunks(n):

@@ -239,7 +239,7 @@ class Estimate(Result):
     def interval(
         self, level: float = 0.95
     ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-        r"""A confidence interval, value ± quantile · standard error, by Student's t.
+        r"""Compute a confidence interval, value ± quantile · standard error, by Student's t.
 
         Entry by entry, not jointly. An exact value gives the point; a single sample gives
         (−∞, ∞), because its spread is unknown.
@@ -266,7 +266,7 @@ class Estimate(Result):
 
     @classmethod
     def exact(cls, value: Float[Tensor, "*shape"], num_matvecs: int = 0) -> "Estimate":
-        """A value without error."""
+        """Wrap a value without error."""
         return cls(value, torch.zeros_like(value), num_matvecs)
 
 

@@ -89,7 +89,7 @@ class Scaled(Wrapper):
         return self.scalar * (self.operator @ matrix)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-        """The multiple of the operator that has this dtype and device."""
+        """Return the multiple of the operator that has this dtype and device."""
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 
@@ -162,7 +162,7 @@ class Transpose(Wrapper):
         return self.operator
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The adjoint of the converted operator: `product` belongs to the one before."""
+        """Return the adjoint of the converted operator: `product` belongs to the one before."""
         return self.operator.to(*args, **kwargs).T
 
     def _matmat(self, matrix: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class LinearOperator(ABC):
         return operator._matmat(other)
 
     def __rmatmul__(self, other: Tensor) -> Tensor:
-        """A row vector `[rows]` or rows `[k, rows]` times the operator."""
+        """Multiply a row vector `[rows]` or rows `[k, rows]` by the operator."""
         is_matrix = isinstance(other, Tensor) and other.ndim == 2
         return (self.T @ other.mT).mT if is_matrix else self.T @ other
 
@@ -245,7 +245,7 @@ class LinearOperator(ABC):
         )
 
     def to_dense(self) -> Float[Tensor, "rows columns"]:
-        """The matrix itself, `[rows, columns]`; costs as many products as columns."""
+        """Return the matrix itself, `[rows, columns]`; costs as many products as columns."""
         return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
 
     def to_scipy(self) -> Any:

@@ -48,7 +48,7 @@ class ParameterLayout:
         return sum(self.sizes)
 
     def range(self, name: str) -> range:
-        """The indices of a parameter's entries in the vector.
+        """Return the indices of a parameter's entries in the vector.
 
         Raises:
             KeyError: If there is no parameter of this name.
@@ -108,7 +108,7 @@ class ParameterLayout:
     def unflatten(
         self, tensor: Float[Tensor, " parameters"] | Float[Tensor, "parameters columns"]
     ) -> dict[str, Tensor]:
-        """The inverse of `flatten`: `[D]` to `[*shape]`, `[D, k]` to `[*shape, k]`, by name.
+        """Return the inverse of `flatten`: `[D]` to `[*shape]`, `[D, k]` to `[*shape, k]`, by name.
 
         Raises:
             ValueError: If the tensor has another number of rows.

@@ -33,7 +33,7 @@ class Cut:
     curvatures: Float[Tensor, "k k"]
 
     def __call__(self, *coordinates: Tensor | float) -> Tensor:
-        """The quadratic at points of the plane, at no product.
+        """Evaluate the polynomial at points of the plane, without a product.
 
         Args:
             *coordinates: For each of the k directions its coordinates, of shapes that broadcast:
@@ -56,7 +56,7 @@ class Cut:
         return self.value + a @ self.slopes + ((a @ self.curvatures) * a).sum(-1) / 2
 
     def minimizer(self) -> Float[Tensor, " k"]:
-        """The coordinates of its minimum, −C⁻¹s.
+        """Compute the coordinates of its minimum, −C⁻¹s.
 
         Raises:
             ValueError: If C is not positive definite, so that there is no minimum.
@@ -72,7 +72,7 @@ _WITHOUT_STEP = (
 
 
 def solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
-    """The solution of a small positive definite system `[k, k]`, by a Cholesky factor."""
+    """Compute the solution of a small positive definite system `[k, k]`, by a Cholesky factor."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     if info > 0:
         smallest = float(eigh(matrix, "the curvature in the subspace")[0][0])
@@ -188,7 +188,7 @@ class Quadratic:
     def regularized(
         self, weight_decay: float, on: Bool[Tensor, " dim"] | None = None
     ) -> "Quadratic":
-        r"""The same with $\tfrac{\beta}{2} \|\theta\|^2$ added (Eq. 1).
+        r"""Add weight decay, $\tfrac{\beta}{2} \|\theta\|^2$ (Eq. 1).
 
         Args:
             weight_decay: β ≥ 0. For a prior precision δ on N examples it is δ/N.
@@ -272,7 +272,7 @@ class Quadratic:
         directions: Float[Tensor, "dim *k"],
         at: Float[Tensor, " dim"] | None = None,
     ) -> Cut:
-        """The quadratic on the line or (hyper)plane through a position, as a polynomial.
+        """Restrict the quadratic to the line or (hyper)plane through a position.
 
         Costs one product for each direction, and one for a position other than θ₀; from then on
         any number of points costs none (Figure 1's plane: six numbers).
@@ -306,7 +306,7 @@ class Quadratic:
         preconditioner: LinearOperator | Callable[[Tensor], Tensor] | None = None,
         stop: Callable[[Iterate], bool | Tensor] | None = None,
     ) -> Float[Tensor, " dim"]:
-        """The step from θ₀ to the minimum, −(H + damping·I)⁻¹ g, which CG's steps sum to (Eq. 3).
+        """Compute −(H + damping·I)⁻¹ g, the step from θ₀ to the minimum (Eq. 3).
 
         Args:
             method: `"cg"`: conjugate gradients, truncated by `tol`, `max_iter` or `stop`; for the

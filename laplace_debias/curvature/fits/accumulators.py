@@ -80,7 +80,7 @@ class Accumulator(ABC):
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The sums by name: `table/block`, or `table//block` for the entries of a list, joined."""
+        """Return the sums by name: `table/block`, or `table//block` for a list, joined."""
         state: dict[str, Tensor] = {}
         for table, values in self.tables.items():
             for key, value in values.items():

@@ -42,7 +42,7 @@ def check_finite(sums: Mapping[Block, Factor]) -> None:
 
 
 def owners_of_blocks(context: FitContext) -> dict[Block, int]:
-    """The process that decomposes each block.
+    """Return the process that decomposes each block.
 
     Blocks are assigned by descending cost, each to the process with the least to do. A factor of d
     columns costs d³, a diagonal one nothing.
@@ -64,7 +64,7 @@ def owners_of_blocks(context: FitContext) -> dict[Block, int]:
 
 
 def with_all_blocks(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockTensors:
-    """The sums of this process for the blocks of all, in one order; a missing one is zero."""
+    """Return this process's sums for all blocks, in one order; missing sums are zero."""
     if context.ranks.size == 1:
         return dict(sums)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -83,7 +83,7 @@ def with_all_blocks(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockT
 
 
 def sum_over_processes(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockTensors:
-    """The blocks' sums over all processes, on each process."""
+    """Return the blocks' sums over all processes, on each process."""
     complete = with_all_blocks(context, sums)
     context.ranks.sum(list(complete.values()))
     return complete

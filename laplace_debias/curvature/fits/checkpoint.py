@@ -42,7 +42,7 @@ class Resumable(Protocol):
     """Sums that can be saved and put back."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The sums by name."""
+        """Return the sums by name."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put the sums of `state_dict` back."""

@@ -187,7 +187,7 @@ class ChunkRunner:
         totals.num_outputs += outputs[0].numel() * weight
 
     def _block_masks(self, record: BlockRecord, masks: Masks | None) -> Masks | None:
-        """The positions that take part, from those that hold no padding; None for all.
+        """Return the positions that take part, from those that hold no padding; None for all.
 
         Examples that do not take part in a layer that only some batches call count in no factor.
         """
@@ -202,7 +202,7 @@ class ChunkRunner:
 
 
 def _num_columns(context: FitContext, outputs: Tensor) -> int:
-    """The number of columns of one example's loss Hessian, from one example's outputs.
+    """Return the number of columns of one example's loss Hessian, from one example's outputs.
 
     Raises:
         ValueError: If these columns take more memory than may be granted.
@@ -241,7 +241,7 @@ def _complete_groups(blocks: Sequence[Block], added: set[RecordKey]) -> set[Reco
 
 
 def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:
-    """An error that says what to do when a chunk cannot be made smaller."""
+    """Return the error for a chunk that cannot be made smaller, with what to do."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return RuntimeError(
         f"Not enough memory for {chunk.size} example(s) ({reason}). Nothing was fitted. "

@@ -91,7 +91,7 @@ _MUCH_SMALLER = 0.7
 def fold_factor_sums(
     context: FitContext, folds: Sequence[Fold]
 ) -> tuple[list[FactorSums], DataTotals]:
-    """The factors of each fold, and the totals of all."""
+    """Compute the factors of each fold, and the totals of all."""
     sums_by_fold: list[FactorSums] = []
     totals = DataTotals()
     for fold in folds:
@@ -102,7 +102,7 @@ def fold_factor_sums(
 
 
 def total_factors(sums_by_fold: Sequence[FactorSums]) -> FactorSums:
-    """The factors of all folds together, for the blocks that this process owns."""
+    """Compute the factors of all folds together, for the blocks that this process owns."""
     return {
         block: (_total(sums_by_fold, block, 0), _total(sums_by_fold, block, 1))
         for block in sums_by_fold[0]
@@ -155,14 +155,14 @@ def crossfit_with_replicates(
 
 
 def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list[Block]:
-    """The blocks whose factors this process has, in the order of all."""
+    """Return the blocks whose factors this process has, in the order of all."""
     return [block for block in context.blocks if block in sums_by_fold[0]]
 
 
 def _mean_basis(
     sums_by_fold: Sequence[FactorSums], sizes: Sequence[float], block: Block
 ) -> Eigenbasis:
-    """The eigenbasis of a block's factors over all folds."""
+    """Compute the eigenbasis of a block's factors over all folds."""
     size = sum(sizes)
     eigenvalues_G, U_G = eigh(_total(sums_by_fold, block, 0) / size, f"factor G of {block.name}")
     eigenvalues_A, U_A = eigh(_total(sums_by_fold, block, 1) / size, f"factor A of {block.name}")
@@ -254,7 +254,7 @@ def crossfit_magnitudes(
 def _replicates(
     factors: Sequence[Factor], sizes: Sequence[float], mean_pair: Eigenpairs, precision: torch.dtype
 ) -> tuple[Float[Tensor, "*groups d"], list[Eigenpairs]]:
-    """The `crossfit_magnitudes` of a factor, and magnitudes and directions without each fold."""
+    """Compute `crossfit_magnitudes`, and magnitudes and directions without each fold."""
     magnitudes, U = mean_pair
     pairs: list[Eigenpairs] = []
     if U is None:
@@ -290,7 +290,7 @@ def _estimate_fold(
 
 
 def _other_folds(factors: Sequence[Factor] | Tensor, sizes: Sequence[float], fold: int) -> Factor:
-    """The mean factor of all folds but one."""
+    """Compute the mean factor of all folds but one."""
     total = reduce(operator.add, (*factors[:fold], *factors[fold + 1 :]))
     return total / (sum(sizes) - sizes[fold])
 
@@ -327,7 +327,7 @@ class _Subspace:
                 self._null_basis = U[:, rank:]
 
     def project(self, factor: Factor) -> Float[Tensor, "*groups r r"]:
-        """A factor in coordinates of the subspace."""
+        """Express a factor in coordinates of the subspace."""
         if isinstance(factor, GramFactor):
             return moments(factor.rows if self._basis is None else factor.rows @ self._basis)
         return factor if self._basis is None else self._basis.T @ factor @ self._basis
@@ -343,7 +343,7 @@ class _Subspace:
     def with_remainder(
         self, curvature: Float[Tensor, "*groups r"], factor: Factor
     ) -> Float[Tensor, "*groups d"]:
-        """A factor's curvature along a basis of the subspace, and along what remains."""
+        """Compute a factor's curvature along a basis of the subspace, and along what remains."""
         remainder = 0.0
         if isinstance(factor, GramFactor) and self.num_remaining > 1:
             trace = factor.rows.square().sum() + factor.residual_trace
@@ -351,7 +351,7 @@ class _Subspace:
         return F.pad(curvature, (0, self._num_magnitudes - curvature.shape[-1]), value=remainder)
 
     def lift(self, directions: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:
-        """An orthonormal basis of the subspace, followed by one of the null space if not thin."""
+        """Return an orthonormal basis of the subspace, then one of the null space if not thin."""
         if self._basis is None:
             return directions
         lifted = self._basis @ directions

@@ -130,7 +130,7 @@ class KeptRows(RowAccumulator):
         self.joined = self._join()
 
     def _join(self) -> Rows:
-        """All rows, of which there may be none; the list is emptied."""
+        """Return all rows, of which there may be none; the list is emptied."""
         rows: list[Rows] = self.sums
         if not rows:
             return torch.zeros(
@@ -191,7 +191,7 @@ class CountedRows(RowAccumulator):
 
 
 def read_rows_of_folds(context: FitContext, folds: Sequence[Fold]) -> tuple[list[Rows], DataTotals]:
-    """The Jacobian rows of each fold on this process, and the totals of all folds."""
+    """Return the Jacobian rows of each fold on this process, and the totals of all folds."""
     rows_by_fold: list[Rows] = []
     totals = DataTotals()
     for fold in folds:

@@ -61,7 +61,7 @@ class GramFactor:
         return self * (1 / number)
 
     def compressed(self) -> "GramFactor":
-        """The leading directions, if there are more rows than `max_rows`.
+        """Compute the leading directions, if there are more rows than `max_rows`.
 
         The trace of the others joins the remainder.
         """
@@ -73,7 +73,7 @@ class GramFactor:
         return GramFactor(vectors[:, num_dropped:].mT @ self.rows, trace, self.max_rows)
 
     def to(self, dtype: torch.dtype) -> "GramFactor":
-        """The same in another dtype."""
+        """Convert to another dtype."""
         return replace(self, rows=self.rows.to(dtype))
 
     @property
@@ -157,14 +157,14 @@ class Eigenbasis(NamedTuple):
 
 
 def num_remaining(U: Tensor) -> int:
-    """The number of directions that the last magnitude is for: d − r of thin ones, else one."""
+    """Count the directions that the last magnitude is for: d − r of thin ones, else one."""
     return U.shape[-2] - U.shape[-1] if is_thin(U) else 1
 
 
 def outer(
     curvature_G: Float[Tensor, "*groups d_out"], curvature_A: Float[Tensor, "*groups d_in"]
 ) -> Float[Tensor, "*groups d_out d_in"]:
-    """All products of two factors' curvatures, group by group."""
+    """Compute all products of two factors' curvatures, group by group."""
     return curvature_G.unsqueeze(-1) * curvature_A.unsqueeze(-2)
 
 
@@ -214,7 +214,7 @@ def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs
 
 
 def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:
-    """The eigenvectors, in place, each with a positive product with one fixed vector."""
+    """Return the eigenvectors, in place, each with a positive product with one fixed vector."""
     # The entries follow no pattern that eigenvectors have: a vector of ones would be orthogonal to
     # every [1, -1], and rounding would choose the sign.
     size = vectors.shape[-2]
@@ -224,7 +224,7 @@ def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r
 
 
 def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = None) -> int:
-    """The number of descending eigenvalues above the rounding of the computation's dtype."""
+    """Count the descending eigenvalues above the rounding of the computation's dtype."""
     if not len(values):
         return 0
     # In units of the largest eigenvalue, sums of rounded products have an error of a few units of
@@ -235,7 +235,7 @@ def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = 
 
 
 def resolution(precision: torch.dtype) -> float:
-    """The least gap of eigenvalues that determines eigenvectors, as a fraction of the largest."""
+    """Return the least relative gap of eigenvalues that determines eigenvectors."""
     return max(_RESOLUTION, 8 * torch.finfo(precision).eps)
 
 

@@ -63,7 +63,7 @@ def _decompose(
 
 
 def share_bases(context: FitContext, bases: dict[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
-    """The eigenbases of all blocks on every process, from those that each process owns."""
+    """Return the eigenbases of all blocks on every process, from those that each process owns."""
     if context.ranks.size == 1:
         return bases
     shared = context.ranks.share(bases, owners_of_blocks(context))

@@ -146,7 +146,7 @@ class FactorAccumulator(Accumulator):
         self.reduced = [self.reduce_side(_G), self.reduce_side(_A)]
 
     def reduce_side(self, side: int) -> dict[Block, Factor]:
-        """The sums of G (0) or A (1) over all processes, for the blocks that this one owns."""
+        """Sum G (0) or A (1) over all processes, for the blocks that this process owns."""
         context = self.context
         few_rows = self._join_few_rows(side)
         factors: dict[Block, Factor] = {**self.sums[side], **few_rows}
@@ -161,7 +161,7 @@ class FactorAccumulator(Accumulator):
         return {block: factors[block] for block in own_blocks}
 
     def _join_few_rows(self, side: int) -> dict[Block, GramFactor]:
-        """The rows of all processes, where these are so few that no matrix is made of them.
+        """Return the rows of all processes, where these are so few that no matrix is made of them.
 
         The other rows are added to the matrices.
         """
@@ -237,7 +237,7 @@ class ForwardPasses:
         self._positions: PositionFinder | None = None
 
     def __call__(self, x: Inputs, y: Tensor, accumulator: FactorAccumulator) -> Tensor:
-        """The outputs for a batch; the layers' inputs are added to the accumulator."""
+        """Compute the outputs for a batch; the layers' inputs are added to the accumulator."""
         context = self._context
         tap = self._tap
         outputs = tap.forward(move(x, context.device, None), graph=False)

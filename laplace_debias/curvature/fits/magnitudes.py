@@ -173,7 +173,7 @@ def drop_squares(context: FitContext, data: FitData) -> None:
 
 
 def coordinate_axes() -> Eigenbasis:
-    """The coordinate axes as directions, with no curvature of factors along them."""
+    """Return the coordinate axes as directions, with no curvature of factors along them."""
     return Eigenbasis(None, None, torch.ones(0), torch.ones(0))
 
 
@@ -182,7 +182,7 @@ def assemble(
     bases: dict[Block, Eigenbasis],
     table: dict[Block, Float[Tensor, "*groups d_out d_in"]] | None,
 ) -> BlockDiagonal:
-    """The curvature from directions and magnitudes, in the model's dtype; None for their own.
+    """Build the curvature from directions and magnitudes, in a dtype; None for their own.
 
     Bases and table are emptied on the way, so that no more than one block is there twice.
     """

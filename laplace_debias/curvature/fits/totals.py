@@ -33,7 +33,7 @@ class DataTotals:
         )
 
     def over(self, ranks: Ranks) -> "DataTotals":
-        """The totals over all processes.
+        """Return the totals over all processes.
 
         Raises:
             ValueError: If there is no example, or none with a weight above zero.

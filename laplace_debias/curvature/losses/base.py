@@ -81,28 +81,28 @@ class OutputLoss(ABC):
 
     @abstractmethod
     def count(self, targets: Tensor) -> float:
-        """The number that `reduction="mean"` divides by, for one batch."""
+        """Compute the number that `reduction="mean"` divides by, for one batch."""
 
     def counted(self, labels: Labels) -> Tensor | None:
-        """The mask of outputs that count, broadcasting to the outputs; None for all."""
+        """Return the mask of outputs that count, broadcasting to the outputs; None for all."""
         return None
 
     @abstractmethod
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The sum over the batch, a scalar; differentiable in the outputs."""
+        """Compute the sum over the batch, a scalar; differentiable in the outputs."""
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The gradient of `value` in the outputs."""
+        """Compute the gradient of `value` in the outputs."""
         with torch.enable_grad():
             f = outputs.detach().requires_grad_()
             return torch.autograd.grad(self.value(f, labels), f)[0]
 
     @abstractmethod
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """The Hessian of `value` in the outputs."""
+        """Compute the Hessian of `value` in the outputs."""
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """Columns `[K, B, ...]` whose outer products, example by example, add up to the `hessian`.
+        """Compute columns `[K, B, ...]` whose outer products add up to each example's `hessian`.
 
         A loss that has no such root in closed form raises a `TypeError`.
         """
@@ -112,7 +112,7 @@ class OutputLoss(ABC):
         )
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
-        """The gradient at labels drawn from the model's own distribution.
+        """Compute the gradient at labels drawn from the model's own distribution.
 
         Its outer product is, in expectation and example by example, the `hessian`. The loss must be
         a log-likelihood; see `has_distribution`.
@@ -141,7 +141,7 @@ class NegativeLogLikelihood(OutputLoss):
         self.likelihood.check(*flat_terms(outputs, targets))
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """The targets with a row for each term; which count, `[B, ..., 1]`; curvature weights.
+        """Return targets, a row for each term; the mask of those that count; curvature weights.
 
         The second is left out where all count and have weight 1, the third where all have.
         """
@@ -157,7 +157,7 @@ class NegativeLogLikelihood(OutputLoss):
         return (rows,) if counted is None else (rows, counted.reshape(*positions, -1))
 
     def count(self, targets: Tensor) -> float:
-        """The number of examples."""
+        """Count the examples."""
         return float(len(targets))
 
     def counted(self, labels: Labels) -> Tensor | None:
@@ -182,7 +182,7 @@ class NegativeLogLikelihood(OutputLoss):
         return placed.movedim(-1, self.class_dim)
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The likelihood's columns, each at one position and zero at all others."""
+        """Return the likelihood's columns, each at one position and zero at all others."""
         columns = _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
         positions = columns.shape[2:-1]
         if not positions:
@@ -203,7 +203,7 @@ class NegativeLogLikelihood(OutputLoss):
         return product
 
     def hessian_traces(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
-        """The trace of the Hessian of each example's loss, float64; 1 − Σ p² for a softmax."""
+        """Compute the trace of each example's loss Hessian, float64; 1 − Σ p² for a softmax."""
         batch = len(outputs)
         if len(labels) == 3 and labels[2].shape[-1] > 1:
             root = self.likelihood.hessian_root(outputs.double().flatten(0, -2))
@@ -224,7 +224,7 @@ class NegativeLogLikelihood(OutputLoss):
 
 
 def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
-    """Columns `[K, terms, C]` where the outputs are, `[K, B, ..., C]`, weighed by the labels."""
+    """Reshape columns `[K, terms, C]` to those of the outputs, and weight them by the labels."""
     columns = columns.unflatten(1, outputs.shape[:-1])
     columns = columns if len(labels) == 1 else columns * labels[1]
     return columns if len(labels) < 3 else columns * labels[2].sqrt().to(columns.dtype)

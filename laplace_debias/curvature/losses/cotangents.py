@@ -26,7 +26,7 @@ class Cotangents:
     class_dim: int | None = None
 
     def counted(self, targets: Tensor, ndim: int) -> Tensor | None:
-        """The mask of outputs that count, broadcasting to the outputs; None for all."""
+        """Return the mask of outputs that count, broadcasting to the outputs; None for all."""
         targets = targets_classes_last(targets, ndim, self.class_dim)
         if targets.ndim < ndim - 1:
             return None
@@ -39,7 +39,7 @@ class Cotangents:
         first: int,
         weights: Float[Tensor, " batch"] | None = None,
     ) -> tuple[Float[Tensor, "columns batch *outputs"], Tensor]:
-        """The cotangents of a batch, `[K, B, ...]`, and its loss, summed over examples, 0-d.
+        """Compute a batch's cotangents, `[K, B, ...]`, and its loss, summed over examples, 0-d.
 
         `first` is the position of the batch's first example in the data. Weights multiply the
         examples' losses, not the cotangents. Targets may be on the CPU if the

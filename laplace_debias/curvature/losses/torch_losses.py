@@ -22,7 +22,7 @@ REDUCTIONS = ("mean", "sum")
 
 
 def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) -> OutputLoss:
-    """The loss as the operators use it.
+    """Return the loss as the operators use it.
 
     A `Likelihood`'s is the mean of −log p(y | f) over examples, of outputs `[B, ..., C]`.
     `reduction` is that of a callable without such an attribute. With `takes_vectors` a callable of
@@ -126,7 +126,7 @@ class CrossEntropy(NegativeLogLikelihood):
             raise ValueError("Class probabilities must be finite and not negative.")
 
     def count(self, targets: Tensor) -> float:
-        """The sum of the weights of the targets that are not ignored."""
+        """Compute the sum of the weights of the targets that are not ignored."""
         if targets.is_floating_point():
             return targets.numel() / targets.shape[1]
         valid = targets[targets != self._ignore_index].long()
@@ -135,7 +135,7 @@ class CrossEntropy(NegativeLogLikelihood):
         return float(self._weight.to(targets.device, torch.float64)[valid].sum())
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """The map of v to T (p ∘ v − p pᵀv)."""
+        """Return the map of v to T (p ∘ v − p pᵀv)."""
         p = outputs.softmax(1)
         axis = 1 - outputs.ndim
         weighted = p
@@ -159,11 +159,11 @@ class SquaredError(OutputLoss):
         _check_like_outputs("MSELoss", outputs, targets)
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """The targets, with as many dimensions as the outputs."""
+        """Return the targets, with as many dimensions as the outputs."""
         return (columns_of(targets, ndim),)
 
     def count(self, targets: Tensor) -> float:
-        """The number of entries."""
+        """Count the entries."""
         return float(targets.numel())
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -176,7 +176,7 @@ class SquaredError(OutputLoss):
         return 2 * (outputs - labels[0].to(outputs.dtype))
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """The map of v to 2 v."""
+        """Return the map of v to 2 v."""
         return lambda v: 2 * v
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -237,7 +237,7 @@ class BinaryCrossEntropy(OutputLoss):
         return weight.to(targets).expand(targets.shape)
 
     def count(self, targets: Tensor) -> float:
-        """The number of entries, whatever their weights, as torch has it."""
+        """Count the entries, whatever their weights, as torch has it."""
         return float(targets.numel())
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -254,7 +254,7 @@ class BinaryCrossEntropy(OutputLoss):
         return total * outputs.sigmoid() - positive * targets
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """The map of v to T p (1 − p) ∘ v."""
+        """Return the map of v to T p (1 − p) ∘ v."""
         curvature = labels[1].to(outputs.dtype) * outputs.sigmoid() * (-outputs).sigmoid()
         return lambda v: curvature * v
 
@@ -296,7 +296,7 @@ class AnyLoss(OutputLoss):
         self._takes_vectors = takes_vectors
 
     def count(self, targets: Tensor) -> float:
-        """The number of examples."""
+        """Count the examples."""
         is_mean_of_fewer = (
             self.reduction == "mean"
             and self._ignore_index is not None
@@ -312,7 +312,7 @@ class AnyLoss(OutputLoss):
         return float(targets.shape[0])
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """The callable's value, times the number of examples if it is a mean."""
+        """Compute the callable's value, times the number of examples if it is a mean."""
         value = self._loss(outputs.squeeze(1) if self._takes_vectors else outputs, labels[0])
         if not isinstance(value, Tensor) or value.ndim != 0:
             description = type(value).__name__

@@ -240,11 +240,11 @@ class LossData:
         self.scale = loss_scale(self.loss, self.data, outputs)
 
     def first_index(self, batch: int, _: int) -> int:
-        """The index of a batch's first example among those of all processes."""
+        """Return the index of a batch's first example among those of all processes."""
         return self.data.firsts[batch]
 
     def batch_number(self, batch: int) -> int:
-        """The number of a batch, from 1."""
+        """Return the number of a batch, from 1."""
         return batch + 1
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:

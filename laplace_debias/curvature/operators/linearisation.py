@@ -77,7 +77,7 @@ class Lineariser:
             )
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
-        """The Hessian, in the parameters, of the loss's sum over a batch."""
+        """Compute the Hessian, in the parameters, of the loss's sum over a batch."""
         network = self._network
 
         def function(points: Tensors, tangents: Tensors) -> tuple:

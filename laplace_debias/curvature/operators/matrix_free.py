@@ -310,7 +310,7 @@ class EmpiricalFisher(CurvatureOperator):
 
 
 def _outer_products(gradients: Float[Tensor, "samples *outputs"]) -> OutputMap:
-    """The map of v to Σ_s g_s (g_sᵀ v), example by example."""
+    """Return the map of v to Σ_s g_s (g_sᵀ v), example by example."""
     rows = gradients.flatten(2) if gradients.ndim > 2 else gradients.unsqueeze(2)
 
     def product(v: Tensor) -> Tensor:

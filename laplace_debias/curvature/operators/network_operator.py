@@ -34,7 +34,7 @@ FEW_COLUMNS = 8
 
 
 def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
-    """The factor of a loss's sum over all data, whose targets are checked."""
+    """Check all targets, and return the factor of the loss's sum over all data."""
     total = 0.0
     like_first: torch.Size | None = None
     for batch in data:
@@ -213,7 +213,7 @@ class NetworkOperator(LinearOperator):
             return item
 
     def _chunks(self, item: Item, num_columns: int) -> list[slice]:
-        """The columns to multiply side by side."""
+        """Split columns into chunks that are multiplied at once."""
         size = self._chunk_size
         if size is None:
             bytes_per_column = item.num_bytes + self._network.num_parameters * self.dtype.itemsize

@@ -44,7 +44,7 @@ def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
 
 
 def _nodes(value: Tensor) -> Iterator[Any]:
-    """The nodes of the graph of automatic differentiation that a tensor hangs on."""
+    """Yield the nodes of the graph of automatic differentiation that a tensor depends on."""
     visited = set()
     stack = [value.grad_fn]
     while stack:
@@ -104,7 +104,7 @@ def _inject_at(node: Any, norms: Tensor) -> None:
 
 
 def _dimensions(node: Any, ndim: int) -> list[int]:
-    """The dimensions that a node's norms are over."""
+    """Return the dimensions that a node's norms are over."""
     # torch saves negative numbers as unsigned ones.
     return [(dim - 2**64 if dim >= 2**63 else dim) % ndim for dim in node._saved_dim]
 

@@ -33,7 +33,7 @@ __getattr__ = attributes_from(
 
 
 def curvature_structure(name: str, rank: float | None = None) -> "CurvatureStructure":
-    """The structure of a name, with a rank where it takes one."""
+    """Return the structure of a name, with a rank where it takes one."""
     if name not in STRUCTURES:
         raise ValueError(f"Unknown curvature={name!r}: use one of {', '.join(STRUCTURES)}.")
     structure = STRUCTURES[name]

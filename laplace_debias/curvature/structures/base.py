@@ -117,7 +117,7 @@ class CurvatureStructure(ABC):
         return None
 
     def block_names(self, blocks: Sequence[Block]) -> list[str]:
-        """The names of the posterior's blocks."""
+        """Return the names of the posterior's blocks."""
         return [block.name for block in blocks]
 
     @abstractmethod
@@ -132,7 +132,7 @@ class CurvatureStructure(ABC):
 
     @abstractmethod
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
-        """The passes of a fit, each to be run over one batch to measure its time and memory."""
+        """Return the passes of a fit, each to be run over one batch to measure its costs."""
 
     def num_trials(self, is_debiased: bool) -> int:
         """How often a fit makes the passes of a trial, per batch of each data set."""
@@ -140,10 +140,10 @@ class CurvatureStructure(ABC):
 
     @abstractmethod
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
-        """Bytes of each block; none if all parameters make a single block."""
+        """Count the bytes of each block; none if all parameters make a single block."""
 
     def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
-        """Bytes of the fitted curvature."""
+        """Count the bytes of the fitted curvature."""
         return sum(block.posterior for block in self.block_bytes(context, num_rows))
 
     @abstractmethod
@@ -151,11 +151,11 @@ class CurvatureStructure(ABC):
         """Bytes at most in each stage of a fit, by the stage's name."""
 
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
-        """The tensors of a block in a file; directions that are coordinate axes are left out."""
+        """Return a block's tensors in a file; directions that are coordinate axes are left out."""
         assert isinstance(block, EigenKronecker)
         tensors = {"U_G": block.U_G, "U_A": block.U_A, "magnitudes": block.magnitudes}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
-        """The block of its `tensors`."""
+        """Return the block of its `tensors`."""
         return EigenKronecker(tensors.get("U_G"), tensors.get("U_A"), tensors["magnitudes"])

@@ -32,11 +32,11 @@ class DenseCurvature(CurvatureStructure):
     is_dense = True
 
     def block_names(self, blocks: Sequence[Block]) -> list[str]:
-        """The name of the only block."""
+        """Return the name of the only block."""
         return [DENSE_BLOCK]
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
-        """The pass that computes the Jacobian rows."""
+        """Return the pass that computes the Jacobian rows."""
         return [partial(_rows_trial, context, data)]
 
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
@@ -64,7 +64,7 @@ def measure_along(
 
 
 def kept_row_bytes(workload: Workload) -> int:
-    """Bytes of the Jacobian rows that a fit keeps."""
+    """Count the bytes of the Jacobian rows that a fit keeps."""
     if workload.num_passes is None:
         return dense.KEPT_ROWS
     return min(dense.KEPT_ROWS, workload.num_passes * workload.row_bytes)

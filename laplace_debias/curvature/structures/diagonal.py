@@ -55,7 +55,7 @@ class DiagonalCurvature(CurvatureStructure):
         return self.fit(context, Fold(pairs, first_indices, size))
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
-        """The pass that measures the squares of the gradients."""
+        """Return the pass that measures the squares of the gradients."""
         return [partial(squares_trial, context, data)]
 
     def num_trials(self, is_debiased: bool) -> int:
@@ -63,7 +63,7 @@ class DiagonalCurvature(CurvatureStructure):
         return 1
 
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
-        """Bytes of each block's entries."""
+        """Count the bytes of each block's entries."""
         return [
             BlockBytes(
                 block.name,
@@ -75,6 +75,6 @@ class DiagonalCurvature(CurvatureStructure):
         ]
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
-        """Bytes of the only pass."""
+        """Count the bytes of the only pass."""
         magnitudes = sum(block.magnitudes for block in self.block_bytes(context))
         return {"curvature along the axes": magnitudes + workload.working_bytes}

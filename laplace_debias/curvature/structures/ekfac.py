@@ -57,7 +57,7 @@ class EkfacCurvature(FactoredCurvature):
         return self.leading(CurvatureFit(assemble(context, bases, table), totals))
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
-        """The pass that sums the factors, and the one that measures the magnitudes."""
+        """Return the pass that sums the factors, and the one that measures the magnitudes."""
         return [partial(factor_trial, context, data), partial(squares_trial, context, data)]
 
     def num_trials(self, is_debiased: bool) -> int:
@@ -65,7 +65,7 @@ class EkfacCurvature(FactoredCurvature):
         return 1
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
-        """Bytes of the factors, of their decompositions, and of the magnitudes."""
+        """Count the bytes of the factors, of their decompositions, and of the magnitudes."""
         stages = super().stage_bytes(context, workload)
         blocks = self.block_bytes(context, workload.num_rows)
         factors = sum(block.factors for block in blocks)

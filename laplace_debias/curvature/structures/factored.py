@@ -51,18 +51,18 @@ class FactoredCurvature(CurvatureStructure):
         return None if self.rank is None or isinstance(self.rank, float) else int(self.rank)
 
     def leading(self, fit: CurvatureFit) -> CurvatureFit:
-        """The fit with as many directions of each factor as the rank says."""
+        """Truncate each factor of a fit to the number of directions that the rank allows."""
         rank = self.rank
         if rank is None:
             return fit
         return replace(fit, curvature=fit.curvature.map(lambda _, block: block.leading(rank)))
 
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
-        """Bytes of each block's factors, magnitudes and posterior."""
+        """Count the bytes of each block's factors, magnitudes and posterior."""
         return [_factored_bytes(block, context, num_rows) for block in context.blocks]
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
-        """Bytes of the passes for the factors, and of their decompositions."""
+        """Count the bytes of the passes for the factors, and of their decompositions."""
         blocks = self.block_bytes(context, workload.num_rows)
         sums = workload.num_folds * sum(block.factors for block in blocks)
         decomposed = [
@@ -95,7 +95,7 @@ def _entries(factor: Factor) -> torch.Tensor:
 
 
 def _side_sizes(block: Block, counts: Sequence[int | None], side: int) -> tuple[int, int | None]:
-    """The number of entries of a factor, and the number of its rows; None for a matrix."""
+    """Return the number of entries of a factor, and the number of its rows; None for a matrix."""
     d = block.shape[side]
     shape = block.factor_shapes[side]
     num_rows = block.most_rows if block.is_streamed[side] else counts[side]
@@ -134,7 +134,7 @@ def _factored_bytes(block: Block, context: FitContext, num_rows: NumRows) -> Blo
 
 
 def _largest_matrix(block: Block, context: FitContext, num_rows: NumRows) -> int:
-    """Bytes of the largest matrix, or rows, that is decomposed for a block."""
+    """Count the bytes of the largest matrix, or rows, that is decomposed for a block."""
     counts = num_rows.get(block, (None, None))
     entries = [_side_sizes(block, counts, side)[0] for side in (0, 1) if not _is_axes(block, side)]
     return context.factor_dtype.itemsize * max(entries, default=0)

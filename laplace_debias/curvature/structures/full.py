@@ -58,12 +58,12 @@ class FullCurvature(DenseCurvature):
         return _assemble(context, values, U, totals)
 
     def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
-        """Bytes of all directions and magnitudes."""
+        """Count the bytes of all directions and magnitudes."""
         size = num_parameters(context)
         return context.dtype.itemsize * size * (size + 1)
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
-        """Bytes of the matrix or of all rows, and of the decomposition."""
+        """Count the bytes of the matrix or of all rows, and of the decomposition."""
         matrix = context.factor_dtype.itemsize * num_parameters(context) ** 2
         rows = 0
         num_matrices = EIGH_MATRICES

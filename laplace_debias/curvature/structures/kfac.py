@@ -49,11 +49,11 @@ class KfacCurvature(FactoredCurvature):
         return self.leading(CurvatureFit(curvature, totals))
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
-        """The pass that sums the factors."""
+        """Return the pass that sums the factors."""
         return [partial(factor_trial, context, data)]
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
-        """Bytes of the factors, of their decompositions, and of the second factors."""
+        """Count the bytes of the factors, of their decompositions, and of the second factors."""
         stages = super().stage_bytes(context, workload)
         if workload.is_debiased:
             blocks = self.block_bytes(context, workload.num_rows)

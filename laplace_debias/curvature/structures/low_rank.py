@@ -89,12 +89,12 @@ class LowRankCurvature(DenseCurvature):
         return _assemble(context, values, U, totals)
 
     def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
-        """Bytes of the directions and magnitudes."""
+        """Count the bytes of the directions and magnitudes."""
         size = num_parameters(context)
         return context.dtype.itemsize * min(self.num_directions, size) * (size + 1)
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
-        """Bytes of the rows, and of the directions while these are computed."""
+        """Count the bytes of the rows, and of the directions while these are computed."""
         rows = kept_row_bytes(workload)
         row_bytes = context.factor_dtype.itemsize * num_parameters(context)
         directions = min(row_bytes * self.num_directions, rows)
@@ -112,12 +112,12 @@ class LowRankCurvature(DenseCurvature):
         }
 
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
-        """The directions and magnitudes of the block in a file."""
+        """Return the directions and magnitudes of the block in a file."""
         assert isinstance(block, LowRankPlusDiagonal)
         return {"U": block.U, "magnitudes": block.magnitudes}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
-        """The block of its `tensors`."""
+        """Return the block of its `tensors`."""
         return LowRankPlusDiagonal(tensors["U"], tensors["magnitudes"], 0.0)
 
 

@@ -25,7 +25,7 @@ _BOUND_STEPS = 12
 def select(
     values: Tensor, vectors: Any, residuals: Tensor, *, k: int, end: str
 ) -> tuple[Tensor, Any, Tensor]:
-    """The k pairs at an end of the spectrum with their residuals, by descending value.
+    """Compute the k pairs at an end of the spectrum with their residuals, by descending value.
 
     The vectors are columns of a tensor or of an operator.
     """
@@ -45,7 +45,7 @@ def selected_pairs(
     status: Status,
     message: str,
 ) -> EigenPairs:
-    """The result with the k pairs at an end of the spectrum."""
+    """Return the result with the k pairs at an end of the spectrum."""
     values, vectors, residuals = select(values, vectors, residuals, k=k, end=end)
     return EigenPairs(
         values=values,
@@ -58,7 +58,7 @@ def selected_pairs(
 
 
 def dense_eigenpairs(products: Products, k: int, end: str) -> EigenPairs:
-    """The k pairs at an end of the spectrum, from the operator multiplied out."""
+    """Compute the k pairs at an end of the spectrum, from the operator multiplied out."""
     A = products.operator
     matrix = torch.cat([columns for _, columns in products.columns()], dim=1)
     check_symmetric(A, (matrix - matrix.T).abs(), float(matrix.norm(dim=0).max()))
@@ -260,7 +260,7 @@ def _check_products(max_matvecs: int, least: int, reason: str) -> None:
 
 
 def _far_end(products: Products, end: str, generator: torch.Generator | None) -> float:
-    """A bound of the opposite end of the spectrum: shifted by it, the requested end is largest."""
+    """Bound the opposite end of the spectrum: shifted by it, the requested end is largest."""
     if end == "magnitude":
         return 0.0
     A = products.operator
@@ -298,7 +298,7 @@ def eigsh(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> EigenPairs:
-    r"""The k extreme eigenpairs of a symmetric operator, from its products.
+    r"""Compute the k extreme eigenpairs of a symmetric operator, from its products.
 
     - `"lanczos"`: Lanczos with full reorthogonalisation and thick restarts, on the operator's
       device. Once all pairs have converged, a random direction orthogonal to them starts again, so

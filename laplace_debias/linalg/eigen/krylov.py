@@ -176,7 +176,7 @@ class KrylovBasis:
         self._coupling = torch.cat([self._coupling, row])
 
     def _orthogonalise(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The part orthogonal to V and W, and the coordinates in both."""
+        """Compute the part orthogonal to V and W, and the coordinates in both."""
         inside = torch.zeros(self.size, dtype=vector.dtype, device=vector.device)
         outside = torch.zeros(len(self._pending), dtype=vector.dtype, device=vector.device)
         for _ in range(_PASSES):
@@ -212,7 +212,7 @@ def order(values: Tensor, end: str) -> Tensor:
 
 
 def ritz_pairs(basis: KrylovBasis, end: str) -> RitzPairs:
-    """The Ritz pairs of a basis, those at an end of the spectrum first."""
+    """Compute the Ritz pairs of a basis, those at an end of the spectrum first."""
     values, combinations = eigh(basis.projected, "the projected operator")
     best = order(values, end).argsort(descending=True, stable=True)
     combinations = combinations[:, best]

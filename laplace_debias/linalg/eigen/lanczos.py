@@ -100,7 +100,7 @@ class CompletenessCheck:
 
 
 def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, end: str) -> int:
-    r"""The number of pairs after the requested ones that may be kept apart from a check.
+    r"""Return the number of pairs after the requested ones that may be kept apart from a check.
 
     They shorten it, because the other eigenvalues lie further off. But they must not contain a
     missed eigenvector: with one whose eigenvalue is among the requested, a Ritz vector of value θ
@@ -126,7 +126,7 @@ class SearchResult:
 
 
 def capacity(n: int, k: int, bytes_per_entry: int) -> int:
-    """The number of vectors in the basis of a search for k eigenpairs: many save products."""
+    """Return the size of the basis in a search for k eigenpairs: a large one saves products."""
     useful = max(4 * k, 256)
     affordable = _BASIS_BYTES // (n * bytes_per_entry)
     return min(n, max(k + 20, 2 * k, min(useful, affordable)))
@@ -196,7 +196,7 @@ def search(
 
 
 def _resolving(pairs: RitzPairs, k: int, end: str, goal: float) -> float:
-    """The residual, at least `goal` / 10, from which on a check is worthwhile.
+    """Return the residual, at least `goal` / 10, from which on a check is worthwhile.
 
     If eigenvalues are closer to each other than the residuals are small, the pairs are not yet the
     outermost ones, and the check shows others. It then costs more to go back than to have expanded

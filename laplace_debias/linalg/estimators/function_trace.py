@@ -21,7 +21,7 @@ def matrix_function_trace(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""The trace of a function of a symmetric operator, $\mathrm{tr} f(A) = \sum_i f(\lambda_i)$.
+    r"""Estimate $\mathrm{tr} f(A) = \sum_i f(\lambda_i)$ for a symmetric operator A.
 
     By stochastic Lanczos quadrature. The squared standard error is the sum of that of the mean over
     probes and the square of an estimate of the quadrature's bias, from the change between 71 % of
@@ -98,7 +98,7 @@ def logdet(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""The log-determinant of a symmetric positive definite operator, $\mathrm{tr} \log A$.
+    r"""Compute the log-determinant of a symmetric positive definite operator, $\mathrm{tr} \log A$.
 
     Exact for a structured operator (no products) and where `num_probes * num_steps` is at least n
     (n products) and n at most 16,384; else by stochastic Lanczos quadrature, whose standard error

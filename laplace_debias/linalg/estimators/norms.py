@@ -23,7 +23,7 @@ def frobenius_norm(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""The Frobenius norm of an operator, from its products.
+    r"""Compute the Frobenius norm of an operator, from its products.
 
     The square, $\mathbb{E}\|A\omega\|^2 = \|A\|_F^2$, is estimated without bias as a mean over
     spherical probes; the norm is its root, with the standard error of the square over twice the
@@ -76,7 +76,7 @@ def spectral_norm(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""The spectral norm (the largest singular value) of an operator, from its products.
+    r"""Compute the spectral norm (the largest singular value) of an operator, from its products.
 
     By Lanczos on A if it claims to be symmetric, else on $A^\top A$ (or $A A^\top$, the smaller),
     whose products count twice. The standard error is a bound, the residual's norm: the distance of

@@ -8,7 +8,7 @@ from torch import Tensor
 def mean_of(
     samples: Float[Tensor, "*shape count"],
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """The mean over the last dimension, its standard error, and the degrees of freedom of that.
+    """Compute the mean over the last dimension, its standard error and degrees of freedom.
 
     One sample: an infinite error, 0 degrees.
     """
@@ -23,7 +23,7 @@ def mean_of(
 def at_least_rounding(
     standard_error: Float[Tensor, "*shape"], magnitude: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """The standard error, or eight roundings of a sum's magnitude `Σ|terms|` where it is smaller.
+    """Raise a standard error to at least eight roundings of a sum's magnitude `Σ|terms|`.
 
     If every probe has the same value (for the diagonal of a diagonal matrix, or the trace of a
     matrix whose range a sketch contains) an estimate is exact but for rounding, which its spread
@@ -111,7 +111,7 @@ class QuadraticForms:
             self._num_probes += self._probes[-1].shape[1]
 
     def mean(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean, its standard error and the degrees of freedom of that.
+        """Compute the mean, its standard error and the degrees of freedom of that.
 
         One probe: an infinite error, 0 degrees.
         """
@@ -168,7 +168,7 @@ class SquaredNorms:
             self._num_images += self._images[-1].shape[1]
 
     def mean(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean, its standard error and the degrees of freedom of that.
+        """Compute the mean, its standard error and the degrees of freedom of that.
 
         One probe: an infinite error, 0 degrees.
         """
@@ -181,7 +181,7 @@ class SquaredNorms:
         return mean, at_least_rounding(standard_error, mean), degrees
 
     def _variance_by_pairs(self, samples: Float[Tensor, " count"]) -> Float[Tensor, ""]:
-        """The variance of a squared norm; 0 if the eigenvalues of M are similar."""
+        """Compute the variance of a squared norm; 0 if the eigenvalues of M are similar."""
         images = torch.cat(self._images, dim=1)
         gram = (images.T @ images).double().fill_diagonal_(0)
         trace_of_square = gram.square().sum() / (len(gram) * (len(gram) - 1))

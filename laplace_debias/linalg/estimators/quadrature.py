@@ -125,7 +125,7 @@ def lanczos_quadrature(
 
 
 def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """A function at the nodes with weight; 0 at the others."""
+    """Return a function at the nodes with weight; 0 at the others."""
     # Nodes without weight belong to steps after a Krylov space was exhausted.
     is_weighty = weights > 0
     values = function(nodes[is_weighty])

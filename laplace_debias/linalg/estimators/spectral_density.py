@@ -34,7 +34,7 @@ def spectral_density(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> SpectralDensity:
-    r"""The density of a symmetric operator's eigenvalues, by stochastic Lanczos quadrature.
+    r"""Estimate the density of a symmetric operator's eigenvalues by stochastic Lanczos quadrature.
 
     $\phi(\lambda) = \frac1n \sum_i \mathcal N(\lambda; \lambda_i, \sigma^2)$, with the sum over
     eigenvalues replaced by a quadrature's nodes and weights, one rule a probe. On the logarithmic
@@ -145,7 +145,7 @@ def spectral_density(
 def _grid(
     positions: Tensor, weights: Tensor, num_points: int, width: float | None
 ) -> tuple[Tensor, float]:
-    """The grid, and the width of the smoothing."""
+    """Return the grid, and the width of the smoothing."""
     # Weights of rounding size belong to no eigenvalue that the grid should contain.
     weighty = positions[weights > torch.finfo(weights.dtype).eps]
     low = float(weighty.min())
@@ -202,7 +202,7 @@ def moments(
 def spread_of_probes(
     powers: Float[Tensor, "4 points"], num_probes: int, size: int
 ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
-    r"""The variance of the mean over probes and its degrees of freedom, at every point.
+    r"""Compute the variance of the mean over probes and its degrees of freedom, at every point.
 
     A probe's value is $\omega^\top g\,\omega / n$, of variance $2\,\mathrm{tr}(g - \bar g)^2 / n^2$
     and with $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom; the
@@ -227,7 +227,7 @@ def quadrature_error(
     density: Float[Tensor, " points"],
     width: float,
 ) -> Float[Tensor, " points"]:
-    """An estimate of the error that few nodes cause, with a warning if it is large.
+    """Estimate the error that few nodes cause, with a warning if it is large.
 
     The change to a rule about as good as twice the steps, and the change of that rule from half of
     the steps, because it converges slowly next to zero on a logarithmic scale. The estimate is the

@@ -23,7 +23,7 @@ def trace(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""The trace of a square operator, from its products.
+    r"""Estimate the trace of a square operator from its products.
 
     All methods are unbiased, for operators that are not symmetric too.
 

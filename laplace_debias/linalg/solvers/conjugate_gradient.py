@@ -22,7 +22,7 @@ Preconditioner = LinearOperator | Callable[[Tensor], Tensor]
 
 
 def precondition(preconditioner: Preconditioner | None, residual: Tensor) -> Tensor:
-    """The preconditioner times residuals; the residuals themselves without one."""
+    """Compute the preconditioner times residuals; the residuals themselves without one."""
     if preconditioner is None:
         return residual
     if isinstance(preconditioner, LinearOperator):
@@ -224,7 +224,7 @@ def relative_progress(
 def _conjugate_directions(
     run: LineSearches, preconditioner: Preconditioner | None
 ) -> Iterator[Tensor]:
-    """The directions of the running right-hand sides, zero for the others; ends broken ones.
+    """Update the directions of the running right-hand sides, zero for the others; end broken ones.
 
     Each is computed from the present residual and the last direction, `[n, k]`.
     """
@@ -246,6 +246,6 @@ def _conjugate_directions(
 def _iterations(
     max_iter: int | None, A: LinearOperator, progress: bool, label: str
 ) -> Iterable[int]:
-    """The numbers of the iterations, with a progress bar."""
+    """Yield the numbers of the iterations, with a progress bar."""
     count = 10 * A.shape[0] if max_iter is None else whole(max_iter, "max_iter")
     return tqdm(range(count), desc=label, unit="iteration", leave=False, disable=not progress)

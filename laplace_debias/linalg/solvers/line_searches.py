@@ -143,12 +143,12 @@ class LineSearches:
         return True
 
     def iterate(self) -> Iterate:
-        """The present iterate."""
+        """Return the present iterate."""
         iteration = len(self._history["step_sizes"])
         return Iterate(iteration, self._shaped(self._x), self._direction, **self._history)
 
     def solution(self, otherwise: Status) -> Solution:
-        """The solution so far; `otherwise` is the status of those still running."""
+        """Return the solution so far; `otherwise` is the status of those still running."""
         self.end(True, otherwise)
         no_step = self._shaped(self._x[:0])
         history: dict[str, Any] = {

@@ -115,7 +115,7 @@ def neumann(
 
 
 def _statuses(has_grown: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
-    """The reason to stop of each right-hand side, from numbers or `[k]`."""
+    """Return the reason to stop of each right-hand side, from numbers or `[k]`."""
     statuses = []
     for grown, solved in zip(has_grown.reshape(-1), is_solved.reshape(-1), strict=True):
         if grown:

@@ -30,7 +30,7 @@ def sample_gaussian(
     max_iter: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "samples n"]:
-    r"""Samples $\mu + P^{-1/2} z$ of $\mathcal N(\mu, P^{-1})$ with z standard normal.
+    r"""Draw samples $\mu + P^{-1/2} z$ of $\mathcal N(\mu, P^{-1})$ with z standard normal.
 
     For a **matrix-free posterior** take $P = N \cdot \mathrm{GGN} + \delta I$, N the number of
     training examples and δ the prior precision. It only takes products with P: no matrix of D²
@@ -69,7 +69,7 @@ def sample_gaussian(
 def inverse_sqrt(
     A: LinearOperator, *, tol: float = 1e-6, max_iter: int | None = None
 ) -> LinearOperator:
-    r"""The **symmetric positive definite** root of the inverse, $R A R = I$, of such an operator.
+    r"""Return the **symmetric positive definite** root R of the inverse of A, $R A R = I$.
 
     In closed form for structured operators; the result is structured again. For any other, an
     operator whose products are computed by Lanczos from the vector b itself,
@@ -160,7 +160,7 @@ class InverseRoot(SelfAdjoint):
         return torch.stack([product for product, _ in columns], dim=1)
 
     def _times(self, products: Products, column: Tensor) -> tuple[Tensor, float]:
-        """The product with a column, and its relative error."""
+        """Compute the product with a column, and its relative error."""
         length = column.norm()
         if length == 0:
             return torch.zeros_like(column), 0.0

@@ -24,23 +24,23 @@ from laplace_debias.operators.structures.wrappers import Assumed, Permuted
 
 
 def exact_trace(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """The trace of an operator `[n, n]`, None without a closed form."""
+    """Compute the trace of an operator `[n, n]`, None without a closed form."""
     return or_none(_trace, operator)
 
 
 def exact_diagonal(operator: LinearOperator) -> Float[Tensor, " n"] | None:
-    """The diagonal of an operator `[n, n]`, None without a closed form."""
+    """Compute the diagonal of an operator `[n, n]`, None without a closed form."""
     return or_none(_diagonal, operator)
 
 
 def exact_frobenius_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """The root of the sum of all squared entries, None without a closed form."""
+    """Compute the root of the sum of all squared entries, None without a closed form."""
     values = operator.matrix if isinstance(operator, Dense) else eigenvalues(operator)
     return None if values is None else values.norm()
 
 
 def exact_spectral_norm(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """The largest singular value of an operator `[m, n]`, None without a closed form."""
+    """Compute the largest singular value of an operator `[m, n]`, None without a closed form."""
     if isinstance(operator, Dense):
         return torch.linalg.matrix_norm(operator.matrix, 2)
     values = eigenvalues(operator)

@@ -26,7 +26,7 @@ from laplace_debias.operators.structures.wrappers import Assumed, Permuted, assu
 
 
 def exact_inverse(operator: LinearOperator) -> LinearOperator | None:
-    """The inverse of an operator `[n, n]`, in the same structure; None without a closed form.
+    """Invert an operator `[n, n]` in the same structure; None without a closed form.
 
     Raises:
         ValueError: If the operator is singular.
@@ -35,7 +35,7 @@ def exact_inverse(operator: LinearOperator) -> LinearOperator | None:
 
 
 def exact_logdet(operator: LinearOperator) -> Float[Tensor, ""] | None:
-    """The logarithm of the determinant of a symmetric operator, None without a closed form.
+    """Compute log det of a symmetric operator; None without a closed form.
 
     Raises:
         ValueError: If an eigenvalue is not positive.
@@ -141,7 +141,7 @@ def _checked_reciprocal(values: Tensor) -> Tensor:
 
 
 def _resolved_reciprocal(values: Tensor) -> Tensor:
-    """The reciprocals of computed eigenvalues, which are known to rounding of the largest one.
+    """Take reciprocals of eigenvalues whose error is the rounding of the largest one.
 
     The condition allowed is that of a dense matrix.
     """

@@ -61,7 +61,7 @@ def all_square(operators: Collection[LinearOperator]) -> Collection[LinearOperat
 def exact_eigh(
     operator: LinearOperator,
 ) -> tuple[Float[Tensor, " n"], LinearOperator] | None:
-    """All eigenpairs of a symmetric operator `[n, n]` in any order, None without a closed form.
+    """Decompose a symmetric operator `[n, n]`, in any order; None without a closed form.
 
     The eigenvectors are the columns of an orthogonal operator. Dense matrices and dense factors are
     decomposed; the vectors of a composed operator stay composed.
@@ -70,12 +70,12 @@ def exact_eigh(
 
 
 def eigenvalues(operator: LinearOperator) -> Tensor | None:
-    """All eigenvalues of a symmetric operator in any order, None without a closed form."""
+    """Compute all eigenvalues of a symmetric operator in any order, None without a closed form."""
     return or_none(all_eigenvalues, operator)
 
 
 def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
-    """The symmetric positive semi-definite root R with R R = A, None without a closed form.
+    """Compute the symmetric positive semi-definite root R with R R = A, None without a closed form.
 
     Eigenvalues that are negative by no more than rounding count as zero.
 
@@ -86,7 +86,7 @@ def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
 
 
 def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
-    """A lower bound of the eigenvalues of a symmetric operator `[n, n]`, or None if none is known.
+    """Bound the eigenvalues of a symmetric operator `[n, n]` from below; None without a bound.
 
     By Weyl's inequality the bounds of a sum's terms add up. An operator that claims to be positive
     semi-definite has the bound 0.

@@ -56,7 +56,7 @@ class Dense(Composed):
         return self.matrix @ matrix
 
     def to_dense(self) -> Float[Tensor, "m n"]:
-        """A copy of the matrix, `[m, n]`."""
+        """Return a copy of the matrix, `[m, n]`."""
         return self.matrix.clone()
 
 

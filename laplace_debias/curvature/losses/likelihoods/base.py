@@ -80,7 +80,7 @@ class Likelihood(ABC):
     def hessian_root(
         self, outputs: Float[Tensor, "batch outputs"]
     ) -> Float[Tensor, "columns batch outputs"]:
-        """Columns `s_k` with `Σ_k s_k s_kᵀ = ∇²_f ℓ`, `[K, B, C]`, in closed form."""
+        """Compute columns `s_k` with `Σ_k s_k s_kᵀ = ∇²_f ℓ`, `[K, B, C]`, in closed form."""
 
     @abstractmethod
     def sample(
@@ -116,7 +116,7 @@ class Likelihood(ABC):
         """p(y) averaged over samples of the outputs (Eq. 18)."""
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """The mask of targets that count, `[B]`; None for all."""
+        """Return the mask of targets that count, `[B]`; None for all."""
         return None
 
     def curvature_weights(self, targets: Tensor) -> Float[Tensor, "batch weights"] | None:
@@ -138,7 +138,7 @@ class Likelihood(ABC):
         return counted is None or bool(counted.any())
 
     def hessian_trace(self, outputs: Float[Tensor, "batch outputs"]) -> Float[Tensor, " batch"]:
-        """The trace of ∇²_f ℓ of every example, `[B]`, float64."""
+        """Compute the trace of ∇²_f ℓ of every example, `[B]`, float64."""
         return self.hessian_root(outputs.double()).square().sum((0, 2))
 
     def gradient(
@@ -231,7 +231,7 @@ class Likelihood(ABC):
         return "mean negative log-likelihood", self
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":
-        """The likelihood with a noise that was given.
+        """Return the likelihood with this noise.
 
         Raises:
             ValueError: If the likelihood has no `sigma`.
@@ -259,14 +259,14 @@ class Likelihood(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no exported form.")
 
     def describe(self) -> str:
-        """The likelihood in a line, as a `Laplace` prints it."""
+        """Return the likelihood in a line, as a `Laplace` prints it."""
         return self.name or type(self).__name__
 
     def warn_of_outputs(self, network: nn.Module, outputs: Float[Tensor, "*batch outputs"]) -> None:  # noqa: B027 (most have no doubt)
         """Warn if a network's first outputs are probably not what the likelihood takes."""
 
     def options(self) -> dict[str, Any]:
-        """The instance's arguments as plain data (JSON), for a posterior file.
+        """Return the instance's arguments as plain data (JSON), for a posterior file.
 
         For a user's class, a file holds them with the class's import path, and `Laplace.load`
         rejects an instance in which one of them differs. Empty by default.

@@ -27,7 +27,7 @@ class _Sigmoids(Likelihood):
     variances_suffice = True
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """The binary cross-entropy, a mean over examples and labels."""
+        """Compute the binary cross-entropy, a mean over examples and labels."""
         return "mean binary cross-entropy", nn.BCEWithLogitsLoss()
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
@@ -35,7 +35,7 @@ class _Sigmoids(Likelihood):
         warn_of_sigmoid(network, outputs)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""The C columns of $\mathrm{diag}(\sqrt{p(1-p)})$."""
+        r"""Compute the C columns of $\mathrm{diag}(\sqrt{p(1-p)})$."""
         return torch.diag_embed(_deviations(outputs)).movedim(-1, 0)
 
     def hessian_trace(self, outputs: Tensor) -> Tensor:
@@ -77,13 +77,13 @@ class Bernoulli(_Sigmoids):
         check_length(self.positive_weight, 1, "positive_weight")
 
     def options(self) -> dict[str, Any]:
-        """The weight of the positives, if there is one."""
+        """Return the weight of the positives, if there is one."""
         if self.positive_weight is None:
             return {}
         return {"positive_weight": self.positive_weight.item()}
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The positives' probability, without a dimension for the single label."""
+        """Compute the positives' probability, without a dimension for the single label."""
         return logits[..., 0].sigmoid()
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -137,7 +137,7 @@ class Bernoulli(_Sigmoids):
         return BernoulliDistribution(logits=logits[..., 0])
 
     def mixture(self, samples: Tensor) -> BernoulliDistribution:
-        """The mean of the sigmoids."""
+        """Compute the mean of the sigmoids."""
         return BernoulliDistribution(probs=samples[..., 0].sigmoid().mean(0))
 
 
@@ -243,7 +243,7 @@ class MultiLabel(_Sigmoids):
         return _curvature_weights(labels, self.label_weights, self.positive_weights)
 
     def counted(self, targets: Tensor) -> Tensor:
-        """The targets that are not `ignore_index` for every label."""
+        """Return the targets that are not `ignore_index` for every label."""
         # In a narrow unsigned type −100 would wrap around to another number.
         return (columns_of(targets).double() != self.ignore_index).any(-1)
 
@@ -256,7 +256,7 @@ class MultiLabel(_Sigmoids):
         return Independent(BernoulliDistribution(logits=logits), 1)
 
     def mixture(self, samples: Tensor) -> Independent:
-        """The means of the sigmoids: each label's own probability, labels taken as independent."""
+        """Average the sigmoids of each label; the labels are independent."""
         return Independent(BernoulliDistribution(probs=samples.sigmoid().mean(0)), 1)
 
 

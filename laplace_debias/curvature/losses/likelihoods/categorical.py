@@ -87,7 +87,7 @@ class Categorical(Likelihood):
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """The cross-entropy, a mean over examples."""
+        """Compute the cross-entropy, a mean over examples."""
         return "mean cross-entropy", nn.CrossEntropyLoss()
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
@@ -189,7 +189,7 @@ class Categorical(Likelihood):
         return losses * counted
 
     def counted(self, targets: Tensor) -> Tensor:
-        """The targets that are not `ignore_index`, nor of weight zero."""
+        """Return the targets that are not `ignore_index`, nor of weight zero."""
         counted = self._not_ignored(targets)
         weights = self.curvature_weights(targets) if self.class_weights is not None else None
         return counted if weights is None else counted & (weights.reshape(counted.shape) > 0)
@@ -220,7 +220,7 @@ class Categorical(Likelihood):
         return (omega * self._not_ignored(targets)).unsqueeze(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""The Cholesky factor of $\mathrm{diag}(p) - pp^\top$: C−1 columns.
+        r"""Compute the Cholesky factor of $\mathrm{diag}(p) - pp^\top$: C−1 columns.
 
         With the tail sums $q_j = \sum_{k>j} p_k$ and $q_{-1} = 1$:
         $L_{jj} = \sqrt{p_j q_j / q_{j-1}}$ and, for $i > j$,
@@ -263,7 +263,7 @@ class Categorical(Likelihood):
         return CategoricalDistribution(logits=logits)
 
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
-        """The mean of the softmaxes."""
+        """Compute the mean of the softmaxes."""
         return CategoricalDistribution(probs=samples.softmax(-1).mean(0))
 
 

@@ -33,7 +33,7 @@ class NormalMixture(MixtureSameFamily):
         super().__init__(Categorical(logits=torch.zeros_like(means)), self._normals)
 
     def icdf(self, value: Tensor) -> Tensor:
-        """The quantile: where the mean of the S distribution functions is `value`.
+        """Compute the quantile: where the mean of the S distribution functions is `value`.
 
         By bisection in float64, between the least and the largest of the components' quantiles.
         """
@@ -119,15 +119,15 @@ class Gaussian(Likelihood):
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """The squared error, a mean over examples and targets."""
+        """Compute the squared error, a mean over examples and targets."""
         return "mean squared error", nn.MSELoss()
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Gaussian":
-        """The likelihood with a noise that was given."""
+        """Return the likelihood with this noise."""
         return Gaussian(sigma)
 
     def describe(self) -> str:
-        """The name and σ."""
+        """Return the name and σ."""
         name = super().describe()
         if self.sigma.ndim:
             return f"{name}, sigma = one for each of {self.sigma.numel()} outputs"
@@ -170,7 +170,7 @@ class Gaussian(Likelihood):
         return log_sigma + 0.5 * num_outputs * math.log(2 * math.pi)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        """The C columns of `diag(1/σ)`, the same for every example."""
+        """Compute the C columns of `diag(1/σ)`, the same for every example."""
         return torch.diag(1 / self._sigma(outputs)).unsqueeze(1).expand(-1, outputs.shape[0], -1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
@@ -183,7 +183,7 @@ class Gaussian(Likelihood):
         return noisy_normal(mean, covariance, noise, f"sigma = {self.sigma.tolist()}")
 
     def mixture(self, samples: Tensor) -> MultivariateNormal:
-        """The normal with the mixture's mean and covariance."""
+        """Return the normal with the mixture's mean and covariance."""
         mean = samples.mean(0)
         residuals = samples - mean
         covariance = torch.einsum("s...i,s...j->...ij", residuals, residuals) / len(samples)
@@ -194,7 +194,7 @@ class Gaussian(Likelihood):
         return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """The outputs' variances: outputs are means of targets."""
+        """Compute the outputs' variances: outputs are means of targets."""
         return variances
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class Gaussian(Likelihood):
         return exported_normal(mean, (covariance + covariance.mT) / 2 + torch.diag(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
-        """The mixture of normals about the samples, of standard deviation σ each."""
+        """Return the mixture of normals about the samples, of standard deviation σ each."""
         return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
 
 
@@ -242,7 +242,7 @@ def noisy_normal(
 def exported_normal(
     mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "*batch outputs outputs"]
 ) -> dict[str, Tensor]:
-    """A normal predictive as an exported program returns it."""
+    """Return a normal predictive as an exported program returns it."""
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     return {"mean": mean, "variance": variance, "covariance": covariance}
 
@@ -327,7 +327,7 @@ class HeteroscedasticGaussian(Likelihood):
         )
 
     def num_outputs(self, num_targets: int) -> int:
-        """A mean and a log-variance for each target."""
+        """Return a mean and a log-variance for each target."""
         return 2 * num_targets
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
@@ -350,7 +350,7 @@ class HeteroscedasticGaussian(Likelihood):
         return 0.5 * (residuals.square() + log_variance + math.log(2 * math.pi)).sum(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""The 2C columns of $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$: of the Fisher information."""
+        r"""Return the 2C columns of $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$, the Fisher's root."""
         half = (-outputs.chunk(2, -1)[1] / 2).exp()
         diagonal = torch.cat([half, torch.full_like(half, 0.5**0.5)], -1)
         return torch.diag_embed(diagonal).movedim(-1, 0)
@@ -362,7 +362,7 @@ class HeteroscedasticGaussian(Likelihood):
         return mean + (log_variance / 2).exp() * noise.to(outputs)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
-        """The normal with the predictive's mean and covariance."""
+        """Return the normal with the predictive's mean and covariance."""
         size = mean.shape[-1] // 2
         if covariance is None:
             return _normal(mean[..., :size], None, mean[..., size:].exp())
@@ -371,7 +371,7 @@ class HeteroscedasticGaussian(Likelihood):
         return _normal(mean[..., :size], covariance[..., :size, :size], noise)
 
     def mixture(self, samples: Tensor) -> MultivariateNormal:
-        """The normal with the mixture's mean and covariance."""
+        """Return the normal with the mixture's mean and covariance."""
         means, log_variances = samples.chunk(2, -1)
         mean = means.mean(0)
         residuals = means - mean
@@ -379,13 +379,13 @@ class HeteroscedasticGaussian(Likelihood):
         return _normal(mean, covariance, log_variances.exp().mean(0))
 
     def marginals(self, mean: Tensor, variances: Tensor) -> Normal:
-        """The normals with the predictive's means and variances; batch shape `[B, C]`."""
+        """Return the normals with the predictive's means and variances; batch shape `[B, C]`."""
         mu, s = mean.chunk(2, -1)
         mu_variance, s_variance = variances.chunk(2, -1)
         return Normal(mu, (mu_variance + _mean_noise(s, s_variance)).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """The variances of the means, which come before the log-variances."""
+        """Compute the variances of the means, which come before the log-variances."""
         return variances.chunk(2, -1)[0]
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -397,7 +397,7 @@ class HeteroscedasticGaussian(Likelihood):
         return exported_normal(mean[..., :size], (block + block.mT) / 2 + torch.diag_embed(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
-        """The mixture of the normals that the samples of the outputs say."""
+        """Return the mixture of the normals of the outputs' samples."""
         means, log_variances = samples.chunk(2, -1)
         return NormalMixture(means, (log_variances / 2).exp())
 

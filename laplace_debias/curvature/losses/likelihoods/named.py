@@ -12,7 +12,7 @@ from laplace_debias.curvature.losses.likelihoods.registry import LIKELIHOODS
 def likelihood_from(
     name: str | Likelihood, sigma: float | Sequence[float] | Tensor | None = None
 ) -> Likelihood:
-    """The likelihood of a name, or the instance itself."""
+    """Return the likelihood of a name, or the instance itself."""
     if sigma is not None and name != Gaussian.name:
         raise ValueError(
             f'sigma belongs to likelihood="regression", not to {name!r}; build '

@@ -100,7 +100,7 @@ class Poisson(Likelihood):
         return residuals.sum(-1).double() + (counts + 1).lgamma().sum(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""The C columns of $\mathrm{diag}(\sqrt\lambda)$."""
+        r"""Compute the C columns of $\mathrm{diag}(\sqrt\lambda)$."""
         return torch.diag_embed((outputs / 2).exp()).movedim(-1, 0)
 
     def hessian_trace(self, outputs: Tensor) -> Tensor:
@@ -123,19 +123,19 @@ class Poisson(Likelihood):
         return Independent(self.marginals(mean, variances), 1)
 
     def mixture(self, samples: Tensor) -> Independent:
-        """The equal mixture over the samples, output by output."""
+        """Return the equal mixture over the samples, output by output."""
         return Independent(self.marginal_mixture(samples), 1)
 
     def marginals(self, mean: Tensor, variances: Tensor) -> "PoissonLogNormal":
-        """The predictive of each count; batch shape `[B, C]`."""
+        """Compute the predictive of each count; batch shape `[B, C]`."""
         return PoissonLogNormal(mean, variances)
 
     def marginal_mixture(self, samples: Tensor) -> "PoissonMixture":
-        """The equal mixture of the samples' Poisson distributions."""
+        """Return the equal mixture of the samples' Poisson distributions."""
         return PoissonMixture(samples.exp())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """The variances of the log-normal rates."""
+        """Compute the variances of the log-normal rates."""
         return (2 * mean + variances).exp() * torch.expm1(variances)
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -150,11 +150,11 @@ class _Counts(Distribution):
     support = constraints.nonnegative_integer
 
     def cdf(self, value: Tensor) -> Tensor:
-        """The probability of at most so many."""
+        """Compute the probability of at most this count."""
         raise NotImplementedError
 
     def icdf(self, value: Tensor) -> Tensor:
-        """The smallest count whose distribution function is not below a probability."""
+        """Compute the smallest count whose distribution function is not below a probability."""
         probabilities = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
         if not ((probabilities > 0) & (probabilities < 1)).all():
             raise ValueError(
@@ -187,7 +187,7 @@ class PoissonLogNormal(_Counts):
         super().__init__(self.log_mean.shape, validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PoissonLogNormal":
-        """The same distribution with a larger batch shape."""
+        """Expand the batch shape."""
         return PoissonLogNormal(
             self.log_mean.expand(batch_shape), self.log_variance.expand(batch_shape), False
         )
@@ -240,7 +240,7 @@ class PoissonLogNormal(_Counts):
         return log_prob.to(self.log_mean.dtype)
 
     def cdf(self, value: Tensor) -> Tensor:
-        r"""The probability of at most y, by 32 Gauss-Hermite nodes.
+        r"""Compute the probability of at most y by 32 Gauss-Hermite nodes.
 
         It is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of shape y + 1. The
         nodes are those of the narrower one, on a logarithmic scale: given it, the distribution
@@ -280,7 +280,7 @@ class PoissonMixture(_Counts, MixtureSameFamily):
         )
 
     def cdf(self, value: Tensor) -> Tensor:
-        """The probability of at most so many."""
+        """Compute the probability of at most this count."""
         rates = self._rates
         return poisson_cdf(torch.as_tensor(value).to(rates).unsqueeze(-1), rates).mean(-1)
 
@@ -293,18 +293,18 @@ def _hermite(size: int = _NUM_NODES) -> tuple[Tensor, Tensor]:
 
 
 def poisson_cdf(counts: Tensor, rates: Tensor) -> Tensor:
-    """The Poisson distribution function, by the incomplete gamma function."""
+    """Return the Poisson distribution function, by the incomplete gamma function."""
     below = torch.special.gammaincc(counts.floor().clamp_min(0) + 1, rates)
     return torch.where(counts < 0, 0.0, below)
 
 
 def poisson_quantile(probabilities: Tensor, rates: Tensor) -> Tensor:
-    """The smallest count whose Poisson distribution function is not below a probability."""
+    """Return the smallest count whose Poisson distribution function is not below a probability."""
     return smallest_count(lambda counts: poisson_cdf(counts, rates), probabilities)
 
 
 def smallest_count(cdf: Any, probabilities: Tensor) -> Tensor:
-    """The smallest count whose distribution function is not below a probability, by bisection."""
+    """Bisect for the smallest count whose distribution function reaches a probability."""
     low = torch.full_like(probabilities, -1.0)
     high = torch.ones_like(probabilities)
     # Doubled up to what a count in this dtype can be.
