@@ -1,13 +1,15 @@
-"""Cross-fitted magnitudes: every example serves directions and magnitudes, never both at once.
+"""Cross-fitting: eigenvectors from all examples, curvature along them from held-out folds.
 
-Two batches waste each half of the data on one of the two roles. Cross-fitting takes the directions
-from all examples, and measures how much smaller (and, at the other end, larger) magnitudes are on
-examples that the directions do not know: for each of K folds the eigenbasis of the other folds is
-measured on the fold, and the K lists of curvatures, each in the order of its own eigenvalues, are
-averaged. In the statistics of covariance matrices this is cross-validated shrinkage of the
-eigenvalues (Bartz, 2016, "Advances in high-dimensional covariance matrix estimation"); the two
-batches are the split-sample estimator (Lam, 2016, "Nonparametric eigenvalue-regularized precision
-or covariance matrix estimator").
+Two separate batches use each half of the data for only one of the two purposes. Cross-fitting takes
+the eigenvectors from all examples. Their magnitudes come from K folds: the curvature of each fold
+is measured along the eigenvectors of the other folds, and the K lists of curvatures, each in the
+order of its eigenvalues, are averaged. So no example measures a direction that it was used to
+choose, which would bias the magnitudes.
+
+In the statistics of covariance matrices this is cross-validated shrinkage of the eigenvalues
+(Bartz, 2016, "Advances in high-dimensional covariance matrix estimation"); two separate batches
+are the split-sample estimator (Lam, 2016, "Nonparametric eigenvalue-regularized precision or
+covariance matrix estimator").
 """
 
 import operator
@@ -50,7 +52,12 @@ from laplace_debias.system.ranks import Ranks
 
 
 def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
-    """Cut the examples into folds: example i of all processes belongs to fold i mod K."""
+    """Split the examples of all processes into K folds: example i belongs to fold i mod K.
+
+    Raises:
+        ValueError: If there is no example, K is not between 2 and their number, or all examples of
+            a fold have the weight zero.
+    """
     batches = list(data)
     first_indices = first_indices_of_batches(ranks, [len(batch[1]) for batch in batches])
     num_examples = sum(ranks.exchange(sum(len(batch[1]) for batch in batches)))
@@ -91,7 +98,11 @@ _MUCH_SMALLER = 0.7
 def fold_factor_sums(
     context: FitContext, folds: Sequence[Fold]
 ) -> tuple[list[FactorSums], DataTotals]:
-    """Compute the factors of each fold, and the totals of all."""
+    """Sum the Kronecker factors of each fold, for the blocks that this process owns.
+
+    Returns:
+        The factor sums of each fold, and the totals of all folds.
+    """
     sums_by_fold: list[FactorSums] = []
     totals = DataTotals()
     for fold in folds:
@@ -102,7 +113,7 @@ def fold_factor_sums(
 
 
 def total_factors(sums_by_fold: Sequence[FactorSums]) -> FactorSums:
-    """Compute the factors of all folds together, for the blocks that this process owns."""
+    """Add the factor sums of all folds, for the blocks that this process owns."""
     return {
         block: (_total(sums_by_fold, block, 0), _total(sums_by_fold, block, 1))
         for block in sums_by_fold[0]
@@ -112,7 +123,14 @@ def total_factors(sums_by_fold: Sequence[FactorSums]) -> FactorSums:
 def crossfit_factors(
     context: FitContext, sizes: Sequence[float], sums_by_fold: list[FactorSums]
 ) -> BlockDiagonal:
-    """K-FAC from the factors of this process's blocks, which are freed on the way."""
+    """Build the cross-fitted K-FAC curvature of all blocks.
+
+    Args:
+        context: The blocks, and the processes that share them.
+        sizes: The number or weight of each fold's examples, over all processes.
+        sums_by_fold: The factor sums of each fold, for the blocks that this process owns. They are
+            removed to free their memory.
+    """
     operators: dict[Block, list[EigenKronecker]] = {}
     for block in _own_blocks(context, sums_by_fold):
         basis = _mean_basis(sums_by_fold, sizes, block)
@@ -128,13 +146,20 @@ def crossfit_factors(
 def crossfit_with_replicates(
     context: FitContext, sizes: Sequence[float], sums_by_fold: Sequence[FactorSums]
 ) -> list[BlockDiagonal]:
-    """K-FAC cross-fitted from factors, plain K-FAC, and a replicate without each fold.
+    """Build cross-fitted K-FAC, plain K-FAC, and for each fold a replicate without it.
 
-    A replicate is for a jackknife. It has the eigenbasis of the other folds, which cross-fitting
-    computes anyway. Its magnitudes are the cross-fitted ones, each times the ratio of the other
-    folds' eigenvalue to the mean of that over the replicates: so no factor is decomposed for them.
-    `sizes` are those of all processes; `sums_by_fold` has the blocks that this process owns, and is
-    kept.
+    The replicates are for the jackknife estimate of the error. A replicate has the eigenbasis of
+    the other folds, which cross-fitting computes anyway. Its magnitudes are the cross-fitted ones,
+    each times the ratio of the other folds' eigenvalue to the mean of that eigenvalue over the
+    replicates. So no further factor is decomposed.
+
+    Args:
+        context: The blocks, and the processes that share them.
+        sizes: The number or weight of each fold's examples, over all processes.
+        sums_by_fold: The factor sums of each fold, for the blocks that this process owns.
+
+    Returns:
+        The curvatures: cross-fitted, plain, and K replicates.
     """
     operators: dict[Block, list[EigenKronecker]] = {}
     for block in _own_blocks(context, sums_by_fold):
@@ -176,7 +201,12 @@ def _total(sums_by_fold: Sequence[FactorSums], block: Block, side: int) -> Facto
 def _share_curvatures(
     context: FitContext, operators: Mapping[Block, Sequence[EigenKronecker]]
 ) -> list[BlockDiagonal]:
-    """One or several curvatures of all blocks, from the operators of each process's blocks."""
+    """Collect curvatures of all blocks from the processes that own the blocks.
+
+    Args:
+        context: The blocks, and the processes.
+        operators: For each block of this process its operators, one for each curvature.
+    """
     tensors: dict[Block, list[Tensor | None]] = {}
     for block, block_operators in operators.items():
         tensors[block] = []
@@ -217,12 +247,13 @@ def crossfit_magnitudes(
     mean_pair: Eigenpairs | None = None,
     precision: torch.dtype | None = None,
 ) -> Float[Tensor, "*groups d"]:
-    """Curvature of one Kronecker factor on held-out folds, along directions in descending order.
+    """Measure the curvature of one Kronecker factor on held-out folds.
 
-    Magnitude i is the mean over folds, weighted by their sizes, of the fold's own mean curvature
-    along the i-th eigenvector of the other folds; with thin directions the last magnitude is for
-    all remaining ones. Curvature along directions that the other folds do not determine, above all
-    those without curvature, is averaged over their space; see `directions.average_degenerate`.
+    Magnitude i is the mean over folds, weighted by their sizes, of the fold's mean curvature along
+    the i-th eigenvector of the other folds, in descending order of their eigenvalues. If there are
+    fewer directions than dimensions, the last magnitude belongs to all remaining ones. Curvature
+    along directions that the other folds do not determine, above all those without curvature, is
+    averaged over the space of these directions; see `directions.average_degenerate`.
 
     A diagonal factor's directions are the coordinate axes, whatever the data: its magnitudes are
     its entries, on held-out folds too.
@@ -246,7 +277,7 @@ def crossfit_magnitudes(
         estimate = _estimate_fold(factors, sizes, fold, subspace)
         # The magnitudes are sums: dividing by all examples weighs the fold by its size.
         magnitudes += estimate.magnitudes / sum(sizes)
-        # Let go before the next fold.
+        # This frees its memory before the next fold.
         del estimate
     return magnitudes
 
