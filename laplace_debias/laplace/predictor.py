@@ -38,7 +38,7 @@ class Predictor(ABC):
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood, a regression's with the noise that `tune` has found."""
+        """The likelihood; for a regression with the tuned noise after `tune`."""
         return self._states[0].spec.likelihood
 
     @explains_laplace_torch_arguments
@@ -52,44 +52,72 @@ class Predictor(ABC):
         link: str | Link | None = None,
         positions: Positions | None = None,
     ) -> Distribution:
-        """Compute the predictive distribution p(y | x), batch shape `[B]`.
+        """Predict the distribution p(y | x) of the targets, averaged over the posterior.
 
-        Args:
-            x: Inputs, `[B, ...]`: a tensor, several in a tuple, or a mapping or dataclass by name,
-                whose entry `labels` (or another of the names of targets that the forward pass does
-                not take) is left out.
-            method: `"glm"`: linearised network with exact functional covariance, averaged in closed
-                form (`link`) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
-                samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
-                samples through the network itself. `"map"`: the trained network, no uncertainty.
-                In all of them the temperature of `la.link` divides logits before they become
-                probabilities (after `tune`, `"map"` is temperature scaling).
-            samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
-            generator: For the draws; torch's global one if None. The closed form and `"map"` draw
-                nothing.
-            link: How the closed form of `"glm"` comes from Gaussian logits to probabilities. None:
-                what `tune` found (`la.link`), else `"pairwise"` for up to 100 classes and
-                `"probit"` for more, for further positions and for single labels. `"pairwise"`: the
-                mean-field softmax of the whole covariance (Lu et al., 2020). `"probit"`: the
-                softmax of the logits, each shrunk by its variance (MacKay, 1992). `"exact"`: the
-                expected softmax, by 128 Sobol points. `"bridge"`, `"bridge_norm"`: the Laplace
-                bridge to a Dirichlet distribution, without and with a scaling of the variances, for
-                comparisons. A `Link` has a temperature besides.
-            positions: Which positions of outputs `[B, T, C]`, all if None: one, for batch shape
-                `[B]`, or several, `[p]` or `[B, p]`, for batch shape `[B, p]`. Negative ones count
-                from the last position that an `attention_mask` does not call padding.
+                Args:
+        <<<<<<< HEAD
+                    x: Inputs, `[B, ...]`: a tensor, several in a tuple, or a mapping or dataclass by name,
+                        whose entry `labels` (or another of the names of targets that the forward pass does
+                        not take) is left out.
+                    method: `"glm"`: linearised network with exact functional covariance, averaged in closed
+                        form (`link`) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
+                        samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
+                        samples through the network itself. `"map"`: the trained network, no uncertainty.
+                        In all of them the temperature of `la.link` divides logits before they become
+                        probabilities (after `tune`, `"map"` is temperature scaling).
+                    samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
+                    generator: For the draws; torch's global one if None. The closed form and `"map"` draw
+                        nothing.
+                    link: How the closed form of `"glm"` comes from Gaussian logits to probabilities. None:
+                        what `tune` found (`la.link`), else `"pairwise"` for up to 100 classes and
+                        `"probit"` for more, for further positions and for single labels. `"pairwise"`: the
+                        mean-field softmax of the whole covariance (Lu et al., 2020). `"probit"`: the
+                        softmax of the logits, each shrunk by its variance (MacKay, 1992). `"exact"`: the
+                        expected softmax, by 128 Sobol points. `"bridge"`, `"bridge_norm"`: the Laplace
+                        bridge to a Dirichlet distribution, without and with a scaling of the variances, for
+                        comparisons. A `Link` has a temperature besides.
+                    positions: Which positions of outputs `[B, T, C]`, all if None: one, for batch shape
+                        `[B]`, or several, `[p]` or `[B, p]`, for batch shape `[B, p]`. Negative ones count
+                        from the last position that an `attention_mask` does not call padding.
+        =======
+                    x: Inputs, `[B, ...]`: a tensor, a tuple of tensors, or a mapping or dataclass by name.
+                        An entry with targets (`labels`, for example) is left out, unless the forward pass
+                        takes it.
+                    method: `"glm"`: the linearised network, whose outputs are Gaussian with exact
+                        covariance, averaged in closed form (see `link`) or over `samples` draws of the
+                        outputs. `"glm-mc"`: the linearised network at samples of the parameters (Eq. 18).
+                        `"nn"`: the network itself at samples of the parameters. `"map"`: the trained
+                        network, without uncertainty of the parameters. In all of them the temperature of
+                        `la.link` divides the logits (after `tune`, `"map"` is temperature scaling).
+                    samples: Number of draws; None for the closed form of `"glm"`, and for 100 draws of
+                        `"glm-mc"` and `"nn"`.
+                    generator: Seeds the draws; None for torch's global generator. The closed form and
+                        `"map"` draw nothing.
+                    link: The function from Gaussian logits to probabilities in the closed form of `"glm"`.
+                        `"pairwise"`: the mean-field softmax with the full covariance (Lu et al., 2020).
+                        `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
+                        `"exact"`: the expected softmax, by 128 Sobol points. A `Link` also has a
+                        temperature. None for the link that `tune` chose (`la.link`); before `tune` it is
+                        `"pairwise"` for up to 100 classes, and `"probit"` for more classes, for outputs
+                        with further positions and for single labels.
+                    positions: Positions of outputs `[B, T, C]`; None for all. One position has the batch
+                        shape `[B]`; several, `[p]` or `[B, p]`, have the batch shape `[B, p]`. Negative
+                        numbers count from the last position that an `attention_mask` does not mark as
+                        padding.
+        >>>>>>> 1a4b0c6c (What predict computes and returns is said in the order of its arguments)
 
-        Returns:
-            `Categorical`, `Bernoulli`, `Independent(Bernoulli)` for several labels (`.mean` are
-            their probabilities) or `MultivariateNormal`, which includes the noise σ².
+                Returns:
+                    The distribution of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
+                    label, `Independent(Bernoulli)` for several labels (`.mean` are their probabilities),
+                    `MultivariateNormal` for a regression, noise σ² included.
 
-        Raises:
-            ValueError: For an unknown method or link, samples below 1, samples of a method that
-                has none, or a link where there is no closed form; outputs that are not finite, or
-                too many to differentiate; positions that the outputs do not have, or of padding.
-            TypeError: If positions are not integers.
-            RuntimeError: Before a fit, if anything that the model's checkpoint holds has changed
-                since, or under autocast.
+                Raises:
+                    ValueError: For an unknown method or link, samples below 1, samples of a method that
+                        has none, or a link without the closed form; for outputs that are not finite, or too
+                        many to differentiate; for positions that the outputs do not have, or of padding.
+                    TypeError: If positions are not integers.
+                    RuntimeError: Before a fit; if a parameter or buffer has changed since the fit; under
+                        autocast.
         """
         prediction = PredictionMethod(method, samples, generator, positions)
         return self._predict(x, prediction, self._checked_link(link, prediction))
@@ -97,12 +125,12 @@ class Predictor(ABC):
     def _predict(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Distribution:
-        """Compute the predictive by a method and a link that were checked."""
+        """Predict as `predict` does, with a method and a link that have been checked."""
         fits = self._linked_fits(x, method, link)
         return equal_mixture([fit.predictive(x, method) for fit in fits])
 
     def _checked_link(self, link: str | Link | None, method: PredictionMethod) -> Link | None:
-        """Return a user's link, which only the closed form takes; None stays."""
+        """Check a user's link, which only the closed form takes; None stays None."""
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed:
             raise ValueError(
@@ -132,17 +160,17 @@ class Predictor(ABC):
         disagree. Logits are divided by the temperature of `la.link`, as in `predict`.
 
         Args:
-            x: Inputs, `[B, ...]`; like the other arguments those of `predict`.
-            method: `"glm"`, `"glm-mc"` or `"nn"`.
-            samples: Draws of each member; 100 if None.
-            generator: For the draws.
-            positions: Which positions.
+            x: Inputs, `[B, ...]`; see `predict`.
+            method: `"glm"`, `"glm-mc"` or `"nn"`; see `predict`.
+            samples: Number of draws of each member; 100 if None.
+            generator: Seeds the draws.
+            positions: Positions of outputs; see `predict`.
 
         Returns:
-            The three, of the predictive's batch shape `[B]`; of a regression `[B, C]`. For class
-            probabilities `.scores` has further scores by name: `entropy`, `max_probability` (not
-            for several labels) and `mutual_information`; with `method="glm"` also `variance` (of
-            the logits, without their common part) and `instability` (the log-probability of a
+            Total, aleatoric and epistemic uncertainty, each `[B]`; for a regression `[B, C]`. For
+            class probabilities `.scores` has further scores by name: `entropy`, `max_probability`
+            (not for several labels) and `mutual_information`; with `method="glm"` also `variance`
+            (of the logits, without their common part) and `instability` (the log-probability of a
             different decision), for classes `energy` and `max_logit`, for a mixture the means over
             its members. In closed form `entropy` and `max_probability` are those of `predict(x)`,
             which a link gives without draws, so that `entropy` differs a little from the total.
