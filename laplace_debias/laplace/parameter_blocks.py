@@ -94,7 +94,7 @@ class ParameterBlocks:
         `"all"`, leaves out parameters that the outputs do not depend on, with a warning.
         """
         resolved = resolve(
-            tap, self.names, x, config.joint, sharing=config.sharing, further=all_inputs or ()
+            tap, self.names, x, config.joint, sharing=config.sharing, more_batches=all_inputs or ()
         )
         names = self.names
         replay_modules = resolved.calls

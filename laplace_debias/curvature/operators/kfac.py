@@ -169,7 +169,7 @@ class KFAC(Permuted):
             )
             first = factor_data.first.inputs
             resolved = resolve(
-                tap, network.names, first, joint=joint, sharing=sharing, further=all_inputs
+                tap, network.names, first, joint=joint, sharing=sharing, more_batches=all_inputs
             )
             if resolved.unused:
                 raise ValueError(
