@@ -286,7 +286,7 @@ BAD = {
     **{name: ({"data": data}, *says) for name, (data, *says) in OF_DATA.items()},
     **{n: ({"loss": loss, "data": [(X, y)]}, *says) for n, (loss, y, *says) in OF_A_LOSS.items()},
     "num_data": ({"num_data": 7}, ValueError, "holds 6"),
-    "two reductions": ({"reduction": "sum"}, ValueError, "leave it out"),
+    "two reductions": ({"reduction": "sum"}, ValueError, "Remove the operator.s reduction="),
     "not scalar": ({"loss": lambda f, y: f, "reduction": "sum"}, TypeError, "scalar"),
     "params": ({"params": ["5.weight"]}, ValueError, "5.weight"),
     "tensors as params": ({"params": list(build("mlp").parameters())}, TypeError, NAMES),

@@ -28,7 +28,7 @@ def test_slices_and_columns_of_a_gpu_give_the_same(monkeypatch):
     found = []
     for is_way_of_gpu in (False, True):
         if is_way_of_gpu:
-            monkeypatch.setattr(chunks, "_PARTS", {"cpu": 1})
+            monkeypatch.setattr(chunks, "_BOUND_OVER_CHUNK", {"cpu": 1})
             monkeypatch.setattr(tap, "CONVOLUTIONS", ())
             monkeypatch.setattr(blocks, "_SPLIT", {"cpu": 16})
         la, x, y = fitted("cpu")
