@@ -255,6 +255,9 @@ class Laplace(Predictor):
     ) -> "Laplace":
         """Fit the posterior to training data. Returns the object itself.
 
+        The model's parameters stay as they are: they are the mean. The fit computes the curvature
+        of the loss at them, which with the prior is the precision. `tune` then chooses the prior.
+
         Args:
             train_loader: Batches `(x, y)`, or a fitting scheme such as
                 `Split(directions, magnitudes)`.

@@ -274,10 +274,11 @@ def predictives_by_links(
     """Predict in closed form at every point of a grid, by every link, in one pass.
 
     Yields:
-        Indices of the grid's points, each with a `"glm"` predictive of batch shape `[links, B]`, of
-        several temperatures of one formula at a time, in the links' order. With links there is one
-        point more, P, without any covariance. Without links there is one predictive per point,
-        `[1, B]`. A point whose predictive overflows or is singular comes with that error instead.
+        Pairs of the index of a point and a `"glm"` predictive of batch shape `[links, B]`. Each
+        predictive is for several temperatures of one formula, in the order of the links. With links
+        there is one more point, with index P, without covariance. Without links there is one
+        predictive per point, `[1, B]`. If a predictive overflows or is singular, the pair has the
+        error in its place.
     """
     likelihood = fitted.likelihood
     temperatures = dict[str, list[float]]()
