@@ -141,7 +141,7 @@ def plan_fit(
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         fisher = state.config.fisher.seeded(None, current())
         stream = state.spec.fit_stream(loader, state.device)
-        _, context = examine(state, selected, [stream], False, fisher)
+        _, context = examine(state, selected, [stream], reads_all=False, fisher=fisher)
         ((x, y, *_),) = stream.first
         # A pass reads one fold.
         fold = slice(0, -(-len(y) // num_folds))

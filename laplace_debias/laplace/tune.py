@@ -347,8 +347,14 @@ def evaluate_grid(
     if with_noise:
         sums, factors = _with_best_noise(sums)
         points = [gamma / factor**2 for gamma, factor in zip(points, factors.tolist(), strict=True)]
-    values = sums.sum(-1) / counts.sum()
-    return GridMetrics(points, links, sums, counts, values, sigma_factors=factors)
+    return GridMetrics(
+        prior_precisions=points,
+        links=links,
+        sums=sums,
+        counts=counts,
+        values=sums.sum(-1) / counts.sum(),
+        sigma_factors=factors,
+    )
 
 
 def _noise_terms(predicted: Distribution, labels: Tensor) -> Float[Tensor, "terms 3"]:

@@ -111,7 +111,7 @@ class ChunkRunner:
                 pending.append(remaining)
             added = set(chunk.added)
             try:
-                self._run_chunk(batch, first_index, chunk, added, totals)
+                self._run_chunk(batch, first_index, chunk, added=added, totals=totals)
                 continue
             except UnfinishedSumError as error:
                 if not is_out_of_memory(error.cause):

@@ -258,7 +258,7 @@ class Fisher(CurvatureOperator):
             loss,
             data,
             params,
-            num_data,
+            num_data=num_data,
             reduction=reduction,
             memory_bound=memory_bound,
             chunk_size=chunk_size,
