@@ -262,7 +262,9 @@ def test_glm_of_other_layers_is_refused_with_what_to_do(build, params, message, 
 
 def test_what_has_no_closed_form_or_no_tensors_is_refused_with_what_to_do(tmp_path):
     dense = Case(plain, vectors, curvature="full")
-    with pytest.raises(NotImplementedError, match="Only the closed form of curvature kfac, ekfac and diag"):
+    with pytest.raises(
+        NotImplementedError, match="Only the closed form of curvature kfac, ekfac and diag"
+    ):
         dense.la.export(tmp_path / "predictive.pt2", dense.batches[1])
     flag = Case(Pair, lambda n, g: (*pair(n, g), True))
     with pytest.raises(NotImplementedError, match=r"only takes tensors.*None, a flag"):
