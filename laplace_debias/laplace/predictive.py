@@ -301,7 +301,7 @@ def predictives_by_links(
         except ValueError as error:
             yield index, error
             continue
-        if not by:
+        if not links_used:
             yield index, _closed_predictive(likelihood, mean, covariance)
         for name, values in chunks:
             predicted: Distribution | ValueError
