@@ -54,70 +54,45 @@ class Predictor(ABC):
     ) -> Distribution:
         """Predict the distribution p(y | x) of the targets, averaged over the posterior.
 
-                Args:
-        <<<<<<< HEAD
-                    x: Inputs, `[B, ...]`: a tensor, several in a tuple, or a mapping or dataclass by name,
-                        whose entry `labels` (or another of the names of targets that the forward pass does
-                        not take) is left out.
-                    method: `"glm"`: linearised network with exact functional covariance, averaged in closed
-                        form (`link`) or over `samples` draws of the outputs. `"glm-mc"`: linearised, weight
-                        samples by Jacobian-vector products (Eq. 18, as in the paper). `"nn"`: weight
-                        samples through the network itself. `"map"`: the trained network, no uncertainty.
-                        In all of them the temperature of `la.link` divides logits before they become
-                        probabilities (after `tune`, `"map"` is temperature scaling).
-                    samples: Draws; None is the closed form for `"glm"` and 100 for `"glm-mc"` and `"nn"`.
-                    generator: For the draws; torch's global one if None. The closed form and `"map"` draw
-                        nothing.
-                    link: How the closed form of `"glm"` comes from Gaussian logits to probabilities. None:
-                        what `tune` found (`la.link`), else `"pairwise"` for up to 100 classes and
-                        `"probit"` for more, for further positions and for single labels. `"pairwise"`: the
-                        mean-field softmax of the whole covariance (Lu et al., 2020). `"probit"`: the
-                        softmax of the logits, each shrunk by its variance (MacKay, 1992). `"exact"`: the
-                        expected softmax, by 128 Sobol points. `"bridge"`, `"bridge_norm"`: the Laplace
-                        bridge to a Dirichlet distribution, without and with a scaling of the variances, for
-                        comparisons. A `Link` has a temperature besides.
-                    positions: Which positions of outputs `[B, T, C]`, all if None: one, for batch shape
-                        `[B]`, or several, `[p]` or `[B, p]`, for batch shape `[B, p]`. Negative ones count
-                        from the last position that an `attention_mask` does not call padding.
-        =======
-                    x: Inputs, `[B, ...]`: a tensor, a tuple of tensors, or a mapping or dataclass by name.
-                        An entry with targets (`labels`, for example) is left out, unless the forward pass
-                        takes it.
-                    method: `"glm"`: the linearised network, whose outputs are Gaussian with exact
-                        covariance, averaged in closed form (see `link`) or over `samples` draws of the
-                        outputs. `"glm-mc"`: the linearised network at samples of the parameters (Eq. 18).
-                        `"nn"`: the network itself at samples of the parameters. `"map"`: the trained
-                        network, without uncertainty of the parameters. In all of them the temperature of
-                        `la.link` divides the logits (after `tune`, `"map"` is temperature scaling).
-                    samples: Number of draws; None for the closed form of `"glm"`, and for 100 draws of
-                        `"glm-mc"` and `"nn"`.
-                    generator: Seeds the draws; None for torch's global generator. The closed form and
-                        `"map"` draw nothing.
-                    link: The function from Gaussian logits to probabilities in the closed form of `"glm"`.
-                        `"pairwise"`: the mean-field softmax with the full covariance (Lu et al., 2020).
-                        `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
-                        `"exact"`: the expected softmax, by 128 Sobol points. A `Link` also has a
-                        temperature. None for the link that `tune` chose (`la.link`); before `tune` it is
-                        `"pairwise"` for up to 100 classes, and `"probit"` for more classes, for outputs
-                        with further positions and for single labels.
-                    positions: Positions of outputs `[B, T, C]`; None for all. One position has the batch
-                        shape `[B]`; several, `[p]` or `[B, p]`, have the batch shape `[B, p]`. Negative
-                        numbers count from the last position that an `attention_mask` does not mark as
-                        padding.
-        >>>>>>> 1a4b0c6c (What predict computes and returns is said in the order of its arguments)
+        Args:
+            x: Inputs, `[B, ...]`: a tensor, a tuple of tensors, or a mapping or dataclass by name.
+                An entry with targets (`labels`, for example) is left out, unless the forward pass
+                takes it.
+            method: `"glm"`: the linearised network, whose outputs are Gaussian with exact
+                covariance, averaged in closed form (see `link`) or over `samples` draws of the
+                outputs. `"glm-mc"`: the linearised network at samples of the parameters (Eq. 18).
+                `"nn"`: the network itself at samples of the parameters. `"map"`: the trained
+                network, without uncertainty of the parameters. In all of them the temperature of
+                `la.link` divides the logits (after `tune`, `"map"` is temperature scaling).
+            samples: Number of draws; None for the closed form of `"glm"`, and for 100 draws of
+                `"glm-mc"` and `"nn"`.
+            generator: Seeds the draws; None for torch's global generator. The closed form and
+                `"map"` draw nothing.
+            link: The function from Gaussian logits to probabilities in the closed form of `"glm"`.
+                `"pairwise"`: the mean-field softmax with the full covariance (Lu et al., 2020).
+                `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
+                `"exact"`: the expected softmax, by 128 Sobol points. `"bridge"`, `"bridge_norm"`:
+                the Laplace bridge to a Dirichlet distribution, without and with a scaling of the
+                variances, for comparisons. A `Link` also has a temperature. None for the link that
+                `tune` chose (`la.link`); before `tune` it is `"pairwise"` for up to 100 classes,
+                and `"probit"` for more classes, for further positions and for single labels.
+            positions: Positions of outputs `[B, T, C]`; None for all. One position has the batch
+                shape `[B]`; several, `[p]` or `[B, p]`, have the batch shape `[B, p]`. Negative
+                numbers count from the last position that an `attention_mask` does not mark as
+                padding.
 
-                Returns:
-                    The distribution of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
-                    label, `Independent(Bernoulli)` for several labels (`.mean` are their probabilities),
-                    `MultivariateNormal` for a regression, noise σ² included.
+        Returns:
+            The distribution of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
+            label, `Independent(Bernoulli)` for several labels (`.mean` are their probabilities),
+            `MultivariateNormal` for a regression, noise σ² included.
 
-                Raises:
-                    ValueError: For an unknown method or link, samples below 1, samples of a method that
-                        has none, or a link without the closed form; for outputs that are not finite, or too
-                        many to differentiate; for positions that the outputs do not have, or of padding.
-                    TypeError: If positions are not integers.
-                    RuntimeError: Before a fit; if a parameter or buffer has changed since the fit; under
-                        autocast.
+        Raises:
+            ValueError: For an unknown method or link, samples below 1, samples of a method that
+                has none, or a link without the closed form; for outputs that are not finite, or too
+                many to differentiate; for positions that the outputs do not have, or of padding.
+            TypeError: If positions are not integers.
+            RuntimeError: Before a fit; if a parameter or buffer has changed since the fit; under
+                autocast.
         """
         prediction = PredictionMethod(method, samples, generator, positions)
         return self._predict(x, prediction, self._checked_link(link, prediction))

@@ -98,7 +98,7 @@ class Inverse(SelfAdjoint):
         return solution.x
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LeastSquaresInverse(Wrapper):
     """An inverse whose products are least-squares solutions by LSMR; made by `inverse`."""
 
