@@ -39,7 +39,7 @@ def pairwise(mean: Logits, covariance: Covariance) -> Logits:
 
     $$p_k \propto 1 / \sum_i \exp\big(-(\mu_k - \mu_i) / \sqrt{1 + \tfrac\pi8 s_{ki}}\big),\qquad
     s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$
-    every two classes by the probit of their difference. What all logits have in common cancels. For
+    every two classes by the probit of their difference. A part that all logits share cancels. For
     two classes it is the binary probit.
 
     Reference: Lu, Ie & Sha (2020), "Mean-field approximation to Gaussian-softmax integral with
@@ -84,7 +84,7 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
     Its divergence from 10⁵ draws is about 1e-4 for 10 classes and 1e-3 for 100, ten times that for
     standard deviations of 3.
     """
-    # What all logits have in common cancels: without it a large one takes no point for itself.
+    # A part that all logits share cancels: without it a large one takes no point for itself.
     mu = mean.double()
     sigma = covariance.double()
     sigma = sigma - sigma.mean(-1, keepdim=True)

@@ -28,7 +28,7 @@ def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str
         )
         assert translated is not None  # It is None only for a program that is written to a file.
         return translated.model_proto.SerializeToString()
-    # Whatever it raises: the errors of torch, onnxscript and protobuf have no class in common.
+    # It may raise anything: the errors of torch, onnxscript and protobuf have no class in common.
     except Exception as error:
         if is_out_of_memory(error):
             raise

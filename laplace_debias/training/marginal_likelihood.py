@@ -257,7 +257,7 @@ class _Fits:
     Attributes:
         model: The model, in any mode.
         likelihood: The likelihood with its present noise.
-        config: What a fit computes.
+        config: The curvature that a fit computes.
         temperature: T of the likelihood.
         generator: Seeds labels and loaders.
     """

@@ -29,7 +29,7 @@ def check_outputs_without_targets(
     Args:
         model: A model whose forward pass takes the targets by name.
         batch: The batch with its targets, as the data yield it.
-        inputs: What the model is called with: the batch without the targets.
+        inputs: The arguments of the model: the batch without the targets.
         name: The name of the entry with the targets.
 
     Raises:

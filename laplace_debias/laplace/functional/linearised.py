@@ -185,7 +185,7 @@ class _OfOutputs:
     Args:
         tap: The network.
         accumulator: Sums over blocks.
-        request: What is requested.
+        request: The requested covariances.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class _ThroughHead:
     Args:
         tap: The network.
         accumulator: Sums over blocks.
-        request: What is requested.
+        request: The requested covariances.
         head: The head's path.
     """
 

@@ -95,7 +95,7 @@ class CovarianceRequest:
             num_blocks: The number of parameter blocks.
             bytes_per_column: Bytes per output of an example; None if nothing is differentiated.
             device: Where.
-            remedy: What else to do if the memory bound is too small.
+            remedy: A further remedy for a memory bound that is too small.
 
         Raises:
             ValueError: As `granted_bytes` does.
