@@ -1,8 +1,8 @@
 """laplace-torch's `Laplace`: its constructor's and methods' names, and its shapes.
 
 Code that was written for laplace-torch runs with one changed import:
-`from laplace_debias.compat.laplace_torch import Laplace`. Arguments and methods without an equivalent
-raise a `NotImplementedError` that names what to use.
+`from laplace_debias.compat.laplace_torch import Laplace`. Arguments and methods without an
+equivalent raise a `NotImplementedError` that names what to use.
 """
 
 from collections.abc import Collection, Mapping
