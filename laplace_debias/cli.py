@@ -93,7 +93,7 @@ def _process_group() -> Iterator[None]:
     import torch
     from torch import distributed
 
-    from laplace_debias.system.ranks import together
+    from laplace_debias.system.ranks import collective
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -106,7 +106,7 @@ def _process_group() -> Iterator[None]:
             null = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(null))
             stack.enter_context(contextlib.redirect_stderr(null))
-        stack.enter_context(together("laplace-debias"))
+        stack.enter_context(collective("laplace-debias"))
         yield
 
 

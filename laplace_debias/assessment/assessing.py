@@ -15,7 +15,7 @@ from laplace_debias.curvature.network.fingerprints import checksum
 from laplace_debias.curvature.network.inputs import tensors_of
 from laplace_debias.runs.folder import RunFolder
 from laplace_debias.sources.loaded import Loaded
-from laplace_debias.system.ranks import alone, current
+from laplace_debias.system.ranks import alone, process_group
 
 
 def assess(
@@ -74,7 +74,7 @@ def assess(
         "num_train": loaded.num_train,
     }
     folder = RunFolder(output)
-    ranks = current()
+    ranks = process_group()
     # With several processes the first one prepares the folder, and writes to it.
     earlier = folder.open(identity, overwrite) if ranks.rank == 0 else None
     earlier = ranks.from_rank(earlier, 0)

@@ -20,7 +20,7 @@ from laplace_debias.metrics import gaussian_interval
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import dealt
-from laplace_debias.system.ranks import alone, current
+from laplace_debias.system.ranks import alone, process_group
 
 _SCORES = ("mutual_information", "variance", "instability")
 """Scores of an input that need a posterior."""
@@ -56,7 +56,7 @@ def prediction_columns(
     generator = Generator(la.mean.device).manual_seed(seed)
     own_tables: list[tuple[int, dict[str, Tensor], Tensor]] = []
     # Draws follow the order of all batches, so the first process makes them all.
-    takes_part = current().rank == 0 or not has_draws
+    takes_part = process_group().rank == 0 or not has_draws
     with alone() if has_draws else contextlib.nullcontext():
         own_batches = dealt(batches, BatchReader(loaded.model)) if takes_part else ()
         bar = tqdm(own_batches, "predicting", unit="batch", leave=False, disable=not progress)
@@ -64,7 +64,7 @@ def prediction_columns(
             columns = _batch_columns(la, loaded, x, method, samples, generator)
             own_tables.append((number, {name: v.detach().cpu() for name, v in columns.items()}, y))
     # In the order of the batches, which were dealt to the processes.
-    exchanged = itertools.chain.from_iterable(current().exchange(own_tables))
+    exchanged = itertools.chain.from_iterable(process_group().exchange(own_tables))
     tables = sorted(exchanged, key=operator.itemgetter(0))
     if not tables:
         raise ValueError("there is no input to predict: give at least one")

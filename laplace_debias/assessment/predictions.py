@@ -27,7 +27,7 @@ from laplace_debias.laplace.predictive import mean_logits
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.shares import dealt
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 
 Predictions = dict[str, Tensor]
 
@@ -212,7 +212,7 @@ def predict_set(
         for name, column in batch.items():
             batch_columns.setdefault(name, []).append(column)
     own_predictions = {name: torch.cat(columns) for name, columns in batch_columns.items()}
-    gathered = [columns for columns in current().exchange(own_predictions) if columns]
+    gathered = [columns for columns in process_group().exchange(own_predictions) if columns]
     if not gathered:
         raise ValueError("a set holds no example: give it some, or leave it out")
     predictions = {name: torch.cat([columns[name] for columns in gathered]) for name in gathered[0]}
@@ -220,7 +220,7 @@ def predict_set(
     predictions = {name: column[order] for name, column in predictions.items()}
     if positions is not None:
         predictions["index"] = positions
-    return predictions, max(current().exchange(seconds))
+    return predictions, max(process_group().exchange(seconds))
 
 
 def scaled_by_temperature(

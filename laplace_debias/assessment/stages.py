@@ -41,7 +41,7 @@ from laplace_debias.runs.records import PredictionsSummary
 from laplace_debias.runs.wording import duration
 from laplace_debias.sources.changed import Changed
 from laplace_debias.sources.loaded import Loaded
-from laplace_debias.system.ranks import alone, current
+from laplace_debias.system.ranks import alone, process_group
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ def _posterior(run: RunWriter, method: Method, model: nn.Module, number: int) ->
         return None
     name = f"{method.key}-{number}" if method.uses_all_checkpoints else method.key
     path = run.folder.posterior(name)
-    if not current().from_rank(path.exists(), 0):
+    if not process_group().from_rank(path.exists(), 0):
         _make_posterior(run, method, choice, model, number)
     # It is also read by the run that wrote it, so that one that resumes gives the same numbers.
     la = run.loaded.posterior(path, model)
@@ -169,7 +169,7 @@ def _validation_batches(run: RunWriter, method: Method, loaded: Loaded) -> Batch
     limit = run.method_record(method).examples
     if limit is not None:
         own_size = sum(len(y) for _, y in SelectedBatches(loaded.model, loaded.validation))
-        positions = subset_indices(sum(current().exchange(own_size)), limit, run.seed)
+        positions = subset_indices(sum(process_group().exchange(own_size)), limit, run.seed)
     return SelectedBatches(loaded.model, loaded.validation, positions)
 
 
@@ -178,8 +178,8 @@ def _choose_examples(run: RunWriter, la: Laplace, method: Method) -> None:
     passes = 0 if isinstance(method.posterior, Path) else _PASSES_OF_TUNING
     sets = [*run.sets.values(), *([run.loaded.validation] * passes)]
     sizes = [size_of(batches) for batches in sets if batches is not None]
-    own_seconds = seconds_per_example(la, run.loaded) / current().size
-    seconds = current().from_rank(own_seconds, 0)
+    own_seconds = seconds_per_example(la, run.loaded) / process_group().size
+    seconds = process_group().from_rank(own_seconds, 0)
     examples = method.examples
     if examples is None and getattr(method.posterior, "params", "all") != "last_layer":
         examples = affordable_examples(sizes, AFFORDED_SECONDS / seconds)

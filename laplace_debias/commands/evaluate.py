@@ -55,7 +55,7 @@ def run(settings: Settings) -> dict[str, Any]:
     from laplace_debias.commands.compared import identity_of, print_results, results_of
     from laplace_debias.laplace import file
     from laplace_debias.sources import load
-    from laplace_debias.system.ranks import current
+    from laplace_debias.system.ranks import process_group
 
     for path in settings.posterior:
         file.read(path)  # Before the data, which can take minutes.
@@ -67,12 +67,12 @@ def run(settings: Settings) -> dict[str, Any]:
         key = re.sub(r"[^a-z0-9._-]", "-", f"posterior-{path.stem.lower()}")
         methods.append(method_of(key, path.stem, path, settings.examples))
     with tempfile.TemporaryDirectory(prefix="laplace-debias-") as own_folder:
-        shared_folder = Path(current().from_rank(own_folder, 0))
+        shared_folder = Path(process_group().from_rank(own_folder, 0))
         if not shared_folder.is_dir():
             raise FileNotFoundError(
                 f"the folder of temporary files of rank 0, {shared_folder}, does not exist for "
-                f"rank {current().rank}. Start all processes on one machine, or set TMPDIR to a "
-                "folder that all machines share."
+                f"rank {process_group().rank}. Start all processes on one machine, or set TMPDIR "
+                "to a folder that all machines share."
             )
         folder = assess(
             loaded,
@@ -82,11 +82,11 @@ def run(settings: Settings) -> dict[str, Any]:
             seed=settings.seed,
             log=print,
         )
-        if current().rank == 0:
+        if process_group().rank == 0:
             print_results(folder, has_page=False)
         results = results_of(folder)
         # The first process removes the folder when all have read it.
-        current().exchange(None)
+        process_group().exchange(None)
         return results
 
 

@@ -82,7 +82,7 @@ def run(settings: Settings) -> Any:
     from laplace_debias.sources import load
     from laplace_debias.sources.splits import batches_of
     from laplace_debias.system.files import written_atomically
-    from laplace_debias.system.ranks import current
+    from laplace_debias.system.ranks import process_group
 
     check_output(settings.output, settings.overwrite)
     # Before the data, which can take minutes.
@@ -110,7 +110,7 @@ def run(settings: Settings) -> Any:
     )
     first = {"row": range(len(next(iter(columns.values()))))} if names is None else {"name": names}
     table = pandas.DataFrame({**first, **columns})
-    if current().rank > 0:
+    if process_group().rank > 0:
         return table
     with written_atomically(settings.output) as temporary:
         if settings.output.suffix == ".csv":

@@ -88,7 +88,7 @@ def run(settings: Settings) -> Path:
     from laplace_debias.sources import load
     from laplace_debias.sources.weights import with_weights
     from laplace_debias.system.files import check_target
-    from laplace_debias.system.ranks import current
+    from laplace_debias.system.ranks import process_group
     from laplace_debias.system.shown import plain
 
     if settings.from_run is not None:
@@ -125,7 +125,7 @@ def run(settings: Settings) -> Path:
             log=print,
         )
     page = RunFolder(folder).page
-    if current().rank > 0:
+    if process_group().rank > 0:
         return page
     write_page(folder)
     print_results(folder)

@@ -94,7 +94,7 @@ def run(settings: Settings) -> "Spectrum":
     from laplace_debias.report.tables import write_csv
     from laplace_debias.sources import load
     from laplace_debias.system.files import check_target
-    from laplace_debias.system.ranks import current
+    from laplace_debias.system.ranks import process_group
 
     check_target(settings.output / "eigenvalues.csv", make_folders=True)
     loaded = load(settings.without_comparison())
@@ -121,7 +121,7 @@ def run(settings: Settings) -> "Spectrum":
         progress=settings.progress,
     )
     _print(spectrum)
-    if current().rank > 0:
+    if process_group().rank > 0:
         return spectrum
     pairs = spectrum.eigenpairs
     density = spectrum.density

@@ -25,7 +25,7 @@ from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.report import report_of
 from laplace_debias.metrics.statistics import Mean, Proportion
 from laplace_debias.system.checks import check_is, real, whole
-from laplace_debias.system.ranks import together
+from laplace_debias.system.ranks import collective
 
 GroupFunction = Callable[[Any], Tensor]
 """From inputs to the group of each example, `[B]` integers."""
@@ -192,7 +192,7 @@ class Conformal:
         self.quantiles: dict[int, Tensor] = {}
         self.level: float | None = None
 
-    @together("calibrate")
+    @collective("calibrate")
     def calibrate(
         self, loader: Batches, level: float = 0.9, *, generator: torch.Generator | None = None
     ) -> "Conformal":
@@ -255,7 +255,7 @@ class Conformal:
         scores = mass_above(_exclusive(values), self._penalty, self._free_rank)
         return ClassSets((scores <= quantiles.unsqueeze(-1)).unflatten(0, shape))
 
-    @together("evaluate")
+    @collective("evaluate")
     def evaluate(
         self, loader: Batches, *, generator: torch.Generator | None = None, level: float = 0.95
     ) -> Report:

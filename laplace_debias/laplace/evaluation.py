@@ -21,12 +21,12 @@ from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import nll_statistic, rmse_statistic
 from laplace_debias.metrics.evaluation import separation
 from laplace_debias.metrics.report import report_of
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 
 
 def check_held_out(*data: Batches) -> None:
     """Require held-out data that the processes share, where there are several."""
-    ranks = current()
+    ranks = process_group()
     if ranks.size > 1:
         for loader in data:
             check_shared(ranks, loader)
@@ -41,7 +41,7 @@ def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[
         verb: The purpose of the columns in error messages, such as `"evaluate"`.
     """
     columns = [torch.cat(column) for column in zip(*batches, strict=True)]
-    columns_of_all = current().on_all(columns or None)
+    columns_of_all = process_group().on_all(columns or None)
     if columns_of_all is None:
         raise ValueError(f"The loader holds no batch: nothing to {verb}.")
     if not len(columns_of_all[0]):
@@ -98,7 +98,7 @@ def evaluate_predictions(
         scored_batches.append(score(likelihood, predictive, y, class_dim))
     values, log_probs, targets, *columns = concatenate_batches(scored_batches, "evaluate")
     # A process without examples has predicted nothing that would show it.
-    flags = current().exchange((is_multilabel, has_probabilities, is_normal))
+    flags = process_group().exchange((is_multilabel, has_probabilities, is_normal))
     is_multilabel, has_probabilities, is_normal = map(any, zip(*flags, strict=True))
     if not has_probabilities:
         targets = targets.reshape(values.shape).to(values.dtype)
@@ -149,7 +149,7 @@ def evaluate_predictions(
 def _for_all(data: Batches, name: str, predict: Callable[[Inputs], Tensor]) -> Tensor:
     """Predict a set of batches, over all processes that share it."""
     predictions = [predict(x) for x, _ in data]
-    columns = current().on_all([torch.cat(predictions)] if predictions else None)
+    columns = process_group().on_all([torch.cat(predictions)] if predictions else None)
     if columns is None:
         raise ValueError(f"The OOD loader {name!r} holds no batch.")
     return columns[0]

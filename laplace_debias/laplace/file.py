@@ -24,7 +24,7 @@ from laplace_debias.laplace.prior import Prior
 from laplace_debias.laplace.state import FittedPosterior, checked_temperature, initial_state
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.files import read_sealed, write_sealed, written_atomically
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 
 FORMAT = "laplace-debias/5"
 _FORMATS = ("laplace-debias/4", FORMAT)
@@ -105,7 +105,7 @@ def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> N
 
     The same posterior gives the same bytes. All processes call it, and rank 0 writes.
     """
-    ranks = current()
+    ranks = process_group()
     header = Header.from_fit(fitted, own_likelihood).to_json()
     if ranks.rank == 0:
         tensors = tensors_of(fitted.posterior, fitted.config.structure)

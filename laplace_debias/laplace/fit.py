@@ -23,7 +23,7 @@ from laplace_debias.laplace.resuming import check_resumable, fit_identity
 from laplace_debias.laplace.schemes import Scheme
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.system.checks import check_generator
-from laplace_debias.system.ranks import Ranks, current
+from laplace_debias.system.ranks import Ranks, process_group
 
 
 def fit(
@@ -116,7 +116,7 @@ def prepare_fit(
     Returns:
         The checked model and context of the fit, and the scheme with streams in place of its data.
     """
-    ranks = current()
+    ranks = process_group()
     config = state.config
     bar = "fit" if progress else None
 

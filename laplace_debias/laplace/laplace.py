@@ -62,7 +62,7 @@ from laplace_debias.laplace.thinning import Thinning, thin_posterior
 from laplace_debias.laplace.tuning import Tuning
 from laplace_debias.metrics import Report
 from laplace_debias.system.checks import check_extra, check_is
-from laplace_debias.system.ranks import current, refuse_ranks, together
+from laplace_debias.system.ranks import collective, process_group, refuse_ranks
 from laplace_debias.system.shown import html_table, warn
 
 # Held for the moment in which a state takes the place of another.
@@ -241,7 +241,7 @@ class Laplace(Predictor):
     # ------------------------------------------------- fitting
 
     @explains_laplace_torch_arguments
-    @together("fit")
+    @collective("fit")
     def fit(
         self,
         train_loader: Batches | Scheme,
@@ -323,7 +323,7 @@ class Laplace(Predictor):
         self._replace(fitted)
         return self
 
-    @together("fit_batches")
+    @collective("fit_batches")
     def fit_batches(
         self,
         directions: Batches,
@@ -411,7 +411,7 @@ class Laplace(Predictor):
 
     # ------------------------------------------------- choosing the prior
 
-    @together("tune")
+    @collective("tune")
     def tune(
         self,
         loader: Batches | None = None,
@@ -501,7 +501,7 @@ class Laplace(Predictor):
             self._set(fitted=fitted, prior_precision=delta, link=tuning.link)
         return tuning
 
-    @together("tune_evidence")
+    @collective("tune_evidence")
     def tune_evidence(self, *, sigma: bool | None = None, per: str | None = None) -> Tuning:
         """Choose the prior precision with the largest marginal likelihood, and set it.
 
@@ -791,7 +791,7 @@ class Laplace(Predictor):
 
     # ------------------------------------------------- files
 
-    @together("save")
+    @collective("save")
     def save(self, path: str | Path, *, own_likelihood: bool = False) -> None:
         """Write the fitted posterior as a safetensors file (no pickle), atomically.
 
@@ -816,7 +816,7 @@ class Laplace(Predictor):
         """
         file.save(Path(path), self._unchanged_fit, own_likelihood)
 
-    @together("save_pretrained")
+    @collective("save_pretrained")
     def save_pretrained(
         self,
         folder: str | Path,
@@ -846,10 +846,10 @@ class Laplace(Predictor):
         path = Path(folder)
         pretrained.check_folder(path)
         fitted = self._unchanged_fit
-        if current().rank == 0:
+        if process_group().rank == 0:
             path.mkdir(parents=True, exist_ok=True)
         file.save(path / pretrained.POSTERIOR, fitted, own_likelihood)
-        if card and current().rank == 0:
+        if card and process_group().rank == 0:
             pretrained.write_card(path, describe(fitted), evaluation)
 
     def push_to_hub(
@@ -1039,7 +1039,7 @@ class Laplace(Predictor):
 
     def _agree(self, **arguments: Any) -> None:
         """Require the processes that make a call together to make it alike."""
-        ranks = current()
+        ranks = process_group()
         if ranks.size > 1:
             ranks.require_same(made=lambda: str(self), settings=self._state.config, **arguments)
 

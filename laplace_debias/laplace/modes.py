@@ -12,7 +12,7 @@ from laplace_debias.laplace.mode_names import MODES
 from laplace_debias.laplace.resuming import check_resumable
 from laplace_debias.laplace.schemes import Scheme
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 
 
 def check_mode(mode: str, folds: int | None) -> None:
@@ -47,7 +47,7 @@ def scheme_of_mode(
     stream = state.spec.stream(loader, state.device, generator)
     with stream.randomness:
         batches = list(itertools.islice(stream.source, num_batches))
-    num_read = max(current().exchange(len(batches)))
+    num_read = max(process_group().exchange(len(batches)))
     if num_read < num_batches:
         raise ValueError(
             f'mode="{mode}" needs {num_batches} batch(es), the loader gave {num_read}: use a '

@@ -24,7 +24,7 @@ from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.prepared import examine
 from laplace_debias.laplace.schemes import FOLDS
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
-from laplace_debias.system.ranks import alone, current
+from laplace_debias.system.ranks import alone, process_group
 from laplace_debias.system.shown import aligned
 
 _MEMINFO = Path("/proc/meminfo")
@@ -139,7 +139,7 @@ def plan_fit(
     trial = _Trial()
     # The random states are restored, so that the fit draws the loader's order and labels itself.
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
-        fisher = state.config.fisher.seeded(None, current())
+        fisher = state.config.fisher.seeded(None, process_group())
         stream = state.spec.fit_stream(loader, state.device)
         _, context = examine(state, selected, [stream], reads_all=False, fisher=fisher)
         ((x, y, *_),) = stream.first

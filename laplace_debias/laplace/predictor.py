@@ -19,7 +19,7 @@ from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, equal
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.metrics import Report, Uncertainty
 from laplace_debias.system.checks import check_is
-from laplace_debias.system.ranks import current, together
+from laplace_debias.system.ranks import collective, process_group
 
 
 class Predictor(ABC):
@@ -172,7 +172,7 @@ class Predictor(ABC):
             )
         return uncertainty(self._linked_fits(x, method, link), x, method)
 
-    @together("evaluate")
+    @collective("evaluate")
     def evaluate(
         self,
         loader: Batches,
@@ -221,7 +221,7 @@ class Predictor(ABC):
         check_is(ood, "ood", Mapping, type(None))
         options = {"samples": samples, "link": link, "level": level, "score": score}
         configs = [state.config for state in self._states]
-        current().require_same(
+        process_group().require_same(
             made=lambda: str(self), settings=configs, ood=list(ood or ()), method=method, **options
         )
         if score is not None and not ood:

@@ -26,7 +26,7 @@ from laplace_debias.curvature.network.validation import validate_model
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 from laplace_debias.system.shown import warn
 
 _NUM_CHECKED = 4  # examples of the first batch
@@ -86,7 +86,7 @@ def examine(
         backend=backend,
         factor_dtype=config.factor_dtype,
         memory_bound=config.memory_bound,
-        ranks=current(),
+        ranks=process_group(),
     )
     return parameters, context
 
@@ -134,7 +134,7 @@ def _parameters_on_examples(
 
 
 def _first_batch(stream: Stream) -> list[tuple[Any, ...]]:
-    ranks = current()
+    ranks = process_group()
     first = stream.first
     has_first = ranks.exchange(bool(first))
     if True not in has_first:

@@ -17,7 +17,7 @@ from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.laplace.noise import estimate_noise
 from laplace_debias.laplace.prepared import PreparedFit
 from laplace_debias.system.checks import whole
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 
 FOLDS = 2
 """How many folds cross-fitting takes by default: more did no better in the study of debiasing."""
@@ -90,7 +90,7 @@ class Scheme(ABC):
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
         """Determine N: as passed, or the number of examples that the fit reads."""
-        is_shared = [check_shared(current(), data) for data in self.sources]
+        is_shared = [check_shared(process_group(), data) for data in self.sources]
         if num_data is not None:
             return TrainingSize(whole(num_data, "num_data"), is_shared=is_shared[0])
         for data in self.sources:

@@ -34,7 +34,7 @@ from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.laplace.tuning import Comparison, Row, Tuning
 from laplace_debias.metrics.checks import check_classification
 from laplace_debias.system.checks import real
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 
 DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
 """Prior precisions that are tried unless a grid is passed."""
@@ -116,7 +116,7 @@ def tune_on_data(
     default = None
     for x, _ in stream.first:
         default = predictive.default_link(fitted, x)
-    default = next(filter(None, current().exchange(default)), None)
+    default = next(filter(None, process_group().exchange(default)), None)
     table = evaluate_grid(
         partial(predictive.predictives_by_links, fitted),
         stream,

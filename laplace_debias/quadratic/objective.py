@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators import GGN, Hessian
 from laplace_debias.linalg.checks import check_choice
-from laplace_debias.system.ranks import current, together
+from laplace_debias.system.ranks import collective, process_group
 
 _CURVATURES: dict[str, Callable[..., GGN | Hessian]] = {"ggn": GGN, "hessian": Hessian}
 
@@ -40,7 +40,7 @@ class Objective:
     decayed: Bool[Tensor, " dim"]
 
 
-@together("a quadratic")
+@collective("a quadratic")
 def objective(
     model: nn.Module,
     loss: Loss,
@@ -58,7 +58,7 @@ def objective(
         model, loss, data, params, num_data=num_data, reduction=reduction, batch=batch
     )
     network = Network(model, params, data, batch)
-    ranks = current()
+    ranks = process_group()
     batches = Data(network.stream(data), network.device, num_data, ranks)
     output = output_loss(loss, reduction, network.returns_vector(batches.batch(0).inputs))
     parameters = tuple(p.detach().requires_grad_() for p in network.parameters)

@@ -26,7 +26,7 @@ from laplace_debias.runs.records import (
     to_json,
 )
 from laplace_debias.system.files import differences, written_atomically
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 from laplace_debias.system.shown import plain
 
 Record = TypeVar("Record")
@@ -185,7 +185,7 @@ class RunFolder:
 
     def predictions_summary(self, method: str, set_name: str) -> PredictionsSummary | None:
         """The summary of a complete table, on all processes; None where none can be read."""
-        ranks = current()
+        ranks = process_group()
         content = None
         if ranks.rank == 0:
             content = _metadata(self.predictions(method, set_name))
@@ -289,7 +289,7 @@ class RunFolder:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file whole or not at all; the other processes wait for the first one."""
-    ranks = current()
+    ranks = process_group()
     if ranks.rank == 0:
         with written_atomically(path) as temporary:
             temporary.write_bytes(data)

@@ -10,7 +10,7 @@ from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.sources.changed import Changed
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 
 
 def share(batches: Batches, model: nn.Module) -> Batches:
@@ -19,7 +19,7 @@ def share(batches: Batches, model: nn.Module) -> Batches:
     The union of the processes' k-th batches is the k-th batch of one process. Batches of a loader
     of the commands are read in part; of others each process reads all and keeps its part.
     """
-    ranks = current()
+    ranks = process_group()
     if ranks.size == 1:
         return batches
     if _is_plain(batches):
@@ -38,7 +38,7 @@ def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Input
 
     Yields the number of the batch among all, that of its first example, inputs and targets.
     """
-    ranks = current()
+    ranks = process_group()
     source = cast(Any, batches)
     if isinstance(batches, Changed):
         for number, first, x, y in dealt(batches.source, read):

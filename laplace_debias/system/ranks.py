@@ -1,7 +1,7 @@
 """Several processes that share one piece of work: sums over them, and errors that reach all.
 
-`current()` returns the ranks of torch's process group. Without a process group it returns `ALONE`,
-whose methods return their arguments.
+`process_group()` returns the ranks of torch's process group. Without one it returns `ALONE`, whose
+methods return their arguments.
 
 All ranks make the same exchanges in the same order. A rank with an error makes one more exchange
 with it, which the others receive in place of the value that they wait for, at the end of a pass at
@@ -166,7 +166,7 @@ class Group(Ranks):
         return [torch.cat(rows) for rows in zip(*by_rank, strict=True)]
 
 
-def current() -> Ranks:
+def process_group() -> Ranks:
     """Return the ranks that share the work: those of torch's process group, or `ALONE`."""
     if _IS_ALONE.get() or not dist.is_available() or not dist.is_initialized():
         return ALONE
@@ -207,12 +207,12 @@ def check_joined() -> None:
 
 
 @contextmanager
-def together(verb: str) -> Iterator[None]:
+def collective(verb: str) -> Iterator[None]:
     """Make a call on all ranks: an error of one is raised on all.
 
     A collective call within another one belongs to that.
     """
-    ranks = current()
+    ranks = process_group()
     if not isinstance(ranks, Group) or _VERB.get() is not None:
         yield
         return
@@ -241,7 +241,7 @@ def together(verb: str) -> Iterator[None]:
 
 def refuse_ranks(subject: str, advice: str) -> None:
     """Raise an error if several processes share the data."""
-    if current().size > 1:
+    if process_group().size > 1:
         raise NotImplementedError(
             f"{subject} is not supported for data that several processes share ({advice}). Use it "
             "on one process's data, inside `laplace_debias.alone()`."

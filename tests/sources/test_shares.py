@@ -41,7 +41,7 @@ def of_ranks(monkeypatch, num_ranks, call):
     for rank in range(num_ranks):
         one = Ranks()
         one.rank, one.size = rank, num_ranks
-        monkeypatch.setattr(shares, "current", lambda one=one: one)
+        monkeypatch.setattr(shares, "process_group", lambda one=one: one)
         found.append(list(call()))
     return found
 

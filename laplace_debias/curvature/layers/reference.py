@@ -25,7 +25,7 @@ from laplace_debias.curvature.network.inputs import (
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shared_copy import preserve_attributes, requiring_grad
 from laplace_debias.system.memory import is_out_of_memory
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 
 FIRST_EXAMPLES = 16
 """Examples of the first batch that are run where not all of a model is used by two."""
@@ -186,7 +186,7 @@ def find_references(
     Returns:
         References of further examples, and the parameters that no outputs depend on.
     """
-    ranks = current()
+    ranks = process_group()
     search = _Search(network, first)
     if first.is_partial:
         search.read(take(x, slice(0, FIRST_EXAMPLES)))

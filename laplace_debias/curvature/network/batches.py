@@ -28,7 +28,7 @@ from laplace_debias.curvature.network.quantised import can_require_grad
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.system.checks import check_generator
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 from laplace_debias.system.threads import Randomness
 
 # From what the data yields to (inputs, targets).
@@ -448,7 +448,7 @@ class Stream:
             yield pair
         if self.counts_any is None:
             return
-        by_rank = current().exchange((num_batches, any_counts))
+        by_rank = process_group().exchange((num_batches, any_counts))
         if any(number for number, _ in by_rank) and not any(counts for _, counts in by_rank):
             raise ValueError(
                 f"Every target of the {self.description} is ignored. They have no curvature: pass "

@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from laplace_debias.curvature.network.shards import ShardedBatches, check_shared
 from laplace_debias.system.checks import whole
-from laplace_debias.system.ranks import current
+from laplace_debias.system.ranks import process_group
 
 # Their length is the number of examples.
 _COUNTED_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler)
@@ -46,7 +46,7 @@ def training_size(
         ValueError: If the fit reads a part of the data and the size of all of it cannot be
             inferred, or if the loader leaves out examples in every pass.
     """
-    is_shared = check_shared(current(), loader)
+    is_shared = check_shared(process_group(), loader)
     if num_data is not None:
         return TrainingSize(whole(num_data, "num_data"), is_shared=is_shared)
     inferred = dataset_size(loader)
@@ -100,10 +100,10 @@ def check_sampler(loader: Any) -> None:
         return
     batches = loader.batch_sampler
     if isinstance(batches, ShardedBatches):
-        if batches.num_ranks != current().size:
+        if batches.num_ranks != process_group().size:
             raise _not_inferred(
                 batches,
-                f"is for {batches.num_ranks} processes, of which {current().size} take part",
+                f"is for {batches.num_ranks} processes, of which {process_group().size} take part",
             )
         return
     sampler: Any = getattr(batches, "sampler", loader.sampler)

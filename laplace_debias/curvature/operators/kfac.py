@@ -29,7 +29,7 @@ from laplace_debias.curvature.structures.ekfac import EkfacCurvature
 from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, Permuted
 from laplace_debias.system.checks import whole
-from laplace_debias.system.ranks import current, together
+from laplace_debias.system.ranks import collective, process_group
 
 
 @dataclass(eq=False, repr=False, init=False)
@@ -116,7 +116,7 @@ class KFAC(Permuted):
 
     num_data: int = 0
 
-    @together("K-FAC")
+    @collective("K-FAC")
     def __init__(
         self,
         model: nn.Module,
@@ -162,7 +162,7 @@ class KFAC(Permuted):
                 'whose Hessian has a root in closed form: use fisher="empirical" for another '
                 "loss, or GGN."
             )
-        cotangents = Cotangents(factor_data.loss, columns.seeded(generator, current()))
+        cotangents = Cotangents(factor_data.loss, columns.seeded(generator, process_group()))
         with torch.inference_mode(False):
             all_inputs = chain.from_iterable(
                 (x for x, _ in batches) for batches in (factor_data, magnitude_data)
@@ -183,7 +183,7 @@ class KFAC(Permuted):
                 choose_backend(unwrapped(model), backend, blocks)(tap, blocks),
                 factor_dtype,
                 memory_bound=memory_bound,
-                ranks=current(),
+                ranks=process_group(),
             )
             fitted = self._structure.fit(
                 context, factor_data, None if magnitudes is None else magnitude_data
@@ -231,7 +231,7 @@ class LossData:
         reduction: str | None,
         num_data: int | None,
     ) -> None:
-        ranks = current()
+        ranks = process_group()
         ranks.require_same(model=lambda: checksum(network.model))
         self.data = Data(stream, network.device, num_data, ranks)
         self.first = self.data.batch(0)

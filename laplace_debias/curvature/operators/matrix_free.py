@@ -23,7 +23,7 @@ from laplace_debias.curvature.operators.network_operator import (
 )
 from laplace_debias.curvature.operators.tracing import Tensors
 from laplace_debias.curvature.operators.zero_norms import has_norms
-from laplace_debias.system.ranks import together
+from laplace_debias.system.ranks import collective
 
 
 class CurvatureOperator(NetworkOperator):
@@ -63,7 +63,7 @@ class CurvatureOperator(NetworkOperator):
             none.
     """
 
-    @together("a curvature operator's construction")
+    @collective("a curvature operator's construction")
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -114,7 +114,7 @@ class CurvatureOperator(NetworkOperator):
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         self._loss.check(outputs, targets)
 
-    @together("a curvature operator's product")
+    @collective("a curvature operator's product")
     @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
@@ -271,7 +271,7 @@ class Fisher(CurvatureOperator):
                 "loss."
             )
         columns = columns.seeded(generator)
-        with together("a curvature operator's construction"):
+        with collective("a curvature operator's construction"):
             seed = self._ranks.exchange(columns.seed)[0]
         self._cotangents = Cotangents(self._loss, replace(columns, seed=seed))
 

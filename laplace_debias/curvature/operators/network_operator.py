@@ -20,7 +20,7 @@ from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.operators import LinearOperator, ParameterLayout, Transpose
 from laplace_debias.system.checks import whole
-from laplace_debias.system.ranks import current, refuse_ranks, together
+from laplace_debias.system.ranks import collective, process_group, refuse_ranks
 from laplace_debias.system.threads import Lock
 
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
         if batch.targets.shape[1:] == like_first:
             loss.check(outputs[:1].expand(batch.size, *outputs.shape[1:]), batch.targets)
         total += loss.count(batch.targets)
-    total = sum(current().exchange(float(total)))
+    total = sum(process_group().exchange(float(total)))
     if total <= 0:
         raise ValueError(
             "The loss counts no target: all are ignored (ignore_index) or have weight 0."
@@ -97,7 +97,7 @@ class NetworkOperator(LinearOperator):
     _generator: torch.Generator | None = None
 
     # Under inference mode nothing could be differentiated.
-    @together("a curvature operator's construction")
+    @collective("a curvature operator's construction")
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -115,7 +115,7 @@ class NetworkOperator(LinearOperator):
             whole(chunk_size, "chunk_size")
         self._network = Network(model, "all" if params is None else params, data, batch)
         network = self._network
-        self._ranks = current()
+        self._ranks = process_group()
         self._ranks.require_same(model=lambda: checksum(network.model))
         stream = network.stream(data, self._generator)
         self._data = Data(stream, network.device, num_data, self._ranks)
