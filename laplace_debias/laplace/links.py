@@ -60,22 +60,39 @@ def tempered_pairwise(
     num_classes = mean.shape[-1]
     means = mean.reshape(-1, num_classes)
     covariances = covariance.reshape(-1, num_classes, num_classes)
+    if torch.compiler.is_exporting():
+        # A program takes any number of examples, so it has no loop over blocks of them.
+        logits = _tempered_pairwise_block(means, covariances, temperatures)
+        return logits.reshape(len(temperatures), *mean.shape)
     logits = mean.new_empty(len(temperatures), *means.shape)
     # A few examples at a time, so that their pairs of classes stay in the processor's cache.
     num_examples = max(1, _PAIRS_AT_ONCE[mean.device.type] // num_classes**2)
     for start in range(0, len(means), num_examples):
         examples = slice(start, start + num_examples)
-        # In double precision: a large common variance leaves the differences their digits.
-        mu = means[examples].double()
-        sigma = covariances[examples].double()
-        variances = sigma.diagonal(dim1=-2, dim2=-1)
-        scaled_variances = variances.unsqueeze(-1) + variances.unsqueeze(-2) - sigma - sigma.mT
-        scaled_variances = scaled_variances.clamp_min_(0).mul_(math.pi / 8).to(mean.dtype)
-        differences = (mu.unsqueeze(-2) - mu.unsqueeze(-1)).to(mean.dtype)
-        for index, temperature in enumerate(temperatures):
-            quotients = (scaled_variances + temperature**2).rsqrt_().mul_(differences)
-            logits[index, examples] = -quotients.logsumexp(-1)
+        logits[:, examples] = _tempered_pairwise_block(
+            means[examples], covariances[examples], temperatures
+        )
     return logits.reshape(len(temperatures), *mean.shape)
+
+
+def _tempered_pairwise_block(
+    means: Float[Tensor, "block classes"],
+    covariances: Float[Tensor, "block classes classes"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures block classes"]:
+    """Compute `tempered_pairwise` of a block of examples at once."""
+    # In double precision: a large common variance leaves the differences their digits.
+    mu = means.double()
+    sigma = covariances.double()
+    variances = sigma.diagonal(dim1=-2, dim2=-1)
+    scaled_variances = variances.unsqueeze(-1) + variances.unsqueeze(-2) - sigma - sigma.mT
+    scaled_variances = scaled_variances.clamp_min_(0).mul_(math.pi / 8).to(means.dtype)
+    differences = (mu.unsqueeze(-2) - mu.unsqueeze(-1)).to(means.dtype)
+    logits = []
+    for temperature in temperatures:
+        quotients = (scaled_variances + temperature**2).rsqrt_().mul_(differences)
+        logits.append(-quotients.logsumexp(-1))
+    return torch.stack(logits)
 
 
 def exact(mean: Logits, covariance: Covariance) -> Logits:
