@@ -1,0 +1,87 @@
+"""How many operations of torch a batch of a fit and a prediction take; views are not counted.
+
+The number does not depend on the machine. It is the overhead of small networks on a processor, and
+of all networks on a GPU.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from laplace_debias import Laplace
+
+
+class Count(TorchDispatchMode):
+    """Counts operations that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run the operation and count it."""
+        self.operations += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def num_operations(work):
+    with Count() as count:
+        work()
+    return count.operations
+
+
+@pytest.fixture(scope="module")
+def network():
+    """An All-CNN-C with 8 channels: its width does not change the number of operations."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()]
+    for stride in (1, 2, 1, 1, 2, 1):
+        layers += [nn.Conv2d(8, 8, 3, stride, 1), nn.ReLU()]
+    layers += [nn.Conv2d(8, 10, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*layers).eval()
+
+
+def batches(number):
+    torch.manual_seed(0)
+    return [(torch.randn(4, 3, 32, 32), torch.randint(10, (4,))) for _ in range(number)]
+
+
+def operations_of_gradient(network):
+    ((x, y),) = batches(1)
+    parameters = list(network.parameters())
+
+    def compute_gradient():
+        torch.autograd.grad(F.cross_entropy(network(x), y), parameters)
+
+    return num_operations(compute_gradient)
+
+
+@pytest.mark.parametrize(
+    ("curvature", "fisher", "most"),
+    [
+        ("kfac", "mc", 7.0),
+        ("kfac", "empirical", 5.5),
+        ("diag", "mc", 7.5),
+        ("diag", "empirical", 6.0),
+    ],
+)
+def test_a_further_batch_of_a_fit_takes_few_times_the_operations_of_a_gradient(
+    network, curvature, fisher, most
+):
+    def fit(number):
+        la = Laplace(network, params="weights", curvature=curvature, fisher=fisher)
+        la.fit_batches(batches(number), num_data=4 * number)
+
+    fit(1)
+    further = num_operations(lambda: fit(3)) - num_operations(lambda: fit(2))
+    assert 0 < further <= most * operations_of_gradient(network)
+
+
+def test_a_prediction_of_eight_images_takes_a_bounded_number_of_operations(network):
+    la = Laplace(network, params="weights", curvature="kfac", fisher="mc")
+    la.fit_batches(batches(1), num_data=4)
+    x = torch.randn(8, 3, 32, 32)
+    la.predict(x)
+    assert num_operations(lambda: la.predict(x).probs) <= 560
