@@ -24,6 +24,8 @@ from laplace_debias.curvature.network.inputs import (
     Record,
     call,
     join,
+    returned_outputs,
+    take,
 )
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import Link, link_from, required_moments
@@ -256,6 +258,11 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     network = fitted.network()
     tap = Tap(network, blocks)
     outputs = tap.forward(example)
+    if returned_outputs(network, take(example, slice(0, 1))).ndim == 1:
+        raise NotImplementedError(
+            "The model returns its single output as [B], which is not exported. Return it as "
+            "[B, 1], without a squeeze after the last layer."
+        )
     last = tap.last_layer(outputs)
     layer = network.get_submodule(layers[0])
     is_linear = all(block.rule.is_linear for block in blocks)

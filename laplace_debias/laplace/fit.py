@@ -63,7 +63,7 @@ def fit(
         )
         if resume is None:
             return build_posterior(prepared, scheme.fit(prepared))
-        identity = fit_identity(prepared, generator, getattr(scheme, "folds", None))
+        identity = fit_identity(prepared, generator, scheme.num_folds)
         context = prepared.context
         checkpoint = Checkpoint(resume, identity, context.ranks)
         prepared = replace(prepared, context=replace(context, checkpoint=checkpoint))

@@ -589,12 +589,20 @@ class Laplace(Predictor):
 
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
-        """The prior precision δ. Setting it needs no new fit."""
+        """The prior precision δ. Setting it needs no new fit.
+
+        Warns:
+            UserWarning: If it is set below that at which the posterior was thinned.
+        """
         return self._state.prior.precision
 
     @prior_precision.setter
     def prior_precision(self, value: PriorPrecision) -> None:
         self._set(prior_precision=value)
+        if isinstance(self._state, FittedPosterior):
+            note = self._state.note_on_thinning(self._state.posterior.deltas())
+            if note is not None:
+                warn(note)
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:

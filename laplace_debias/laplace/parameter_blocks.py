@@ -20,6 +20,8 @@ from laplace_debias.curvature.network.selection import (
     leaving_out,
     select_parameters,
 )
+from laplace_debias.curvature.network.shared_copy import refuse_calls
+from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.system.shown import warn
 
@@ -93,9 +95,15 @@ class ParameterBlocks:
         parameters (None if the data cannot be read again for them). A general selection, such as
         `"all"`, leaves out parameters that the outputs do not depend on, with a warning.
         """
-        resolved = resolve(
-            tap, self.names, x, config.joint, sharing=config.sharing, more_batches=all_inputs or ()
-        )
+        with refuse_calls(unwrapped(model), self.names, tap.network):
+            resolved = resolve(
+                tap,
+                self.names,
+                x,
+                config.joint,
+                sharing=config.sharing,
+                more_batches=all_inputs or (),
+            )
         names = self.names
         replay_modules = resolved.calls
         if config.params == SUPPORTED and replay_modules:

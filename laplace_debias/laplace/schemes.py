@@ -63,6 +63,11 @@ class Scheme(ABC):
         raise NotImplementedError(f"{cls.__name__} has no mode. Pass an object to `fit`.")
 
     @property
+    def num_folds(self) -> int | None:
+        """How many folds a fit divides its examples into; None if it does not divide them."""
+        return None
+
+    @property
     @abstractmethod
     def sources(self) -> Sequence[Batches]:
         """The data that a fit reads, in the order in which it is read."""
@@ -210,6 +215,11 @@ class CrossFit(Scheme):
 
     def __post_init__(self) -> None:
         whole(self.folds, "folds", 2)
+
+    @property
+    def num_folds(self) -> int:
+        """How many folds a fit divides its examples into."""
+        return self.folds
 
     @property
     def sources(self) -> Sequence[Batches]:

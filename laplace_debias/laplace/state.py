@@ -61,6 +61,10 @@ class Unfitted:
         return self.spec.first_parameter(names).device
 
 
+# Two prior precisions are equal to the rounding of single precision.
+_SINGLE_PRECISION = 1e-6
+
+
 @dataclass(frozen=True, eq=False)
 class FittedPosterior:
     """A posterior with its model, and with the data of the fit that predictions and files need.
@@ -124,6 +128,26 @@ class FittedPosterior:
     def device(self) -> torch.device:
         """The device of the Bayesian parameters."""
         return self.spec.first_parameter(self.parameters.names).device
+
+    def note_on_thinning(self, prior_precision: float | Float[Tensor, " blocks"]) -> str | None:
+        """A note if the posterior is thinned, and a prior precision is below that of the thinning.
+
+        Args:
+            prior_precision: One number, or one per block.
+        """
+        if self.thinned_at is None:
+            return None
+        deltas = torch.as_tensor(prior_precision).expand(len(self.thinned_at)).tolist()
+        pairs = zip(deltas, self.thinned_at, strict=True)
+        # The block that is farthest below.
+        delta, limit = min(pairs, key=lambda pair: pair[0] / pair[1])
+        if delta >= limit * (1 - _SINGLE_PRECISION):
+            return None
+        return (
+            f"The posterior was thinned at the prior precision {limit:.3g}. At {delta:.3g} the "
+            "error of its standard deviations is larger than thin reported. Tune before thin, or "
+            "load the posterior that was saved before it."
+        )
 
     def check_unchanged(self) -> None:
         """Require that the model is what it was at the fit.

@@ -83,6 +83,7 @@ NOT_DIFFERENTIATED = {
         F.relu(p * x - 100).norm(dim=1, keepdim=True) + (x * p).sum(1, keepdim=True)
     ),
     "below a clamp": lambda x, p: (x - p).norm(dim=1, keepdim=True).clamp(min=0.01),
+    "normalised": lambda x, p: F.normalize(x - p, dim=1, eps=0.01)[:, :1],
 }
 
 

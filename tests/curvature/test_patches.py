@@ -159,4 +159,9 @@ def test_border_products_are_counted_as_they_are_formed(case):
     with Counting():
         patch_moments(layer, x)
     axes = patches._axes(layer, tuple(x.shape[2:]))
-    assert num_products <= patches._count_products(*axes).num_border_products
+    num_counted = patches._count_products(*axes).num_border_products
+    if all(axis.num_pixels(phase) for axis in axes for phase in axis.phases):
+        assert num_products == num_counted
+    else:
+        # Phases without pixels are counted, and have no products.
+        assert num_products <= num_counted

@@ -330,3 +330,12 @@ def test_the_command_line(shape, task, tmp_path, monkeypatch, capsys):
     assert main(["predict", *common, *commands, "--output=p.csv"]) == 0
     assert main(["evaluate", *common, *commands]) == 0
     assert ("rmse" if task == "regression" else "accuracy") in capsys.readouterr().out
+
+
+def test_the_export_of_a_squeezed_output_is_refused_with_the_remedy(tmp_path):
+    data = [examples("[B]")]
+    la = Laplace(Squeezed(columns()), "regression", params="last_layer", sigma=SIGMA)
+    la.fit_batches(data)
+    with pytest.raises(NotImplementedError, match=r"as \[B\], which is not exported. Return it as"):
+        la.export(tmp_path / "squeezed.pt2", data[0][0])
+    assert not (tmp_path / "squeezed.pt2").exists()

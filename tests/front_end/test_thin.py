@@ -1,5 +1,6 @@
 """Posteriors of thin directions, against the dense matrices that they stand for."""
 
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -544,6 +545,15 @@ def test_what_a_thin_posterior_cannot_do_is_said(is_saved, tmp_path):
     assert "thinned at the prior precision 1. At 0.1 the error" in smaller.message
     for delta in (1.0, 10.0):
         assert "thinned" not in la.tune(data, grid=[delta]).message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        la.prior_precision = 1.0
+        la.prior_precision = torch.full((len(la.block_names),), 2.0)
+    below = torch.ones(len(la.block_names))
+    below[-1] = 0.1
+    for value in (0.1, below):
+        with pytest.warns(UserWarning, match="thinned at the prior precision 1. At 0.1 the error"):
+            la.prior_precision = value
     # Another fit has all its directions again.
     la.fit(data)
     assert not any("thinned" in note for note in la.tune(data, grid=[0.1]).notes)

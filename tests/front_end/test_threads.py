@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC, EmpiricalFisher, Fisher, Hessian, Jacobian
-from laplace_debias.curvature.network.inputs import SharedSetting
+from laplace_debias.curvature.network.inputs import SharedSetting, quiet
 from laplace_debias.system.threads import Lock
 
 THREADS = 4
@@ -243,6 +243,22 @@ def test_settings_of_the_process_are_left_as_they_were():
 
     at_once([*(calls * 3), product, *calls, product])
     assert settings() == before
+
+
+def test_filters_of_warnings_that_are_set_meanwhile_stay():
+    """Another thread, or an abandoned pass, may hold the setting while a user changes filters."""
+    before = list(warnings.filters)
+    own = ("error", None, UnicodeWarning, None, 0)
+    equal = ("ignore", None, FutureWarning, None, 0)
+    manager = quiet()
+    warnings.filters.insert(0, equal)
+    try:
+        with manager:
+            warnings.warn("torch's", FutureWarning, stacklevel=1)
+            warnings.filters.insert(0, own)
+        assert warnings.filters == [own, equal, *before]
+    finally:
+        warnings.filters[:] = before
 
 
 def test_overlapping_holders_of_a_setting_restore_it():

@@ -1,6 +1,7 @@
 """Inputs of a model: one tensor, several, or named ones; and its outputs."""
 
 import hashlib
+import re
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -276,16 +277,34 @@ class _Agreeing(TorchFunctionMode):
         return _IN_PLACE_OF.get(func, func)(*args, **(kwargs or {}))
 
 
+def _ignoring(category: type[Warning], message: str = "") -> tuple[Any, ...]:
+    """A filter of warnings, as `warnings.filters` has it."""
+    pattern = re.compile(message, re.IGNORECASE) if message else None
+    return ("ignore", pattern, category, None, 0)
+
+
 @SharedSetting
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's warnings about its own parts, a flag of graphics cards, and missing rules."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", message="TF32 acceleration")
+    """Without torch's warnings about its own parts, a flag of graphics cards, and missing rules.
+
+    The filters are added and removed one by one, so that those that other threads set in the
+    meantime stay.
+    """
+    added = [
+        _ignoring(FutureWarning),
+        _ignoring(Warning, "TF32 acceleration"),
         # An operation that torch does not vectorise runs in a loop: slower, and the same numbers.
-        warnings.filterwarnings("ignore", message="There is a performance drop")
+        _ignoring(Warning, "There is a performance drop"),
+    ]
+    filters: Any = warnings.filters
+    filters[:0] = added
+    try:
         yield
+    finally:
+        added_ids = set(map(id, added))
+        filters = warnings.filters
+        filters[:] = [entry for entry in filters if id(entry) not in added_ids]
 
 
 @SharedSetting

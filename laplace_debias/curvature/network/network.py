@@ -26,7 +26,7 @@ from laplace_debias.curvature.network.selection import (
     check_parameters,
     select_parameters,
 )
-from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.network.shared_copy import refuse_calls, shared_copy
 from laplace_debias.curvature.network.unwrapping import plain_names, unwrapped
 from laplace_debias.curvature.network.validation import validate_model
 from laplace_debias.operators import ParameterLayout
@@ -119,8 +119,10 @@ class Network:
 
     def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
         """The outputs for a batch, checked: repeatable, finite, and one row per example."""
+        plain = unwrapped(self._user_model)
         with torch.no_grad():
-            outputs = self.outputs(self.parameters, inputs)
+            with refuse_calls(plain, self.names, self._call.model):
+                outputs = self.outputs(self.parameters, inputs)
             first_input = take(inputs, slice(0, 1))
             first_output = self.outputs(self.parameters, first_input)
             first_inputs = take(inputs, slice(0, 2))

@@ -1,9 +1,11 @@
 """A copy of the user's model that can be hooked, extended and differentiated freely."""
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -71,6 +73,45 @@ def shared_copy(model: nn.Module) -> nn.Module:
                         vars(copied)[name].pop(key, None)
     keep_differentiable(copied_model)
     return copied_model.eval()
+
+
+@contextmanager
+def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module) -> Iterator[None]:
+    """Refuse, within, calls of the user's own modules, which a copy of the model must not make.
+
+    A function that refers to a module, such as a lambda in an attribute, is copied as it is. The
+    copy then calls the module itself, and no derivative in its parameters is computed.
+
+    Args:
+        model: The user's model.
+        names: Parameters in whose modules derivatives are computed.
+        copied_model: The copy that is run in this thread.
+
+    Raises:
+        NotImplementedError: If one of their modules is called.
+    """
+    thread = threading.get_ident()
+    copies = set(map(id, copied_model.modules()))
+
+    def refuse(name: str, module: nn.Module, _: object) -> None:
+        if threading.get_ident() == thread:
+            raise NotImplementedError(
+                f"The model calls the {type(module).__name__} of {name} by a reference that is no "
+                "submodule, such as a lambda's or a list's, so that no derivative in its "
+                "parameters can be computed. Call it as an attribute of the module whose forward "
+                "pass needs it, or leave its parameters out."
+            )
+
+    handles = []
+    for name in names:
+        module = model.get_submodule(name.rpartition(".")[0])
+        if id(module) not in copies:
+            handles.append(module.register_forward_pre_hook(partial(refuse, name)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

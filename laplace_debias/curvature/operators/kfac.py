@@ -22,6 +22,7 @@ from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.network import Network
 from laplace_debias.curvature.network.repeatable_data import Data
 from laplace_debias.curvature.network.selection import ParameterSelection
+from laplace_debias.curvature.network.shared_copy import refuse_calls
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.operators.network_operator import loss_scale
 from laplace_debias.curvature.structures import CurvatureStructure
@@ -168,9 +169,10 @@ class KFAC(Permuted):
                 (x for x, _ in batches) for batches in (factor_data, magnitude_data)
             )
             first = factor_data.first.inputs
-            resolved = resolve(
-                tap, network.names, first, joint=joint, sharing=sharing, more_batches=all_inputs
-            )
+            with refuse_calls(unwrapped(model), network.names, tap.network):
+                resolved = resolve(
+                    tap, network.names, first, joint=joint, sharing=sharing, more_batches=all_inputs
+                )
             if resolved.unused:
                 raise ValueError(
                     f"The outputs do not depend on {resolved.unused} by differentiable operations "
