@@ -48,9 +48,6 @@ error."""
 _TIE_IN_STANDARD_ERRORS = 1e-3
 """They also do if they differ by less than this part of the best setting's standard error, because
 the paired error of two nearly identical settings is nearly zero."""
-_SINGLE_PRECISION = 1e-6
-"""Prior precisions that differ by less than this relative amount are equal: it is the rounding of
-single precision."""
 _PASS = "tune again with a grid= (command tune: --prior_precisions) of"
 
 
@@ -138,16 +135,9 @@ def tune_on_data(
 
 def _note_thinning(result: Tuning, fitted: FittedPosterior) -> Tuning:
     """Add a note if a thinned posterior is used below the prior precision of the thinning."""
-    if fitted.thinned_at is None:
+    note = fitted.note_on_thinning(float(result))
+    if note is None:
         return result
-    limit = max(fitted.thinned_at)
-    if float(result) >= limit * (1 - _SINGLE_PRECISION):
-        return result
-    note = (
-        f"The posterior was thinned at the prior precision {limit:.3g}. At {float(result):.3g} the "
-        "error of its standard deviations is larger than thin reported. Tune before thin, or load "
-        "the posterior that was saved before it."
-    )
     return replace(result, notes=(*result.notes, note))
 
 

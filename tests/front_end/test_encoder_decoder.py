@@ -1,5 +1,7 @@
 """Encoder-decoder models of Hugging Face, with random weights, against dense references."""
 
+from functools import partial
+
 import peft
 import pytest
 import torch
@@ -134,14 +136,18 @@ def marian():
     return transformers.MarianMTModel(config).double().eval()
 
 
-def adapters():
-    """Bart with LoRA's adapters, none of which is zero."""
-    config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules=["q_proj", "v_proj"])
-    model = peft.get_peft_model(bart(), config).double().eval()
+def adapters(make=bart, targets=("q_proj", "v_proj")):
+    """A model with LoRA's adapters, none of which is zero."""
+    config = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", r=2, target_modules=list(targets))
+    model = peft.get_peft_model(make(), config).double().eval()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.3 * torch.randn_like(parameter)
     return model
+
+
+t5_adapters = partial(adapters, t5, ("q", "wi"))
+marian_adapters = partial(adapters, marian, ("v_proj",))
 
 
 class PassesOn(torch.nn.Module):
@@ -155,8 +161,20 @@ class PassesOn(torch.nn.Module):
         return self.translator(**batch)
 
 
+class TakesDecoderInputs(PassesOn):
+    """A module of a user's own whose arguments have names."""
+
+    def forward(self, input_ids, attention_mask, labels=None, decoder_input_ids=None):
+        return self.translator(
+            input_ids, attention_mask, decoder_input_ids=decoder_input_ids, labels=labels
+        )
+
+
 @pytest.mark.parametrize("length", [5, 3], ids=["labels as long", "labels shorter"])
-@pytest.mark.parametrize("make", [bart, t5, marian, adapters, PassesOn])
+@pytest.mark.parametrize(
+    "make",
+    [bart, t5, marian, adapters, t5_adapters, marian_adapters, PassesOn, TakesDecoderInputs],
+)
 def test_decoder_inputs_are_made_from_the_labels(make, length):
     """A batch as the Seq2Seq trainer has it is one with the labels shifted by a position."""
     model = make().double().eval()
@@ -223,6 +241,17 @@ def test_a_wrapper_that_computes_outputs_from_the_labels_is_rejected():
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_labels_of_inputs_to_predict_are_not_left_out_either():
+    """The fit had pairs, whose inputs have no labels."""
+    model = NamesItsInputs().eval()
+    batch = token_batch()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    la = Laplace(model, curvature="diag", class_dim=-1).fit_batches([(inputs, batch["labels"])])
+    la.predict(inputs)
+    with pytest.raises(ValueError, match="computes its outputs from 'labels' as well"):
+        la.predict(batch)
 
 
 @pytest.mark.parametrize("operator", [GGN, EmpiricalFisher, KFAC])

@@ -101,6 +101,7 @@ class BatchReader:
         named = _named(x)
         if named is not None:
             parameters = self._parameters()
+            batch = dict(named)
             self._add_decoder_inputs(named)
             inputs = {
                 key: value
@@ -108,6 +109,8 @@ class BatchReader:
                 if key not in TARGETS or (key != "labels" and key in parameters)
             }
             x = self._placed(inputs)
+            if "labels" in batch:
+                self._check_targets(batch, x, "labels")
         return move(x, device, {p.dtype for p in self.model.parameters()})
 
     def _from_names(self, named: dict[str, Any]) -> tuple[Inputs, Any]:
@@ -133,10 +136,14 @@ class BatchReader:
                 # To the outputs that predict them, each one position earlier.
                 targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
         inputs = self._placed(named)
-        if not self._is_independent_of_targets and self._takes(target_keys[0]):
-            check_outputs_without_targets(unwrapped(self.model), batch, inputs, target_keys[0])
-            self._is_independent_of_targets = True
+        self._check_targets(batch, inputs, target_keys[0])
         return inputs, targets
+
+    def _check_targets(self, batch: Mapping[str, Any], inputs: Inputs, name: str) -> None:
+        """Require once that the outputs are the same without the targets, which are left out."""
+        if not self._is_independent_of_targets and self._takes(name):
+            check_outputs_without_targets(unwrapped(self.model), batch, inputs, name)
+            self._is_independent_of_targets = True
 
     def _add_decoder_inputs(self, named: dict[str, Any]) -> None:
         """Add the decoder's inputs that an encoder-decoder model makes from the labels.
