@@ -28,6 +28,7 @@ from laplace_debias.laplace.export import export
 from laplace_debias.laplace.fit import fit
 from laplace_debias.laplace.fit_report import FitReport
 from laplace_debias.laplace.functional.context import OutputChoice
+from laplace_debias.laplace.functional.differentiable import differentiable_moments
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.laplace_torch_names import (
@@ -696,6 +697,7 @@ class Laplace(Predictor):
         *,
         joint: bool = False,
         positions: Positions | None = None,
+        differentiable: bool = False,
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
         """Compute mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs.
 
@@ -711,11 +713,13 @@ class Laplace(Predictor):
                 is the covariance of output i at input n and output j at input m.
             positions: Only some positions of outputs `[B, T, C]`, as in `predict`: the mean is
                 `[B, p, C]` (`[B, C]` for one). `outputs` are then those at each position.
+            differentiable: Whether gradients flow back to the inputs. Without the other options;
+                the Jacobians of all inputs are kept, `[B, C, D]`.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
                 or `positions` do not exist; if the memory bound is too small, or there are too many
-                outputs; for `joint` with `diagonal`.
+                outputs; for `joint` with `diagonal`, or `differentiable` with another option.
             TypeError: If inputs have the wrong type or dtype.
             RuntimeError: Before a fit, if the model has changed since, or under autocast.
         """
@@ -725,6 +729,13 @@ class Laplace(Predictor):
                 "one of them."
             )
         state = self._unchanged_fit
+        if differentiable:
+            if diagonal or joint or outputs is not None or positions is not None:
+                raise ValueError(
+                    "differentiable=True computes the mean and the covariance of all outputs. "
+                    "Remove diagonal=, outputs=, joint= and positions=."
+                )
+            return differentiable_moments(state, x)
         if joint:
             return joint_moments(state, x, outputs, positions)
         mean, covariances = moments(

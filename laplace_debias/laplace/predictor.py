@@ -13,8 +13,9 @@ from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.decomposition import uncertainty
 from laplace_debias.laplace.evaluation import check_held_out, evaluate_predictions
+from laplace_debias.laplace.functional.differentiable import differentiable_moments
 from laplace_debias.laplace.laplace_torch_names import explains_laplace_torch_arguments
-from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.laplace.links import Link, link_from, predictive
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, equal_mixture
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.metrics import Report, Uncertainty
@@ -51,6 +52,7 @@ class Predictor(ABC):
         *,
         link: str | Link | None = None,
         positions: Positions | None = None,
+        differentiable: bool = False,
     ) -> Distribution:
         """Predict the distribution p(y | x) of the targets, averaged over the posterior.
 
@@ -80,6 +82,8 @@ class Predictor(ABC):
                 shape `[B]`; several, `[p]` or `[B, p]`, have the batch shape `[B, p]`. Negative
                 numbers count from the last position that an `attention_mask` does not mark as
                 padding.
+            differentiable: Whether gradients flow back to the inputs. Only for the closed form of
+                `"glm"`; the Jacobians of all inputs are kept, `[B, C, D]`.
 
         Returns:
             The distribution of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
@@ -95,7 +99,24 @@ class Predictor(ABC):
                 autocast.
         """
         prediction = PredictionMethod(method, samples, generator, positions)
-        return self._predict(x, prediction, self._checked_link(link, prediction))
+        checked_link = self._checked_link(link, prediction)
+        if differentiable:
+            return self._differentiable_predictive(x, prediction, checked_link)
+        return self._predict(x, prediction, checked_link)
+
+    def _differentiable_predictive(
+        self, x: Inputs | Record, method: PredictionMethod, link: Link | None
+    ) -> Distribution:
+        if not method.is_closed or method.positions is not None:
+            raise ValueError(
+                'differentiable=True is for the closed form of method="glm". Remove samples=, '
+                "positions= and other methods."
+            )
+        predictives = []
+        for fit in self._linked_fits(x, method, link):
+            mean, covariance = differentiable_moments(fit.fitted, x)
+            predictives.append(predictive(fit.likelihood, fit.link, mean, covariance))
+        return equal_mixture(predictives)
 
     def _predict(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None

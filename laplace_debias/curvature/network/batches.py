@@ -92,11 +92,11 @@ class BatchReader:
             )
         return _checked(inputs, targets, weights, name)
 
-    def inputs(self, x: Any, device: torch.device) -> Inputs:
+    def inputs(self, x: Any, device: torch.device, *, keeps_graph: bool = False) -> Inputs:
         """The inputs of what a user predicts for: inputs, or a batch with names, targets left out.
 
         An entry that the forward pass takes under that name is an input, but for `labels`. They
-        come on a device; raises as `move`.
+        come on a device; gradients flow back to them only if `keeps_graph`. Raises as `move`.
         """
         named = _named(x)
         if named is not None:
@@ -111,7 +111,8 @@ class BatchReader:
             x = self._placed(inputs)
             if "labels" in batch:
                 self._check_targets(batch, x, "labels")
-        return move(x, device, {p.dtype for p in self.model.parameters()})
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        return move(x, device, dtypes, keeps_graph=keeps_graph)
 
     def _from_names(self, named: dict[str, Any]) -> tuple[Inputs, Any]:
         target_keys = [key for key in TARGETS if key in named]

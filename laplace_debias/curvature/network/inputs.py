@@ -380,9 +380,16 @@ def join(batches: Sequence[Inputs]) -> Inputs:
 
 
 def move(
-    inputs: Any, device: torch.device | None, dtypes: Collection[torch.dtype] | None
+    inputs: Any,
+    device: torch.device | None,
+    dtypes: Collection[torch.dtype] | None,
+    *,
+    keeps_graph: bool = False,
 ) -> Inputs:
-    """Inputs on a device (None: where they are), floats of one of the dtypes (None: any)."""
+    """Inputs on a device (None: where they are), floats of one of the dtypes (None: any).
+
+    Gradients flow back to the inputs only if `keeps_graph`.
+    """
     num_examples(inputs)
     moved = []
     for x in tensors_of(inputs):
@@ -392,7 +399,10 @@ def move(
                 "convert one of them."
             )
         # Tensors made under inference_mode cannot take part in differentiation.
-        x = x.clone() if x.is_inference() else x.detach()
+        if x.is_inference():
+            x = x.clone()
+        elif not keeps_graph:
+            x = x.detach()
         moved.append(x.to(device or x.device, non_blocking=True))
     return with_tensors(inputs, moved)
 

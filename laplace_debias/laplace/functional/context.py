@@ -98,6 +98,7 @@ def prediction_context(
     positions: Positions | None = None,
     restricts_head: Callable[[str], bool] = lambda path: False,
     is_tapped: bool = False,
+    keeps_graph: bool = False,
 ) -> Iterator[PredictionContext]:
     """Prepare the network and the inputs; an error within is explained if x has no batch dimension.
 
@@ -109,9 +110,11 @@ def prediction_context(
             positions, if the outputs are its own. Layers that are measured one by one may not.
         is_tapped: Whether to use a working copy with a tap that is kept between predictions, for
             all positions.
+        keeps_graph: Whether gradients flow back to the inputs.
     """
     with torch.inference_mode(False):
-        x = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
+        device = fitted.posterior.mean.device
+        x = fitted.spec.read_batch.inputs(x, device, keeps_graph=keeps_graph)
         if is_tapped and positions is None:
             with fitted.tapped_copies.borrow(fitted.spec, fitted.parameters) as tap:
                 try:

@@ -1,0 +1,55 @@
+"""Moments of the linearised outputs as differentiable functions of the inputs."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import jacrev, vmap
+
+from laplace_debias.curvature.network.inputs import (
+    Inputs,
+    Record,
+    call,
+    differentiable,
+    tensors_of,
+    with_tensors,
+)
+from laplace_debias.laplace.functional.context import prediction_context
+from laplace_debias.laplace.functional.request import check_covariance
+from laplace_debias.laplace.state import FittedPosterior
+
+
+def differentiable_moments(
+    fitted: FittedPosterior, x: Inputs | Record
+) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch outputs outputs"]]:
+    r"""Mean and covariance $J P^{-1} J^\top$ of the outputs, with a graph back to the inputs.
+
+    The Jacobians `[B, C, D]` are kept: this is for few inputs, as in a search for the best one.
+
+    Raises:
+        NotImplementedError: If outputs have further positions.
+    """
+    with prediction_context(fitted, x, keeps_graph=True) as context, torch.enable_grad():
+        network = context.network
+        trained = {name: network.get_parameter(name).detach() for name in fitted.parameters.names}
+
+        def outputs_for_example(parameters: dict[str, Tensor], *tensors: Tensor) -> Tensor:
+            rows = [tensor.unsqueeze(0) for tensor in tensors]
+            return call(network, with_tensors(context.x, rows), parameters).squeeze(0)
+
+        with differentiable(network):
+            mean = call(network, context.x, trained)
+            if mean.ndim != 2:
+                raise NotImplementedError(
+                    f"The outputs have shape {tuple(mean.shape)}. differentiable=True is for "
+                    "outputs [B, C]: remove it."
+                )
+            tensors = tuple(tensors_of(context.x))
+            in_dims = (None, *[0] * len(tensors))
+            jacobians = vmap(jacrev(outputs_for_example), in_dims)(trained, *tensors)
+    J = torch.cat([jacobians[name].flatten(2) for name in trained], dim=2)
+    rows = J.flatten(0, 1)
+    products = (fitted.posterior.covariance @ rows.T).T.view_as(J)
+    covariance = J @ products.mT
+    covariance = (covariance + covariance.mT) / 2
+    check_covariance(covariance.detach(), fitted.posterior.deltas()[:1])
+    return mean, covariance

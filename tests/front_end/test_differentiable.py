@@ -1,0 +1,73 @@
+"""Predictions that can be differentiated in their inputs, against finite differences."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck
+
+from laplace_debias import Laplace, Mixture
+
+
+def fitted(likelihood="classification", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    x = torch.randn(30, 4, dtype=torch.float64)
+    y = torch.randint(3, (30,))
+    if likelihood == "regression":
+        y = torch.randn(30, 3, dtype=torch.float64)
+        options["sigma"] = 0.5
+    return Laplace(model, likelihood, prior_precision=0.8, **options).fit([(x, y)]), x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"curvature": "kfac"},
+        {"curvature": "ekfac"},
+        {"curvature": "diag"},
+        {"curvature": "lowrank", "rank": 5},
+        {"curvature": "full"},
+        {"params": "last_layer"},
+    ],
+)
+def test_moments_are_those_of_functional_with_their_derivatives(options):
+    la, x = fitted(**options)
+    x = x[:3].clone().requires_grad_()
+    mean, covariance = la.functional(x, differentiable=True)
+    expected_mean, expected_covariance = la.functional(x.detach())
+    torch.testing.assert_close(mean, expected_mean)
+    torch.testing.assert_close(covariance, expected_covariance)
+    assert gradcheck(lambda z: la.functional(z, differentiable=True), x)
+
+
+@pytest.mark.parametrize("link", ["pairwise", "probit", "bridge"])
+def test_probabilities_have_the_derivatives_of_finite_differences(link):
+    la, x = fitted()
+    x = x[:3].clone().requires_grad_()
+    probs = la.predict(x, link=link, differentiable=True).probs
+    torch.testing.assert_close(probs, la.predict(x.detach(), link=link).probs)
+    assert gradcheck(lambda z: la.predict(z, link=link, differentiable=True).probs, x)
+
+
+def test_regressions_and_mixtures_have_derivatives():
+    la, x = fitted("regression")
+    x = x[:2].clone().requires_grad_()
+
+    def moments(z):
+        predictive = Mixture([la, la]).predict(z, differentiable=True)
+        return predictive.mean, predictive.covariance_matrix
+
+    torch.testing.assert_close(moments(x)[1], la.predict(x.detach()).covariance_matrix)
+    assert gradcheck(moments, x)
+
+
+def test_other_predictions_keep_no_graph_and_options_are_refused():
+    la, x = fitted()
+    x = x[:2].clone().requires_grad_()
+    assert not la.predict(x).probs.requires_grad
+    with pytest.raises(ValueError, match="for the closed form"):
+        la.predict(x, samples=3, differentiable=True)
+    with pytest.raises(ValueError, match="for the closed form"):
+        la.predict(x, "map", differentiable=True)
+    with pytest.raises(ValueError, match="Remove diagonal="):
+        la.functional(x, diagonal=True, differentiable=True)
