@@ -45,17 +45,7 @@ def pairwise(mean: Logits, covariance: Covariance) -> Logits:
     Reference: Lu, Ie & Sha (2020), "Mean-field approximation to Gaussian-softmax integral with
     application to uncertainty estimation".
     """
-    # Neither a graph of gradients nor an exported program can have the loop over examples.
-    has_graph = torch.is_grad_enabled() and (mean.requires_grad or covariance.requires_grad)
-    if not has_graph and not torch.compiler.is_compiling():
-        return tempered_pairwise(mean, covariance, [1.0])[0]
-    # In double precision: a large common variance leaves the differences their digits.
-    mu = mean.double()
-    sigma = covariance.double()
-    variances = sigma.diagonal(dim1=-2, dim2=-1)
-    difference_variances = variances.unsqueeze(-1) + variances.unsqueeze(-2) - sigma - sigma.mT
-    scale = (1 + math.pi / 8 * difference_variances.clamp_min(0)).rsqrt()
-    return -torch.logsumexp((mu.unsqueeze(-2) - mu.unsqueeze(-1)) * scale, -1).to(mean.dtype)
+    return tempered_pairwise(mean, covariance, [1.0])[0]
 
 
 def tempered_pairwise(
@@ -100,7 +90,8 @@ def _tempered_pairwise_block(
     differences = (mu.unsqueeze(-2) - mu.unsqueeze(-1)).to(means.dtype)
     logits = []
     for temperature in temperatures:
-        quotients = (scaled_variances + temperature**2).rsqrt_().mul_(differences)
+        # The root is not changed in place: gradients need it.
+        quotients = (scaled_variances + temperature**2).rsqrt_() * differences
         logits.append(-quotients.logsumexp(-1))
     return torch.stack(logits)
 
