@@ -1,5 +1,7 @@
 """Modules that are called by a reference which is no submodule: a copy calls the original."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from oracle import close
@@ -7,6 +9,7 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC, Hessian
+from laplace_debias.curvature.network.shared_copy import refuse_calls, shared_copy
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -62,8 +65,19 @@ def test_a_layer_that_only_a_lambda_refers_to_is_refused(read):
     model = network()
     with pytest.raises(NotImplementedError, match=r"Linear of inner.* that is no submodule"):
         read(model)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not nn.modules.module._global_forward_pre_hooks
     model(data()[0])
+
+
+def test_the_users_modules_have_no_hooks_meanwhile():
+    """Another thread may copy the model at any time."""
+    model = network()
+    with refuse_calls(model, ["inner.weight"], shared_copy(model)):
+        assert not any(module._forward_pre_hooks for module in shared_copy(model).modules())
+        with ThreadPoolExecutor() as pool:
+            pool.submit(model, data()[0]).result()
+        with pytest.raises(NotImplementedError, match=r"Linear of inner\.weight"):
+            model(data()[0])
 
 
 def test_frozen_layers_may_be_called_by_any_reference():

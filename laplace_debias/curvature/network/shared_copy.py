@@ -5,9 +5,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.quantised import (
@@ -92,9 +92,15 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
     """
     thread = threading.get_ident()
     copies = set(map(id, copied_model.modules()))
+    names_by_module: dict[int, str] = {}
+    for name in names:
+        module = model.get_submodule(name.rpartition(".")[0])
+        if id(module) not in copies:
+            names_by_module[id(module)] = name
 
-    def refuse(name: str, module: nn.Module, _: object) -> None:
-        if threading.get_ident() == thread:
+    def refuse(module: nn.Module, _: object) -> None:
+        name = names_by_module.get(id(module))
+        if name is not None and threading.get_ident() == thread:
             raise NotImplementedError(
                 f"The model calls the {type(module).__name__} of {name} by a reference that is no "
                 "submodule, such as a lambda's or a list's, so that no derivative in its "
@@ -102,16 +108,12 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
                 "pass needs it, or leave its parameters out."
             )
 
-    handles = []
-    for name in names:
-        module = model.get_submodule(name.rpartition(".")[0])
-        if id(module) not in copies:
-            handles.append(module.register_forward_pre_hook(partial(refuse, name)))
+    # Hooks of the user's own modules would be in the copies that other threads make meanwhile.
+    handle = register_module_forward_pre_hook(refuse)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
 @contextmanager
