@@ -102,16 +102,16 @@ def test_a_run_that_is_broken_off_again_and_again_ends_with_the_same(
 
 def test_a_run_goes_on_within_a_fit(loaded, unbroken, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "EVERY", 0.0)
-    done, batches = Checkpoint.done, []
+    save, batches = Checkpoint.save, []
 
     def breaking(self, *seen):
-        done(self, *seen)
+        save(self, *seen)
         batches.append(self._folder.name)
         if len(batches) == 2:
             raise Broken
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "done", breaking)
+        patch.setattr(Checkpoint, "save", breaking)
         with pytest.raises(Broken):
             run(loaded, tmp_path / "run")
         assert set(batches) == {"last-layer.fit"}

@@ -75,16 +75,16 @@ def stopped(arguments, folder, monkeypatch, capsys):
         folder: Where its state is.
     """
     assert main(arguments("alone")) == 0
-    done, calls = Checkpoint.done, []
+    save, calls = Checkpoint.save, []
 
     def interrupted(self, *arguments):
-        done(self, *arguments)
+        save(self, *arguments)
         calls.append(arguments)
         if len(calls) == 2:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(checkpoint, "EVERY", 0.0)
-    monkeypatch.setattr(Checkpoint, "done", interrupted)
+    monkeypatch.setattr(Checkpoint, "save", interrupted)
     resumed = [*arguments("resumed"), f"--resume={folder}"]
     capsys.readouterr()
     assert main(resumed) == 130

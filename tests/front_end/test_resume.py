@@ -141,16 +141,16 @@ def test_folds(folder, skipped, curvature, monkeypatch):
         return la.fit(loader(), "crossfit", SIZE, generator(), folds=3, resume=folder)
 
     expected = fitted()
-    done, calls = Checkpoint.done, []
+    save, calls = Checkpoint.save, []
 
     def failing(self, *arguments):
-        done(self, *arguments)
+        save(self, *arguments)
         calls.append(1)
         if len(calls) == 2:
             raise BrokenError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoint, "done", failing)
+        patch.setattr(Checkpoint, "save", failing)
         with pytest.raises(BrokenError):
             fitted(folder)
     assert_same(fitted(folder), expected)
