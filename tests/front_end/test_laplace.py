@@ -213,7 +213,7 @@ pytest_unchecked = pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"likelihood": "gamma"}, ValueError, "'classification', 'regression', 'binary'"),
+        ({"likelihood": "gamma"}, ValueError, "'classification', 'regression', 'heteroscedastic'"),
         ({"curvature": "kfra"}, ValueError, "kfac, ekfac"),
         ({"params": "biases"}, ValueError, "'all', 'weights', 'supported', 'last_layer'"),
         ({"params": ["9.weight"]}, ValueError, "0.weight"),
