@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 from laplace_debias.curvature.fits import chunks
+from laplace_debias.curvature.layer_rules.convolution import ConvolutionRule
 from laplace_debias.curvature.layers import tap
 from laplace_debias.laplace.functional import blocks
 
@@ -29,7 +30,7 @@ def test_slices_and_columns_of_a_gpu_give_the_same(monkeypatch):
     for is_way_of_gpu in (False, True):
         if is_way_of_gpu:
             monkeypatch.setattr(chunks, "_BOUND_OVER_CHUNK", {"cpu": 1})
-            monkeypatch.setattr(tap, "CONVOLUTIONS", ())
+            monkeypatch.setattr(ConvolutionRule, "differentiates_one_by_one", lambda *_: False)
             monkeypatch.setattr(blocks, "_SPLIT", {"cpu": 16})
         la, x, y = fitted("cpu")
         assert tap.Tap(la.model).one_by_one != is_way_of_gpu
