@@ -282,3 +282,5 @@ def test_the_remedy_of_the_message_works():
     la = Laplace(model, class_dim=-1, batch=lambda batch: (batch, batch["labels"]))
     la.fit_batches([batch])
     assert (la.posterior.covariance.to_dense().diagonal() < 1).any()
+    mean, _ = la.functional(batch, diagonal=True)
+    torch.testing.assert_close(mean, model(**batch)["logits"])

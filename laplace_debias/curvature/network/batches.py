@@ -95,8 +95,9 @@ class BatchReader:
     def inputs(self, x: Any, device: torch.device, *, keeps_graph: bool = False) -> Inputs:
         """The inputs of what a user predicts for: inputs, or a batch with names, targets left out.
 
-        An entry that the forward pass takes under that name is an input, but for `labels`. They
-        come on a device; gradients flow back to them only if `keeps_graph`. Raises as `move`.
+        An entry that the forward pass takes under that name is an input, except for `labels`. With
+        a hook, which returns the inputs of a batch, `labels` are an input too. They come on a
+        device; gradients flow back to them only if `keeps_graph`. Raises as `move`.
         """
         named = _named(x)
         if named is not None:
@@ -106,10 +107,11 @@ class BatchReader:
             inputs = {
                 key: value
                 for key, value in named.items()
-                if key not in TARGETS or (key != "labels" and key in parameters)
+                if key not in TARGETS
+                or (key in parameters and (key != "labels" or self.hook is not None))
             }
             x = self._placed(inputs)
-            if "labels" in batch:
+            if "labels" in batch and "labels" not in inputs:
                 self._check_targets(batch, x, "labels")
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         return move(x, device, dtypes, keeps_graph=keeps_graph)
