@@ -36,7 +36,7 @@ _SCORES = ("entropy", "variance")
 
 
 def identity_of(settings: SourceSettings) -> dict[str, Any]:
-    """Settings that change results, without the ones that methods have themselves."""
+    """Return the settings that change results, except those that methods have themselves."""
     values = plain(dataclasses.asdict(settings))
     return {name: value for name, value in values.items() if name not in _WITHOUT_INFLUENCE}
 

@@ -180,9 +180,9 @@ class Auto(Scheme):
         context = prepared.context
         if any(block.is_joint or block.is_one_hot for block in context.blocks):
             raise ValueError(
-                'mode="auto" weights examples, which neither joint=True nor an embedding\'s table '
-                'supports. Remove joint=, name other parameters (params="last_layer"), or use '
-                'mode="full".'
+                'mode="auto" gives examples different weights, which neither joint=True nor the '
+                "table of an embedding supports. Remove joint=, name other parameters "
+                '(params="last_layer"), or use mode="full".'
             )
         assert isinstance(self.data, Stream)
         last_round: _Round | None

@@ -67,8 +67,8 @@ def export(
         values = inputs.values() if isinstance(inputs, Mapping) else inputs
         if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
             raise NotImplementedError(
-                "An exported program only takes tensors, and the example holds something else "
-                "(None, a flag). Fix it in a module around the model, and fit that."
+                "An exported program only takes tensors, but the example contains something else "
+                "(None, a flag). Wrap the model in a module that sets it, and fit the wrapper."
             )
         chosen_link = chosen_link or default_link(fitted, inputs)
         if chosen_link is not None and chosen_link.name == "exact":

@@ -249,8 +249,8 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
         raise FileNotFoundError(f"There is no file {path}: check the path.") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is damaged, or no posterior file of this version ({str(error)[:300]}): save "
-            f"the posterior again. {_EARLIER}"
+            f"{path} is damaged, or is not a posterior file of this version ({str(error)[:300]}): "
+            f"save the posterior again. {_EARLIER}"
         ) from error
     except OSError as error:
         raise type(error)(

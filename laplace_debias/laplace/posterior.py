@@ -118,9 +118,9 @@ class GaussianPosterior:
             else:
                 continue
             raise ValueError(
-                f"{reason} for {dtype}, with N = {num_data} times a curvature of up to "
-                f"{curvature:.3g}: expected {num_data * tiny:.3g} to {1 / tiny:.3g}. Rescale the "
-                "inputs, the targets and their sigma, use another prior precision, or convert the "
+                f"{reason} for {dtype}: its curvature is up to {curvature:.3g}, which is "
+                f"multiplied by N = {num_data}. Expected {num_data * tiny:.3g} to {1 / tiny:.3g}. "
+                "Rescale the inputs, the targets and their sigma, use another prior precision, or convert the "
                 "model to a wider dtype."
             )
 

@@ -60,9 +60,9 @@ def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int
     """Check the shape, dtype, device and entries of an operator's right-hand side."""
     if not isinstance(b, Tensor):
         raise TypeError(
-            f"`{name}` is a {type(b).__name__}; expected a tensor. Join named parameters by "
-            "`A.layout.flatten(...)` and part `Solution.x` by `A.layout.unflatten(...)`, or use "
-            "`inverse(A) @ b`, which takes them."
+            f"`{name}` is a {type(b).__name__}; expected a tensor. Flatten named parameters "
+            "with `A.layout.flatten(...)`, and split `Solution.x` with `A.layout.unflatten(...)`. "
+            "Or use `inverse(A) @ b`, which takes named parameters."
         )
     rows = A.shape[0]
     if b.ndim not in (1, 2) or len(b) != rows or (b.ndim == 2 and b.shape[1] < least_columns):

@@ -72,7 +72,7 @@ def _bin_gaps(
 
 
 def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Expected calibration error with as many examples in each bin.
+    """Expected calibration error over bins with equally many examples.
 
     Examples are ranked by the probability of their most probable class. Equal confidences have
     their mean rank and share a bin, so that the order of the examples does not count. Arguments and

@@ -189,7 +189,8 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
         raise ValueError(
             f"the network cannot take inputs of shape {list(x.shape)} and dtype {x.dtype}: "
             f"{described(error)}; for images, give the --image_size that it was trained with, and "
-            "as many numbers in --mean as it has channels; of another dtype, return model.float()"
+            "one number in --mean per channel. If only the dtype differs, return model.float() "
+            "from the function that makes the network"
         ) from error
     if not isinstance(outputs, Tensor):
         outputs = getattr(outputs, "logits", None)

@@ -46,7 +46,7 @@ def read_table(path: Path) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not in UTF-8 ({error}); save it in UTF-8") from error
     except Exception as error:
-        raise ValueError(f"{path} is damaged or no {path.suffix} table ({error})") from error
+        raise ValueError(f"{path} is damaged, or is not a {path.suffix} table ({error})") from error
     if len(table) == 0:
         raise ValueError(f"{path} has no rows; expected at least one")
     table.columns = [str(name) for name in table.columns]

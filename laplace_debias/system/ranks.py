@@ -60,7 +60,7 @@ class Ranks:
         return self.exchange(value if rank == self.rank else None)[rank]
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over all ranks, in place, to the same bits."""
+        """Sum tensors over all ranks in place; every rank gets the same bits."""
 
     def sum_to_owners(self, sums: Mapping[Key, Tensor], owners: Mapping[Key, int]) -> dict:
         """Sum tensors to one rank each; the keys are the same, in the same order, on all ranks."""
@@ -114,7 +114,7 @@ class Group(Ranks):
                     )
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Sum tensors over all ranks, in place, to the same bits."""
+        """Sum tensors over all ranks in place; every rank gets the same bits."""
         self.exchange(None)
         for tensor in tensors:
             total = tensor.contiguous()

@@ -210,7 +210,10 @@ def all_lora():
     [
         (frozen_head, r"come from head \(Linear\), which is frozen .*requires_grad_\(True\)"),
         (lambda: with_lora(two(logits), 2, "body"), r"head \(Linear\), which is frozen"),
-        (all_lora, r"head.base \(Linear\) and head.lora_b \(Linear\): .*=\['head.lora_b.weight'\]"),
+        (
+            all_lora,
+            r"head.base \(Linear\) and head.lora_b \(Linear\)\. .*=\['head.lora_b.weight'\]",
+        ),
         (
             lambda: two(lambda m, x: logits(m, x) + m.skip(x), skip=nn.Linear(4, 3)),
             r"head \(Linear\) and skip \(Linear\)|skip \(Linear\) and head \(Linear\)",
@@ -221,8 +224,8 @@ def all_lora():
             ),
             r"head \(Linear\) and the parameter offset.0, used outside .*=\['head.weight'",
         ),
-        (lambda: two(lambda m, x: logits(m, x).detach()), "come from none"),
-        (lambda: Net(lambda m, x: m.norm(x), norm=nn.LayerNorm(4)).eval(), "come from none"),
+        (lambda: two(lambda m, x: logits(m, x).detach()), "Found none"),
+        (lambda: Net(lambda m, x: m.norm(x), norm=nn.LayerNorm(4)).eval(), "Found none"),
     ],
 )
 def test_what_is_not_one_trainable_layer_is_refused(model, says):

@@ -210,9 +210,9 @@ def in_time():
         ("folder", IsADirectoryError, r"is a folder: name a file.* of version 0\.2\.0"),
         ("pipe", ValueError, "a device or a pipe"),
         ("device", ValueError, "a device or a pipe"),
-        ("empty", ValueError, "is damaged, or no posterior file"),
-        ("text", ValueError, "is damaged, or no posterior file"),
-        ("half", ValueError, "is damaged, or no posterior file"),
+        ("empty", ValueError, "is damaged, or is not a posterior file"),
+        ("text", ValueError, "is damaged, or is not a posterior file"),
+        ("half", ValueError, "is damaged, or is not a posterior file"),
         ("checkpoint", ValueError, "it has no checksum"),
     ],
 )

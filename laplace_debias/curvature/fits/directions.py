@@ -157,7 +157,7 @@ class Eigenbasis(NamedTuple):
 
 
 def num_remaining(U: Tensor) -> int:
-    """Count the directions that the last magnitude is for: d − r of thin ones, else one."""
+    """Count the directions that share the last magnitude: d − r if `U` is thin, else 1."""
     return U.shape[-2] - U.shape[-1] if is_thin(U) else 1
 
 

@@ -276,7 +276,7 @@ class LayerRule:
     def activations(
         self, layer: nn.Module, block: Block, x: Tensor
     ) -> Float[Tensor, "batch positions *groups d_in"]:
-        """Compute the rows that meet the weight; in a joint block with a one behind."""
+        """Compute the rows that the weight multiplies, followed by a 1 in a joint block."""
         rows = self.unfold(layer, x).unflatten(2, (*block.groups, -1))
         return F.pad(rows, (0, 1), value=1.0) if block.is_joint else rows
 

@@ -79,7 +79,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
 
 
 class BackpackTap:
-    """A sequential network that BackPACK pushes cotangents through, in the place of a `tap` of it.
+    """A replacement of the `Tap` of a sequential network: BackPACK does its backward passes.
 
     The inputs of the layers are kept from a forward pass to the last part of its cotangents.
     """

@@ -324,7 +324,7 @@ class ExampleDims:
         inputs: Mapping[str, list[torch.Size]],
         doubled: Mapping[str, list[torch.Size]],
     ) -> "ExampleDims":
-        """Compare the shapes of layers' inputs for a batch, and for each of its examples twice."""
+        """Compare the shapes of layers' inputs for a batch and for a batch of doubled examples."""
         dims = cls(is_known=True)
         for path in inputs.keys() & doubled.keys():
             rule = layer_rule(network.get_submodule(path))

@@ -287,10 +287,9 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
     if read not in ([last], [last - 1]):
         raise ValueError(
-            f"{type(candidate).__name__} takes labels, and of the label of position {last} its "
-            f"loss reads the logits of {read}. Say with batch=, a function from a batch to "
-            "(inputs, targets), which output a label belongs to: the target of a position at that "
-            "position."
+            f"{type(candidate).__name__} takes labels, but for the label of position {last} its "
+            f"loss reads the logits of {read}. Pass batch=, a function from a batch to (inputs, "
+            "targets) that puts each target at the position of the output that predicts it."
         )
     return read == [last - 1]
 

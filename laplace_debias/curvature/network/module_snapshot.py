@@ -36,7 +36,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class UncomparableAttributeError(Exception):
-    """An attribute of a module that may change without a trace, such as an object of a class."""
+    """A module has an attribute whose changes cannot be detected."""
 
 
 class ModuleSnapshot:

@@ -50,8 +50,8 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
     chosen = names if inside and names else "[...]"
     raise ValueError(
-        f'params="{LAST_LAYER}" needs one layer that the outputs come from, but by differentiable '
-        f'operations they come from {" and ".join(titles) or "none"}: take params="all", or name '
+        f'params="{LAST_LAYER}" needs exactly one layer from which differentiable operations '
+        f'compute the outputs. Found {" and ".join(titles) or "none"}. Pass params="all", or name '
         f"the parameters, params={chosen}."
     )
 

@@ -26,7 +26,7 @@ _FIRST = ("severity-overconfidence", "severity-scaled_error", "coverage", "relia
 
 
 def drawn(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
-    """The pictures that the run has something to show in, by the ids of the page's sections."""
+    """Return the pictures for which the run has data, by the ids of the page's sections."""
     test = run.test.name
     shifts = run.sets("shift")
     sections: dict[str, Iterable[Picture | None]] = {}

@@ -101,7 +101,7 @@ class Likelihood(ABC):
         | Float[Tensor, "*batch outputs"]
         | None,
     ) -> Distribution:
-        """p(y) for Gaussian outputs `f ~ N(mean, covariance)`; at `f = mean` for None.
+        """p(y) for `f ~ N(mean, covariance)`; at `f = mean` if `covariance` is None.
 
         Closed form: exact for the Gaussian of one σ, its first two moments where each output has a
         σ of its own, the probit approximation (MacKay, 1992) for classes and labels.
