@@ -120,8 +120,8 @@ class GaussianPosterior:
             raise ValueError(
                 f"{reason} for {dtype}: its curvature is up to {curvature:.3g}, which is "
                 f"multiplied by N = {num_data}. Expected {num_data * tiny:.3g} to {1 / tiny:.3g}. "
-                "Rescale the inputs, the targets and their sigma, use another prior precision, or convert the "
-                "model to a wider dtype."
+                "Rescale the inputs, the targets and their sigma, use another prior precision, or "
+                "convert the model to a wider dtype."
             )
 
     @property
