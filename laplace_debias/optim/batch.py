@@ -70,7 +70,11 @@ class GraphGGN(Symmetric):
         return torch.stack([self._product(column) for column in matrix.unbind(1)], dim=1)
 
     def _product(self, vector: Tensor) -> Tensor:
-        """Compute Jᵀ H J v for the Jacobian J of the outputs and the loss Hessian H."""
+        """Compute Jᵀ H J v for the Jacobian J of the outputs and the loss Hessian H.
+
+        Jᵀ c is linear in the cotangent c, so its derivative in c, applied to v, is J v. H J v is
+        the derivative of the gradient of the loss in the outputs, along J v.
+        """
         entries = vector.split([p.numel() for p in self._parameters])
         rows = [row for _, row in self._adjoint]
         tangents = [entries[i].view_as(row) for i, row in self._adjoint]

@@ -142,7 +142,12 @@ class ChunkRunner:
         added: set[RecordKey],
         totals: DataTotals,
     ) -> None:
-        """Run a chunk forward and back; `added` gets the keys of the records that were added."""
+        """Run a chunk forward and back, and give its records to the accumulator.
+
+        A chunk that ran out of memory is run again in smaller parts, and what it had added stays.
+        So records whose keys are in `chunk.added` are not added again, and every key goes into
+        `added` at once. Blocks without a record count as zero for these examples.
+        """
         context = self._context
         x = take(batch[0], chunk.examples)
         y = batch[1][chunk.examples]

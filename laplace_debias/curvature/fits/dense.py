@@ -217,13 +217,19 @@ def decompose_on_first(
 def crossfit_rows(
     rows_by_fold: list[Tensor], weight: float, rank: int | None, precision: torch.dtype
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
-    """Magnitudes on held-out folds, and the directions of all rows; all directions for no rank.
+    """Measure the curvature of each fold along the directions of the other folds.
+
+    The magnitudes are summed over the folds by the index of the direction, which is that of its
+    eigenvalue among the other folds' in descending order, and divided by the total weight. The
+    directions that are returned are those of all rows together. Magnitudes of directions whose
+    eigenvalues nearly coincide are averaged.
 
     Args:
         rows_by_fold: The Jacobian rows of each fold.
         weight: The sum of all examples' weights.
-        rank: The number of directions.
-        precision: The dtype that the rows were computed in.
+        rank: The number of directions; None for all.
+        precision: The dtype that the rows were computed in, whose rounding decides which
+            eigenvalues coincide.
     """
     eigenvalues, U = leading_pairs(torch.cat(rows_by_fold), rank, precision)
     total = torch.zeros_like(eigenvalues)
@@ -240,9 +246,9 @@ def crossfit_rows(
 def leading_pairs(
     rows: Rows, rank: int | None, precision: torch.dtype
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
-    """Leading eigenpairs of `rowsᵀ rows`, through the smaller of its two products; all for None.
+    """Compute leading eigenpairs of `rowsᵀ rows`, or all of them if `rank` is None.
 
-    Pairs that rounding in `precision`, in which the rows were computed, does not determine are left
+    They come from the smaller of `rowsᵀ rows` and `rows rowsᵀ`. Pairs that rounding in `precision`, in which the rows were computed, does not determine are left
     out.
     """
     if rank is None:

@@ -140,8 +140,16 @@ class Eigenbasis(NamedTuple):
     def pooled(
         self, measured: Float[Tensor, "*groups rows columns"], precision: torch.dtype
     ) -> Float[Tensor, "*groups rows columns"]:
-        """Curvature along the directions, averaged where data do not determine them."""
-        # In units of the block's curvature, not of one factor's.
+        """Average magnitudes over directions whose eigenvalues nearly coincide.
+
+        The data do not determine which basis of such an eigenspace an eigendecomposition returns.
+
+        Args:
+            measured: Curvature along each pair of directions of G and A.
+            precision: The dtype that the factors were computed in, whose rounding decides which
+                eigenvalues coincide.
+        """
+        # Eigenvalues of the block are products of those of G and A.
         largest_G = self.eigenvalues_G.amax(-1, keepdim=True)
         largest_A = self.eigenvalues_A.amax(-1, keepdim=True)
         if self.U_G is not None:
@@ -152,7 +160,8 @@ class Eigenbasis(NamedTuple):
             eigenvalues = self.eigenvalues_A * largest_G
             remaining = num_remaining(self.U_A)
             measured = average_degenerate(measured.mT, eigenvalues, precision, remaining).mT
-        # As a file has them: their order in memory decides in which order products add.
+        # A file stores them contiguously. Products add in the order of memory, so that a posterior
+        # and its file give the same bits.
         return measured.contiguous()
 
 

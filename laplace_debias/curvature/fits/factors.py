@@ -36,11 +36,12 @@ _WIDE = 16
 
 
 def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
-    """G of one block on one chunk, summed over its examples; of a diagonal block as a vector.
+    """Compute G of one block on one chunk, summed over its examples; for a diagonal G its entries.
 
-    Several calls of the layer count as further positions. It is rows if they are fewer than G's and
-    G is wide, as several chunks of a batch are cheaper to multiply together: writing G costs more
-    than they do. With `as_rows` it is rows, however many.
+    Several calls of the layer count as further positions. If G is wide and there are fewer gradient
+    vectors than its size, these are returned in place of their product (`GramFactor`): it is cheaper
+    to multiply those of several chunks together than to write G for each. With `as_rows` they
+    always are.
     """
     block = record.block
     d_out = block.shape[0]
