@@ -248,8 +248,8 @@ def leading_pairs(
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
     """Compute leading eigenpairs of `rowsᵀ rows`, or all of them if `rank` is None.
 
-    They come from the smaller of `rowsᵀ rows` and `rows rowsᵀ`. Pairs that rounding in `precision`, in which the rows were computed, does not determine are left
-    out.
+    They come from the smaller of `rowsᵀ rows` and `rows rowsᵀ`. Pairs that rounding in `precision`,
+    in which the rows were computed, does not determine are left out.
     """
     if rank is None:
         return eigh(rows.T @ rows, "the curvature")  # type: ignore[return-value]

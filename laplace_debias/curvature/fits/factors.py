@@ -39,9 +39,9 @@ def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
     """Compute G of one block on one chunk, summed over its examples; for a diagonal G its entries.
 
     Several calls of the layer count as further positions. If G is wide and there are fewer gradient
-    vectors than its size, these are returned in place of their product (`GramFactor`): it is cheaper
-    to multiply those of several chunks together than to write G for each. With `as_rows` they
-    always are.
+    vectors than its size, these are returned in place of their product (`GramFactor`): it is
+    cheaper to multiply those of several chunks together than to write G for each. With `as_rows`
+    they always are.
     """
     block = record.block
     d_out = block.shape[0]
