@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +30,11 @@ def executed(script: Path, folder: Path) -> nbformat.NotebookNode:
     os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"
     notebook = jupytext.read(script)
     notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": folder}}).execute()
+    # The kernel of this interpreter, whichever one a file of the user's names.
+    manager = AsyncKernelManager(kernel_name="python3")
+    manager.kernel_spec.argv[0] = sys.executable
+    resources = {"metadata": {"path": folder}}
+    NotebookClient(notebook, km=manager, timeout=600, resources=resources).execute()
     for index, cell in enumerate(notebook.cells):
         cell.id = f"cell-{index}"
         if cell.cell_type == "code":
