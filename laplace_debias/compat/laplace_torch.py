@@ -225,7 +225,7 @@ class Laplace:
         return self.posterior.sample(n_samples, generator)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """The log-density of parameters, or only its part that depends on them."""
+        """Compute the log-density of parameters, with or without its constant part."""
         log_prob = self.posterior.posterior.log_prob(value)
         if normalized:
             return log_prob
@@ -234,7 +234,7 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """The log marginal likelihood; a prior precision is set if it is passed.
+        """Compute the log marginal likelihood, after setting the prior precision if one is passed.
 
         Raises:
             NotImplementedError: For `sigma_noise`, which changes the curvature here.
@@ -342,17 +342,17 @@ class Laplace:
 
     @property
     def temperature(self) -> float:
-        """T."""
+        """The temperature T."""
         return self.posterior.temperature
 
     @property
     def posterior_precision(self) -> Tensor | LinearOperator:
-        """The posterior's precision: a matrix if full, a vector if diagonal, else an operator."""
+        """The posterior precision: a matrix if full, a vector if diagonal, else an operator."""
         return self._in_shape(self.posterior.posterior.precision)
 
     @property
     def posterior_covariance(self) -> Tensor | LinearOperator:
-        """The posterior's covariance: a matrix if full, else an operator."""
+        """The posterior covariance: a matrix if full, else an operator."""
         covariance = self.posterior.posterior.covariance
         return covariance.to_dense() if self._structure == "full" else covariance
 
@@ -363,7 +363,7 @@ class Laplace:
 
     @property
     def posterior_scale(self) -> Tensor | LinearOperator:
-        """A root of the covariance: a symmetric matrix if full, a vector if diagonal."""
+        """A square root of the covariance: a symmetric matrix if full, a vector if diagonal."""
         return self._in_shape(self.posterior.posterior.scale)
 
     def _in_shape(self, operator: LinearOperator) -> Tensor | LinearOperator:
@@ -372,7 +372,7 @@ class Laplace:
         return diagonal(operator).value if self._structure == "diag" else operator
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise an error that names the file of a posterior.
+        """Raise an error that recommends saving to a file instead.
 
         Raises:
             NotImplementedError: Always.

@@ -25,7 +25,7 @@ __all__ = ["LaplaceCallback"]
 
 
 class LaplaceCallback(Callback):
-    """Fits a posterior when training ends, tunes it on the validation data, logs and saves it.
+    """A callback that fits, tunes, logs and saves a posterior when training ends.
 
     The posterior is that of the best checkpoint, or of the last one if no metric is monitored. It
     is saved next to the checkpoint, as `NAME.posterior.safetensors` for `NAME.ckpt`, and without
@@ -74,7 +74,7 @@ class LaplaceCallback(Callback):
         self._settings = PosteriorAtEnd(likelihood, mode, tune, options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check everything that can be checked before the training."""
+        """Check before the training whatever can be checked."""
         if self._settings.tune and not trainer.enable_validation:
             raise ValueError(NO_VALIDATION_DATA)
         _single_loader(trainer.train_dataloader, "training")

@@ -196,7 +196,7 @@ class _LaplaceEstimator(BaseEstimator):
 
 
 class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
-    """A classifier of scikit-learn with the probabilities of a Laplace approximation.
+    """A scikit-learn classifier whose probabilities come from a Laplace approximation.
 
     The network returns logits, `[n, C]` in the order of the sorted labels, or a single logit of the
     second of two labels. Inputs are cast to the dtype of its parameters. The network that you pass
@@ -242,7 +242,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     _criteria = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss)
 
     def fit(self, X: Any, y: Any) -> "LaplaceClassifier":
-        """Fit the posterior, after the network if that is trained here. Returns the object itself.
+        """Fit the posterior, and train the network first unless it is trained already.
 
         Args:
             X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
@@ -290,7 +290,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 
 
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
-    """A regressor of scikit-learn with the standard deviations of a Laplace approximation.
+    """A scikit-learn regressor whose deviations come from a Laplace approximation.
 
     The network returns an output per target, `[n, C]`, or `[n]` for a single one. It is copied and
     trained as by `LaplaceClassifier`.
@@ -369,7 +369,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         return tags
 
     def fit(self, X: Any, y: Any) -> "LaplaceRegressor":
-        """Fit the posterior, after the network if that is trained here. Returns the object itself.
+        """Fit the posterior, and train the network first unless it is trained already.
 
         Args:
             X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
@@ -413,7 +413,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         return mean, self._as_targets(predictive.variance.sqrt())
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
-        """Draw targets of all rows jointly: a sample is a function's values and independent noise.
+        """Draw samples of the targets, jointly for all rows.
 
         Args:
             X: Inputs. The covariance of all targets of all rows is formed, `[n·C, n·C]`.

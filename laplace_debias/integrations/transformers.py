@@ -27,7 +27,7 @@ __all__ = ["LaplaceCallback"]
 
 
 class LaplaceCallback(TrainerCallback):
-    """Fits a posterior when training ends, tunes it on the evaluation data, logs and saves it.
+    """A callback that fits, tunes, logs and saves a posterior when training ends.
 
     The posterior is that of the weights at the end of training, which are the best ones with
     `load_best_model_at_end=True`. It is written by `save_pretrained`, with a model card, into the

@@ -76,7 +76,7 @@ class _Round:
 
 @dataclass(frozen=True)
 class Auto(Scheme):
-    """Fit to as few examples as a tolerance allows.
+    """A fitting scheme that reads as few examples as a tolerance allows.
 
     Cross-fits increasingly large random samples. After each round it estimates how much the
     outputs' standard deviations still differ from those of a fit to all data, and stops once the
@@ -111,7 +111,7 @@ class Auto(Scheme):
 
     @classmethod
     def from_batches(cls, batches: Batches, folds: int | None) -> "Auto":
-        """Make the scheme of a loader, with its default tolerance."""
+        """Make the scheme for a loader, with the default tolerance."""
         return cls(batches)
 
     def __post_init__(self) -> None:
@@ -138,11 +138,11 @@ class Auto(Scheme):
         return replace(self, data=open_stream(self.data, "data"))
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
-        """Determine N: as passed, or inferred from the loader; raises as `training_size`."""
+        """Return N, either as passed or inferred from the loader."""
         return training_size(self.data, num_data, self.mode, reads_all=False)
 
     def check(self, structure: CurvatureStructure) -> None:
-        """Require K-FAC, and data in random order or a random subset such as `random_split`'s."""
+        """Require K-FAC, and data whose order is random."""
         if not isinstance(structure, KfacCurvature):
             raise ValueError(f'mode="auto" requires curvature="kfac" (got {structure.name!r}).')
         if structure.rank is not None:
@@ -159,7 +159,7 @@ class Auto(Scheme):
             )
 
     def estimate_noise(self, context: FitContext) -> Gaussian:
-        """Estimate the noise from the first batch, or take that of the fit that this continues."""
+        """Estimate the noise from the first batch, or reuse that of the fit to be continued."""
         if self.after is not None:
             _, last_round = self.after.continuation
             likelihood = last_round.fitted.likelihood

@@ -123,7 +123,7 @@ def conformal_quantile(
 
 
 class Conformal:
-    r"""Predictions whose sets or intervals cover the target with a probability of at least `level`.
+    r"""Prediction sets or intervals that cover the target with at least a given probability.
 
     The guarantee needs no assumption on the model: calibration and new examples only have to be
     exchangeable. It holds on average over examples (with `groups` within each group) and over the
@@ -196,7 +196,7 @@ class Conformal:
     def calibrate(
         self, loader: Batches, level: float = 0.9, *, generator: torch.Generator | None = None
     ) -> "Conformal":
-        """Determine the quantile of the scores on held-out examples; returns itself.
+        """Compute the quantile of the scores of held-out examples, and return the object itself.
 
         Args:
             loader: Labelled batches `(x, y)` that were used neither to train the network nor to
@@ -230,7 +230,7 @@ class Conformal:
     def predict(
         self, x: Inputs | Record, *, generator: torch.Generator | None = None
     ) -> ClassSets | Intervals:
-        """The sets of classes, or the intervals, of inputs.
+        """Return a set of classes, or an interval, for each input.
 
         Args:
             x: Inputs, as for `Laplace.predict`.
@@ -306,11 +306,11 @@ class Conformal:
         return report_of(statistics, labels, level)
 
     def state_dict(self) -> dict[str, Any]:
-        """The level and the quantiles, for `torch.save`; the posterior has its own file."""
+        """Return the level and the quantiles; the posterior has its own file."""
         return {"level": self.level, "quantiles": dict(self.quantiles)}
 
     def load_state_dict(self, state: dict[str, Any]) -> "Conformal":
-        """Restore what `state_dict` returned; returns itself.
+        """Restore the result of `state_dict`, and return the object itself.
 
         Raises:
             ValueError: If an entry is missing.

@@ -254,7 +254,7 @@ class Laplace(Predictor):
         folds: int | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        """Fit the posterior to training data. Returns the object itself.
+        """Fit the posterior to training data, and return the object itself.
 
         The model's parameters stay as they are: they are the mean. The fit computes the curvature
         of the loss at them, which with the prior is the precision. `tune` then chooses the prior.
@@ -335,7 +335,7 @@ class Laplace(Predictor):
         generator: torch.Generator | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        """Fit to explicit batches. Returns the object itself, and raises what `fit` raises.
+        """Fit to explicit batches, and return the object itself.
 
         Args:
             directions: Batches `(x, y)` that give the eigenvectors.
@@ -534,7 +534,7 @@ class Laplace(Predictor):
 
     @property
     def model(self) -> nn.Module:
-        """The model."""
+        """The trained model."""
         return self._state.spec.model
 
     @property
@@ -566,7 +566,7 @@ class Laplace(Predictor):
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
-        """θ*, the Bayesian parameters at the fit, flattened in the model's order, `[D]`."""
+        """The posterior mean θ*: the trained Bayesian parameters in the model's order, `[D]`."""
         return self.posterior.mean
 
     @property
@@ -576,7 +576,7 @@ class Laplace(Predictor):
 
     @property
     def fit_report(self) -> FitReport:
-        """How far a fit with `mode="auto"` is from the fit to all of the data.
+        """The estimated error of a fit with `mode="auto"`.
 
         Raises:
             RuntimeError: If the posterior is from another mode, or was loaded.
@@ -590,7 +590,7 @@ class Laplace(Predictor):
 
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
-        """The prior precision δ. Setting it needs no new fit.
+        """The prior precision δ. It can be set without fitting again.
 
         Warns:
             UserWarning: If it is set below that at which the posterior was thinned.
@@ -607,7 +607,7 @@ class Laplace(Predictor):
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
-        """The prior's mean, one number or `[D]`, float64. Setting it needs no new fit.
+        """The prior mean, one number or `[D]`, float64. It can be set without fitting again.
 
         Raises:
             RuntimeError: Before the fit that finds the last layer.
@@ -624,7 +624,7 @@ class Laplace(Predictor):
 
     @property
     def temperature(self) -> float:
-        """T of the likelihood. Setting it needs no new fit."""
+        """The temperature T of the likelihood. It can be set without fitting again."""
         return self._state.temperature
 
     @temperature.setter
@@ -633,7 +633,7 @@ class Laplace(Predictor):
 
     @property
     def link(self) -> Link | None:
-        """The link that turns logits into probabilities in `predict`; None for the default.
+        """The link by which `predict` turns logits into probabilities; None is the default link.
 
         `tune` sets it. It can also be set to a name or a `Link`, without a new fit.
         """
@@ -645,7 +645,7 @@ class Laplace(Predictor):
 
     @property
     def sigma(self) -> Float[Tensor, "*outputs"]:
-        """A regression's noise: standard deviation in the targets' units, one or one per output.
+        """The standard deviation of a regression's noise: one number, or one per output.
 
         Raises:
             AttributeError: If the likelihood is not `"regression"`.
@@ -1016,7 +1016,7 @@ class Laplace(Predictor):
 
     @classmethod
     def from_posterior(cls, fitted: FittedPosterior) -> "Laplace":
-        """Wrap a fitted posterior, such as that of a fitting scheme outside of `fit`."""
+        """Wrap a posterior that was fitted without `fit`."""
         la = cls.__new__(cls)
         la._state = fitted
         la._selected = fitted.parameters

@@ -195,7 +195,7 @@ BRIDGES = ("bridge", "bridge_norm")
 
 @dataclass(frozen=True)
 class Link:
-    """How Gaussian logits become probabilities.
+    """A way to turn Gaussian logits into probabilities.
 
     Attributes:
         name: One of `FORMULAS`.
@@ -223,7 +223,7 @@ class Link:
     def logits(
         self, likelihood: Likelihood, mean: Logits, covariance: Float[Tensor, "..."]
     ) -> Logits:
-        """Logits of the probabilities."""
+        """Compute the logarithms of the probabilities."""
         mean, covariance = tempered_moments(self, mean, covariance)
         if likelihood.activation == "softmax":
             return FORMULAS[self.name].logits(mean, covariance)

@@ -14,7 +14,7 @@ from laplace_debias.laplace.state import FittedPosterior, Unfitted
 
 
 class Mixture(Predictor):
-    r"""Several posteriors in one predictive, $p(y\mid x) = \frac1M \sum_m p_m(y\mid x)$.
+    r"""A mixture of posteriors, $p(y\mid x) = \frac1M \sum_m p_m(y\mid x)$.
 
     Each member is fitted, tuned and saved separately: checkpoints of different seeds or epochs, or
     different architectures for the same task. The members' disagreement is a part of the

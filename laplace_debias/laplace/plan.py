@@ -33,7 +33,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Plan:
-    """The costs of a fit, within a factor of 1.5; `print(plan)` is a table.
+    """The estimated memory and time of a fit; `print(plan)` shows a table.
 
     Bytes are those beyond the model and the data, on one process. A dense curvature (`"full"`,
     `"lowrank"`) is not made of blocks, and has none here.
@@ -62,11 +62,11 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Largest number of bytes in any stage."""
+        """The largest number of bytes that any stage needs."""
         return max(self.stages.values())
 
     def check(self) -> None:
-        """Require that the device has the memory for the fit.
+        """Raise an error if the device does not have the memory for the fit.
 
         Raises:
             ValueError: If more bytes are needed than are available.

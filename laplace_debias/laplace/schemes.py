@@ -105,7 +105,7 @@ class Scheme(ABC):
 
 @dataclass(frozen=True)
 class Full(Scheme):
-    """Directions and magnitudes from the same examples: all of the data, or a mini-batch.
+    """The plain fit: directions and magnitudes come from the same examples.
 
     The magnitudes of a mini-batch are biased, since they are the extremes of that batch.
 
@@ -118,7 +118,7 @@ class Full(Scheme):
 
     @classmethod
     def from_batches(cls, batches: Batches, folds: int | None) -> "Full":
-        """Make the scheme of all batches."""
+        """Make the scheme that reads all batches."""
         return cls(batches)
 
     @property
@@ -131,7 +131,7 @@ class Full(Scheme):
         return replace(self, data=open_stream(self.data, "data"))
 
     def check(self, structure: CurvatureStructure) -> None:
-        """Require data that can be read twice where the fit reads it twice."""
+        """Require data that can be iterated twice, if the fit needs two passes."""
         if structure.reads_data_twice and isinstance(self.data, Iterator):
             raise TypeError(
                 f"curvature={structure.name!r} reads the data twice, but this iterator can be read "
@@ -152,7 +152,7 @@ class Mini(Full):
 
 @dataclass(frozen=True)
 class Split(Scheme):
-    """Directions from some examples, magnitudes from others, which removes the bias (Eq. 9).
+    """The two-batch fit: directions and magnitudes come from different examples (Eq. 9).
 
     Attributes:
         directions: Batches `(x, y)` that give the eigenbases.
@@ -167,12 +167,12 @@ class Split(Scheme):
 
     @classmethod
     def from_batches(cls, batches: Sequence[Any], folds: int | None) -> "Split":
-        """Make the scheme of directions from the first batch, magnitudes from the others."""
+        """Make the scheme that takes its directions from the first batch only."""
         return cls(batches[:1], batches[1:])
 
     @property
     def sources(self) -> Sequence[Batches]:
-        """The batches of the directions, and those of the magnitudes."""
+        """The data for the directions, and the data for the magnitudes."""
         return [self.directions, self.magnitudes]
 
     def opened(self, open_stream: OpenStream) -> "Split":
@@ -181,7 +181,7 @@ class Split(Scheme):
         return Split(directions, open_stream(self.magnitudes, "batches of the magnitudes"))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit the directions to some data, and measure the magnitudes on the other."""
+        """Compute directions from one stream of data, and measure magnitudes on the other."""
         directions = as_stream(self.directions)
         magnitudes = as_stream(self.magnitudes)
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
@@ -189,7 +189,7 @@ class Split(Scheme):
 
 @dataclass(frozen=True)
 class CrossFit(Scheme):
-    """Directions from all the examples at hand, magnitudes from held-out folds.
+    """Cross-fitting: each fold measures magnitudes along directions from the other folds.
 
     See `curvature.fits.crossfit`.
 
@@ -210,7 +210,7 @@ class CrossFit(Scheme):
 
     @classmethod
     def from_batches(cls, batches: Batches, folds: int | None) -> "CrossFit":
-        """Make the scheme of all batches in folds."""
+        """Make the scheme that divides all batches into folds."""
         return cls(batches, FOLDS if folds is None else folds)
 
     def __post_init__(self) -> None:
@@ -218,7 +218,7 @@ class CrossFit(Scheme):
 
     @property
     def num_folds(self) -> int:
-        """How many folds a fit divides its examples into."""
+        """The number of folds."""
         return self.folds
 
     @property

@@ -13,7 +13,7 @@ from laplace_debias.system.shown import one_line
 
 
 class Status(StrEnum):
-    """Why an algorithm stopped. Compares equal to its value, so `status == "converged"` works."""
+    """The reason why an algorithm stopped; it compares equal to its value as a string."""
 
     EXACT = "exact"
     CONVERGED = "converged"
@@ -29,7 +29,7 @@ class Status(StrEnum):
 
     @property
     def is_success(self) -> bool:
-        """Whether the result is as precise as requested."""
+        """Whether the result has the requested precision."""
         return self in (Status.EXACT, Status.CONVERGED, Status.UNVERIFIED)
 
 
@@ -82,7 +82,7 @@ class Result:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearSolution(Result):
-    """An approximate solution of A x = b, or of k of them at once.
+    """An approximate solution of A x = b for one or several right-hand sides.
 
     Attributes:
         x: The solution, `[n]` or `[n, k]`.
@@ -102,7 +102,7 @@ class LinearSolution(Result):
 
     @property
     def status(self) -> Status:
-        """`CONVERGED` if every right-hand side is; else `DIVERGED` or the first other reason."""
+        """`CONVERGED` if all right-hand sides have converged, or else why one has not."""
         if Status.DIVERGED in self.statuses:
             return Status.DIVERGED
         return next((each for each in self.statuses if not each.is_success), Status.CONVERGED)
@@ -114,7 +114,7 @@ class LinearSolution(Result):
 
     @property
     def message(self) -> str:
-        """The reason to stop and the remedy, a line for each reason."""
+        """Why the solver stopped and what to do, in one line per reason."""
         lines = []
         for status in dict.fromkeys(self.statuses):
             count = self.statuses.count(status)
@@ -125,7 +125,7 @@ class LinearSolution(Result):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Solution(LinearSolution):
-    """A solution of A x = b, or of k of them at once, with its history of T iterations.
+    """A solution of A x = b for one or several right-hand sides, with its history.
 
     If a right-hand side is done before the others, its further steps are zero. Its slopes and
     curvatures are NaN, because they are no longer measured.
@@ -175,12 +175,12 @@ class DebiasedSolution(Result):
 
     @property
     def directions(self) -> Float[Tensor, "n steps *k"] | None:
-        """The directions that both share, if they were kept."""
+        """The directions of both trajectories, if they were kept."""
         return self.single.directions
 
     @property
     def num_matvecs(self) -> int:
-        """Products with either operator."""
+        """The number of products with either operator."""
         return self.single.num_matvecs + self.debiased.num_matvecs
 
 
@@ -239,7 +239,7 @@ class Estimate(Result):
     def interval(
         self, level: float = 0.95
     ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-        r"""Compute a confidence interval, value ± quantile · standard error, by Student's t.
+        r"""Compute a confidence interval from the quantiles of Student's t distribution.
 
         Entry by entry, not jointly. An exact value gives the point; a single sample gives
         (−∞, ∞), because its spread is unknown.
@@ -291,7 +291,7 @@ def half_width(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SpectralDensity(Result):
-    r"""A smoothed spectral density, and the quadrature that it was made of.
+    r"""A smoothed spectral density and the quadrature from which it was computed.
 
     Args:
         grid: Ascending eigenvalues λ at which the density is given, `[points]`; on a logarithmic
@@ -332,14 +332,14 @@ class SpectralDensity(Result):
     def interval(
         self, level: float = 0.95
     ) -> tuple[Float[Tensor, " points"], Float[Tensor, " points"]]:
-        """Confidence intervals for the smoothed density, point by point."""
+        """Compute a confidence interval of the smoothed density at each point."""
         margin = half_width(self.standard_error, self.degrees_of_freedom, level)
         return (self.density - margin).clamp(min=0), self.density + margin
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EigenPairs(Result):
-    """Eigenpairs of a symmetric operator; unpacks as `values, vectors`.
+    """Eigenvalues and eigenvectors of a symmetric operator; unpacks as `values, vectors`.
 
     Args:
         values: Eigenvalues, descending, `[k]`; from ARPACK fewer where it did not converge.

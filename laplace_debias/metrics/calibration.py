@@ -26,7 +26,7 @@ _NEAR_ONE = 0.999
 
 
 def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Expected calibration error of the most probable class, `Σ_b (n_b/n) |acc_b - conf_b|`.
+    """Compute the expected calibration error (ECE), `Σ_b (n_b/n) |acc_b - conf_b|`.
 
     The bins are `num_bins` equal intervals `[lower, upper)` of the confidence; a confidence of 1
     belongs to the last bin. (torchmetrics' `MulticlassCalibrationError` gives it a bin of its own;
@@ -50,10 +50,10 @@ def ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
 
 
 def mce(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Maximum calibration error, the largest `|acc_b - conf_b|` of the bins of `ece`.
+    """Compute the maximum calibration error (MCE), the largest gap of any bin.
 
-    A bin with few examples often has the largest gap by chance. Arguments and errors are those of
-    `ece`.
+    The gap of a bin is `|acc_b - conf_b|`, and the bins are those of `ece`. A bin with few examples
+    often has the largest gap by chance. Arguments and errors are those of `ece`.
 
     Reference:
         Naeini, Cooper, Hauskrecht. Obtaining well calibrated probabilities using Bayesian binning.
@@ -72,7 +72,7 @@ def _bin_gaps(
 
 
 def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Expected calibration error over bins with equally many examples.
+    """Compute the expected calibration error over bins with equally many examples.
 
     Examples are ranked by the probability of their most probable class. Equal confidences have
     their mean rank and share a bin, so that the order of the examples does not count. Arguments and
@@ -93,10 +93,11 @@ def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Te
 
 
 def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Mean over the classes of `Σ_b (n_b/n) |freq_b - mean p_b|`, over all probabilities.
+    """Compute the classwise calibration error, the mean ECE of the classes' probabilities.
 
-    Each class is a binary problem, with equal bins of its probability; a probability of 1 belongs
-    to the last bin. Arguments and errors are those of `ece`, the result is float64.
+    Each class is a binary problem with equal bins of its probability, and its calibration error is
+    `Σ_b (n_b/n) |freq_b - mean p_b|`. A probability of 1 belongs to the last bin. Arguments and
+    errors are those of `ece`, the result is float64.
 
     Reference:
         Kull, Perello-Nieto, Kängsepp, Silva Filho, Song, Flach. Beyond temperature scaling:
@@ -115,7 +116,7 @@ def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Ten
 
 
 def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Tensor, ""]:
-    """Smooth ECE: the L1 norm of the smoothed residuals, at the bandwidth that equals the result.
+    """Compute the smooth expected calibration error, which needs no bins.
 
     For confidences f_n and hits y_n, `smECE_σ = ∫₀¹ |(1/n) Σ_n K_σ(t, f_n) (y_n - f_n)| dt` with
     the Gaussian kernel of width σ reflected at 0 and 1, and the result is the σ with
@@ -177,7 +178,7 @@ def _smoothed_error(residuals: Float[Tensor, " points"]) -> Float[Tensor, ""]:
 
 
 class ReliabilityCurve(NamedTuple):
-    """Confidence and accuracy by equal bins of the confidence.
+    """Confidence and accuracy of the examples in each bin of a reliability diagram.
 
     Attributes:
         edges: Borders of the bins, `[bins + 1]`, from 0 to 1.

@@ -23,7 +23,7 @@ def accuracy(
     *,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, "..."]:
-    """Fraction of examples whose most probable class is the label.
+    """Compute the fraction of examples whose most probable class is the label.
 
     If several classes are most probable, the one that `Tensor.argmax` returns counts.
 
@@ -47,7 +47,7 @@ def nll(
     *,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, "..."]:
-    """Mean negative log-likelihood `-(1/n) Σ_n log p_n[y_n]`, in nats.
+    """Compute the mean negative log-likelihood `-(1/n) Σ_n log p_n[y_n]`, in nats.
 
     A probability of zero counts as the smallest normal number of the dtype (`finfo.tiny`, 87.3 nats
     in float32), so that one certain mistake gives a large value, not infinity. Arguments and errors
@@ -66,7 +66,7 @@ def brier(
     *,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, "..."]:
-    """Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`, summed over the classes.
+    """Compute the Brier score `(1/n) Σ_n Σ_c (p_n[c] - 1[c = y_n])²`.
 
     This is Brier's own definition, between 0 and 2; the common binary one, the square of class 1's
     error only, is half of it. Arguments and errors are those of `accuracy`.
@@ -85,9 +85,10 @@ def overconfidence(
     *,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, "..."]:
-    """Mean confidence minus accuracy, `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`.
+    """Compute the mean confidence minus the accuracy.
 
-    It is positive if the network is more confident than accurate. In a binary problem the
+    It is `(1/n) Σ_n (max_c p_n[c] - 1[argmax_c p_n[c] = y_n])`, and positive if the network is more
+    confident than accurate. In a binary problem the
     confidence is that of the more probable class. The result is float64; arguments and errors are
     those of `accuracy`.
     """

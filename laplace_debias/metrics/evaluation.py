@@ -42,7 +42,7 @@ def evaluate(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Calibration, and separation of OOD examples by the entropy of the predictive.
+    """Evaluate a classifier's probabilities: accuracy, calibration and OOD detection.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -96,7 +96,7 @@ def evaluate_multilabel(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Calibration of independent labels, and separation of OOD examples by their entropy.
+    """Evaluate the probabilities of independent labels: calibration and OOD detection.
 
     Every label of every example is one binary problem, of which examples are drawn, not labels one
     by one. The accuracy is torchmetrics' `multilabel_accuracy` with `average="micro"`.
@@ -163,7 +163,7 @@ def evaluate_regression(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Errors and calibration of a Gaussian predictive; separation of OOD examples by its variance.
+    """Evaluate a Gaussian predictive: errors, calibration and OOD detection.
 
     Args:
         mean: `[n]` or `[n, outputs]`.
@@ -219,7 +219,7 @@ def evaluate_numbers(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Errors and calibration of any predictive of numbers, such as counts.
+    """Evaluate any predictive of numbers, such as counts: errors and calibration.
 
     Args:
         mean: Means of the predictive, `[n]` or `[n, outputs]`.
@@ -283,7 +283,7 @@ def evaluate_ood(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Separation of OOD and ID examples by any score.
+    """Evaluate OOD detection by an arbitrary score.
 
     Scores are higher where an example is more OOD: `entropy`, `max_probability`, the epistemic part
     of `uncertainty`. Intervals and their level are those of `evaluate`.

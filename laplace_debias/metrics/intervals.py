@@ -8,9 +8,10 @@ from torch import Tensor
 
 
 class Interval(float):
-    """A metric with its confidence interval, in the units of the metric.
+    """A metric with a confidence interval.
 
-    It is the metric as a float. Only the comparison with another interval uses the ends.
+    The object is the metric as a float, in the metric's units. Only the comparison with another
+    interval uses the ends.
 
     Attributes:
         value: The metric on all examples.
@@ -35,7 +36,7 @@ class Interval(float):
 
     @property
     def is_known(self) -> bool:
-        """Whether the interval has ends."""
+        """Whether the ends of the interval are known."""
         return not (math.isnan(self.low) or math.isnan(self.high))
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from laplace_debias.metrics.checks import check_probs, check_same_device, check_
 
 
 def entropy(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
-    """Entropy of each predicted distribution, `-Σ_c p_c log p_c`, in nats.
+    """Compute the entropy `-Σ_c p_c log p_c` of each predicted distribution, in nats.
 
     Args:
         probs: Probabilities `[n, classes]`, or `[n]` of class 1.
@@ -32,9 +32,10 @@ def label_entropy(probs: Float[Tensor, "n labels"]) -> Float[Tensor, " n"]:
 def auroc(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> Float[Tensor, ""]:
-    """Area under the receiver operating characteristic: P(OOD score > ID score), ties count half.
+    """Compute the area under the ROC curve of OOD detection (AUROC).
 
-    It is 0.5 for a score without information.
+    It is the probability that an OOD example has a higher score than an ID example, where ties
+    count half. A score without information has an AUROC of 0.5.
 
     Raises:
         TypeError: An argument is not a tensor.
@@ -55,7 +56,7 @@ def auroc(
 def aupr(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> Float[Tensor, ""]:
-    """Area under the precision-recall curve with OOD positive, as average precision.
+    """Compute the average precision (AUPR) with the OOD examples as positives.
 
     `Σ_k (R_k - R_{k-1}) P_k` over the thresholds, without interpolation. For a score
     without information it is the fraction of OOD examples, so compare only sets of equal sizes.
@@ -70,7 +71,7 @@ def aupr(
 def aupr_in(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> Float[Tensor, ""]:
-    """Area under the precision-recall curve with ID positive, as average precision.
+    """Compute the average precision (AUPR) with the ID examples as positives.
 
     It is `aupr` with the two sets exchanged and the order of the scores reversed: the fraction of
     ID examples for a score without information. Scores and errors are those of `auroc`.
@@ -84,10 +85,11 @@ def aupr_in(
 def fpr95(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> Float[Tensor, ""]:
-    """Fraction of ID examples taken for OOD where at least 95% of the OOD ones are detected.
+    """Compute the rate of false alarms when at least 95 % of the OOD examples are detected.
 
-    OOD is the positive class, as in the reference. Some papers take ID as the positive one, which
-    gives another number. Scores and errors are those of `auroc`.
+    It is the fraction of ID examples that are taken for OOD. OOD is the positive class, as in the
+    reference. Some papers take ID as the positive one, which gives another number. Scores and
+    errors are those of `auroc`.
 
     Reference:
         Hendrycks, Mazeika, Dietterich. Deep anomaly detection with outlier exposure. ICLR, 2019.

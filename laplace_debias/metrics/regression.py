@@ -22,9 +22,9 @@ Real = Float[Tensor, "n *outputs"]
 def gaussian_nll(
     mean: Real, standard_deviation: Real, targets: Real, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    """Negative log-density of a Gaussian predictive, `½ log(2πσ²) + (y - μ)²/(2σ²)`, in nats.
+    """Compute the negative log-density of a Gaussian predictive, in nats.
 
-    For several outputs it is their mean, not their sum.
+    It is `½ log(2πσ²) + (y - μ)²/(2σ²)`; for several outputs it is their mean, not their sum.
 
     Args:
         mean: `[n]` or `[n, outputs]`.
@@ -44,7 +44,7 @@ def gaussian_nll(
 
 
 def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
-    """Root of the mean squared error over all targets, in the units of the targets.
+    """Compute the root of the mean squared error, in the units of the targets.
 
     Args:
         mean: `[n]` or `[n, outputs]`.
@@ -61,10 +61,11 @@ def rmse(mean: Real, targets: Real) -> Float[Tensor, ""]:
 def crps(
     mean: Real, standard_deviation: Real, targets: Real, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    """Continuous ranked probability score of a Gaussian predictive, in the units of the targets.
+    """Compute the continuous ranked probability score (CRPS) of a Gaussian predictive.
 
     `∫ (F(t) - 1[t ≥ y])² dt = σ (z (2Φ(z) - 1) + 2φ(z) - 1/√π)` with `z = (y - μ)/σ`. For σ → 0 it
-    is the absolute error. Arguments and errors are those of `gaussian_nll`.
+    is the absolute error, and its units are those of the targets. Arguments and errors are those of
+    `gaussian_nll`.
 
     Reference:
         Gneiting, Raftery. Strictly proper scoring rules, prediction, and estimation. JASA, 2007,
@@ -80,7 +81,7 @@ def crps(
 def gaussian_interval(
     mean: Real, standard_deviation: Real, level: float = 0.95
 ) -> tuple[Real, Real]:
-    """Ends of the central interval of a Gaussian predictive, each of the mean's shape.
+    """Compute the ends of the central intervals of a Gaussian predictive.
 
     Args:
         mean: `[n]` or `[n, outputs]`.
@@ -101,7 +102,9 @@ def gaussian_interval(
 def interval_coverage(
     low: Real, high: Real, targets: Real, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    """Fraction of targets in their interval, ends included; compare with the interval's level.
+    """Compute the fraction of targets within their intervals.
+
+    The ends belong to an interval. Compare the fraction with the level of the intervals.
 
     Args:
         low: Lower ends, `[n]` or `[n, outputs]`.
@@ -120,8 +123,9 @@ def interval_coverage(
 
 
 def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> Float[Tensor, "..."]:
-    """Mean width of intervals, in the units of the targets; narrower is better at equal coverage.
+    """Compute the mean width of intervals, in the units of the targets.
 
+    Of two predictives with the same coverage, the one with the narrower intervals is better.
     Arguments and errors are those of `interval_coverage`.
     """
     check_real({"low": low, "high": high})
@@ -132,7 +136,7 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
 def interval_score(
     low: Real, high: Real, targets: Real, level: float, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    r"""Winkler's score of central intervals: the width, and a penalty for targets outside.
+    r"""Compute Winkler's score, the width of intervals plus a penalty for targets outside.
 
     $$(u - l) + \tfrac2\alpha\,(l - y)_+ + \tfrac2\alpha\,(y - u)_+$$
     with α = 1 − `level`, in the units of the targets. It is proper: the central interval of the
@@ -164,9 +168,10 @@ def interval_score(
 def pinball(
     quantile: Real, targets: Real, level: float, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    r"""Pinball loss of a predicted quantile, $\max(p\,(y - q),\ (p - 1)(y - q))$.
+    r"""Compute the pinball loss of a predicted quantile.
 
-    In the units of the targets. It is proper: the p-quantile of the true distribution has the
+    $$\max(p\,(y - q),\ (p - 1)(y - q))$$
+    in the units of the targets. It is proper: the p-quantile of the true distribution has the
     lowest mean.
 
     Args:
@@ -190,16 +195,19 @@ def pinball(
 
 
 def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
-    """Probability integral transform `Φ((y - μ)/σ)` of each target; uniform if calibrated.
+    """Compute the probability integral transform (PIT) `Φ((y - μ)/σ)` of each target.
 
-    Arguments and errors are those of `gaussian_nll`.
+    It is uniform between 0 and 1 if the predictive is calibrated. Arguments and errors are those of
+    `gaussian_nll`.
     """
     check_gaussian(mean, standard_deviation, targets)
     return ndtr((targets - mean) / standard_deviation)
 
 
 def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor, ""]:
-    """Mean of `|share of targets below their p-quantile - p|` over levels p, equally spaced.
+    """Compute the calibration error of the predicted quantiles, averaged over their levels.
+
+    It is the mean of `|share of targets below their p-quantile - p|` over equally spaced levels p.
 
     Args:
         pit: Probability integral transform of each target, in [0, 1]: of `gaussian_pit`, or another

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Report(dict[str, Interval]):
-    """Metrics by name, each a float with the ends of its confidence interval.
+    """A mapping from names to metrics, each with its confidence interval.
 
     It keeps what each example contributes, for `compare`. Copied into a plain `dict` or written as
     JSON it holds only the numbers.
@@ -39,7 +39,7 @@ class Report(dict[str, Interval]):
         self._targets = targets
 
     def to_frame(self) -> "DataFrame":
-        """A pandas table with a row for each metric and the columns `value`, `low`, `high`.
+        """Convert to a pandas table with the columns `value`, `low` and `high`.
 
         Raises:
             ImportError: If pandas is not installed.
@@ -55,7 +55,7 @@ class Report(dict[str, Interval]):
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """`metric`, `value`, `low` and `high` of each, for JSON; unknown ends are None."""
+        """Return a dictionary for each metric, for JSON."""
         return [
             {
                 "metric": name,
@@ -100,7 +100,7 @@ def report_of(
 
 
 def compare(a: Report, b: Report) -> Report:
-    """Differences a - b of every metric that both reports have, paired over the examples.
+    """Compare two reports by the paired differences a − b of their metrics.
 
     Both methods predict the same easy and hard examples, so that the difference is known better
     than either metric: its interval may exclude 0 although the two intervals overlap. If a metric

@@ -11,7 +11,7 @@ from laplace_debias.metrics.checks import check_classification
 
 
 class RiskCoverageCurve(NamedTuple):
-    """The error rate among the most confident examples.
+    """The error rate among the most confident examples, as a function of the coverage.
 
     Attributes:
         coverage: Fractions of the examples that are answered, `[n]`: 1/n, 2/n … 1.
@@ -25,7 +25,7 @@ class RiskCoverageCurve(NamedTuple):
 def risk_coverage_curve(
     probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]
 ) -> RiskCoverageCurve:
-    """Answer examples in the order of their confidence, and follow the error rate.
+    """Compute the error rate among the most confident examples, for every coverage.
 
     Near a confidence of 1 the order is that of the other classes' summed probability, which rounds
     less. Equally confident examples each count as their mean error: the expectation over their
@@ -51,9 +51,10 @@ def risk_coverage_curve(
 
 
 def aurc(probs: Float[Tensor, "n *classes"], labels: Integer[Tensor, " n"]) -> Float[Tensor, ""]:
-    """Area under the risk-coverage curve: the mean error rate over all coverages.
+    """Compute the area under the risk-coverage curve (AURC).
 
-    It is small if the accuracy is high and if mistakes have a low confidence. Arguments and errors
+    It is the mean error rate over all coverages, which is small if the accuracy is high and if
+    mistakes have a low confidence. Arguments and errors
     are those of `risk_coverage_curve`.
 
     Reference:

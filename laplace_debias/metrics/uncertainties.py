@@ -19,10 +19,11 @@ from laplace_debias.system.shown import one_line
 
 @dataclass(frozen=True, eq=False)
 class Uncertainty:
-    """The uncertainty of each example and its two parts, `[n]` (or `[n, outputs]`).
+    """The total, aleatoric and epistemic uncertainty of each example.
 
-    For class probabilities all three are in nats, for regression they are variances, in squared
-    units of the targets. It unpacks into the three.
+    Each has shape `[n]`, or `[n, outputs]` for a regression. For class probabilities all three are
+    in nats, for regression they are variances, in squared units of the targets. It unpacks into the
+    three.
 
     Attributes:
         total: The entropy of the predictive, or its variance.
@@ -47,7 +48,7 @@ class Uncertainty:
 
 
 def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
-    """Takes the entropy of a mixture of S predictives apart, `H[E p] = E H[p] + I`.
+    """Split the entropy of a mixture of S predictives into two parts, `H[E p] = E H[p] + I`.
 
     `total = H[(1/S) Σ_s p_s]`, `aleatoric = (1/S) Σ_s H[p_s]`, `epistemic = total - aleatoric`,
     which is never negative.
@@ -85,10 +86,11 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
 
 
 def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
-    """One minus the probability of the most probable class: higher is less certain.
+    """Compute one minus the probability of the most probable class.
 
-    Near 0 it is the sum of the other classes' probabilities, so that sure predictions keep their
-    order in float32. Argument and errors are those of `entropy`.
+    It is higher where the network is less certain. Near 0 it is the sum of the other classes'
+    probabilities, so that sure predictions keep their order in float32. Argument and errors are
+    those of `entropy`.
 
     Reference:
         Hendrycks, Gimpel. A baseline for detecting misclassified and out-of-distribution examples
@@ -99,7 +101,7 @@ def max_probability(probs: Float[Tensor, "n *classes"]) -> Float[Tensor, " n"]:
 
 
 def energy(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
-    """The free energy `-log Σ_c exp f_c`: higher where no class has any evidence.
+    """Compute the free energy `-log Σ_c exp f_c`, which is high if no logit is large.
 
     Args:
         logits: The network's logits, `[..., C]`.
@@ -116,7 +118,9 @@ def energy(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
 
 
 def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
-    """Minus the largest logit; arguments and errors as `energy`.
+    """Compute minus the largest logit of each example.
+
+    Arguments and errors are those of `energy`.
 
     Reference:
         Hendrycks et al. Scaling out-of-distribution detection for real-world settings. ICML, 2022.
@@ -126,9 +130,10 @@ def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
 
 
 def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Tensor, "*n"]:
-    """Mean variance of the logits without their common part, `(tr Σ - 1ᵀΣ1 / C) / C`.
+    """Compute the mean variance of the logits about their common mean.
 
-    A shift of all logits together changes no probability, so its variance does not count.
+    It is `(tr Σ - 1ᵀΣ1 / C) / C`. A shift of all logits together changes no probability, so its
+    variance does not count.
 
     Args:
         covariance: The logits' covariance, `[..., C, C]`.
@@ -147,7 +152,7 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
 def instability(
     mean: Float[Tensor, "*n classes"], covariance: Float[Tensor, "*n classes classes"]
 ) -> Float[Tensor, "*n"]:
-    """Log-probability that the posterior prefers the runner-up to the predicted class, in nats.
+    """Compute the log-probability that a draw ranks the runner-up above the predicted class.
 
     `log Φ(-m / s)` with m the margin between the two largest mean logits and s its standard
     deviation: at most `log ½`. The logarithm distinguishes decisions that are all safe.

@@ -47,12 +47,12 @@ class Sum(Joined):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of every term."""
+        """The shape that all terms share."""
         return self.terms[0].shape
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """The layout of the terms that have one."""
+        """The layout that all terms share, if they have one."""
         return next((term.layout for term in self.terms if term.layout is not None), None)
 
     @property
@@ -77,7 +77,7 @@ class Scaled(Wrapper):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """True if the operator is, and the number is not negative."""
+        """Whether the operator is positive semi-definite and the number is not negative."""
         return bool(self.scalar >= 0) and self.operator.is_positive_semidefinite
 
     @property
@@ -89,7 +89,7 @@ class Scaled(Wrapper):
         return self.scalar * (self.operator @ matrix)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-        """Return the multiple of the operator that has this dtype and device."""
+        """Return the multiple of the operator with this dtype and device."""
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 
@@ -105,30 +105,30 @@ class Product(Composed):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows of the first and columns of the last factor."""
+        """The rows of the first factor and the columns of the last."""
         return self.factors[0].shape[0], self.factors[-1].shape[1]
 
     @property
     def is_symmetric(self) -> bool:
-        """True if its factors are the same transposed, as in XᵀX, or XᵀMX with symmetric M."""
+        """Whether the factors have the form XᵀX, or XᵀMX with a symmetric M."""
         pairs = zip(self.factors, reversed(self.factors), strict=True)
         return all(_adjoint(a, b) for a, b in pairs)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """True of XᵀX, and of XᵀMX with a positive semi-definite M."""
+        """Whether the factors have the form XᵀX, or XᵀMX with a positive semi-definite M."""
         middle = self.factors[len(self.factors) // 2]
         even = len(self.factors) % 2 == 0
         return (even or middle.is_positive_semidefinite) and self.is_symmetric
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """The layout of the last factor, which a vector meets first."""
+        """The layout of the last factor, which is the first to be applied."""
         return self.factors[-1].layout
 
     @property
     def T(self) -> "Product":  # noqa: N802
-        """The product of the adjoints, the other way round."""
+        """The product of the adjoints in reverse order."""
         return Product(tuple(factor.T for factor in reversed(self.factors)))
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Product(Composed):
 
 @dataclass(eq=False, repr=False)
 class Transpose(Wrapper):
-    """The adjoint of an operator that has no class for it.
+    """The adjoint of an operator whose class does not define one.
 
     Args:
         operator: The operator, `[m, n]`.
@@ -153,16 +153,17 @@ class Transpose(Wrapper):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The operator's, the other way round."""
+        """The shape of the operator, reversed."""
         return self.operator.shape[1], self.operator.shape[0]
 
     @property
     def T(self) -> LinearOperator:  # noqa: N802
-        """The operator."""
+        """The operator itself."""
         return self.operator
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the adjoint of the converted operator: `product` belongs to the one before."""
+        """Convert the operator, and return its adjoint."""
+        # `product` belongs to the operator before its conversion.
         return self.operator.to(*args, **kwargs).T
 
     def _matmat(self, matrix: Tensor) -> Tensor:

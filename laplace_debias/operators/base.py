@@ -30,7 +30,7 @@ NUMPY_TYPES = {torch.float16: np.float16, torch.float32: np.float32, torch.float
 
 
 class LinearOperator(ABC):
-    """A matrix that is given by its products.
+    """A matrix that is defined by its products with vectors.
 
     A subclass gives five things: `shape`, `dtype`, `device`, `_matmat` (the product with a matrix)
     and `T` (its adjoint). It may declare three more: that it is symmetric, that it is positive
@@ -56,7 +56,7 @@ class LinearOperator(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """The numbers of rows and columns."""
 
     @property
     @abstractmethod
@@ -84,12 +84,12 @@ class LinearOperator(ABC):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether it is declared symmetric without negative eigenvalues; see `assume`."""
+        """Whether the operator is declared to be positive semi-definite; see `assume`."""
         return False
 
     @property
     def layout(self) -> ParameterLayout | None:
-        """How named parameters lie in the columns; that of the rows is the adjoint's."""
+        """The named parameters that the columns belong to."""
         return None
 
     @overload
@@ -245,13 +245,14 @@ class LinearOperator(ABC):
         )
 
     def to_dense(self) -> Float[Tensor, "rows columns"]:
-        """Return the matrix itself, `[rows, columns]`; costs as many products as columns."""
+        """Compute the matrix, `[rows, columns]`, by a product for each column."""
         return self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
 
     def to_scipy(self) -> Any:
-        """As SciPy's `LinearOperator`: NumPy in and out, products on the operator's own device.
+        """Convert to a `LinearOperator` of SciPy.
 
-        Arrays of another real dtype are converted to it. Gradients do not flow through.
+        It takes and returns NumPy arrays, and computes products on the operator's own device.
+        Arrays of another real dtype are converted. Gradients do not flow through.
 
         Raises:
             TypeError: If NumPy has no such dtype.
@@ -303,7 +304,7 @@ class LinearOperator(ABC):
         return converted
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "LinearOperator":
-        """Return the operator; an identity without a dtype or device takes these."""
+        """Return the operator, with this dtype and device if it has none of its own."""
         return self
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Names and shapes of parameters that are flattened row-major, one after the other.
+    """The names and shapes of parameters that are joined into one vector.
 
     Args:
         names: The parameters' names, in order.
@@ -33,7 +33,7 @@ class ParameterLayout:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> "ParameterLayout":
-        """Lay parameters out in their order."""
+        """Make the layout of parameters in their order."""
         shapes = tuple(tuple(parameter.shape) for parameter in parameters.values())
         return cls(tuple(parameters), shapes)
 
@@ -48,7 +48,7 @@ class ParameterLayout:
         return sum(self.sizes)
 
     def range(self, name: str) -> range:
-        """Return the indices of a parameter's entries in the vector.
+        """Return the range of a parameter's entries in the vector.
 
         Raises:
             KeyError: If there is no parameter of this name.
@@ -108,7 +108,7 @@ class ParameterLayout:
     def unflatten(
         self, tensor: Float[Tensor, " parameters"] | Float[Tensor, "parameters columns"]
     ) -> dict[str, Tensor]:
-        """Return the inverse of `flatten`: `[D]` to `[*shape]`, `[D, k]` to `[*shape, k]`, by name.
+        """Split a vector `[D]`, or columns `[D, k]`, into parameters by name.
 
         Raises:
             ValueError: If the tensor has another number of rows.

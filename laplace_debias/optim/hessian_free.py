@@ -48,7 +48,7 @@ class StepReport:
 
 
 class DebiasedHessianFree(Optimizer):
-    r"""Truncated Newton steps: directions from one batch, step sizes from another (Eq. 8).
+    r"""A Hessian-free optimiser with directions from one batch and step sizes from another.
 
     A step minimises the batch's quadratic, with the generalised Gauss-Newton matrix (GGN) and
     damping, by conjugate gradients until Martens' rule stops them. It adapts the damping by
@@ -128,7 +128,7 @@ class DebiasedHessianFree(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with a weight decay of their own; all other options are shared.
+        """Add parameters with their own weight decay; all other options are shared.
 
         Args:
             param_group: `params`, and perhaps `weight_decay`.

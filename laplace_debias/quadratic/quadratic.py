@@ -18,7 +18,7 @@ from laplace_debias.quadratic.objective import objective
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    r"""A quadratic on the plane through a position θ, as a polynomial in closed form.
+    r"""A quadratic restricted to a plane through a position θ.
 
     $$q(\theta + V a) = L + s^\top a + \tfrac12 a^\top C a$$
 
@@ -56,7 +56,7 @@ class Cut:
         return self.value + a @ self.slopes + ((a @ self.curvatures) * a).sum(-1) / 2
 
     def minimizer(self) -> Float[Tensor, " k"]:
-        """Compute the coordinates of its minimum, −C⁻¹s.
+        """Compute the coordinates of the minimum, −C⁻¹s.
 
         Raises:
             ValueError: If C is not positive definite, so that there is no minimum.
@@ -221,7 +221,7 @@ class Quadratic:
         return self.value + (_inner(self.gradient, offset) + _inner(offset, product) / 2)
 
     def gradient_at(self, theta: Float[Tensor, "dim *k"]) -> Float[Tensor, "dim *k"]:
-        """∇q(θ) = g + H(θ − θ₀), of θ's shape; one product for each position."""
+        """Compute the gradient ∇q(θ) = g + H(θ − θ₀), in the shape of θ."""
         return _columns(self.gradient, theta) + self.matrix @ self._offset(theta)
 
     def slope(
@@ -229,7 +229,7 @@ class Quadratic:
         direction: Float[Tensor, "dim *k"],
         at: Float[Tensor, "dim *m"] | None = None,
     ) -> Float[Tensor, "*k"]:
-        """Slopes s(θ; d) = dᵀ(g + H(θ − θ₀)) for unit vectors d (Eq. 10).
+        """Compute the slopes dᵀ(g + H(θ − θ₀)) along unit vectors d (Eq. 10).
 
         Args:
             direction: `[D]`, or k of them `[D, k]`.
@@ -253,7 +253,7 @@ class Quadratic:
         return _inner(self.gradient_at(at), unit)
 
     def curvature(self, direction: Float[Tensor, "dim *k"]) -> Float[Tensor, "*k"]:
-        """Curvatures c(d) = dᵀHd for unit vectors d (Eq. 10), the same at every position.
+        """Compute the curvatures dᵀHd along unit vectors d (Eq. 10).
 
         Args:
             direction: `[D]`, or k of them `[D, k]`; one product each.

@@ -1,4 +1,4 @@
-"""Anybody's network and data, from names and paths."""
+"""Load any trained network and its data from names and paths."""
 
 from typing import TYPE_CHECKING
 

@@ -68,7 +68,7 @@ class Loaded:
         return task_name(self.likelihood)
 
     def posterior(self, path: Path, model: nn.Module | None = None) -> Laplace:
-        """Read a saved posterior of the network, or of another one with its data.
+        """Read a saved posterior for the network.
 
         Raises:
             ValueError: If it was fitted with a likelihood of another name; as `Laplace.load`.

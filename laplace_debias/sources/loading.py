@@ -26,7 +26,7 @@ from laplace_debias.sources.splits import Splits, batches_of
 
 
 def load(settings: SourceSettings) -> Loaded:
-    """The trained network of the settings and its data, checked against each other.
+    """Load the network and the data of the settings, and check that they belong together.
 
     Images of folders are decoded when they are read.
 

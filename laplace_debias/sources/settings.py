@@ -26,7 +26,7 @@ _LIMITS = ("train_examples", "validation_examples", "test_examples", "ood_exampl
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """Which trained network, which data, and where to run.
+    """Settings that name a trained network, its data and the device.
 
     Attributes:
         model: The network as an import path, `my_pkg.models:build`: a callable that makes it or an
@@ -186,7 +186,7 @@ class SourceSettings:
                 raise ValueError("pretrained and checkpoint are both given; leave out one of them")
 
     def without_comparison(self: AnySettings) -> AnySettings:
-        """Return the settings without the sets that only `report` and `evaluate` read."""
+        """Return the settings without the data sets that only `report` and `evaluate` read."""
         return replace(self, ood={}, corruptions=())
 
     def without_effect(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Curvature along a training run, and hyper-parameters by the marginal likelihood."""
+"""Curvature during training, and hyper-parameters by the marginal likelihood."""
 
 from laplace_debias.training.marginal_likelihood import (
     MarginalLikelihoodRun,

@@ -32,7 +32,7 @@ from laplace_debias.training.eval_copy import eval_copy
 
 @dataclass(frozen=True, eq=False)
 class MarginalLikelihoodRun:
-    """A training run by the marginal likelihood.
+    """The result of `marginal_likelihood_training`.
 
     Attributes:
         laplace: The posterior at the epoch with the largest marginal likelihood, around the model,

@@ -48,7 +48,7 @@ MODE = "online"
 
 
 class OnlineCurvature:
-    r"""Curvature from the batches of a training run, debiased without a second batch.
+    r"""Running curvature of a network in training, debiased without a second batch.
 
     The directions are the eigenvectors of a running mean of the Kronecker factors of *earlier*
     batches, computed anew every `refresh` updates. The magnitudes are a running mean of the
@@ -276,7 +276,7 @@ class OnlineCurvature:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, with the same labels as without the interruption.
+        """Restore the result of `state_dict`.
 
         Raises:
             ValueError: If the state has other options or is of another model, or is no state of

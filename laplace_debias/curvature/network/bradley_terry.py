@@ -8,7 +8,7 @@ from laplace_debias.system.checks import check_is
 
 
 class BradleyTerry(nn.Module):
-    r"""A reward model r as the logit that the first of two inputs is preferred.
+    r"""A reward model whose output for a pair is the logit that the first input is preferred.
 
     $$p(a \succ b) = \sigma(r(a) - r(b))$$
 
@@ -47,7 +47,7 @@ class BradleyTerry(nn.Module):
         self.model = model
 
     def forward(self, first: Any, second: Any = None) -> Tensor:
-        """The reward of single inputs, or the first input's reward minus the second's."""
+        """Compute the rewards of inputs, or for pairs the difference of the two rewards."""
         rewards = self._rewards(first)
         return rewards if second is None else rewards - self._rewards(second)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class FunctionModel(nn.Module):
-    """A function `f(parameters, x)` of a dict of tensors, as a network.
+    """A module that wraps a function `f(parameters, x)` of a dictionary of tensors.
 
     Operators and `Laplace` take it where they take a network. Its parameters have the names of the
     dict and share the memory of its tensors: a step in place changes both.
@@ -55,7 +55,7 @@ class FunctionModel(nn.Module):
             module.register_parameter(last, nn.Parameter(tensor.detach()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The function of the parameters and the inputs."""
+        """Call the function with the parameters and the inputs."""
         # Within `functional_call` they are tensors, which `get_parameter` refuses.
         parameters = {name: attrgetter(name)(self) for name in self._names}
         return self._function(parameters, *args, **kwargs)

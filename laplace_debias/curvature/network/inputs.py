@@ -35,7 +35,7 @@ class Record(Protocol):
 
 
 class OneArgument(dict[str, Any]):
-    """A mapping that the model takes whole: `model(batch)` instead of `model(**batch)`.
+    """A mapping that is passed as a single argument: `model(batch)`, not `model(**batch)`.
 
     It stands for the inputs wherever inputs go: `[(OneArgument(x), y) for x, y in loader]`, and
     `la.predict(OneArgument(x))`. The model gets a plain `dict`, and all examples' tensors in it

@@ -30,7 +30,7 @@ FAR = 2**40
 
 
 class ShardedBatches(Sampler[list[int]]):
-    """Batches of indices, each of which is shared by all processes: a `batch_sampler`.
+    """A `batch_sampler` that divides each batch of indices among all processes.
 
     Every batch of `batch_size` examples is cut into as many parts of nearly the same size as there
     are processes, and each process reads its part: no example is read twice or left out, nothing is
@@ -89,7 +89,7 @@ class ShardedBatches(Sampler[list[int]]):
 
     @property
     def shares(self) -> list[range]:
-        """This process's share of each batch, as a range of positions; no empty ones."""
+        """Yield the positions in each batch that belong to this process."""
         shares = []
         for start in range(0, len(self.data), self.batch_size):
             size = min(self.batch_size, len(self.data) - start)
@@ -101,7 +101,7 @@ class ShardedBatches(Sampler[list[int]]):
 
     @property
     def num_examples(self) -> int:
-        """How many examples this process reads in a pass."""
+        """The number of examples that this process reads in a pass."""
         return sum(map(len, self.shares))
 
     def __len__(self) -> int:

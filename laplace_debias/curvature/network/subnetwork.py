@@ -23,7 +23,7 @@ EntrySelection = Mapping[str, Bool[Tensor, "..."]] | Tensor | Sequence[int]
 
 
 class Subnetwork(nn.Module):
-    """A network whose only trainable parameter is the vector of some of its parameters' entries.
+    """A network with a single trainable parameter: the vector of selected entries.
 
     `Laplace(Subnetwork(model, entries), curvature="full")` is a posterior over single entries, with
     the others fixed. Everything that a posterior can do, it can do; a file is loaded with
@@ -78,7 +78,7 @@ class Subnetwork(nn.Module):
     indices: Int[Tensor, " entries"]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's outputs with the selected entries in their positions."""
+        """Run the network with the selected entries in their places."""
         state = {}
         start = 0
         for name, size in self._sizes.items():
@@ -95,7 +95,7 @@ class Subnetwork(nn.Module):
 def largest_magnitude(
     model: nn.Module, count: int, params: ParameterSelection = "all"
 ) -> Int[Tensor, " count"]:
-    """Indices of the entries with the largest absolute values, for `Subnetwork`.
+    """Return the indices of the entries with the largest absolute values, for `Subnetwork`.
 
     Args:
         model: The network.
@@ -123,7 +123,7 @@ def largest_magnitude(
 def largest_variance(
     model: nn.Module, count: int, variances: Float[Tensor, " parameters"]
 ) -> Int[Tensor, " count"]:
-    """Indices of the entries with the largest marginal variances, for `Subnetwork`.
+    """Return the indices of the entries with the largest variances, for `Subnetwork`.
 
     Args:
         model: The network.

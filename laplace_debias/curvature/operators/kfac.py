@@ -201,14 +201,14 @@ class KFAC(Permuted):
 
     @property
     def blocks(self) -> BlockDiagonal[EigenKronecker]:
-        """The blocks, in their own order of rows."""
+        """The blocks of the matrix, whose rows are not in the order of the parameters."""
         return self.operator  # type: ignore[return-value]
 
     _structure: ClassVar[CurvatureStructure] = KfacCurvature()
 
 
 class EKFAC(KFAC):
-    r"""K-FAC's directions with the exact curvature along every one of them, `[D, D]`.
+    r"""The eigenbases of K-FAC with the exact curvature along each direction, `[D, D]`.
 
     $\Lambda_{ij} = \frac1c \sum_n \sum_k ((U_G^\top \sum_t g_{kt} a_t^\top\, U_A)_{ij})^2$, the
     diagonal of the `GGN` in K-FAC's eigenbasis, so that the trace is that of the `GGN` (on the data

@@ -185,7 +185,7 @@ class GGN(CurvatureOperator):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """For the three losses, which are convex in the outputs; others make no claim."""
+        """True for losses that are convex in the outputs, as far as this is known."""
         return self._loss.is_convex
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
@@ -193,7 +193,7 @@ class GGN(CurvatureOperator):
 
 
 class Fisher(CurvatureOperator):
-    r"""The Fisher information matrix: gradients at the model's own labels.
+    r"""The Fisher information matrix, whose labels follow the model's own distribution.
 
     $$F = \frac1c \sum_n \omega_n\, \mathbb{E}_{y \sim p(y \mid f_n)}
     [\nabla_\theta \ell(f_n, y)\,\nabla_\theta \ell(f_n, y)^\top]$$
@@ -285,7 +285,7 @@ class Fisher(CurvatureOperator):
 
 
 class EmpiricalFisher(CurvatureOperator):
-    r"""The empirical Fisher: gradients at the true labels.
+    r"""The empirical Fisher matrix, the sum of outer products of gradients at the true labels.
 
     $$\frac1c \sum_n g_n g_n^\top, \quad g_n =\nabla_\theta \ell_n$$
 

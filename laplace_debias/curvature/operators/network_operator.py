@@ -277,7 +277,7 @@ class Jacobian(NetworkOperator):
 
     @property
     def T(self) -> Transpose:  # noqa: N802
-        """The adjoint, `[D, N·C]`; it shares the linearisations that are kept."""
+        """The adjoint, `[D, N·C]`."""
         return Transpose(self, self._adjoint_matmat)
 
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:

@@ -188,7 +188,7 @@ def debiased_cg(
 def relative_progress(
     epsilon: float = 5e-4, fraction: float = 0.1, at_least: int = 10
 ) -> Callable[[Iterate], Tensor]:
-    r"""Martens' stopping rule, for `stop` of `cg`: stop when the quadratic no longer falls.
+    r"""Stop when the quadratic hardly decreases (Martens' rule, for the argument `stop` of `cg`).
 
     With $w = \max(\text{at\_least}, \lceil\text{fraction}\cdot t\rceil)$, stop at iteration
     $t > w$ if $q_t < 0$ and $(q_t - q_{t-w}) / q_t < w\,\epsilon$.

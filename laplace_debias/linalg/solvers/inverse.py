@@ -23,7 +23,7 @@ def inverse(
     max_iter: int | None = None,
     preconditioner: Preconditioner | None = None,
 ) -> LinearOperator:
-    r"""Return the inverse of an operator, which multiplies, transposes and goes to SciPy.
+    r"""Return the inverse of an operator as an operator.
 
     The inverse of a structured operator is in closed form and structured again. For any other
     operator each product is a solution by an iterative method.

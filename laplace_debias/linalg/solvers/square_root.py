@@ -69,7 +69,7 @@ def sample_gaussian(
 def inverse_sqrt(
     A: LinearOperator, *, tol: float = 1e-6, max_iter: int | None = None
 ) -> LinearOperator:
-    r"""Return the **symmetric positive definite** root R of the inverse of A, $R A R = I$.
+    r"""Return $A^{-1/2}$ of a **symmetric positive definite** operator, as an operator.
 
     In closed form for structured operators; the result is structured again. For any other, an
     operator whose products are computed by Lanczos from the vector b itself,

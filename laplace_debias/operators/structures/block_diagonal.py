@@ -50,7 +50,7 @@ class BlockDiagonal(Joined, Generic[Block]):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Both the sum of the blocks' sizes."""
+        """`(n, n)`, where n is the sum of the sizes of the blocks."""
         return sum(self.sizes), sum(self.sizes)
 
     @property

@@ -42,7 +42,7 @@ class Diagonal(Symmetric):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Both the number of values."""
+        """`(n, n)` for n values."""
         return len(self.values), len(self.values)
 
     @property
@@ -114,7 +114,7 @@ class Identity(Symmetric):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Both n."""
+        """`(n, n)`."""
         return self.n, self.n
 
     @property
@@ -139,7 +139,7 @@ class Identity(Symmetric):
         return Identity(self.n, target.dtype, target.device)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "Identity":
-        """Return the identity with this dtype and device, unless it has its own."""
+        """Return the identity with another dtype and device, unless it has its own."""
         return Identity(self.n, self._dtype or dtype, self._device or device)
 
 

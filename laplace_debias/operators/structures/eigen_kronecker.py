@@ -19,7 +19,7 @@ Spectrum = Callable[[Tensor], Tensor]
 
 @dataclass(eq=False, repr=False)
 class EigenKronecker(Symmetric):
-    r"""Symmetric operator with Kronecker-structured directions and free magnitudes.
+    r"""A symmetric operator whose eigenvectors are Kronecker products.
 
     $$(U_G \otimes U_A)\,\mathrm{diag}(\mathrm{vec}\,\Lambda)\,(U_G \otimes U_A)^\top$$
 
@@ -77,20 +77,20 @@ class EigenKronecker(Symmetric):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Shape of the matrices that it multiplies, `[*groups, d_out, d_in]`."""
+        """The shape `[*groups, d_out, d_in]` of the matrices that the operator multiplies."""
         *groups, rows, columns = self.magnitudes.shape
         rows = rows if self.U_G is None else self.U_G.shape[-2]
         return (*groups, rows, columns if self.U_A is None else self.U_A.shape[-2])
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Both `d_out · d_in`, times the number of groups."""
+        """`(n, n)`, where n is `d_out · d_in` times the number of groups."""
         size = math.prod(self.sizes)
         return size, size
 
     @property
     def multiplicities(self) -> Float[Tensor, "rows columns"]:
-        """Number of directions with each magnitude, in the shape of one group's magnitudes."""
+        """The number of directions that share each magnitude."""
         counts = []
         for U, size in zip((self.U_G, self.U_A), self.magnitudes.shape[-2:], strict=True):
             side_counts = torch.ones(size, dtype=self.dtype, device=self.device)
@@ -101,7 +101,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
-        """The magnitude of every coordinate that `to_eigenbasis` returns."""
+        """The magnitudes, in the shape of the coordinates that `to_eigenbasis` returns."""
         values = self.magnitudes
         for dim, U in ((-2, self.U_G), (-1, self.U_A)):
             if is_thin(U):
@@ -111,7 +111,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
-        """The eigenvalues: each magnitude, repeated for all its directions."""
+        """The eigenvalues: each magnitude, repeated for each of its directions."""
         *_, d_out, d_in = self.sizes
         return self.in_frame[..., :d_out, :d_in]
 
@@ -127,7 +127,7 @@ class EigenKronecker(Symmetric):
     def to_eigenbasis(
         self, matrices: Float[Tensor, "*batch d_out d_in"]
     ) -> Float[Tensor, "*batch rows columns"]:
-        r"""Compute coordinates along the directions, $U_G^\top V U_A$; a thin side has its frame's.
+        r"""Compute coordinates along the directions, $U_G^\top V U_A$.
 
         Args:
             matrices: V, `[*batch, *groups, d_out, d_in]`.

@@ -34,13 +34,13 @@ class Kronecker(Joined):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The products of the factors' rows and columns."""
+        """The product of the factors' numbers of rows, and that of their numbers of columns."""
         rows, columns = zip(*(factor.shape for factor in self.factors), strict=True)
         return math.prod(rows), math.prod(columns)
 
     @property
     def T(self) -> "Kronecker":  # noqa: N802
-        """The product of the factors' adjoints."""
+        """The Kronecker product of the factors' adjoints."""
         return Kronecker(*(factor.T for factor in self.factors))
 
     def _matmat(self, matrix: Tensor) -> Tensor:

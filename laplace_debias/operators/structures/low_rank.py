@@ -14,7 +14,7 @@ from laplace_debias.operators.structures.eigen_kronecker import Spectrum
 
 @dataclass(eq=False, repr=False, init=False)
 class LowRankPlusDiagonal(Symmetric):
-    r"""Symmetric operator $U \mathrm{diag}(m) U^\top + \mathrm{diag}(d)$.
+    r"""The symmetric operator $U \mathrm{diag}(m) U^\top + \mathrm{diag}(d)$.
 
     Args:
         U: `[n, k]`; its columns need not be orthonormal.
@@ -53,17 +53,17 @@ class LowRankPlusDiagonal(Symmetric):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Both the number of rows of U."""
+        """`(n, n)`, where n is the number of rows of U."""
         return len(self.U), len(self.U)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether neither a magnitude nor the diagonal is negative."""
+        """Whether no magnitude and no entry of the diagonal is negative."""
         return bool((self.magnitudes >= 0).all() & (self.diagonal >= 0).all())
 
     @property
     def multiplicities(self) -> Float[Tensor, " k"]:
-        """Number of directions with each magnitude: one."""
+        """The number of directions with each magnitude, which is one."""
         return torch.ones_like(self.magnitudes)
 
     def apply(self, function: Spectrum) -> "LowRankPlusDiagonal":

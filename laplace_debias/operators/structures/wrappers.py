@@ -63,7 +63,7 @@ class Assumed(SelfAdjoint):
 def assume(
     operator: LinearOperator, symmetric: bool = False, positive_semidefinite: bool = False
 ) -> LinearOperator:
-    """Declare properties that an operator's structure does not show; they are not checked.
+    """Declare properties of an operator, which are not checked.
 
     A dense matrix is replaced by its symmetric part.
 
@@ -94,7 +94,9 @@ def assume(
 
 @dataclass(eq=False, repr=False)
 class SubMatrix(Wrapper):
-    """Rows and columns of an operator; a product costs one of the whole.
+    """Selected rows and columns of an operator.
+
+    A product costs as much as a product with the whole operator.
 
     Args:
         operator: The operator, `[m, n]`.
@@ -107,22 +109,22 @@ class SubMatrix(Wrapper):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of indices."""
+        """The numbers of selected rows and columns."""
         return len(self.rows), len(self.columns)
 
     @property
     def is_symmetric(self) -> bool:
-        """True if the operator is, and rows and columns are the same."""
+        """Whether the operator has the property, and the same rows and columns are selected."""
         return self.operator.is_symmetric and self.rows.equal(self.columns)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """True if the operator is, and rows and columns are the same."""
+        """Whether the operator has the property, and the same rows and columns are selected."""
         return self.operator.is_positive_semidefinite and self.rows.equal(self.columns)
 
     @property
     def layout(self) -> None:
-        """None, as parameters need not be in it completely."""
+        """None, because only part of a parameter may be selected."""
 
     @property
     def T(self) -> "SubMatrix":  # noqa: N802
@@ -190,7 +192,7 @@ class Permuted(Wrapper):
         return self.permuted(self.operator @ matrix[self.order])
 
     def permuted(self, rows: Tensor) -> Tensor:
-        """Move rows in the order of A, `[n, ...]`, into the order of this operator."""
+        """Move rows from the order of A into the order of this operator, `[n, ...]`."""
         if self.order is None:
             return rows
         return torch.empty_like(rows).index_copy_(0, self.order, rows)

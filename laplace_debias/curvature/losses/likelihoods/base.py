@@ -16,7 +16,7 @@ Weights = Sequence[float] | Tensor
 
 
 class Likelihood(ABC):
-    """p(y | f) for network outputs f of shape `[B, C]`.
+    """The distribution p(y | f) of the targets given the network's outputs f, `[B, C]`.
 
     ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
     the six abstract methods. One whose Hessian depends on the target, by a weight of its class say,
@@ -74,7 +74,10 @@ class Likelihood(ABC):
     def nll(
         self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
     ) -> Float[Tensor, " batch"]:
-        """ℓ of every example, in nats, `[B]`; differentiable in the outputs."""
+        """Compute the negative log-likelihood of each example, in nats, `[B]`.
+
+        It is differentiable in the outputs.
+        """
 
     @abstractmethod
     def hessian_root(
@@ -88,7 +91,7 @@ class Likelihood(ABC):
         outputs: Float[Tensor, "batch outputs"],
         uniforms: Float[Tensor, "batch outputs"],
     ) -> Tensor:
-        """Targets drawn from p(y | f), as many as examples: the labels of the Monte-Carlo Fisher.
+        """Draw a target for each example from p(y | f), for the Monte-Carlo Fisher.
 
         By inversion, so that the caller decides where the randomness comes from.
         """
@@ -101,7 +104,7 @@ class Likelihood(ABC):
         | Float[Tensor, "*batch outputs"]
         | None,
     ) -> Distribution:
-        """p(y) for `f ~ N(mean, covariance)`; at `f = mean` if `covariance` is None.
+        """Return the distribution of y for Gaussian outputs, or for outputs without variance.
 
         Closed form: exact for the Gaussian of one σ, its first two moments where each output has a
         σ of its own, the probit approximation (MacKay, 1992) for classes and labels.
@@ -113,14 +116,14 @@ class Likelihood(ABC):
 
     @abstractmethod
     def mixture(self, samples: Float[Tensor, "samples *batch outputs"]) -> Distribution:
-        """p(y) averaged over samples of the outputs (Eq. 18)."""
+        """Return the distribution of y, averaged over samples of the outputs (Eq. 18)."""
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return the mask of targets that count, `[B]`; None for all."""
+        """Return the mask of the targets that count, `[B]`, or None if all do."""
         return None
 
     def curvature_weights(self, targets: Tensor) -> Float[Tensor, "batch weights"] | None:
-        r"""ω ≥ 0, how much the Hessian of an example counts, float64, `[B, 1]`; None for 1.
+        r"""Return the weight ω ≥ 0 of each example's Hessian, `[B, 1]`, or None if all are 1.
 
         The curvature of an example is $\mathrm{diag}(\sqrt\omega)\,(\sum_k s_k s_k^\top)\,
         \mathrm{diag}(\sqrt\omega)$ with the columns of `hessian_root`, which do not depend on the
@@ -129,7 +132,7 @@ class Likelihood(ABC):
         return None
 
     def counts_any(self, targets: Tensor) -> bool:
-        """Whether any target of a batch counts.
+        """Return whether any target of a batch counts.
 
         Args:
             targets: `[B, ...]`, as batches hold them, with positions or without.
@@ -144,7 +147,7 @@ class Likelihood(ABC):
     def gradient(
         self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
     ) -> Float[Tensor, "batch outputs"]:
-        """∇_f ℓ of every example, `[B, C]`."""
+        """Compute the gradient ∇_f ℓ of each example, `[B, C]`."""
         with torch.enable_grad():
             f = outputs.detach().requires_grad_()
             return torch.autograd.grad(self.nll(f, targets).sum(), f)[0]
@@ -154,20 +157,20 @@ class Likelihood(ABC):
         outputs: Float[Tensor, "batch outputs"],
         uniforms: Float[Tensor, "batch outputs"],
     ) -> Float[Tensor, "batch outputs"]:
-        """∇_f of −log p(y | f) at targets drawn from p(y | f), `[B, C]`, without weights.
+        """Compute ∇_f of −log p(y | f) at targets that are drawn from p(y | f), `[B, C]`.
 
         Its outer product is, in expectation, that of the columns of `hessian_root`.
         """
         return self.gradient(outputs, self.sample(outputs, uniforms))
 
     def check_predicted(self, values: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
-        """Raise as `check` if targets do not fit a predictive's probabilities or means."""
+        """Raise an error if the targets do not fit the probabilities or means of a predictive."""
         self.check(values, targets)
 
     def marginals(
         self, mean: Float[Tensor, "*batch outputs"], variances: Float[Tensor, "*batch outputs"]
     ) -> Distribution:
-        """p(y_c) of each target on its own, with `icdf`, for outputs of these moments.
+        """Return the marginal distribution of each target for outputs with these moments.
 
         Raises:
             TypeError: If targets are not real numbers.
@@ -175,7 +178,7 @@ class Likelihood(ABC):
         raise self._no_marginals()
 
     def marginal_mixture(self, samples: Float[Tensor, "samples *batch outputs"]) -> Distribution:
-        """p(y_c) of each target on its own, with `icdf`, averaged over samples of the outputs.
+        """Return the marginal distribution of each target, averaged over samples of the outputs.
 
         Raises:
             TypeError: If targets are not real numbers.
@@ -185,7 +188,7 @@ class Likelihood(ABC):
     def epistemic_variances(
         self, mean: Float[Tensor, "*batch outputs"], variances: Float[Tensor, "*batch outputs"]
     ) -> Float[Tensor, "*batch targets"]:
-        """Variance of each target's mean under outputs of these moments, part of `marginals`'.
+        """Compute the variance of each target's mean for outputs with these moments.
 
         Raises:
             TypeError: If targets are not numbers.
@@ -200,16 +203,16 @@ class Likelihood(ABC):
         )
 
     def probabilities(self, logits: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "..."]:
-        """Probabilities of classes or labels, as the predictive has them in `probs`."""
+        """Compute the probabilities of classes or labels, shaped as `probs` of the predictive."""
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
     @property
     def predicts_numbers(self) -> bool:
-        """Whether targets are numbers; they are if the likelihood does not state it."""
+        """Whether targets are numbers rather than classes; True unless overridden."""
         return self.targets in ("numbers", None)
 
     def num_outputs(self, num_targets: int) -> int | None:
-        """How many outputs a network has for data; None if the likelihood does not state it.
+        """Return the number of outputs that a network needs for some targets, or None if unknown.
 
         Args:
             num_targets: The number of classes, of labels, or of target columns.
@@ -220,18 +223,18 @@ class Likelihood(ABC):
         return None
 
     def check_targets(self, targets: Tensor) -> None:  # noqa: B027 (any target fits)
-        """Raise a `ValueError` if targets have values that no prediction could fit.
+        """Raise a `ValueError` if some targets are impossible under the likelihood.
 
         Data is checked by it before a network is. `check` and `check_predicted` also have the
         outputs.
         """
 
     def training_loss(self) -> tuple[str, "nn.Module | Likelihood"]:
-        """Name of the loss that networks are trained with, and the loss, a mean over examples."""
+        """Return the name and the mean of the loss that such networks are trained with."""
         return "mean negative log-likelihood", self
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":
-        """Return the likelihood with this noise.
+        """Return the likelihood with another noise.
 
         Raises:
             ValueError: If the likelihood has no `sigma`.
@@ -242,13 +245,13 @@ class Likelihood(ABC):
 
     @property
     def is_exportable(self) -> bool:
-        """Whether the closed form of the predictive can be exported as a program."""
+        """Whether a program can be exported that computes the predictive in closed form."""
         return self.activation is not None or type(self).exported is not Likelihood.exported
 
     def exported(
         self, mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "..."]
     ) -> dict[str, Tensor]:
-        """Tensors of the predictive, named as the attributes of what `predictive` returns.
+        """Return the tensors of the predictive by the names of its attributes.
 
         It consists of operations that `torch.export` records. The arguments are those of
         `predictive`. Likelihoods with an `activation` are exported by their link instead.
@@ -259,14 +262,14 @@ class Likelihood(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no exported form.")
 
     def describe(self) -> str:
-        """Return the likelihood in a line, as a `Laplace` prints it."""
+        """Describe the likelihood in one line."""
         return self.name or type(self).__name__
 
     def warn_of_outputs(self, network: nn.Module, outputs: Float[Tensor, "*batch outputs"]) -> None:  # noqa: B027 (most have no doubt)
-        """Warn if a network's first outputs are probably not what the likelihood takes."""
+        """Warn if a network's outputs do not look like those that the likelihood needs."""
 
     def options(self) -> dict[str, Any]:
-        """Return the instance's arguments as plain data (JSON), for a posterior file.
+        """Return the arguments of the instance as JSON data, for a posterior file.
 
         For a user's class, a file holds them with the class's import path, and `Laplace.load`
         rejects an instance in which one of them differs. Empty by default.
@@ -275,7 +278,7 @@ class Likelihood(ABC):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "Likelihood":
-        """Build an instance from its `options`."""
+        """Make an instance from the result of `options`."""
         return cls(**options)
 
 

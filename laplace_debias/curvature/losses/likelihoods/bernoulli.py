@@ -77,17 +77,17 @@ class Bernoulli(_Sigmoids):
         check_length(self.positive_weight, 1, "positive_weight")
 
     def options(self) -> dict[str, Any]:
-        """Return the weight of the positives, if there is one."""
+        """Return the weight of the positive class, if one was given."""
         if self.positive_weight is None:
             return {}
         return {"positive_weight": self.positive_weight.item()}
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Compute the positives' probability, without a dimension for the single label."""
+        """Compute the probability of the positive class, `[B]`."""
         return logits[..., 0].sigmoid()
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require one output and targets 0 or 1."""
+        """Require a single output, and targets that are 0 or 1."""
         if outputs.shape[1] != 1:
             raise ValueError(
                 f"Binary classification needs one output (a logit), the model has "
@@ -103,14 +103,14 @@ class Bernoulli(_Sigmoids):
         self.check_targets(targets)
 
     def check_targets(self, targets: Tensor) -> None:
-        """Require zeros and ones."""
+        """Require targets that are 0 or 1."""
         require(
             ((targets == 0) | (targets == 1)).all(),
             lambda: ValueError("Binary targets must be 0 or 1."),
         )
 
     def num_outputs(self, num_targets: int) -> int:
-        """One logit, for at most two classes."""
+        """Return 1: a single logit describes two classes."""
         if num_targets > 2:
             raise ValueError(
                 f"The data has {num_targets} classes, binary classification two. Use "
@@ -119,30 +119,30 @@ class Bernoulli(_Sigmoids):
         return 1
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Binary cross-entropy on the logit."""
+        """Compute the binary cross-entropy of the logit."""
         labels = targets.reshape(outputs.shape).to(outputs.dtype)
         return F.binary_cross_entropy_with_logits(
             outputs, labels, reduction="none", pos_weight=_like(self.positive_weight, outputs)
         )[:, 0]
 
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
-        """ω."""
+        """Compute the weight ω of each example's Hessian."""
         if self.positive_weight is None:
             return None
         return _curvature_weights(targets.reshape(-1, 1), None, self.positive_weight)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> BernoulliDistribution:
-        r"""Sigmoid of the logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$; shape `[B]`."""
+        r"""Return the Bernoulli distribution of the label, by the probit approximation, `[B]`."""
         logits = mean if covariance is None else probit(mean, covariance)
         return BernoulliDistribution(logits=logits[..., 0])
 
     def mixture(self, samples: Tensor) -> BernoulliDistribution:
-        """Compute the mean of the sigmoids."""
+        """Average the probabilities of the sampled logits."""
         return BernoulliDistribution(probs=samples[..., 0].sigmoid().mean(0))
 
 
 class MultiLabel(_Sigmoids):
-    r"""Several labels, each of which applies or not: independent Bernoullis on C logits.
+    r"""Multi-label classification: an independent Bernoulli for each of C logits.
 
     Targets are 0 or 1, `[B, C]`, or `[B]` for C = 1, of any real dtype. With $p = \sigma(f)$,
     $\ell = -\sum_c \log p(y_c \mid f_c)$, summed over the labels of an example, and
@@ -182,7 +182,7 @@ class MultiLabel(_Sigmoids):
         self.positive_weights = checked_weights(positive_weights, "positive_weights")
 
     def options(self) -> dict[str, Any]:
-        """`ignore_index`, with the weights if there are some."""
+        """Return `ignore_index`, and the weights if any were given."""
         options: dict[str, Any] = {"ignore_index": self.ignore_index}
         if self.label_weights is not None:
             options["label_weights"] = self.label_weights.tolist()
@@ -191,7 +191,7 @@ class MultiLabel(_Sigmoids):
         return options
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require targets 0 or 1 of the outputs' shape."""
+        """Require targets of the outputs' shape that are 0 or 1."""
         check_length(self.label_weights, outputs.shape[1], "label_weights")
         check_length(self.positive_weights, outputs.shape[1], "positive_weights", single=True)
         if columns_of(targets).shape != outputs.shape:
@@ -214,11 +214,11 @@ class MultiLabel(_Sigmoids):
         )
 
     def num_outputs(self, num_targets: int) -> int:
-        """One for each label."""
+        """Return the number of labels."""
         return num_targets
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Binary cross-entropy on the logits, summed over the labels."""
+        """Compute the binary cross-entropy of the logits, summed over the labels."""
         counted = self.counted(targets)
         labels = columns_of(targets).to(outputs.dtype)
         labels = torch.where(counted.unsqueeze(-1), labels, 0)
@@ -232,7 +232,7 @@ class MultiLabel(_Sigmoids):
         return losses.sum(-1) * counted
 
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
-        """ω, one for every label."""
+        """Compute the weight ω of each label's Hessian."""
         if self.label_weights is None and self.positive_weights is None:
             return None
         targets = columns_of(targets)
@@ -243,12 +243,12 @@ class MultiLabel(_Sigmoids):
         return _curvature_weights(labels, self.label_weights, self.positive_weights)
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Return the targets that are not `ignore_index` for every label."""
+        """Return the mask of the targets that are not `ignore_index`."""
         # In a narrow unsigned type −100 would wrap around to another number.
         return (columns_of(targets).double() != self.ignore_index).any(-1)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
-        r"""Each label's sigmoid of its logit over $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$.
+        r"""Return independent Bernoulli distributions, by the probit approximation.
 
         Batch shape `[B]`, event shape `[C]`; `.mean` are the labels' probabilities.
         """
@@ -256,7 +256,7 @@ class MultiLabel(_Sigmoids):
         return Independent(BernoulliDistribution(logits=logits), 1)
 
     def mixture(self, samples: Tensor) -> Independent:
-        """Average the sigmoids of each label; the labels are independent."""
+        """Average each label's probability over the sampled logits."""
         return Independent(BernoulliDistribution(probs=samples.sigmoid().mean(0)), 1)
 
 

@@ -23,7 +23,7 @@ _OF_SEVERAL_LABELS = '; if several labels may apply to an example use likelihood
 
 
 class Categorical(Likelihood):
-    r"""Softmax classification; targets are class indices `[B]`, or soft: probabilities `[B, C]`.
+    r"""Softmax classification with targets `[B]` (class indices) or `[B, C]` (probabilities).
 
     With class weights $w$, label smoothing ε, the one-hot or soft target $q$ and
     $t_c = w_c\,\big((1-\varepsilon)\,q_c + \varepsilon/C\big)$, as `F.cross_entropy` has them,
@@ -74,7 +74,7 @@ class Categorical(Likelihood):
         self.label_smoothing = float(label_smoothing)
 
     def options(self) -> dict[str, Any]:
-        """`ignore_index`, with the weights and the smoothing if there are some."""
+        """Return `ignore_index`, and weights and label smoothing if they were given."""
         options: dict[str, Any] = {"ignore_index": self.ignore_index}
         if self.class_weights is not None:
             options["class_weights"] = self.class_weights.tolist()
@@ -83,7 +83,7 @@ class Categorical(Likelihood):
         return options
 
     def num_outputs(self, num_targets: int) -> int:
-        """One for each class."""
+        """Return the number of classes."""
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
@@ -133,7 +133,7 @@ class Categorical(Likelihood):
         )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require class indices: predictions are scored on labels."""
+        """Require class indices, which predictions are scored against."""
         if _are_soft(targets) and targets.shape == values.shape:
             raise ValueError(
                 "Predictions are scored on class indices, got class probabilities (soft targets): "
@@ -159,7 +159,7 @@ class Categorical(Likelihood):
         )
 
     def nll(self, outputs: Tensor, targets: Integer[Tensor, " batch"] | Tensor) -> Tensor:
-        """Cross-entropy."""
+        """Compute the cross-entropy of each example."""
         weights = self.class_weights
         weights = None if weights is None else weights.to(outputs, non_blocking=True)
         if not _are_soft(targets):
@@ -189,7 +189,7 @@ class Categorical(Likelihood):
         return losses * counted
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Return the targets that are not `ignore_index`, nor of weight zero."""
+        """Return the mask of targets with a weight that are not `ignore_index`."""
         counted = self._not_ignored(targets)
         weights = self.curvature_weights(targets) if self.class_weights is not None else None
         return counted if weights is None else counted & (weights.reshape(counted.shape) > 0)
@@ -201,7 +201,7 @@ class Categorical(Likelihood):
         return targets.long() != self.ignore_index
 
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
-        """ω, the mean weight under the smoothed target."""
+        """Compute ω, the mean class weight under the smoothed target."""
         weights = self.class_weights
         if weights is not None:
             weights = weights.to(targets.device, non_blocking=True)
@@ -242,28 +242,28 @@ class Categorical(Likelihood):
         return root.movedim(-1, 0)
 
     def hessian_trace(self, outputs: Tensor) -> Tensor:
-        """1 − Σ p², without a matrix of all classes."""
+        """Compute the trace 1 − Σ p² without forming the `[C, C]` matrix."""
         p = outputs.double().softmax(-1)
         return (p * (1 - p)).sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
-        """Class indices from the softmax; uses the first uniform of every example."""
+        """Draw class indices from the softmax, with the first uniform number of each example."""
         cumulative = outputs.softmax(-1).cumsum(-1)
         above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
         return (cumulative[:, :-1] <= above).sum(-1)
 
     def drawn_gradient(self, outputs: Tensor, uniforms: Tensor) -> Tensor:
-        """P − e_y, y drawn from the softmax."""
+        """Compute p − e_y for labels y that are drawn from the softmax."""
         # This likelihood ignores no target: `ignore_index` may be the index of a class.
         return Categorical().gradient(outputs, self.sample(outputs, uniforms))
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
-        r"""Softmax of the logits, each divided by $\sqrt{1 + \tfrac{\pi}{8}\,\mathrm{var}}$."""
+        r"""Return the categorical distribution of the label, by the probit approximation."""
         logits = mean if covariance is None else probit(mean, covariance)
         return CategoricalDistribution(logits=logits)
 
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
-        """Compute the mean of the softmaxes."""
+        """Average the probabilities of the sampled logits."""
         return CategoricalDistribution(probs=samples.softmax(-1).mean(0))
 
 

@@ -60,7 +60,7 @@ class NormalMixture(MixtureSameFamily):
 
 
 class Gaussian(Likelihood):
-    r"""Regression with Gaussian noise; targets are floating point, `[B, C]`, or `[B]` for C = 1.
+    r"""Regression with Gaussian noise and floating-point targets `[B, C]`, or `[B]` if C = 1.
 
     $\ell = \tfrac12\|(f-y)/\sigma\|^2 + \sum_c \log\sigma_c + \tfrac C2\log 2\pi$
 
@@ -92,13 +92,13 @@ class Gaussian(Likelihood):
 
     @classmethod
     def estimated(cls, sigma: Float[Tensor, " outputs"]) -> "Gaussian":
-        """Make the likelihood of a noise that was estimated, not given."""
+        """Make a likelihood whose noise was estimated rather than given."""
         likelihood = cls(sigma)
         likelihood.is_assumed = True
         return likelihood
 
     def options(self) -> dict[str, Any]:
-        """σ, None if 1 is assumed; and whether it was estimated."""
+        """Return σ (None for the default of 1), and whether it was estimated."""
         # Whether it was given steers `tune`.
         if self.is_assumed and self.sigma.ndim == 0:
             return {"sigma": None}
@@ -109,21 +109,21 @@ class Gaussian(Likelihood):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "Gaussian":
-        """Build an instance from its `options`."""
+        """Make an instance from the result of `options`."""
         likelihood = cls(options["sigma"])
         likelihood.is_assumed |= options.get("is_estimated", False)
         return likelihood
 
     def num_outputs(self, num_targets: int) -> int:
-        """One for each target."""
+        """Return the number of targets."""
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """Compute the squared error, a mean over examples and targets."""
+        """Return the squared error, averaged over examples and targets."""
         return "mean squared error", nn.MSELoss()
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Gaussian":
-        """Return the likelihood with this noise."""
+        """Return the likelihood with another noise."""
         return Gaussian(sigma)
 
     def describe(self) -> str:
@@ -159,13 +159,13 @@ class Gaussian(Likelihood):
         check_finite_floats(targets, "Regression")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-density of the targets, float64."""
+        """Compute the negative log-density of the targets, in float64."""
         squares = ((outputs - columns_of(targets)) / self._sigma(outputs)).square().sum(-1)
         # In float32 the constant would swallow the squares of residuals far below sigma.
         return 0.5 * squares.double() + self.log_normaliser(outputs.shape[-1])
 
     def log_normaliser(self, num_outputs: int) -> float:
-        """Σ log σ + C/2 log 2π, what ℓ is besides the residuals."""
+        """Compute Σ log σ + C/2 log 2π, the part of ℓ that does not depend on the residuals."""
         log_sigma = float(self.sigma.expand(num_outputs).log().sum())
         return log_sigma + 0.5 * num_outputs * math.log(2 * math.pi)
 
@@ -174,36 +174,36 @@ class Gaussian(Likelihood):
         return torch.diag(1 / self._sigma(outputs)).unsqueeze(1).expand(-1, outputs.shape[0], -1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """`f + σ ε` with standard normal ε, the normal quantiles of the uniforms."""
+        """Draw targets f + σ ε, where ε are the normal quantiles of the uniform numbers."""
         return outputs + self._sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
-        """Normal with the outputs' covariance plus σ² on the diagonal."""
+        """Return the normal distribution whose covariance is that of the outputs plus σ² I."""
         noise = self._sigma(mean).square().expand(mean.shape)
         return noisy_normal(mean, covariance, noise, f"sigma = {self.sigma.tolist()}")
 
     def mixture(self, samples: Tensor) -> MultivariateNormal:
-        """Return the normal with the mixture's mean and covariance."""
+        """Return the normal distribution with the mean and covariance of the mixture."""
         mean = samples.mean(0)
         residuals = samples - mean
         covariance = torch.einsum("s...i,s...j->...ij", residuals, residuals) / len(samples)
         return self.predictive(mean, covariance)
 
     def marginals(self, mean: Tensor, variances: Tensor) -> Normal:
-        """Normal with the outputs' variances plus σ²; batch shape `[B, C]`."""
+        """Return normal distributions with the variances of the outputs plus σ², `[B, C]`."""
         return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Compute the outputs' variances: outputs are means of targets."""
+        """Return the variances of the outputs, which are the means of the targets."""
         return variances
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
-        """`mean`, `variance` and `covariance` of y."""
+        """Return the `mean`, `variance` and `covariance` of the targets."""
         noise = self.sigma.to(mean).square().expand(mean.shape[-1])
         return exported_normal(mean, (covariance + covariance.mT) / 2 + torch.diag(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
-        """Return the mixture of normals about the samples, of standard deviation σ each."""
+        """Return the mixture of normals that are centred at the samples, each with deviation σ."""
         return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
 
 
@@ -242,13 +242,13 @@ def noisy_normal(
 def exported_normal(
     mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "*batch outputs outputs"]
 ) -> dict[str, Tensor]:
-    """Return a normal predictive as an exported program returns it."""
+    """Return the tensors by which an exported program describes a normal predictive."""
     variance = covariance.diagonal(dim1=-2, dim2=-1)
     return {"mean": mean, "variance": variance, "covariance": covariance}
 
 
 def check_finite_floats(targets: Tensor, kind: str) -> None:
-    """Raise a `TypeError` for other targets than floats, a `ValueError` for NaN and Inf."""
+    """Require floating-point targets without NaN or Inf."""
     if not targets.is_floating_point():
         raise TypeError(
             f"{kind} targets must be floating point, got {targets.dtype}: use `targets.float()`."
@@ -273,7 +273,7 @@ def _is_resolved(covariance: Float[Tensor, "*batch outputs outputs"]) -> bool:
 
 
 class HeteroscedasticGaussian(Likelihood):
-    r"""Regression with Gaussian noise whose variance the network gives, input by input.
+    r"""Regression with Gaussian noise whose variance is an output of the network.
 
     Outputs are `[B, 2C]`: C means $\mu$, then C log-variances $s = \log\sigma^2$. Targets are
     floating point, `[B, C]`; `[B]` will do for C = 1. With outputs `[B, C, 2]`, a mean and a
@@ -327,7 +327,7 @@ class HeteroscedasticGaussian(Likelihood):
         )
 
     def num_outputs(self, num_targets: int) -> int:
-        """Return a mean and a log-variance for each target."""
+        """Return twice the number of targets: a mean and a log-variance for each."""
         return 2 * num_targets
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
@@ -344,7 +344,7 @@ class HeteroscedasticGaussian(Likelihood):
         check_finite_floats(targets, "Regression")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-density of the targets."""
+        """Compute the negative log-density of the targets."""
         mean, log_variance = outputs.chunk(2, -1)
         residuals = (targets.reshape(mean.shape) - mean) * (-log_variance / 2).exp()
         return 0.5 * (residuals.square() + log_variance + math.log(2 * math.pi)).sum(-1)
@@ -356,13 +356,13 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.diag_embed(diagonal).movedim(-1, 0)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch targets"]:
-        """`μ + e^{s/2} ε`, the normal quantiles of the first C uniforms."""
+        """Draw targets μ + e^{s/2} ε with normal quantiles ε of the first C uniform numbers."""
         mean, log_variance = outputs.chunk(2, -1)
         noise = torch.special.ndtri(uniforms[:, : mean.shape[1]])
         return mean + (log_variance / 2).exp() * noise.to(outputs)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
-        """Return the normal with the predictive's mean and covariance."""
+        """Return the normal distribution with the mean and covariance of the predictive."""
         size = mean.shape[-1] // 2
         if covariance is None:
             return _normal(mean[..., :size], None, mean[..., size:].exp())
@@ -371,7 +371,7 @@ class HeteroscedasticGaussian(Likelihood):
         return _normal(mean[..., :size], covariance[..., :size, :size], noise)
 
     def mixture(self, samples: Tensor) -> MultivariateNormal:
-        """Return the normal with the mixture's mean and covariance."""
+        """Return the normal distribution with the mean and covariance of the mixture."""
         means, log_variances = samples.chunk(2, -1)
         mean = means.mean(0)
         residuals = means - mean
@@ -379,17 +379,17 @@ class HeteroscedasticGaussian(Likelihood):
         return _normal(mean, covariance, log_variances.exp().mean(0))
 
     def marginals(self, mean: Tensor, variances: Tensor) -> Normal:
-        """Return the normals with the predictive's means and variances; batch shape `[B, C]`."""
+        """Return normal distributions with the means and variances of the predictive, `[B, C]`."""
         mu, s = mean.chunk(2, -1)
         mu_variance, s_variance = variances.chunk(2, -1)
         return Normal(mu, (mu_variance + _mean_noise(s, s_variance)).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Compute the variances of the means, which come before the log-variances."""
+        """Return the variances of the means, which are the first C outputs."""
         return variances.chunk(2, -1)[0]
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
-        """`mean`, `variance` and `covariance` of y."""
+        """Return the `mean`, `variance` and `covariance` of the targets."""
         size = mean.shape[-1] // 2
         variances = covariance.diagonal(dim1=-2, dim2=-1)
         noise = (mean[..., size:] + variances[..., size:] / 2).exp()
@@ -397,7 +397,7 @@ class HeteroscedasticGaussian(Likelihood):
         return exported_normal(mean[..., :size], (block + block.mT) / 2 + torch.diag_embed(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
-        """Return the mixture of the normals of the outputs' samples."""
+        """Return the mixture of the normal distributions that the samples describe."""
         means, log_variances = samples.chunk(2, -1)
         return NormalMixture(means, (log_variances / 2).exp())
 

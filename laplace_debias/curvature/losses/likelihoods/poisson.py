@@ -32,7 +32,7 @@ _ONE_DRAW = torch.Size()
 
 
 class Poisson(Likelihood):
-    r"""Counts with Poisson noise; outputs are the logarithms of rates, targets `[B, C]`.
+    r"""Poisson regression of counts `[B, C]`; the outputs are the logarithms of the rates.
 
     Targets are whole numbers from 0 on, of any real dtype; `[B]` will do for C = 1. With
     $\lambda = e^f$, $\ell = \sum_c \lambda_c - y_c f_c + \log y_c!$ and
@@ -77,7 +77,7 @@ class Poisson(Likelihood):
         self.check_targets(targets)
 
     def check_targets(self, targets: Tensor) -> None:
-        """Require whole numbers from 0 on."""
+        """Require whole numbers that are not negative."""
         if targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(f"Counts must be numbers, got {targets.dtype}. Use `targets.long()`.")
         are_counts = (targets >= 0) & (targets == targets.floor()) & targets.isfinite()
@@ -90,11 +90,11 @@ class Poisson(Likelihood):
         )
 
     def num_outputs(self, num_targets: int) -> int:
-        """One for each count."""
+        """Return the number of counts."""
         return num_targets
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-probability of the counts, float64."""
+        """Compute the negative log-probability of the counts, in float64."""
         counts = columns_of(targets).double()
         residuals = outputs.exp() - counts.to(outputs.dtype) * outputs
         return residuals.sum(-1).double() + (counts + 1).lgamma().sum(-1)
@@ -104,15 +104,15 @@ class Poisson(Likelihood):
         return torch.diag_embed((outputs / 2).exp()).movedim(-1, 0)
 
     def hessian_trace(self, outputs: Tensor) -> Tensor:
-        """Σ λ, without a matrix of all outputs."""
+        """Compute the trace Σ λ without forming a matrix."""
         return outputs.double().exp().sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """Counts from the rates, each the smallest whose distribution function is not below u."""
+        """Draw counts, the Poisson quantiles of the uniform numbers."""
         return poisson_quantile(uniforms, outputs.double().exp()).to(outputs.dtype)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
-        """Mixture of Poisson distributions over log-normal rates; outputs are independent.
+        """Return independent counts whose rates are log-normal.
 
         Batch shape `[B]`, event shape `[C]`.
         """
@@ -123,15 +123,15 @@ class Poisson(Likelihood):
         return Independent(self.marginals(mean, variances), 1)
 
     def mixture(self, samples: Tensor) -> Independent:
-        """Return the equal mixture over the samples, output by output."""
+        """Return the mixture of the samples' Poisson distributions, output by output."""
         return Independent(self.marginal_mixture(samples), 1)
 
     def marginals(self, mean: Tensor, variances: Tensor) -> "PoissonLogNormal":
-        """Compute the predictive of each count; batch shape `[B, C]`."""
+        """Return the predictive distribution of each count, `[B, C]`."""
         return PoissonLogNormal(mean, variances)
 
     def marginal_mixture(self, samples: Tensor) -> "PoissonMixture":
-        """Return the equal mixture of the samples' Poisson distributions."""
+        """Return the mixture of the samples' Poisson distributions."""
         return PoissonMixture(samples.exp())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class Poisson(Likelihood):
         return (2 * mean + variances).exp() * torch.expm1(variances)
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
-        """`mean` and `variance` of the counts."""
+        """Return the `mean` and `variance` of the counts."""
         rates = (mean + covariance / 2).exp()
         return {"mean": rates, "variance": rates + self.epistemic_variances(mean, covariance)}
 
@@ -194,12 +194,12 @@ class PoissonLogNormal(_Counts):
 
     @property
     def mean(self) -> Tensor:
-        """Mean count, which is the mean rate."""
+        """The mean count, which equals the mean rate."""
         return (self.log_mean + self.log_variance / 2).exp()
 
     @property
     def variance(self) -> Tensor:
-        """Mean rate plus the variance of the rate."""
+        """The variance of the count: the mean rate plus the variance of the rate."""
         rate_variance = (2 * self.log_mean + self.log_variance).exp()
         return self.mean + rate_variance * torch.expm1(self.log_variance)
 
@@ -211,7 +211,7 @@ class PoissonLogNormal(_Counts):
             return torch.poisson((self.log_mean + self.log_variance.sqrt() * noise).exp())
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Logarithm of the probability of a count."""
+        """Compute the log-probability of a count."""
         if self._validate_args:
             self._validate_sample(value)
         counts, mean, variance = torch.broadcast_tensors(
@@ -240,7 +240,7 @@ class PoissonLogNormal(_Counts):
         return log_prob.to(self.log_mean.dtype)
 
     def cdf(self, value: Tensor) -> Tensor:
-        r"""Compute the probability of at most y by 32 Gauss-Hermite nodes.
+        r"""Compute the probability of at most y by Gauss-Hermite quadrature with 32 nodes.
 
         It is $P(\lambda < g)$ for the log-normal rate λ and a gamma variable g of shape y + 1. The
         nodes are those of the narrower one, on a logarithmic scale: given it, the distribution
