@@ -62,6 +62,7 @@ class Header:
     temperature: float = 1.0
     link: dict[str, Any] | None = None
     thinned_at: list[float] | None = None
+    inducing: int | None = None
 
     @classmethod
     def from_fit(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
@@ -89,6 +90,7 @@ class Header:
             temperature=fitted.posterior.temperature,
             link=None if fitted.link is None else asdict(fitted.link),
             thinned_at=None if fitted.thinned_at is None else list(fitted.thinned_at),
+            inducing=config.structure.num_inducing,
         )
 
     def to_json(self) -> str:
@@ -139,7 +141,7 @@ def load(
     header, tensors = read(path)
     # Without factors, the sharing in an earlier version's file had no effect. `joint` also decides
     # how the entries are ordered in one block of all parameters.
-    structure = curvature_structure(header.curvature, header.rank)
+    structure = curvature_structure(header.curvature, header.rank, header.inducing)
     sharing = header.sharing if structure.has_factors else "expand"
     config = CurvatureConfig(
         structure=structure,
@@ -171,6 +173,7 @@ def load(
         if ".U" in name:
             # Products of another layout than that of a fit would add in another order.
             tensors[name] = tensor.mT.contiguous().mT
+    network = spec.network(parameters.names)
     operators: dict[str, CurvatureBlock] = {}
     for index, name in enumerate(header.block_names):
         prefix = f"{index}."
@@ -179,7 +182,7 @@ def load(
             for key, tensor in tensors.items()
             if key.startswith(prefix)
         }
-        operators[name] = structure.from_tensors(block_tensors)
+        operators[name] = structure.restore(block_tensors, network, parameters.blocks, memory_bound)
     prior = Prior.checked(tensors["prior_precision"], tensors.get("prior_mean", 0.0), mean.device)
     posterior = GaussianPosterior(
         mean=mean,

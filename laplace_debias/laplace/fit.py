@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.inputs import mark_of
 from laplace_debias.curvature.network.shards import check_all_different, first_index_of_batch
 from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.plan import available_memory, check_memory, posterior_bytes
+from laplace_debias.laplace.plan import available_memory, check_memory, least_bytes
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.prepared import PreparedFit, examine
 from laplace_debias.laplace.resuming import check_resumable, fit_identity
@@ -149,9 +149,15 @@ def prepare_fit(
         ranks.require_same(model=model, blocks=parameters.block_names)
         if not size.is_shared:
             _check_different_data(ranks, streams[0].first)
+    context = replace(context, num_data=size.num_data)
+    config.structure.check(context)
     purpose = f"Nothing was fitted: the posterior of curvature={config.structure.name!r} takes"
-    num_bytes = posterior_bytes(context, config.structure)
-    check_memory(num_bytes, available_memory(context.device), purpose)
+    check_memory(
+        least_bytes(context, config.structure),
+        available_memory(context.device),
+        purpose,
+        config.structure.less_memory,
+    )
     prepared = PreparedFit(state, parameters, context, size=size, mode=mode)
     return prepared, scheme
 

@@ -91,7 +91,8 @@ class Laplace(Predictor):
             `"multilabel"` (targets 0 or 1, `[B, C]`), `"poisson"` (counts, outputs are logarithms
             of rates), or a `Likelihood`.
         curvature: `"kfac"`, `"ekfac"` (K-FAC's directions with the exact curvature along each),
-            `"diag"`, `"lowrank"` (leading eigenvectors of the whole matrix) or `"full"`.
+            `"diag"`, `"lowrank"` (leading eigenvectors of the whole matrix), `"full"`, or `"gp"`
+            (the same posterior in function space, from kernels between inputs; see `inducing`).
         params: Which parameters are Bayesian: `"all"`, `"weights"` (no biases), `"supported"`
             (those of supported layers), `"last_layer"` (the layer that the outputs come from, which
             the first `fit` determines; faster, see docs/choosing.md), names, or a predicate
@@ -116,6 +117,8 @@ class Laplace(Predictor):
             as 0.99; the others share the mean of their curvature. With a number, a factor that is
             eight times as wide is never formed as a matrix. None keeps all directions. Cannot be
             combined with `mode="auto"`; see `thin`.
+        inducing: For `"gp"` how many examples of the data span the directions, or the inputs
+            themselves, a tensor `[M, ...]`; None for all examples.
         memory_bound: Bytes of working memory for output gradients. Results do not depend on it.
             None for 128 MiB (2 GiB on a GPU), and up to 4 GiB where one example needs more.
         class_dim: The dimension of the outputs that holds the classes: None or -1 for
@@ -179,6 +182,7 @@ class Laplace(Predictor):
         joint: bool = False,
         sharing: Sharing = "expand",
         rank: float | None = None,
+        inducing: int | Tensor | None = None,
         memory_bound: int | None = None,
         class_dim: int | None = None,
         batch: BatchHook | None = None,
@@ -191,7 +195,7 @@ class Laplace(Predictor):
                 f'Use curvature="{CURVATURES[curvature]}".'
             )
         config = CurvatureConfig(
-            structure=curvature_structure(curvature, rank),
+            structure=curvature_structure(curvature, rank, inducing),
             fisher=FisherType(fisher, mc_samples),
             params=params,
             backend=backend,

@@ -187,6 +187,12 @@ def posterior_bytes(
     return structure.posterior_bytes(context, num_rows) + mean_bytes
 
 
+def least_bytes(context: FitContext, structure: CurvatureStructure) -> int:
+    """Count the bytes without which a fit is not begun, those of the posterior's mean included."""
+    size = sum(block.size for block in context.blocks)
+    return structure.least_bytes(context) + context.dtype.itemsize * size
+
+
 def available_memory(device: torch.device | None = None) -> int | None:
     """Return the bytes that can still be allocated; None if the system does not report it.
 
@@ -214,13 +220,19 @@ def available_memory(device: torch.device | None = None) -> int | None:
     return min(limits, default=None)
 
 
-def check_memory(needed: int, available: int | None, subject: str) -> None:
+def check_memory(
+    needed: int,
+    available: int | None,
+    subject: str,
+    less_memory: str = CurvatureStructure.less_memory,
+) -> None:
     """Require memory, unless the system does not report how much is available.
 
     Args:
         needed: Bytes that are needed.
         available: Bytes that are available; None if that is not known.
         subject: Subject and verb of the error message, such as `"The fit takes"`.
+        less_memory: What takes less memory.
 
     Raises:
         ValueError: If more bytes are needed than are available.
@@ -228,8 +240,7 @@ def check_memory(needed: int, available: int | None, subject: str) -> None:
     if available is not None and needed > available:
         raise ValueError(
             f"{subject} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available. "
-            'Less take curvature="diag" or "lowrank", params="weights" or "last_layer", or fewer '
-            "parameters by name; `plan` counts the bytes of each."
+            f"Less take {less_memory}; `plan` counts the bytes of each."
         )
 
 

@@ -249,7 +249,7 @@ def _largest_curvature(name: str, block: CurvatureBlock) -> float:
     largest = 0.0
     for tensor_name in ("U_G", "U_A", "U", "diagonal", "magnitudes"):
         values = getattr(block, tensor_name, None)
-        if values is None or not values.numel():
+        if not isinstance(values, Tensor) or not values.numel():
             continue
         lowest, highest = torch.stack(torch.aminmax(values)).tolist()
         is_magnitude = tensor_name in ("magnitudes", "diagonal")

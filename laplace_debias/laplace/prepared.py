@@ -75,7 +75,7 @@ def examine(
         fisher: The Fisher matrix, seeded.
     """
     validate_model(state.spec.model)
-    parameters, tap = _parameters_on_examples(state, selected, streams, reads_all)
+    example, parameters, tap = _parameters_on_examples(state, selected, streams, reads_all)
     config = state.config
     blocks = parameters.blocks
     backend = choose_backend(state.spec.plain_model, config.backend, blocks)(tap, blocks)
@@ -87,6 +87,7 @@ def examine(
         factor_dtype=config.factor_dtype,
         memory_bound=config.memory_bound,
         ranks=process_group(),
+        example=example,
     )
     return parameters, context
 
@@ -96,13 +97,13 @@ def _parameters_on_examples(
     selected: ParameterBlocks | None,
     streams: Sequence[Stream],
     reads_all: bool,
-) -> tuple[ParameterBlocks, Tap]:
+) -> tuple[Inputs, ParameterBlocks, Tap]:
     """Check the parameters on the first batch.
 
     A process without examples uses the batch of the first process that has some.
 
     Returns:
-        The parameters, and the tap of the layers that they belong to.
+        The inputs of an example, the parameters, and the tap of the layers that they belong to.
     """
     spec = state.spec
     config = state.config
@@ -130,7 +131,8 @@ def _parameters_on_examples(
     all_inputs = None
     if reads_all and all(stream.is_reiterable for stream in streams):
         all_inputs = chain.from_iterable(stream.extra_pass() for stream in streams)
-    return selected.verified(tap, plain, config, inputs, all_inputs=all_inputs), tap
+    parameters = selected.verified(tap, plain, config, inputs, all_inputs=all_inputs)
+    return take(inputs, slice(0, 1)), parameters, tap
 
 
 def _first_batch(stream: Stream) -> list[tuple[Any, ...]]:

@@ -132,11 +132,8 @@ class Full(Scheme):
 
     def check(self, structure: CurvatureStructure) -> None:
         """Require data that can be iterated twice, if the fit needs two passes."""
-        if structure.reads_data_twice and isinstance(self.data, Iterator):
-            raise TypeError(
-                f"curvature={structure.name!r} reads the data twice, but this iterator can be read "
-                "only once. Pass a DataLoader or a list of batches."
-            )
+        if structure.reads_data_twice:
+            _refuse_iterator(structure, self.data)
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit the curvature to the data."""
@@ -174,6 +171,11 @@ class Split(Scheme):
     def sources(self) -> Sequence[Batches]:
         """The data for the directions, and the data for the magnitudes."""
         return [self.directions, self.magnitudes]
+
+    def check(self, structure: CurvatureStructure) -> None:
+        """Require directions' data that can be read twice where the fit reads them twice."""
+        if structure.reads_directions_twice:
+            _refuse_iterator(structure, self.directions)
 
     def opened(self, open_stream: OpenStream) -> "Split":
         """Return the scheme with streams of checked pairs in place of its data."""
@@ -234,3 +236,12 @@ class CrossFit(Scheme):
         """Cross-fit the curvature to the data."""
         data = as_stream(self.data)
         return prepared.config.structure.crossfit(prepared.context, data, self.folds)
+
+
+def _refuse_iterator(structure: CurvatureStructure, data: Batches) -> None:
+    """Require data that can be read twice."""
+    if isinstance(data, Iterator):
+        raise TypeError(
+            f"curvature={structure.name!r} reads the data twice, but this iterator can be read "
+            "only once. Pass a DataLoader or a list of batches."
+        )

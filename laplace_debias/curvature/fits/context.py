@@ -14,6 +14,7 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.backends import Backend
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.operators import BlockDiagonal
 from laplace_debias.system.ranks import ALONE, Ranks
 
@@ -31,6 +32,8 @@ class FitContext:
             `granted`.
         ranks: The processes that share the data.
         checkpoint: The folder that saves passes over the data, or none.
+        example: The inputs of one example of the data.
+        num_data: N, if it is known before the fit.
     """
 
     cotangents: Cotangents
@@ -40,6 +43,8 @@ class FitContext:
     memory_bound: int | None
     ranks: Ranks = ALONE
     checkpoint: Checkpoint | NoCheckpoint = NO_CHECKPOINT
+    example: Inputs | None = None
+    num_data: int | None = None
 
     @cached_property
     def tap(self) -> Tap:
@@ -50,6 +55,14 @@ class FitContext:
     def network(self) -> nn.Module:
         """The working copy of the trained network."""
         return self.tap.network
+
+    @cached_property
+    def num_outputs(self) -> int:
+        """The number of outputs of an example."""
+        assert self.example is not None
+        outputs = self.tap.forward(self.example, graph=False)
+        self.tap.forget()
+        return outputs.numel()
 
     @cached_property
     def _first_parameter(self) -> nn.Parameter:

@@ -1,6 +1,6 @@
 """Curvature structures: one file for each, with its fits, its memory and its tensors."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from laplace_debias.system.lazy import LazyRegistry, attributes_from
 
@@ -17,6 +17,7 @@ STRUCTURES: LazyRegistry["CurvatureStructure"] = LazyRegistry(
         "diag": "diagonal.DiagonalCurvature",
         "lowrank": "low_rank.LowRankCurvature",
         "full": "full.FullCurvature",
+        "gp": "gp.GpCurvature",
     },
 )
 """The structures by the names that a user passes as `curvature`."""
@@ -32,8 +33,10 @@ __getattr__ = attributes_from(
 )
 
 
-def curvature_structure(name: str, rank: float | None = None) -> "CurvatureStructure":
-    """Return the structure of a name, with a rank where it takes one."""
+def curvature_structure(
+    name: str, rank: float | None = None, inducing: Any = None
+) -> "CurvatureStructure":
+    """Return the structure of a name, with a rank or inducing inputs where it takes them."""
     if name not in STRUCTURES:
         raise ValueError(f"Unknown curvature={name!r}: use one of {', '.join(STRUCTURES)}.")
     structure = STRUCTURES[name]
@@ -43,7 +46,16 @@ def curvature_structure(name: str, rank: float | None = None) -> "CurvatureStruc
             f"rank belongs to curvature={', '.join(names)} and {last}, not to {name!r}. Leave rank "
             "out."
         )
-    return structure(rank)
+    options: dict[str, Any] = {"rank": rank}
+    if structure.takes_inducing:
+        options["inducing"] = inducing
+    elif inducing is not None:
+        *names, last = [f'"{key}"' for key, value in STRUCTURES.items() if value.takes_inducing]
+        raise ValueError(
+            f"inducing belongs to curvature={', '.join([*names, last])}, not to {name!r}. Leave "
+            "inducing out."
+        )
+    return structure(**options)
 
 
 def __dir__() -> list[str]:

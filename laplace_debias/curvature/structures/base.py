@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.magnitudes import drop_squares
@@ -99,8 +99,12 @@ class CurvatureStructure(ABC):
         is_dense: Whether all parameters make a single block.
         has_factors: Whether a layer's block is a Kronecker product of factors.
         takes_rank: Whether the structure takes a rank.
+        takes_inducing: Whether the structure takes inducing inputs.
         reads_data_twice: Whether a fit of directions and magnitudes to the same data reads them
             twice.
+        reads_directions_twice: Whether a fit reads the data of the directions twice, also if the
+            magnitudes have data of their own.
+        less_memory: What takes less memory, for messages.
     """
 
     rank: float | None = None
@@ -109,12 +113,26 @@ class CurvatureStructure(ABC):
     is_dense: ClassVar[bool] = False
     has_factors: ClassVar[bool] = False
     takes_rank: ClassVar[bool] = False
+    takes_inducing: ClassVar[bool] = False
     reads_data_twice: ClassVar[bool] = False
+    reads_directions_twice: ClassVar[bool] = False
+    less_memory: ClassVar[str] = (
+        'curvature="diag" or "lowrank", params="weights" or "last_layer", or fewer parameters by '
+        "name"
+    )
+
+    @property
+    def num_inducing(self) -> int | None:
+        """The number of inducing inputs; None for all examples, or for a structure without them."""
+        return None
 
     @property
     def directions_per_factor(self) -> int | None:
         """The number of directions of each Kronecker factor, at most; None for all."""
         return None
+
+    def check(self, context: FitContext) -> None:  # noqa: B027 (most have nothing to check)
+        """Check the structure's options against the data and the network, before a fit's passes."""
 
     def block_names(self, blocks: Sequence[Block]) -> list[str]:
         """Return the names of the posterior's blocks."""
@@ -146,6 +164,10 @@ class CurvatureStructure(ABC):
         """Count the bytes of the fitted curvature."""
         return sum(block.posterior for block in self.block_bytes(context, num_rows))
 
+    def least_bytes(self, context: FitContext) -> int:
+        """Count the bytes without which a fit is not begun: those of the fitted curvature."""
+        return self.posterior_bytes(context)
+
     @abstractmethod
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
         """Bytes at most in each stage of a fit, by the stage's name."""
@@ -159,3 +181,20 @@ class CurvatureStructure(ABC):
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
         """Return the block of its `tensors`."""
         return EigenKronecker(tensors.get("U_G"), tensors.get("U_A"), tensors["magnitudes"])
+
+    def restore(
+        self,
+        tensors: Mapping[str, Tensor],
+        network: nn.Module,
+        blocks: Sequence[Block],
+        memory_bound: int | None,
+    ) -> CurvatureBlock:
+        """Return the block that a file holds for a network.
+
+        Args:
+            tensors: The block's `tensors`.
+            network: A copy of the network, for directions that are computed by it.
+            blocks: The blocks of the network's Bayesian parameters.
+            memory_bound: Bytes of working memory.
+        """
+        return self.from_tensors(tensors)

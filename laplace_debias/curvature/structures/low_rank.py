@@ -114,7 +114,7 @@ class LowRankCurvature(DenseCurvature):
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
         """Return the directions and magnitudes of the block in a file."""
         assert isinstance(block, LowRankPlusDiagonal)
-        return {"U": block.U, "magnitudes": block.magnitudes}
+        return {"U": block.directions, "magnitudes": block.magnitudes}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
         """Return the block of its `tensors`."""

@@ -65,6 +65,11 @@ class BlockMoments:
         # The blocks of the last layer, with variances that are the same for every chunk of inputs.
         self._heads: dict[int, tuple[LinearHead, Tensor]] = {}
 
+    @property
+    def kept_row_bytes(self) -> int:
+        """Bytes of a row of the Jacobian that are kept until those of all blocks are there."""
+        return 0
+
     def last_layer_inputs(self, tap: Tap, outputs: Tensor) -> dict[int, Tensor]:
         """Return the input of the last layer for each of its blocks, by the block's index.
 

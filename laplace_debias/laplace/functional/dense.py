@@ -7,11 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
+from laplace_debias.curvature.fits.inducing import InducingDirections, block_rows
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.laplace.posterior import GaussianPosterior
-from laplace_debias.operators import EigenKronecker
+from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
 # Rows of U that are converted to double precision at a time.
 _ROWS = 2**18
@@ -46,13 +47,23 @@ class DenseMoments:
     ) -> None:
         self.blocks = blocks
         self.posterior = posterior
-        directions = _directions(posterior).split([block.size for block in blocks])
-        self._directions = dict(zip(blocks, directions, strict=True))
-        self._num_directions = directions[0].shape[1]
-        self._root = orthonormaliser(posterior)
         self.prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
+        self._read_directions()
+
+    @property
+    def kept_row_bytes(self) -> int:
+        """Bytes of a row of the Jacobian that are kept until those of all blocks are there."""
+        return 0
+
+    def _read_directions(self) -> None:
+        """Take the directions of each block, and their orthonormaliser."""
+        directions = _directions(self.posterior).split([block.size for block in self.blocks])
+        self._directions = dict(zip(self.blocks, directions, strict=True))
+        self._num_directions = directions[0].shape[1]
+        self._root = orthonormaliser(self.posterior)
+        self._leaves_residual = self._root is not None
 
     def add(
         self,
@@ -65,8 +76,27 @@ class DenseMoments:
             into: The sums.
             records: The records of a backward pass.
         """
-        gram = into.new_zeros(into.shape[1:], dtype=torch.float64)
+        gram, along = self._products(into, records)
         residual = None
+        dense_block = self.posterior.curvature.blocks[DENSE_BLOCK]
+        magnitudes = dense_block.magnitudes.flatten().double()
+        if self._root is not None:
+            along = torch.linalg.solve_triangular(self._root.mT, along, upper=True, left=False)
+        if self._leaves_residual:
+            residual = self._residual_products(gram, along, dense_block.shape[0])
+        deltas = self.prior_precisions[:, 0].double()
+        for point, delta in zip(into, deltas, strict=True):
+            weights = 1 / (self.posterior.data_weight * magnitudes + delta)
+            total = self._product(along * weights, along)
+            if residual is not None:
+                total = total + residual / delta
+            point += total.to(point)
+
+    def _products(
+        self, into: Float[Tensor, "grid batch columns *again"], records: Iterable[BlockRecord]
+    ) -> tuple[Float[Tensor, "batch columns *again"], Float[Tensor, "batch columns k"]]:
+        """Compute J Jᵀ, or its diagonal, and J U in double precision."""
+        gram = into.new_zeros(into.shape[1:], dtype=torch.float64)
         along = gram.new_zeros(*into.shape[1:3], self._num_directions)
         for record in records:
             block = record.block
@@ -79,18 +109,7 @@ class DenseMoments:
                 along[examples] += rows @ U.double()
             # Let go before the next block's are made.
             del record, J, rows
-        dense_block = self.posterior.curvature.blocks[DENSE_BLOCK]
-        magnitudes = dense_block.magnitudes.flatten().double()
-        if self._root is not None:
-            along = torch.linalg.solve_triangular(self._root.mT, along, upper=True, left=False)
-            residual = self._residual_products(gram, along, dense_block.shape[0])
-        deltas = self.prior_precisions[:, 0].double()
-        for point, delta in zip(into, deltas, strict=True):
-            weights = 1 / (self.posterior.data_weight * magnitudes + delta)
-            total = self._product(along * weights, along)
-            if residual is not None:
-                total = total + residual / delta
-            point += total.to(point)
+        return gram, along
 
     def _residual_products(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
         """Compute products of what the directions leave of each row; 0 if it is only rounding."""
@@ -109,6 +128,43 @@ class DenseMoments:
         return (left * right).sum(-1) if self._diagonal else left @ right.mT
 
 
+class KernelMoments(DenseMoments):
+    r"""The same for directions $U = J_Z^\top W$ that inducing inputs Z span.
+
+    Their coordinates are kernels, $JU = (J J_Z^\top) W$. The rows of J are kept until those of all
+    blocks are there.
+    """
+
+    @property
+    def kept_row_bytes(self) -> int:
+        """Bytes of a row of the Jacobian in double precision."""
+        return 8 * sum(block.size for block in self.blocks)
+
+    def _read_directions(self) -> None:
+        """Take the directions, which are orthonormal in double precision."""
+        block = self.posterior.curvature.blocks[DENSE_BLOCK]
+        assert isinstance(block, LowRankPlusDiagonal)
+        assert isinstance(block.U, InducingDirections)
+        self._inducing_directions = block.U
+        self._root = None
+        self._leaves_residual = True
+
+    def _products(
+        self, into: Float[Tensor, "grid batch columns *again"], records: Iterable[BlockRecord]
+    ) -> tuple[Float[Tensor, "batch columns *again"], Float[Tensor, "batch columns k"]]:
+        """Compute J Jᵀ, or its diagonal, and J U in double precision."""
+        gram = into.new_zeros(into.shape[1:], dtype=torch.float64)
+        rows_by_block = {}
+        for record in records:
+            rows = block_rows(record, self._jacobians)
+            gram += self._product(rows, rows)
+            rows_by_block[record.block] = rows.flatten(0, 1)
+        if not rows_by_block:
+            return gram, gram.new_zeros(*into.shape[1:3], self._inducing_directions.shape[1])
+        along = self._inducing_directions.coordinates(rows_by_block)
+        return gram, along.view(*into.shape[1:3], along.shape[1])
+
+
 def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None:
     """Compute the Cholesky factor L of UᵀU, for which the columns of U L⁻ᵀ are orthonormal.
 
@@ -121,9 +177,15 @@ def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None
     return torch.linalg.cholesky(products)
 
 
+def has_inducing_inputs(posterior: GaussianPosterior) -> bool:
+    """Whether the posterior's directions are those that inducing inputs span."""
+    block = posterior.curvature.blocks.get(DENSE_BLOCK)
+    return isinstance(block, LowRankPlusDiagonal) and isinstance(block.U, InducingDirections)
+
+
 def _directions(posterior: GaussianPosterior) -> Float[Tensor, "parameters k"]:
     block = posterior.curvature.blocks[DENSE_BLOCK]
     if isinstance(block, EigenKronecker):
         assert block.U_G is not None
         return block.U_G
-    return block.U
+    return block.directions

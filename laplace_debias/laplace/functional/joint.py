@@ -63,7 +63,13 @@ def joint_moments(
             mean = mean.gather(1, indices)
         batch, num_columns = mean.shape
         request = CovarianceRequest(False, indices, fitted.config.memory_bound)
-        column_bytes = bytes_per_column(gradient_bytes, blocks, mean.element_size())
+        accumulator = accumulator_of(posterior)(
+            blocks, posterior, deltas[None], False, joint_jacobians
+        )
+        column_bytes = max(
+            bytes_per_column(gradient_bytes, blocks, mean.element_size()),
+            accumulator.kept_row_bytes,
+        )
         smallest_group = min(batch, 2)
         granted_bytes = request.granted_bytes(
             smallest_group * num_columns,
@@ -73,9 +79,6 @@ def joint_moments(
             remedy=", or ask for some outputs",
         )
         covariance = mean.new_zeros(batch, num_columns, batch, num_columns)
-        accumulator = accumulator_of(posterior)(
-            blocks, posterior, deltas[None], False, joint_jacobians
-        )
         for group in _groups(batch, granted_bytes // column_bytes // num_columns):
             group = group.to(mean.device)
             group_outputs = tap.forward(take(context.x, group))

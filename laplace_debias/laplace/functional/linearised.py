@@ -21,7 +21,11 @@ from laplace_debias.laplace.functional.context import (
     PredictionContext,
     prediction_context,
 )
-from laplace_debias.laplace.functional.dense import DenseMoments
+from laplace_debias.laplace.functional.dense import (
+    DenseMoments,
+    KernelMoments,
+    has_inducing_inputs,
+)
 from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead
 from laplace_debias.laplace.functional.request import (
     ChunkSize,
@@ -94,6 +98,8 @@ def moments(
 
 def accumulator_of(posterior: GaussianPosterior) -> type[BlockMoments] | type[DenseMoments]:
     """Return the class that adds up covariances under a posterior."""
+    if has_inducing_inputs(posterior):
+        return KernelMoments
     return DenseMoments if DENSE_BLOCK in posterior.curvature.blocks else BlockMoments
 
 
@@ -202,6 +208,10 @@ class _OfOutputs:
         request.check_size(num_outputs, outputs, free_positions=0)
         blocks = self._accumulator.blocks
         gradient_bytes = self._tap.output_bytes
+        row_bytes = self._accumulator.kept_row_bytes
+        if row_bytes:
+            num_columns = request.num_columns(num_outputs)
+            return request.kept_rows(num_columns, gradient_bytes + row_bytes, outputs.device)
         column_bytes = None
         if len(self._last_layer_inputs(outputs)) < len(blocks):
             column_bytes = bytes_per_column(gradient_bytes, blocks, outputs.element_size())

@@ -108,6 +108,21 @@ class CovarianceRequest:
         bound = min(bound, _CHUNK_BYTES_PER_BLOCK * ROOM[device.type] * num_blocks)
         return ChunkSize(max(1, bound // (gradient_bytes * columns)), columns)
 
+    def kept_rows(self, num_columns: int, row_bytes: int, device: torch.device) -> ChunkSize:
+        """Decide how many examples have their Jacobian rows in memory together.
+
+        Args:
+            num_columns: Outputs of an example to differentiate.
+            row_bytes: Bytes of a row, with its output gradients.
+            device: Where.
+
+        Raises:
+            ValueError: As `granted_bytes` does.
+        """
+        bound = self.granted_bytes(num_columns, row_bytes, device)
+        columns = min(num_columns, bound // row_bytes)
+        return ChunkSize(max(1, bound // (row_bytes * columns)), columns)
+
     def check_size(
         self, num_outputs: int, outputs: Float[Tensor, "batch *outputs"], free_positions: int
     ) -> None:

@@ -78,7 +78,7 @@ def _diagonal(operator: LinearOperator) -> Tensor:
         case BlockDiagonal():
             return torch.cat([_diagonal(block) for block in operator.blocks.values()])
         case LowRankPlusDiagonal():
-            return operator.U.square() @ operator.magnitudes + operator.diagonal
+            return operator.directions.square() @ operator.magnitudes + operator.diagonal
         case Sum():
             return reduce(torch.add, map(_diagonal, operator.terms))
         case Scaled():

@@ -118,7 +118,7 @@ def _logdet(operator: LinearOperator) -> Tensor:
         case LowRankPlusDiagonal(diagonal=diagonal) if bool((diagonal > 0).all()):
             # The matrix determinant lemma: A and I + D^-½UMUᵀD^-½ are positive definite together.
             ratios, _ = low_rank_eigh(operator, diagonal.reshape(-1, 1).rsqrt())
-            return diagonal.expand(len(operator.U)).log().sum() + _checked_log(1 + ratios).sum()
+            return diagonal.expand(operator.shape[0]).log().sum() + _checked_log(1 + ratios).sum()
         case Assumed() | Permuted():
             return _logdet(operator.operator)
     return _checked_log(all_eigenvalues(operator)).sum()

@@ -110,7 +110,8 @@ def low_rank_eigh(
     Returns:
         Eigenvalues `[r]` and eigenvectors `[n, r]`, with r = min(n, k).
     """
-    Q, R = torch.linalg.qr(operator.U if weights is None else weights * operator.U)
+    U = operator.directions
+    Q, R = torch.linalg.qr(U if weights is None else weights * U)
     values, vectors = eigh(R * operator.magnitudes @ R.T, "a low-rank operator")
     if bool((operator.magnitudes >= 0).all()):
         values = values.clamp(min=0)

@@ -17,7 +17,7 @@ class LowRankPlusDiagonal(Symmetric):
     r"""The symmetric operator $U \mathrm{diag}(m) U^\top + \mathrm{diag}(d)$.
 
     Args:
-        U: `[n, k]`; its columns need not be orthonormal.
+        U: `[n, k]`, a tensor or an operator; its columns need not be orthonormal.
         magnitudes: m, of any sign, `[k]`.
         diagonal: d, `[n]`, or one number for the whole diagonal.
 
@@ -25,23 +25,26 @@ class LowRankPlusDiagonal(Symmetric):
         ValueError: If the shapes, dtypes or devices do not fit each other.
     """
 
-    U: Float[Tensor, "n k"]
+    U: Float[Tensor, "n k"] | LinearOperator
     magnitudes: Float[Tensor, " k"]
     diagonal: Float[Tensor, " n"] | Float[Tensor, ""]
 
     def __init__(
-        self, U: Tensor, magnitudes: Tensor, diagonal: Float[Tensor, "*n"] | float
+        self,
+        U: Tensor | LinearOperator,
+        magnitudes: Tensor,
+        diagonal: Float[Tensor, "*n"] | float,
     ) -> None:
         if not isinstance(diagonal, Tensor):
             diagonal = torch.tensor(float(diagonal), dtype=U.dtype, device=U.device)
-        if U.ndim != 2 or magnitudes.shape != U.shape[1:]:
+        if len(U.shape) != 2 or tuple(magnitudes.shape) != tuple(U.shape[1:]):
             raise ValueError(
                 f"Magnitudes of shape {tuple(magnitudes.shape)} do not fit U of shape "
                 f"{tuple(U.shape)}: expected [k] and [n, k]."
             )
-        if diagonal.shape not in ((), (len(U),)):
+        if diagonal.shape not in ((), (U.shape[0],)):
             raise ValueError(
-                f"The diagonal must be one number or of shape ({len(U)},), got "
+                f"The diagonal must be one number or of shape ({U.shape[0]},), got "
                 f"{tuple(diagonal.shape)}."
             )
         tensors = (U, magnitudes, diagonal)
@@ -54,7 +57,12 @@ class LowRankPlusDiagonal(Symmetric):
     @property
     def shape(self) -> tuple[int, int]:
         """`(n, n)`, where n is the number of rows of U."""
-        return len(self.U), len(self.U)
+        return self.U.shape[0], self.U.shape[0]
+
+    @property
+    def directions(self) -> Float[Tensor, "n k"]:
+        """U as a tensor."""
+        return self.U if isinstance(self.U, Tensor) else self.U.to_dense()
 
     @property
     def is_positive_semidefinite(self) -> bool:

@@ -1,0 +1,358 @@
+"""Inducing inputs: kernels between their Jacobian rows, and directions that these span."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.context import FitContext
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK, KeptRows, RowAccumulator, Rows
+from laplace_debias.curvature.fits.directions import eigh
+from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
+from laplace_debias.curvature.layers.records import BlockRecord
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.batches import FitData, Fold
+from laplace_debias.curvature.network.inputs import Inputs, join, move, num_examples, take
+from laplace_debias.curvature.network.outputs import check_outputs, granted
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.operators import LinearOperator
+from laplace_debias.system.ranks import Ranks
+
+BlockRows = Mapping[Block, Float[Tensor, "rows d"]]
+"""Jacobian rows of several outputs, in double precision, by the block of their columns."""
+_DOUBLE_BYTES = 8
+
+
+def block_rows(
+    record: BlockRecord, jacobians: Jacobians = rotated_jacobians
+) -> Float[Tensor, "examples columns d"]:
+    """Compute the Jacobian rows of a block in double precision."""
+    parts = []
+    for _, J, columns in jacobians(record, None, None):
+        if columns is not None:
+            J = J.new_zeros(*J.shape[:3], record.block.shape[1]).index_add_(3, columns, J)
+        parts.append(J.flatten(2).double())
+    return torch.cat(parts)
+
+
+class InducingInputs:
+    """Inducing inputs Z `[M, ...]` of a network, and products with their Jacobian J_Z `[M·C, D]`.
+
+    The rows of J_Z are computed anew for every product, as many at a time as fit into the memory
+    bound. They are kept only if all of them fit. Any number of threads may use one object.
+
+    Args:
+        network: The network; passes are made on copies of it.
+        blocks: The blocks of its Bayesian parameters, in the order of the columns.
+        inputs: Z.
+        memory_bound: Bytes for rows; None for the default of `granted`.
+    """
+
+    def __init__(
+        self, network: nn.Module, blocks: Sequence[Block], inputs: Inputs, memory_bound: int | None
+    ) -> None:
+        self.network = network
+        self.blocks = blocks
+        self.inputs = inputs
+        self.memory_bound = memory_bound
+        self.num_parameters = sum(block.size for block in blocks)
+        self._kept: list[tuple[slice, BlockRows]] | None = None
+
+    @property
+    def parameter(self) -> Tensor:
+        """A Bayesian parameter, which has the dtype and the device of the posterior."""
+        return self.network.get_parameter(self.blocks[0].parameters[0])
+
+    @cached_property
+    def num_rows(self) -> int:
+        """M·C, the number of inputs times the number of outputs of each."""
+        tap = Tap(shared_copy(self.network), self.blocks)
+        outputs = tap.forward(take(self.inputs, slice(0, 1)), graph=False)
+        return num_examples(self.inputs) * outputs.numel()
+
+    def rows(self) -> Iterator[tuple[slice, BlockRows]]:
+        """Yield the rows of J_Z part by part, with their indices."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        row_bytes = _DOUBLE_BYTES * self.num_parameters
+        bound = granted(
+            self.memory_bound,
+            row_bytes,
+            "a row of the Jacobian at the inducing inputs",
+            self.parameter.device,
+        )
+        # A product takes other rows of the same number of bytes.
+        num_rows = max(1, bound // (2 * row_bytes))
+        if num_rows < self.num_rows:
+            yield from self._computed_rows(num_rows)
+            return
+        kept = list(self._computed_rows(num_rows))
+        self._kept = kept
+        yield from kept
+
+    def _computed_rows(self, num_rows: int) -> Iterator[tuple[slice, BlockRows]]:
+        size = num_examples(self.inputs)
+        num_outputs = self.num_rows // size
+        examples_at_once = max(1, num_rows // num_outputs)
+        columns_at_once = min(num_rows, num_outputs)
+        tap = Tap(shared_copy(self.network), self.blocks)
+        for begin in range(0, size, examples_at_once):
+            examples = slice(begin, min(begin + examples_at_once, size))
+            outputs = tap.forward(take(self.inputs, examples))
+            check_outputs(outputs)
+            for first in range(0, num_outputs, columns_at_once):
+                last = min(first + columns_at_once, num_outputs)
+                units = outputs.new_zeros(last - first, len(outputs), num_outputs)
+                units[torch.arange(last - first), :, torch.arange(first, last)] = 1
+                vectors = units.unflatten(2, outputs.shape[1:])
+                records = tap.backward(outputs, vectors, last < num_outputs)
+                rows = {record.block: block_rows(record).flatten(0, 1) for record in records}
+                start = begin * num_outputs + first
+                yield slice(start, start + len(outputs) * (last - first)), rows
+        tap.forget()
+
+    def kernel(self, rows: BlockRows) -> Float[Tensor, "rows inducing_rows"]:
+        """Compute J J_Zᵀ for rows of another Jacobian J."""
+        first = next(iter(rows.values()))
+        products = first.new_zeros(len(first), self.num_rows)
+        for indices, inducing_rows in self.rows():
+            for block, block_columns in inducing_rows.items():
+                if block in rows:
+                    products[:, indices] += rows[block] @ block_columns.T
+        return products
+
+    def own_kernel(self) -> Float[Tensor, "inducing_rows inducing_rows"]:
+        """Compute J_Z J_Zᵀ."""
+        return torch.cat([self.kernel(rows) for _, rows in self.rows()])
+
+
+@dataclass(eq=False, repr=False)
+class InducingDirections(LinearOperator):
+    r"""Directions $U = J_Z^\top W$ `[D, k]` in the span of the Jacobian at inducing inputs.
+
+    Only Z and W are kept.
+
+    Args:
+        inducing: Z.
+        coefficients: W, in double precision.
+    """
+
+    inducing: InducingInputs
+    coefficients: Float[Tensor, "inducing_rows k"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """D and k."""
+        return self.inducing.num_parameters, self.coefficients.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the Bayesian parameters."""
+        return self.inducing.parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the Bayesian parameters."""
+        return self.inducing.parameter.device
+
+    @property
+    def T(self) -> "CoordinatesAlong":  # noqa: N802
+        """The map from a vector to its coordinates along the directions."""
+        return CoordinatesAlong(self)
+
+    def coordinates(self, rows: BlockRows) -> Float[Tensor, "rows k"]:
+        """Compute J U for rows of a Jacobian J, in double precision."""
+        return self.inducing.kernel(rows) @ self.coefficients
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        weights = self.coefficients @ matrix.double()
+        sums = {
+            block: weights.new_zeros(block.size, matrix.shape[1]) for block in self.inducing.blocks
+        }
+        for indices, rows in self.inducing.rows():
+            for block, block_columns in rows.items():
+                sums[block] = sums[block] + block_columns.T @ weights[indices]
+        return torch.cat(list(sums.values())).to(matrix)
+
+
+@dataclass(eq=False, repr=False)
+class CoordinatesAlong(LinearOperator):
+    """The adjoint `[k, D]` of directions.
+
+    Args:
+        directions: The directions `[D, k]`.
+    """
+
+    directions: InducingDirections
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers k and D."""
+        return self.directions.shape[1], self.directions.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the directions."""
+        return self.directions.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the directions."""
+        return self.directions.device
+
+    @property
+    def T(self) -> InducingDirections:  # noqa: N802
+        """The directions."""
+        return self.directions
+
+    def _matmat(self, matrix: Tensor) -> Tensor:
+        blocks = self.directions.inducing.blocks
+        rows = _by_block(matrix.T, blocks)
+        return self.directions.coordinates(rows).T.to(matrix)
+
+
+class ProjectedMoments(RowAccumulator):
+    """Sums `Uᵀ rowsᵀ rows U`, `[k, k]`; after `reduce` over all processes."""
+
+    def __init__(self, context: FitContext, directions: InducingDirections) -> None:
+        size = directions.shape[1]
+        matrix = directions.coefficients.new_zeros(size, size)
+        super().__init__(context, matrix)
+        self._directions = directions
+
+    def add_rows(self, rows: Rows) -> None:
+        """Add the products of the rows' coordinates."""
+        coordinates = self._directions.coordinates(_by_block(rows, self.context.blocks))
+        self.sums.addmm_(coordinates.T, coordinates)
+
+    def reduce(self) -> None:
+        """Check that the rows are finite, and add the products of all processes."""
+        super().reduce()
+        self.context.ranks.sum([self.sums])
+
+
+class KeptCoordinates(KeptRows):
+    """Keeps the coordinates of all rows along directions."""
+
+    def __init__(self, context: FitContext, directions: InducingDirections) -> None:
+        super().__init__(context)
+        self.row_length = directions.shape[1]
+        self._directions = directions
+
+    def add_rows(self, rows: Rows) -> None:
+        """Keep the coordinates of rows."""
+        by_block = _by_block(rows, self.context.blocks)
+        coordinates = self._directions.coordinates(by_block)
+        super().add_rows(coordinates.to(self.context.factor_dtype))
+
+
+def _by_block(rows: Rows, blocks: Sequence[Block]) -> dict[Block, Tensor]:
+    columns = rows.double().split([block.size for block in blocks], dim=1)
+    return dict(zip(blocks, columns, strict=True))
+
+
+def independent_rows(
+    kernel: Float[Tensor, "rows rows"], precision: torch.dtype
+) -> Float[Tensor, "rows k"]:
+    r"""Compute W for which the columns of $J_Z^\top W$ are an orthonormal basis of the rows' span.
+
+    Args:
+        kernel: J_Z J_Zᵀ, in double precision.
+        precision: The dtype that the rows were computed in. Directions below its rounding are left
+            out.
+    """
+    values, vectors = eigh(kernel, "the kernel at the inducing inputs")
+    assert vectors is not None
+    rounding = len(values) * torch.finfo(values.dtype).eps
+    # Singular values of the rows are the square roots.
+    resolution = max(rounding, (8 * torch.finfo(precision).eps) ** 2)
+    k = int((values > values[:1] * resolution).sum())
+    return vectors[:, :k] / values[:k].sqrt()
+
+
+def rotate_to_eigenvectors(
+    context: FitContext, basis: InducingDirections, moments: Float[Tensor, "k k"]
+) -> tuple[Float[Tensor, " r"], InducingDirections]:
+    """Return the eigenvalues of the projected curvature, and its eigenvectors.
+
+    Directions whose curvature is not above the rounding are left out.
+    """
+    pairs = {}
+    if context.ranks.rank == 0:
+        values, Q = eigh(moments, "the curvature along the inducing directions")
+        assert Q is not None
+        rounding = len(values) * torch.finfo(values.dtype).eps
+        k = int((values > values[:1] * rounding).sum())
+        pairs[DENSE_BLOCK] = values[:k], basis.coefficients @ Q[:, :k]
+    eigenvalues, coefficients = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
+    assert eigenvalues is not None
+    assert coefficients is not None
+    return eigenvalues, InducingDirections(basis.inducing, coefficients)
+
+
+def joined_folds(folds: Sequence[Fold]) -> Fold:
+    """Join folds to one."""
+    pairs = [pair for fold in folds for pair in fold.pairs]
+    first_indices = [index for fold in folds for index in fold.first_indices]
+    return Fold(pairs, first_indices, sum(fold.size for fold in folds))
+
+
+def all_inputs(context: FitContext, data: FitData) -> Inputs:
+    """Join the inputs of all examples of all processes."""
+    batches = [move(x, context.device, None) for x, *_ in data]
+    return _joined(_of_all_ranks(context.ranks, batches, context.device))
+
+
+def drawn_inputs(context: FitContext, data: FitData, size: int) -> Inputs:
+    """Draw inputs of the data without replacement, all with the same probability.
+
+    The draw depends only on the number of a batch's first example.
+
+    Raises:
+        ValueError: If there are fewer examples.
+    """
+    keys = torch.zeros(0, dtype=torch.float64)
+    drawn: list[Inputs] = []
+    num_read = 0
+    for number, (x, *_) in enumerate(data):
+        length = num_examples(x)
+        generator = torch.Generator().manual_seed(data.first_index(number, num_read))
+        num_read += length
+        keys = torch.cat([keys, torch.rand(length, dtype=torch.float64, generator=generator)])
+        pool = _joined([*drawn, move(x, context.device, None)])
+        order = keys.argsort()[:size]
+        keys = keys[order]
+        drawn = [take(pool, order.to(context.device))]
+    ranks = context.ranks
+    num_drawn = sum(ranks.exchange(len(keys)))
+    if num_drawn < size:
+        raise ValueError(
+            f"inducing={size} is more than the {num_drawn} examples of the data. Pass a smaller "
+            "number, or None for all of them."
+        )
+    all_keys = torch.cat(ranks.exchange(keys))
+    pool = _joined(_of_all_ranks(ranks, drawn, context.device))
+    return take(pool, all_keys.argsort()[:size].to(context.device))
+
+
+def _of_all_ranks(ranks: Ranks, batches: list[Inputs], device: torch.device) -> list[Inputs]:
+    if ranks.size == 1:
+        return batches
+    cpu = torch.device("cpu")
+    by_rank = ranks.exchange([move(batch, cpu, None) for batch in batches])
+    return [move(batch, device, None) for batches_of_rank in by_rank for batch in batches_of_rank]
+
+
+def _joined(batches: Sequence[Inputs]) -> Inputs:
+    try:
+        return join(batches)
+    except RuntimeError as error:
+        raise ValueError(
+            'curvature="gp" keeps inducing inputs in one tensor, but the batches have inputs of '
+            f"different shapes ({error}). Pad them to one shape."
+        ) from error

@@ -1,0 +1,221 @@
+"""The posterior in function space: the curvature on the span of the Jacobian at inducing inputs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.crossfit import split_folds
+from laplace_debias.curvature.fits.data_pass import DataPass
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK, crossfit_rows, decompose_on_first
+from laplace_debias.curvature.fits.directions import average_degenerate
+from laplace_debias.curvature.fits.inducing import (
+    InducingDirections,
+    InducingInputs,
+    KeptCoordinates,
+    ProjectedMoments,
+    all_inputs,
+    drawn_inputs,
+    independent_rows,
+    joined_folds,
+    rotate_to_eigenvectors,
+)
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.network.batches import FitData
+from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.structures.base import (
+    EIGH_MATRICES,
+    NO_ROWS,
+    CurvatureBlock,
+    NumRows,
+    Workload,
+)
+from laplace_debias.curvature.structures.dense import DenseCurvature, num_parameters
+from laplace_debias.operators import BlockDiagonal, LowRankPlusDiagonal
+from laplace_debias.system.checks import whole
+
+_DOUBLE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class GpCurvature(DenseCurvature):
+    r"""The curvature on the span of the Jacobian $J_Z$ at inducing inputs, held by these inputs.
+
+    With K = J δ⁻¹ Jᵀ, the neural tangent kernel, the covariance of the outputs is
+
+    $$K_{xx} - K_{xZ}\big[K_{ZZ}^{-1} - (K_{ZZ} + \textstyle\sum_n K_{Zn}\Lambda_n K_{nZ})^{-1}\big]
+    K_{Zx}$$
+
+    with all examples n of the data in the sum (deterministic training conditional). This is the
+    posterior of the full curvature after projection onto the span, and the prior outside of it. If
+    all examples are inducing, it is the full posterior.
+
+    Attributes:
+        inducing: How many of the data's examples are inducing, or their inputs; None for all.
+    """
+
+    name = "gp"
+    takes_inducing = True
+    reads_data_twice = True
+    reads_directions_twice = True
+    less_memory = "fewer inducing inputs (inducing=)"
+    inducing: int | Tensor | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.inducing is not None and not isinstance(self.inducing, Tensor):
+            whole(self.inducing, "inducing")
+
+    @property
+    def num_inducing(self) -> int | None:
+        """The number of inducing inputs; None for all examples."""
+        return len(self.inducing) if isinstance(self.inducing, Tensor) else self.inducing
+
+    def fit(
+        self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
+    ) -> CurvatureFit:
+        """Fit directions to some data, and measure magnitudes on other data or the same."""
+        basis = self._basis(context, directions)
+        accumulator = ProjectedMoments(context, basis)
+        totals = DataPass(accumulator).run(directions)
+        values, U = rotate_to_eigenvectors(context, basis, accumulator.sums / totals.weight)
+        if magnitudes is not None:
+            accumulator = ProjectedMoments(context, U)
+            measured_totals = DataPass(accumulator).run(magnitudes, totals.num_examples)
+            mean = accumulator.sums.diagonal() / measured_totals.weight
+            values = average_degenerate(mean, values, context.dtype)
+            totals = totals + measured_totals
+        return _assemble(context, values, U, totals)
+
+    def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
+        """Fit directions to all data at hand, and measure magnitudes on held-out folds.
+
+        The inducing inputs are those of all folds.
+        """
+        folds = split_folds(context.ranks, data, num_folds)
+        basis = self._basis(context, joined_folds(folds))
+        coordinates_by_fold = []
+        totals = DataTotals()
+        for fold in folds:
+            accumulator = KeptCoordinates(context, basis)
+            totals = totals + DataPass(accumulator).run(fold)
+            coordinates_by_fold.append(accumulator.joined)
+        values, Q = decompose_on_first(
+            context,
+            coordinates_by_fold,
+            lambda rows: crossfit_rows(rows, totals.weight, None, context.dtype),
+        )
+        U = InducingDirections(basis.inducing, basis.coefficients @ Q.double())
+        return _assemble(context, values, U, totals)
+
+    def _basis(self, context: FitContext, data: FitData) -> InducingDirections:
+        """Compute an orthonormal basis of the span."""
+        inputs = self._inputs(context, data)
+        network = shared_copy(context.network)
+        inducing = InducingInputs(network, context.blocks, inputs, context.memory_bound)
+        pairs = {}
+        if context.ranks.rank == 0:
+            pairs[DENSE_BLOCK] = (independent_rows(inducing.own_kernel(), context.dtype),)
+        (coefficients,) = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
+        assert coefficients is not None
+        return InducingDirections(inducing, coefficients)
+
+    def _inputs(self, context: FitContext, data: FitData) -> Inputs:
+        if self.inducing is None:
+            return all_inputs(context, data)
+        if isinstance(self.inducing, Tensor):
+            return move(self.inducing, context.device, None)
+        return drawn_inputs(context, data, self.inducing)
+
+    def check(self, context: FitContext) -> None:
+        """Require inducing inputs like those of the data, and no more than there are examples."""
+        example = context.example
+        if not isinstance(example, Tensor):
+            raise TypeError(
+                f'curvature="gp" keeps inducing inputs, which must be a tensor, but the inputs are '
+                f'a {type(example).__name__}. Use curvature="lowrank".'
+            )
+        if isinstance(self.inducing, Tensor):
+            shape = tuple(self.inducing.shape)
+            if shape[1:] != tuple(example.shape[1:]) or not self.inducing.numel():
+                expected = ", ".join(["M", *map(str, example.shape[1:])])
+                raise ValueError(
+                    f"inducing has shape {shape}. Pass inputs like those of the data, [{expected}]."
+                )
+            if self.inducing.dtype != example.dtype:
+                raise TypeError(
+                    f"inducing is {self.inducing.dtype}, the inputs of the data {example.dtype}. "
+                    "Convert inducing."
+                )
+            return
+        num_data = context.num_data
+        if self.inducing is not None and num_data is not None and self.inducing > num_data:
+            raise ValueError(
+                f"inducing={self.inducing} is more than the {num_data} examples of the data. "
+                "Pass a smaller number, or None for all of them."
+            )
+
+    def _num_rows(self, context: FitContext) -> int | None:
+        """M·C, the rows of the Jacobian at the inducing inputs; None if it is unknown."""
+        num_inputs = self.num_inducing
+        if num_inputs is None:
+            num_inputs = context.num_data
+        return None if num_inputs is None else num_inputs * context.num_outputs
+
+    def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
+        """Count the bytes of the coefficients and the inducing inputs; 0 if N is unknown."""
+        size = self._num_rows(context)
+        if size is None:
+            return 0
+        assert isinstance(context.example, Tensor)
+        input_bytes = context.example.nbytes * size // context.num_outputs
+        return _DOUBLE_BYTES * size * min(size, num_parameters(context)) + input_bytes
+
+    def least_bytes(self, context: FitContext) -> int:
+        """Count the bytes of the posterior, and of the kernel while it is decomposed."""
+        return self.posterior_bytes(context) + self._decomposition_bytes(context)
+
+    def _decomposition_bytes(self, context: FitContext) -> int:
+        size = self._num_rows(context) or 0
+        return EIGH_MATRICES * _DOUBLE_BYTES * size**2
+
+    def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
+        """Count the bytes of the kernel's decomposition, and of the passes over the data."""
+        return {
+            "kernel": self._decomposition_bytes(context),
+            "curvature": self.posterior_bytes(context) + workload.working_bytes,
+        }
+
+    def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
+        """Return the inducing inputs, the coefficients and the magnitudes in a file."""
+        assert isinstance(block, LowRankPlusDiagonal)
+        assert isinstance(block.U, InducingDirections)
+        inputs = block.U.inducing.inputs
+        assert isinstance(inputs, Tensor)
+        return {
+            "inputs": inputs,
+            "coefficients": block.U.coefficients,
+            "magnitudes": block.magnitudes,
+        }
+
+    def restore(
+        self,
+        tensors: Mapping[str, Tensor],
+        network: nn.Module,
+        blocks: Sequence[Block],
+        memory_bound: int | None,
+    ) -> CurvatureBlock:
+        """Return the block of its `tensors`, whose directions the network's Jacobian spans."""
+        inducing = InducingInputs(network, blocks, tensors["inputs"], memory_bound)
+        U = InducingDirections(inducing, tensors["coefficients"])
+        return LowRankPlusDiagonal(U, tensors["magnitudes"], 0.0)
+
+
+def _assemble(
+    context: FitContext, magnitudes: Float[Tensor, " k"], U: InducingDirections, totals: DataTotals
+) -> CurvatureFit:
+    block = LowRankPlusDiagonal(U, magnitudes.to(context.dtype).clamp_min(0), 0.0)
+    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), totals)
