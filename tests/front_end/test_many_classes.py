@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from laplace_debias import Laplace
-from laplace_debias.laplace import links
+from laplace_debias.laplace import links, tune
+from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import pairwise, tempered_pairwise
 
@@ -84,3 +87,81 @@ def test_the_weights_of_a_last_layer_are_computed_once_for_all_chunks_of_inputs(
     assert len(num_passes) > 3
     assert len(num_calls) == 2  # The weight's and the bias's.
     torch.testing.assert_close(covariance, whole.functional(x)[1], rtol=1e-12, atol=1e-15)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of entries that the result of an operation has."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                # An expanded tensor takes only the memory of its storage.
+                storage = tensor.untyped_storage().nbytes() // tensor.element_size()
+                self.entries = max(self.entries, min(tensor.numel(), storage))
+        return result
+
+
+def classifier(num_classes, num_features=16, num_data=12, **options):
+    """A last layer's posterior in float64, its network, and inputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, num_features), nn.Tanh())
+    model.append(nn.Linear(num_features, num_classes)).double().eval()
+    x = torch.randn(num_data, 4, dtype=torch.float64)
+    y = torch.randint(num_classes, (num_data,))
+    options = {"params": "last_layer", "fisher": "mc", **options}
+    la = Laplace(model, **options).fit_batches([(x, y)], num_data=100)
+    return la, model, x, y
+
+
+def test_the_variances_of_many_classes_need_one_forward_pass_of_all_examples():
+    la, model, x, _ = classifier(num_classes=400)
+    batch_sizes = []
+    model[0].register_forward_hook(lambda layer, inputs, output: batch_sizes.append(len(output)))
+    la.functional(x, diagonal=True)
+    # The first example decides how many more go together.
+    assert batch_sizes == [1, len(x)]
+
+
+def test_no_tensor_of_a_search_has_pairs_of_classes_by_example_or_weights_by_prior_precision():
+    num_classes = 1_000
+    num_features = 128
+    la, _, x, y = classifier(num_classes, num_features)
+    deltas = torch.logspace(-2, 4, 9).tolist()
+    with LargestTensor() as largest:
+        la.predict(x)
+        la.tune([(x, y)], grid=deltas)
+    directions = num_classes * (num_classes + len(x))  # Those of G, and orthogonal to them.
+    logits = len(tune.TEMPERATURES) * len(x) * num_classes
+    assert largest.entries <= max(directions, num_classes * num_features, logits)
+
+
+def dense_covariances(la, model, x, delta):
+    """J P⁻¹ Jᵀ of a last layer's weight and bias, `[B, C, C]`, with all matrices written out."""
+    features = model[:-1](x).detach()
+    identity = torch.eye(len(model[-1].bias), dtype=torch.float64)
+    precision = la.num_data * la.posterior.curvature.to_dense()
+    precision += delta * torch.eye(len(precision), dtype=torch.float64)
+    covariances = []
+    for phi in features:
+        J = torch.cat([torch.kron(identity, phi.unsqueeze(0)), identity], 1)
+        covariances.append(J @ torch.linalg.solve(precision, J.T))
+    return torch.stack(covariances)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diag"])
+@pytest.mark.parametrize("outputs", [None, [5, 0, 5]])
+def test_variances_at_several_prior_precisions_are_those_of_the_dense_posterior(curvature, outputs):
+    la, model, x, _ = classifier(num_classes=7, curvature=curvature)
+    deltas = torch.tensor([0.1, 3.0], dtype=torch.float64)
+    choice = None
+    indices = range(7)
+    if outputs is not None:
+        choice = torch.tensor(outputs).expand(len(x), -1)
+        indices = outputs
+    _, variances = linearised.moments(la._fitted, x, deltas, diagonal=True, outputs=choice)
+    for delta, actual in zip(deltas, variances, strict=True):
+        dense = dense_covariances(la, model, x, delta).diagonal(dim1=-2, dim2=-1)
+        torch.testing.assert_close(actual, dense[:, list(indices)], rtol=1e-10, atol=1e-14)

@@ -62,8 +62,9 @@ class BlockMoments:
             assert isinstance(operator, EigenKronecker)
             self._operators.append(operator)
         self._runs: dict[int, ColumnRuns] = {}
-        # The blocks of the last layer, with variances that are the same for every chunk of inputs.
-        self._heads: dict[int, tuple[LinearHead, Tensor]] = {}
+        # The blocks of the last layer, and the weights that are the same for every chunk of inputs.
+        self._heads: dict[int, LinearHead] = {}
+        self._head_weights: dict[int, Tensor] = {}
 
     @property
     def kept_row_bytes(self) -> int:
@@ -100,12 +101,20 @@ class BlockMoments:
         """
         for index, phi in inputs.items():
             if index not in self._heads:
-                head = LinearHead.from_posterior(self.blocks[index], self.posterior)
-                self._heads[index] = (head, head.variances(self.prior_precisions[:, index]))
-            head, variances = self._heads[index]
-            # One prior precision after the other: not all covariances may fit into memory.
-            for total, along in zip(into, head.eigen_variances(phi, variances), strict=True):
-                total += head.covariance(along, chosen, self._diagonal)
+                self._heads[index] = LinearHead.from_posterior(self.blocks[index], self.posterior)
+            head = self._heads[index]
+            deltas = self.prior_precisions[:, index]
+            squares = head.rotated_inputs(phi).square()
+            # One prior precision after the other: the weights, or the covariances, of all of them
+            # may not fit into memory.
+            if self._diagonal:
+                along = [squares @ head.variances(delta).mT for delta in deltas]
+                into += head.covariance(torch.stack(along), chosen, diagonal=True)
+                continue
+            if index not in self._head_weights:
+                self._head_weights[index] = head.variances(deltas)
+            for total, weights in zip(into, self._head_weights[index], strict=True):
+                total += head.covariance(squares @ weights.mT, chosen)
 
     def add(
         self,

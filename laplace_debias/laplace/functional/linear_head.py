@@ -177,20 +177,23 @@ class LinearHead:
         It consists of operations that `torch.export` can trace.
 
         Args:
-            eigen_variances: `eigen_variances` at one prior precision.
+            eigen_variances: `eigen_variances`; for variances also `[grid, *batch, rows]`.
             outputs: Indices of the outputs, `[B, k]`; None for all C.
             diagonal: Whether to return only variances.
 
         Returns:
-            `[*batch, k, k]`, or `[*batch, k]`.
+            `[*batch, k, k]`, or variances `[*batch, k]`.
         """
         if self.U_G is not None:
             rows = self.U_G if outputs is None else self.U_G[outputs]
-            if diagonal:
-                return (rows.square() @ eigen_variances.unsqueeze(-1)).squeeze(-1)
-            return (rows * eigen_variances.unsqueeze(-2)) @ rows.mT
+            if not diagonal:
+                return (rows * eigen_variances.unsqueeze(-2)) @ rows.mT
+            if outputs is None:
+                return eigen_variances @ rows.square().mT
+            return torch.einsum("bkr,...br->...bk", rows.square(), eigen_variances)
         if outputs is not None:
-            eigen_variances = eigen_variances.gather(-1, outputs)
+            indices = outputs.expand(*eigen_variances.shape[:-1], -1)
+            eigen_variances = eigen_variances.gather(-1, indices)
         if diagonal:
             return eigen_variances
         if outputs is None:

@@ -208,15 +208,17 @@ class _OfOutputs:
         request.check_size(num_outputs, outputs, free_positions=0)
         blocks = self._accumulator.blocks
         gradient_bytes = self._tap.output_bytes
+        num_columns = request.num_columns(num_outputs)
         row_bytes = self._accumulator.kept_row_bytes
         if row_bytes:
-            num_columns = request.num_columns(num_outputs)
             return request.kept_rows(num_columns, gradient_bytes + row_bytes, outputs.device)
         column_bytes = None
         if len(self._last_layer_inputs(outputs)) < len(blocks):
             column_bytes = bytes_per_column(gradient_bytes, blocks, outputs.element_size())
+        elif request.diagonal:
+            num_columns = 1  # Variances without a backward pass: no example has a square matrix.
         return request.chunk_size(
-            num_columns=request.num_columns(num_outputs),
+            num_columns=num_columns,
             gradient_bytes=gradient_bytes,
             num_blocks=len(blocks),
             bytes_per_column=column_bytes,
