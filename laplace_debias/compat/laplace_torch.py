@@ -129,15 +129,19 @@ class Laplace:
     def fit(self, train_loader: Batches, override: bool = True, progress_bar: bool = False) -> None:
         """Fit to all data of a loader.
 
+        Args:
+            train_loader: Batches `(x, y)`.
+            override: Whether to forget earlier data. If False, the data are added to those of the
+                earlier fit; see `laplace_debias.Laplace.update`.
+            progress_bar: Whether to show a progress bar.
+
         Raises:
-            NotImplementedError: For `override=False`, which adds data to a fit.
+            RuntimeError: For `override=False` before a fit.
         """
-        if not override:
-            raise NotImplementedError(
-                "override=False is not supported. Fit to all data, or use the methods of "
-                "laplace_debias.Laplace."
-            )
-        self.posterior.fit(train_loader, progress=progress_bar)
+        if override:
+            self.posterior.fit(train_loader, progress=progress_bar)
+        else:
+            self.posterior.update(train_loader, progress=progress_bar)
 
     def __call__(
         self,

@@ -318,9 +318,7 @@ def rescaled(
     assert fitted.num_targets is not None
     likelihood = Gaussian(fitted.likelihood.sigma * factor)
     delta = torch.tensor(prior_precision, dtype=torch.float64, device=posterior.mean.device)
-    curvature = posterior.curvature.map(
-        lambda _, block: block.apply(lambda magnitudes: curvature_factor * magnitudes)
-    )
+    curvature = posterior.curvature.map(lambda _, block: curvature_factor * block)
     limits = fitted.thinned_at
     if limits is not None:
         # The same ratio of the curvature to the prior precision.

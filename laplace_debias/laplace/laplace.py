@@ -61,6 +61,7 @@ from laplace_debias.laplace.state import (
 )
 from laplace_debias.laplace.thinning import Thinning, thin_posterior
 from laplace_debias.laplace.tuning import Tuning
+from laplace_debias.laplace.update import update
 from laplace_debias.metrics import Report
 from laplace_debias.system.checks import check_extra, check_is
 from laplace_debias.system.ranks import collective, process_group, refuse_ranks
@@ -371,6 +372,60 @@ class Laplace(Predictor):
             resume=folder,
         )
         self._replace(fitted)
+        return self
+
+    @collective("update")
+    def update(
+        self,
+        loader: Batches,
+        num_data: SupportsIndex | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> "Laplace":
+        r"""Add new training data to the posterior, without the earlier data. Returns the object.
+
+        The mean stays at θ*, and the precision grows by that of the new data,
+        $P \leftarrow P + \tfrac{N_2}{T} C_2$. The size N, the loss in the marginal likelihood and
+        files follow. The prior, the link and a regression's noise stay; `tune` again afterwards.
+
+        How close this is to a fit to all data depends on the curvature:
+
+        - `"diag"`, `"full"`: the same.
+        - `"kfac"`: the same after `mode="full"`. The sum of two Kronecker products is approximated
+          as a fit approximates the sum over examples: the factors G and A are averaged over all
+          data, each by itself. With other modes the earlier factors are those that the fit
+          estimated.
+        - `"ekfac"`: the directions stay, and the curvature along each is that of all data.
+        - `"lowrank"`: the leading directions of the earlier ones and the new data together.
+
+        Args:
+            loader: Batches `(x, y)` of new examples, all of which are read.
+            num_data: The number of examples that they stand for; counted if None.
+            generator: Seeds sampled labels (`fisher="mc"`) and what the loader draws; see `fit`.
+            progress: Show a progress bar over the batches.
+
+        Raises:
+            RuntimeError: Before a fit, or if the model has changed since.
+            ValueError: After `thin`; for a `"kfac"` posterior from a file of an earlier version,
+                which has no factors; if the new data do not use the same parameters. Otherwise this
+                raises what `fit` raises. The posterior is then unchanged.
+            NotImplementedError: For a curvature of your own class that defines no `update`.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from laplace_debias import Laplace
+            >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+            >>> first, second = [(torch.randn(32, 2), torch.randint(3, (32,))) for _ in range(2)]
+            >>> la = Laplace(model).fit([first]).update([second])
+            >>> la.num_data
+            64
+        """
+        self._agree(num_data=num_data)
+        updated = update(
+            self._unchanged_fit, loader, num_data, generator=generator, progress=progress
+        )
+        self._replace(updated)
         return self
 
     def plan(

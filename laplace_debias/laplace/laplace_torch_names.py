@@ -25,7 +25,7 @@ EQUIVALENTS = {
     "n_params": "len(la.mean)",
     "n_samples": "samples=",
     "optimize_prior_precision": "la.tune(validation_loader) or la.tune_evidence()",
-    "override": "a new Laplace for each fit",
+    "override": "la.update(loader) to add data to a fit",
     "posterior_covariance": "la.posterior.covariance",
     "posterior_precision": "la.posterior.precision",
     "posterior_scale": "la.posterior.covariance",

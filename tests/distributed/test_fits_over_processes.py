@@ -49,6 +49,16 @@ def test_three_processes_fit_as_one(processes):
     check_all(processes.run(3, tasks.fits, DAILY), DAILY)
 
 
+def test_two_processes_update_as_one(processes):
+    cases = [(curvature, {}) for curvature in CURVATURES]
+    expected = tasks.updates(0, cases)
+    for numbers_of_rank in processes.run(2, tasks.updates, cases):
+        assert isinstance(numbers_of_rank, list), numbers_of_rank
+        for numbers, alone in zip(numbers_of_rank, expected, strict=True):
+            check(numbers, alone)
+            assert numbers["N"] == tasks.SIZE + 7
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_every_curvature_and_mode_is_the_same_on_any_number_of_processes(processes, num_ranks):

@@ -83,6 +83,19 @@ def test_regression_has_the_same_numbers_and_shapes(structure):
     close(ours.sigma_noise.reshape(1), theirs.sigma_noise.reshape(1))
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_further_data_are_added_with_the_same_numbers(structure):
+    ours, theirs, _, x = both(
+        "classification", subset_of_weights="all", hessian_structure=structure
+    )
+    more, _ = loader("classification", 5)
+    ours.fit(more, override=False)
+    theirs.fit(more, override=False)
+    close(ours(x), theirs(x))
+    close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+    assert ours.n_data == theirs.n_data == 60
+
+
 def test_matrices_have_its_shapes():
     ours, theirs, *_ = both("classification", subset_of_weights="all", hessian_structure="full")
     close(ours.posterior_precision, theirs.posterior_precision)
@@ -188,7 +201,11 @@ def test_what_has_no_equivalent_is_refused():
             NotImplementedError,
             "ends with GGN or EF",
         ),
-        (lambda: la.fit(data, override=False), NotImplementedError, "override=False"),
+        (
+            lambda: Laplace(network(), "classification").fit(data, override=False),
+            RuntimeError,
+            "Not fitted yet",
+        ),
         (lambda: la(x, pred_type="nn"), ValueError, 'Use link_approx="mc"'),
         (lambda: la(x, link_approx="exact"), ValueError, "link_approx='exact'"),
         (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from laplace_debias import Laplace
-from laplace_debias.curvature.structures import STRUCTURES
+from laplace_debias.curvature.structures import STRUCTURES, CurvatureStructure
 from laplace_debias.curvature.structures.diagonal import DiagonalCurvature
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
@@ -54,6 +54,23 @@ def test_it_is_fitted_in_every_mode(case, mode):
     for name, block in la.posterior.curvature.blocks.items():
         expected = diagonal.blocks[name].magnitudes.mean()
         torch.testing.assert_close(block.magnitudes, expected.expand_as(block.magnitudes))
+
+
+def test_an_update_is_the_fit_to_all_data(case):
+    model, data = case
+    updated = Laplace(model, curvature="scalar").fit(data[:1]).update(data[1:])
+    fitted = Laplace(model, curvature="scalar").fit(data)
+    torch.testing.assert_close(
+        updated.posterior.precision.to_dense(), fitted.posterior.precision.to_dense()
+    )
+
+
+def test_an_update_is_refused_where_the_structure_defines_none(case, monkeypatch):
+    model, data = case
+    monkeypatch.setattr(ScalarCurvature, "update", CurvatureStructure.update)
+    la = Laplace(model, curvature="scalar").fit(data)
+    with pytest.raises(NotImplementedError, match="define `update` in ScalarCurvature"):
+        la.update(data)
 
 
 def test_it_predicts_as_the_dense_formula(case):

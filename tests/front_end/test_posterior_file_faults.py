@@ -92,7 +92,7 @@ def not_root():
 def test_the_safetensors_library_reads_the_file(la, path):
     found = load_file(path)
     blocks = list(la.posterior.curvature.blocks.values())
-    parts = {f"{n}.{part}" for n in range(4) for part in ("U_G", "U_A", "magnitudes")}
+    parts = {f"{n}.{part}" for n in range(4) for part in ("U_G", "U_A", "magnitudes", "trace_A")}
     assert found.keys() == {"mean", "prior_precision"} | parts
     assert torch.equal(found["mean"], la.mean)
     assert torch.equal(found["0.U_A"], blocks[0].U_A)
@@ -149,6 +149,8 @@ def test_a_file_of_format_4_is_read():
     x = batches[2][0]
     torch.testing.assert_close(la.functional(x), again.functional(x), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(la.log_marginal_likelihood(), again.log_marginal_likelihood())
+    with pytest.raises(ValueError, match=r"factors of 0\.weight cannot be recovered.*earlier"):
+        la.update([batches[2]])
 
 
 def test_an_earlier_format_is_refused_with_what_to_do(la, path):

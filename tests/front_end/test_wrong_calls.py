@@ -153,6 +153,7 @@ def test_the_equivalents_of_laplace_torch_exist(la):
     [
         lambda source: Laplace(MODEL).fit(source),
         lambda source: Laplace(MODEL).fit_batches(source),
+        lambda source: Laplace(MODEL).fit(DATA).update(source),
         lambda source: Laplace(MODEL).plan(source),
         lambda source: Laplace(MODEL).fit(DATA).tune(source),
         lambda source: Laplace(MODEL).fit(DATA).evaluate(source),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from spectra import generator
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from laplace_debias import Auto, Categorical, Laplace, Quadratic, ShardedBatches, alone
 from laplace_debias.curvature import (
@@ -98,6 +98,21 @@ def fit(rank, curvature, mode, options, fit_options, size=SIZE, batch=BATCH):
     la = laplace(curvature, **options)
     la.fit(loader(size, batch), mode=mode, generator=generator(5), **fit_options)
     return numbers(la)
+
+
+def update(rank, curvature, options):
+    """An update of a fit of shared data."""
+    la = laplace(curvature, **options)
+    la.fit(loader())
+    data = examples(2 * SIZE)
+    more = Subset(data, range(SIZE, SIZE + 7))
+    la.update(DataLoader(more, batch_sampler=ShardedBatches(more, 3)))
+    return numbers(la)
+
+
+def updates(rank, cases):
+    """Several of them, one after the other."""
+    return [update(rank, *case) for case in cases]
 
 
 def fit_auto(rank, options, size=2000, batch=48):

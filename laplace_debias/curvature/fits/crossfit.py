@@ -37,6 +37,7 @@ from laplace_debias.curvature.fits.directions import (
     numerical_rank,
     outer,
     resolution,
+    trace_along,
 )
 from laplace_debias.curvature.fits.eigenbases import share_bases
 from laplace_debias.curvature.fits.factor_sums import FactorSums, factor_sums
@@ -139,7 +140,8 @@ def crossfit_factors(
         along_G = crossfit_magnitudes(factors_G, sizes, pair_G, context.dtype)
         along_A = crossfit_magnitudes(factors_A, sizes, pair_A, context.dtype)
         magnitudes = basis.pooled(outer(along_G, along_A), context.dtype)
-        operators[block] = [EigenKronecker(basis.U_G, basis.U_A, magnitudes)]
+        trace_A = trace_along(along_A, basis.U_A)
+        operators[block] = [EigenKronecker(basis.U_G, basis.U_A, magnitudes, trace_A=trace_A)]
     return _share_curvatures(context, operators)[0]
 
 
@@ -171,7 +173,9 @@ def crossfit_with_replicates(
         crossfitted = basis.pooled(outer(along_G, along_A), context.dtype)
         plain = outer(basis.eigenvalues_G, basis.eigenvalues_A)
         operators[block] = [
-            EigenKronecker(basis.U_G, basis.U_A, crossfitted),
+            EigenKronecker(
+                basis.U_G, basis.U_A, crossfitted, trace_A=trace_along(along_A, basis.U_A)
+            ),
             EigenKronecker(basis.U_G, basis.U_A, plain),
         ]
         for (values_G, U_G), (values_A, U_A) in zip(replicates_G, replicates_A, strict=True):
@@ -212,16 +216,17 @@ def _share_curvatures(
         tensors[block] = []
         for kronecker in block_operators:
             tensors[block] += [kronecker.U_G, kronecker.U_A, kronecker.magnitudes]
+            tensors[block].append(kronecker.trace_A)
     shared = context.ranks.share(tensors, owners_of_blocks(context))
     curvatures: list[dict[str, EigenKronecker]] = []
     for block in context.blocks:
         block_tensors = shared.pop(block)
-        for index in range(len(block_tensors) // 3):
-            U_G, U_A, magnitudes = block_tensors[3 * index : 3 * index + 3]
+        for index in range(len(block_tensors) // 4):
+            U_G, U_A, magnitudes, trace_A = block_tensors[4 * index : 4 * index + 4]
             assert magnitudes is not None
             if index == len(curvatures):
                 curvatures.append({})
-            shared_operator = EigenKronecker(U_G, U_A, magnitudes)
+            shared_operator = EigenKronecker(U_G, U_A, magnitudes, trace_A=trace_A)
             curvatures[index][block.name] = shared_operator.to(context.dtype)
     return [BlockDiagonal(blocks) for blocks in curvatures]
 

@@ -18,6 +18,7 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batches import Fold
+from laplace_debias.operators import LinearOperator
 
 Rows = Float[Tensor, "rows parameters"]
 
@@ -105,6 +106,12 @@ class MomentMatrix(RowAccumulator):
         super().reduce()
         matrix = _finite(self._sums.pop(DENSE_BLOCK))
         self._sums = self.context.ranks.sum_to_owners({DENSE_BLOCK: matrix}, _ON_FIRST)
+
+    def scale_and_add(self, scale: float, weight: float, operator: LinearOperator) -> None:
+        """Multiply the sum by a number, and add the weighted matrix of an operator."""
+        if self._sums:
+            matrix = operator.to_dense().to(self.sums)
+            self.sums.mul_(scale).add_(matrix, alpha=weight)
 
     def decompose(self, weight: float) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
         """Eigenpairs of the mean on all processes; the matrix is overwritten."""

@@ -170,6 +170,15 @@ def num_remaining(U: Tensor) -> int:
     return U.shape[-2] - U.shape[-1] if is_thin(U) else 1
 
 
+def trace_along(
+    curvature: Float[Tensor, "*groups values"], U: Float[Tensor, "*groups d r"] | None
+) -> Float[Tensor, " *groups"]:
+    """Compute a factor's trace from its curvature along all directions."""
+    if not is_thin(U):
+        return curvature.sum(-1)
+    return curvature[..., :-1].sum(-1) + num_remaining(U) * curvature[..., -1]
+
+
 def outer(
     curvature_G: Float[Tensor, "*groups d_out"], curvature_A: Float[Tensor, "*groups d_in"]
 ) -> Float[Tensor, "*groups d_out d_in"]:

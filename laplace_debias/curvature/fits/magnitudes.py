@@ -24,6 +24,7 @@ from laplace_debias.curvature.fits.directions import (
     directional_curvature,
     ekfac_magnitudes,
     outer,
+    trace_along,
 )
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
 from laplace_debias.curvature.fits.totals import DataTotals
@@ -36,16 +37,22 @@ from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 def curvature_along(
     context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first: int
-) -> tuple[BlockTensors, DataTotals]:
-    """Measure the factors' own curvature along every direction on other data (Eq. 9)."""
+) -> tuple[BlockTensors, BlockTensors, DataTotals]:
+    """Measure the factors' own curvature along every direction on other data (Eq. 9).
+
+    Returns:
+        The products of both factors' curvatures, the traces of A, and the totals of the data.
+    """
     accumulator = DirectionalCurvature(context, bases)
     totals = DataPass(accumulator).run(data, first)
     along_G, along_A = accumulator.projected
     table = {}
+    traces_A = {}
     for block, G in along_G.items():
         A = along_A[block] / totals.weight if block in along_A else G.new_ones(*block.groups, 1)
         table[block] = bases[block].pooled(outer(G / totals.weight, A), context.dtype)
-    return table, totals
+        traces_A[block] = trace_along(A, bases[block].U_A)
+    return table, traces_A, totals
 
 
 class DirectionalCurvature(FactorAccumulator):
@@ -181,18 +188,36 @@ def assemble(
     context: FitContext,
     bases: dict[Block, Eigenbasis],
     table: dict[Block, Float[Tensor, "*groups d_out d_in"]] | None,
+    traces_A: BlockTensors | None = None,
 ) -> BlockDiagonal:
     """Build the curvature from directions and magnitudes, in a dtype; None for their own.
 
     Bases and table are emptied on the way, so that no more than one block is there twice.
+
+    Args:
+        context: The blocks, in order, and the dtype.
+        bases: The directions of each block.
+        table: The magnitudes of each block; None for the products of the factors' eigenvalues.
+        traces_A: The trace of A of each block, if the magnitudes in the table are products of
+            curvatures of the factors.
     """
     blocks: dict[str, EigenKronecker] = {}
     for block in context.blocks:
         basis = bases.pop(block)
+        trace_A = None
         if table is None:
             magnitudes = outer(basis.eigenvalues_G, basis.eigenvalues_A)
+            trace_A = trace_along(basis.eigenvalues_A, basis.U_A)
         else:
             magnitudes = table.pop(block)
+            if traces_A is not None:
+                trace_A = traces_A[block]
         U_G, U_A = basis.directions(context.dtype)
-        blocks[block.name] = EigenKronecker(U_G, U_A, magnitudes.to(context.dtype))
+        kronecker = EigenKronecker(
+            U_G,
+            U_A,
+            magnitudes.to(context.dtype),
+            trace_A=None if trace_A is None else trace_A.to(context.dtype),
+        )
+        blocks[block.name] = kronecker
     return BlockDiagonal(blocks)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.fits.magnitudes import drop_squares
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
@@ -148,6 +149,29 @@ class CurvatureStructure(ABC):
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds."""
 
+    def update(
+        self,
+        context: FitContext,
+        information: Information,
+        data: FitData,
+        num_data: int | None = None,
+    ) -> CurvatureFit:
+        """Add the information of new data to that of earlier data.
+
+        Args:
+            context: The network and its blocks.
+            information: That of the earlier data.
+            data: The new data.
+            num_data: The number of examples that the new data stand for; None to count them.
+
+        Returns:
+            The curvature of the mean loss of all examples, and the totals of the new data.
+        """
+        raise NotImplementedError(
+            f"curvature={self.name!r} cannot be updated. Fit to the earlier and the new data "
+            f"together, or define `update` in {type(self).__name__}."
+        )
+
     @abstractmethod
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
         """Return the passes of a fit, each to be run over one batch to measure its costs."""
@@ -175,12 +199,22 @@ class CurvatureStructure(ABC):
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
         """Return a block's tensors in a file; directions that are coordinate axes are left out."""
         assert isinstance(block, EigenKronecker)
-        tensors = {"U_G": block.U_G, "U_A": block.U_A, "magnitudes": block.magnitudes}
+        tensors = {
+            "U_G": block.U_G,
+            "U_A": block.U_A,
+            "magnitudes": block.magnitudes,
+            "trace_A": block.trace_A,
+        }
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
         """Return the block of its `tensors`."""
-        return EigenKronecker(tensors.get("U_G"), tensors.get("U_A"), tensors["magnitudes"])
+        return EigenKronecker(
+            tensors.get("U_G"),
+            tensors.get("U_A"),
+            tensors["magnitudes"],
+            trace_A=tensors.get("trace_A"),
+        )
 
     def restore(
         self,

@@ -1,11 +1,12 @@
 """The diagonal of the curvature: exact curvature along the coordinate axes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
+from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.magnitudes import (
     assemble,
     coordinate_axes,
@@ -21,6 +22,7 @@ from laplace_debias.curvature.structures.base import (
     Workload,
     squares_trial,
 )
+from laplace_debias.operators import BlockDiagonal, EigenKronecker
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,24 @@ class DiagonalCurvature(CurvatureStructure):
             first_indices.extend(fold.first_indices)
             size += fold.size
         return self.fit(context, Fold(pairs, first_indices, size))
+
+    def update(
+        self,
+        context: FitContext,
+        information: Information,
+        data: FitData,
+        num_data: int | None = None,
+    ) -> CurvatureFit:
+        """Add the diagonal of new data to that of earlier data; exact."""
+        new = self.fit(context, data)
+        counts = ExampleCounts.of_update(information, num_data, new.totals)
+        blocks = {}
+        for name, block in new.curvature.blocks.items():
+            earlier = information.curvature.blocks[name].magnitudes
+            sums = counts.read * block.magnitudes.double()
+            magnitudes = counts.mean(earlier, sums).to(context.dtype)
+            blocks[name] = EigenKronecker(None, None, magnitudes)
+        return replace(new, curvature=BlockDiagonal(blocks))
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
         """Return the pass that measures the squares of the gradients."""

@@ -13,7 +13,8 @@ from laplace_debias.curvature.fits.crossfit import (
 )
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
-from laplace_debias.curvature.fits.magnitudes import assemble, exact_sums
+from laplace_debias.curvature.fits.information import ExampleCounts, Information
+from laplace_debias.curvature.fits.magnitudes import assemble, coordinate_axes, exact_sums
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import TrialPass, Workload, squares_trial
 from laplace_debias.curvature.structures.factored import FactoredCurvature, factor_trial
@@ -55,6 +56,29 @@ class EkfacCurvature(FactoredCurvature):
         for block, measured in table.items():
             table[block] = bases[block].pooled(measured, context.dtype)
         return self.leading(CurvatureFit(assemble(context, bases, table), totals))
+
+    def update(
+        self,
+        context: FitContext,
+        information: Information,
+        data: FitData,
+        num_data: int | None = None,
+    ) -> CurvatureFit:
+        """Add the exact curvature of new data along the earlier directions, which stay.
+
+        The magnitudes are then the exact curvature of all data along these directions, if the
+        earlier ones are that of the earlier data.
+        """
+        bases = {}
+        earlier = information.curvature.blocks
+        for block in context.blocks:
+            kronecker = earlier[block.name]
+            bases[block] = coordinate_axes()._replace(U_G=kronecker.U_G, U_A=kronecker.U_A)
+        table, totals = exact_sums(context, bases, data, 0)
+        counts = ExampleCounts.of_update(information, num_data, totals)
+        for block, squares in table.items():
+            table[block] = counts.mean(earlier[block.name].magnitudes, squares)
+        return CurvatureFit(assemble(context, bases, table), totals)
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
         """Return the pass that sums the factors, and the one that measures the magnitudes."""

@@ -15,6 +15,7 @@ from laplace_debias.curvature.fits.dense import (
     decompose_on_first,
     read_rows_of_folds,
 )
+from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import EIGH_MATRICES, NO_ROWS, NumRows, Workload
@@ -56,6 +57,22 @@ class FullCurvature(DenseCurvature):
             lambda rows: crossfit_rows(rows, totals.weight, None, context.dtype),
         )
         return _assemble(context, values, U, totals)
+
+    def update(
+        self,
+        context: FitContext,
+        information: Information,
+        data: FitData,
+        num_data: int | None = None,
+    ) -> CurvatureFit:
+        """Add the matrix of new data to that of earlier data, and decompose the sum; exact."""
+        accumulator = MomentMatrix(context)
+        totals = DataPass(accumulator).run(data)
+        counts = ExampleCounts.of_update(information, num_data, totals)
+        earlier = information.curvature.blocks[DENSE_BLOCK]
+        accumulator.scale_and_add(counts.scale, counts.earlier, earlier)
+        eigenvalues, U = accumulator.decompose(counts.total)
+        return _assemble(context, eigenvalues, U, totals)
 
     def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
         """Count the bytes of all directions and magnitudes."""

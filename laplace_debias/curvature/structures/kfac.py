@@ -8,6 +8,11 @@ from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import crossfit_factors, fold_factor_sums, split_folds
 from laplace_debias.curvature.fits.eigenbases import eigenbases
 from laplace_debias.curvature.fits.factor_sums import factor_sums
+from laplace_debias.curvature.fits.information import (
+    ExampleCounts,
+    Information,
+    add_earlier_factors,
+)
 from laplace_debias.curvature.fits.magnitudes import assemble, curvature_along
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import TrialPass, Workload
@@ -31,8 +36,10 @@ class KfacCurvature(FactoredCurvature):
         bases = eigenbases(context, factors, totals.weight)
         if magnitudes is None:
             return self.leading(CurvatureFit(assemble(context, bases, None), totals))
-        table, more_totals = curvature_along(context, bases, magnitudes, totals.num_examples)
-        curvature = assemble(context, bases, table)
+        table, traces_A, more_totals = curvature_along(
+            context, bases, magnitudes, totals.num_examples
+        )
+        curvature = assemble(context, bases, table, traces_A)
         return self.leading(CurvatureFit(curvature, totals + more_totals))
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
@@ -47,6 +54,26 @@ class KfacCurvature(FactoredCurvature):
         sizes = [fold.size for fold in folds]
         curvature = crossfit_factors(context, sizes, sums_by_fold)
         return self.leading(CurvatureFit(curvature, totals))
+
+    def update(
+        self,
+        context: FitContext,
+        information: Information,
+        data: FitData,
+        num_data: int | None = None,
+    ) -> CurvatureFit:
+        r"""Add the factors of new data to those of earlier data, which are recovered.
+
+        A sum of two Kronecker products is no Kronecker product. It is approximated as K-FAC
+        approximates the sum over examples: by the product of both means,
+        $\tfrac1N(N_1 G_1 + N_2 G_2) \otimes \tfrac1N(N_1 A_1 + N_2 A_2)$. This is the K-FAC of
+        all data, if the earlier curvature is that of a fit to one set of data, without a rank.
+        """
+        sums, totals = factor_sums(context, data)
+        counts = ExampleCounts.of_update(information, num_data, totals)
+        add_earlier_factors(sums, information, counts)
+        bases = eigenbases(context, sums, counts.total)
+        return self.leading(CurvatureFit(assemble(context, bases, None), totals))
 
     def trial_passes(self, context: FitContext, data: FitData) -> Sequence[Callable[[], TrialPass]]:
         """Return the pass that sums the factors."""

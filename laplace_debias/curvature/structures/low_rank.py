@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from laplace_debias.curvature.fits.dense import (
     leading_pairs,
     read_rows_of_folds,
 )
+from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.structures.base import NO_ROWS, CurvatureBlock, NumRows, Workload
@@ -87,6 +89,34 @@ class LowRankCurvature(DenseCurvature):
             lambda rows: crossfit_rows(rows, totals.weight, self.num_directions, context.dtype),
         )
         return _assemble(context, values, U, totals)
+
+    def update(
+        self,
+        context: FitContext,
+        information: Information,
+        data: FitData,
+        num_data: int | None = None,
+    ) -> CurvatureFit:
+        """Add the rows of new data to the earlier directions, and keep the leading ones of both.
+
+        The earlier directions have the lengths of Jacobian rows. What their rank left out is not
+        recovered: the result is that of all data if the rank is at least the number of all rows.
+        """
+        rank = self.num_directions
+        accumulator = LeadingRows(context, rank)
+        totals = DataPass(accumulator).run(data)
+        counts = ExampleCounts.of_update(information, num_data, totals)
+        rows = [accumulator.joined * counts.scale**0.5]
+        if context.ranks.rank == 0:
+            earlier = information.curvature.blocks[DENSE_BLOCK]
+            lengths = (counts.earlier * earlier.magnitudes.to(rows[0])).sqrt()
+            rows.append((earlier.U.to(rows[0]) * lengths).T)
+        eigenvalues, U = decompose_on_first(
+            context,
+            [torch.cat(rows)],
+            lambda rows_of_all: leading_pairs(rows_of_all[0], rank, context.dtype),
+        )
+        return _assemble(context, eigenvalues / counts.total, U, totals)
 
     def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
         """Count the bytes of the directions and magnitudes."""

@@ -44,6 +44,9 @@ class EigenKronecker(Symmetric):
             a thin side has r + 1 rows or columns.
         added: The multiple of the identity that the magnitudes contain. If no magnitude is below
             it, it was added to a positive semi-definite operator, and small magnitudes are precise.
+        trace_A: The trace of A (one per group) if the operator is a Kronecker product $G \otimes A$
+            of positive semi-definite factors, which determines their scales; None if it is not, or
+            if the scales are not known.
 
     Raises:
         ValueError: If the shapes, dtypes or devices do not fit each other.
@@ -53,6 +56,7 @@ class EigenKronecker(Symmetric):
     U_A: Float[Tensor, "*groups d_in r_A"] | None
     magnitudes: Float[Tensor, "*groups rows columns"]
     added: Scalar = field(default=0.0, compare=False)
+    trace_A: Float[Tensor, " *groups"] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.magnitudes.ndim not in (2, 3):
@@ -91,13 +95,38 @@ class EigenKronecker(Symmetric):
     @property
     def multiplicities(self) -> Float[Tensor, "rows columns"]:
         """The number of directions that share each magnitude."""
+        return torch.outer(*self._side_multiplicities)
+
+    @property
+    def _side_multiplicities(self) -> tuple[Float[Tensor, " rows"], Float[Tensor, " columns"]]:
+        """Number of directions of each side that share a row, and a column, of magnitudes."""
         counts = []
         for U, size in zip((self.U_G, self.U_A), self.magnitudes.shape[-2:], strict=True):
             side_counts = torch.ones(size, dtype=self.dtype, device=self.device)
             if is_thin(U):
                 side_counts[-1] = U.shape[-2] - U.shape[-1]
             counts.append(side_counts)
-        return torch.outer(*counts)
+        return counts[0], counts[1]
+
+    @property
+    def factor_eigenvalues(
+        self,
+    ) -> tuple[Float[Tensor, "*groups rows"], Float[Tensor, "*groups columns"]]:
+        """The eigenvalues of G and of A, whose products are the magnitudes; zero if these are.
+
+        Raises:
+            ValueError: If `trace_A` is None.
+        """
+        if self.trace_A is None:
+            raise ValueError(
+                "The operator does not have the scales of its factors. Construct it with trace_A=."
+            )
+        counts_G, counts_A = self._side_multiplicities
+        rows = self.magnitudes @ counts_A
+        columns = self.magnitudes.mT @ counts_G
+        trace_A = self.trace_A.unsqueeze(-1)
+        trace_G = (rows @ counts_G).unsqueeze(-1) / trace_A
+        return (rows / trace_A).nan_to_num(0.0), (columns / trace_G).nan_to_num(0.0)
 
     @property
     def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
@@ -177,8 +206,8 @@ class EigenKronecker(Symmetric):
         magnitudes = torch.cat([kept_magnitudes, pool / (d - rank)], dim)
         U = torch.take_along_dim(U, order.unsqueeze(-2)[..., :rank], -1).mT.contiguous().mT
         if side == 0:
-            return EigenKronecker(U, self.U_A, magnitudes)
-        return EigenKronecker(self.U_G, U, magnitudes)
+            return EigenKronecker(U, self.U_A, magnitudes, trace_A=self.trace_A)
+        return EigenKronecker(self.U_G, U, magnitudes, trace_A=self.trace_A)
 
     def leading(self, rank: float) -> "EigenKronecker":
         """Keep only the leading directions of each side; the trace does not change.
@@ -282,4 +311,5 @@ def _(operator: EigenKronecker, scalar: Scalar) -> LinearOperator:
 
 @shift.register
 def _(operator: EigenKronecker, scalar: Scalar) -> LinearOperator | None:
-    return replace(operator, magnitudes=operator.magnitudes + scalar, added=operator.added + scalar)
+    magnitudes = operator.magnitudes + scalar
+    return EigenKronecker(operator.U_G, operator.U_A, magnitudes, added=operator.added + scalar)

@@ -1,0 +1,129 @@
+"""The information of earlier data, to which that of new data is added."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from laplace_debias.curvature.fits.directions import Factor, GramFactor
+from laplace_debias.curvature.fits.factor_sums import FactorSums
+from laplace_debias.curvature.fits.totals import DataTotals
+from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.operators import BlockDiagonal, EigenKronecker
+from laplace_debias.operators.structures.eigen_kronecker import is_thin
+
+
+@dataclass(frozen=True, eq=False)
+class Information:
+    """The information of earlier data: their number times the curvature of their mean loss.
+
+    Attributes:
+        curvature: C, block by block.
+        weight: The number of examples N, so that the information is N C.
+    """
+
+    curvature: BlockDiagonal
+    weight: float
+
+
+@dataclass(frozen=True)
+class ExampleCounts:
+    """Numbers of examples, by which earlier information and that of new data are weighted.
+
+    Attributes:
+        earlier: The number of earlier examples.
+        new: The number of new examples.
+        read: The total weight of the new examples that were read.
+    """
+
+    earlier: float
+    new: float
+    read: float
+
+    @classmethod
+    def of_update(
+        cls, information: Information, num_data: int | None, totals: DataTotals
+    ) -> "ExampleCounts":
+        """Count the new examples: as passed, or by the weights of those that were read."""
+        new = totals.weight if num_data is None else num_data
+        return cls(information.weight, new, totals.weight)
+
+    @property
+    def total(self) -> float:
+        """The number of all examples."""
+        return self.earlier + self.new
+
+    @property
+    def scale(self) -> float:
+        """Factor by which sums over the examples that were read become sums over the new ones."""
+        return self.new / self.read
+
+    def mean(self, earlier: Tensor, sums: Tensor) -> Tensor:
+        """Average earlier means and sums over what was read, in the dtype of the sums."""
+        return (self.earlier * earlier.to(sums) + self.scale * sums) / self.total
+
+
+def add_earlier_factors(sums: FactorSums, information: Information, counts: ExampleCounts) -> None:
+    """Add the earlier factors to the factor sums of new data, in place.
+
+    The sums are then those of K-FAC on all data, `Σ G` and `Σ A`. A block (or group) whose earlier
+    curvature is zero has no earlier factors. Its sums are scaled so that the mean of all data is
+    that of the new data times their share.
+    """
+    for block, (new_G, new_A) in sums.items():
+        earlier = information.curvature.blocks[block.name]
+        assert isinstance(earlier, EigenKronecker)
+        eigenvalues_G, eigenvalues_A = earlier.factor_eigenvalues
+        scales = torch.full_like(eigenvalues_G[..., 0], counts.scale, dtype=torch.float64)
+        is_zero = earlier.magnitudes.flatten(-2).amax(-1) == 0
+        scales_A = torch.where(is_zero, counts.total / counts.read, scales)
+        earlier_G = _factor(block, 0, counts.earlier * eigenvalues_G, earlier.U_G, new_G)
+        earlier_A = _factor(block, 1, counts.earlier * eigenvalues_A, earlier.U_A, new_A)
+        sums[block] = (
+            earlier_G + _scaled(new_G, scales),
+            earlier_A + _scaled(new_A, scales_A),
+        )
+
+
+def _scaled(factor: Factor, scales: Float[Tensor, " *groups"]) -> Factor:
+    """Multiply the factor of each group by a number; a diagonal factor has no groups."""
+    if isinstance(factor, Tensor):
+        return factor * scales.view(*scales.shape, *[1] * (factor.ndim - scales.ndim)).to(factor)
+    if not scales.ndim:
+        return factor * float(scales)
+    rows = factor.rows * scales.sqrt().unsqueeze(-1).to(factor.rows)
+    return GramFactor(rows, factor.residual_trace, factor.max_rows)
+
+
+def _factor(
+    block: Block,
+    side: int,
+    eigenvalues: Float[Tensor, "*groups values"],
+    U: Float[Tensor, "*groups d r"] | None,
+    new: Factor,
+) -> Factor:
+    """Form a factor of its eigenvalues and eigenvectors, in the form of the new one.
+
+    Args:
+        block: The block.
+        side: 0 for G, 1 for A.
+        eigenvalues: The eigenvalues; of a thin basis the last one is for all other directions.
+        U: The eigenvectors; None for the coordinate axes.
+        new: The factor of new data, to which it will be added.
+    """
+    dtype = new.dtype if isinstance(new, Tensor) else new.rows.dtype
+    values = eigenvalues.to(dtype)
+    if U is None:
+        return values
+    U = U.to(dtype)
+    if not is_thin(U):
+        return (U * values.unsqueeze(-2)) @ U.mT
+    d, r = U.shape[-2:]
+    remainder = values[..., -1:]
+    if block.is_streamed[side] or (U.ndim == 2 and not remainder.any()):
+        rows = (U * values[:r].sqrt()).mT
+        max_rows = block.most_rows if block.is_streamed[side] else None
+        return GramFactor(rows, remainder.squeeze(-1) * (d - r), max_rows).compressed()
+    leading = (U * (values[..., :r] - remainder).unsqueeze(-2)) @ U.mT
+    return leading + torch.diag_embed(remainder.expand(*U.shape[:-2], d))

@@ -1,0 +1,293 @@
+"""Updates with new data: the precision of new data adds up, and the evidence follows."""
+
+import oracle
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+
+DELTA = 0.7
+STRUCTURES = ["kfac", "ekfac", "diag", "lowrank", "full"]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+
+
+def examples(size, seed):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 3, generator=g, dtype=torch.float64)
+    return x, torch.randint(3, (size,), generator=g)
+
+
+FIRST = examples(14, 1)
+SECOND = examples(9, 2)
+UNION = torch.cat([FIRST[0], SECOND[0]]), torch.cat([FIRST[1], SECOND[1]])
+
+
+def laplace(curvature, **options):
+    if curvature == "lowrank":
+        options["rank"] = 60  # all directions
+    return Laplace(network(), curvature=curvature, prior_precision=DELTA, **options)
+
+
+def precision(la):
+    return la.posterior.precision.to_dense()
+
+
+def assert_same(actual, expected, tolerance=1e-10):
+    oracle.close(precision(actual), precision(expected), tolerance)
+    oracle.close(actual.functional(UNION[0])[1], expected.functional(UNION[0])[1], tolerance)
+    evidence = actual.log_marginal_likelihood()
+    torch.testing.assert_close(evidence, expected.log_marginal_likelihood(), rtol=tolerance, atol=0)
+    assert actual.num_data == expected.num_data
+
+
+# `lowrank` leaves out eigenvalues below 1e-7 of the largest one, in each of its decompositions.
+TOLERANCES = {"lowrank": 1e-6}
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diag", "lowrank", "full"])
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_an_update_is_the_fit_to_all_data(curvature, fisher):
+    updated = laplace(curvature, fisher=fisher).fit([FIRST]).update([SECOND])
+    fitted = laplace(curvature, fisher=fisher).fit([FIRST, SECOND])
+    assert_same(updated, fitted, TOLERANCES.get(curvature, 1e-10))
+
+
+def test_the_precision_is_the_prior_and_the_dense_ggn_of_all_data():
+    model = network()
+    names = [name for name, _ in model.named_parameters()]
+    ggn = oracle.ggn(model, UNION[0], "classification", names)
+    expected = 23 * ggn + DELTA * torch.eye(len(ggn), dtype=torch.float64)
+    la = laplace("full").fit([FIRST]).update([SECOND])
+    oracle.close(precision(la), expected, 1e-10)
+    theta = oracle.flat_parameters(model, names)
+    nll = oracle.nll("classification", model(UNION[0]), UNION[1]).sum()
+    evidence = oracle.log_marginal_likelihood(nll, theta, expected, torch.full_like(theta, DELTA))
+    torch.testing.assert_close(la.log_marginal_likelihood(), evidence.detach(), rtol=1e-10, atol=0)
+    la = laplace("lowrank").fit([FIRST]).update([SECOND])
+    oracle.close(precision(la), expected, TOLERANCES["lowrank"])
+
+
+def test_ekfac_has_the_exact_curvature_of_all_data_along_the_earlier_directions():
+    la = laplace("ekfac").fit([FIRST])
+    bases = {name: (b.U_G, b.U_A) for name, b in la.posterior.curvature.blocks.items()}
+    la.update([SECOND])
+    for name, (U_G, U_A) in bases.items():
+        U = torch.kron(U_G, U_A)
+        ggn = oracle.ggn_block(la.model, UNION[0], "classification", name)
+        block = la.posterior.curvature.blocks[name]
+        oracle.close(block.magnitudes.flatten(), torch.diagonal(U.T @ ggn @ U), 1e-10)
+
+
+def convolutions():
+    torch.manual_seed(1)
+    return (
+        nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+        .double()
+        .eval()
+    )
+
+
+@pytest.mark.parametrize("is_first_dead", [False, True])
+def test_a_group_without_curvature_so_far_takes_that_of_the_new_data(is_first_dead):
+    model = convolutions()
+    g = torch.Generator().manual_seed(3)
+    x = torch.rand(12, 2, 4, 4, generator=g, dtype=torch.float64)
+    y = torch.randint(3, (12,), generator=g)
+    first = x[:6].clone()
+    if is_first_dead:
+        first[:, 1] = 0  # The inputs of the second group, so that its A is zero.
+    names = ["0.weight", "3.weight"]
+    la = Laplace(model, params=names, prior_precision=DELTA).fit([(first, y[:6])])
+    other = Laplace(model, params=names, prior_precision=DELTA).fit([(x[6:], y[6:])])
+    earlier = la.posterior.curvature.blocks["0.weight"].to_dense()
+    new = other.posterior.curvature.blocks["0.weight"].to_dense()
+    la.update([(x[6:], y[6:])])
+    updated = la.posterior.curvature.blocks["0.weight"].to_dense()
+    fitted = Laplace(model, params=names).fit([(first, y[:6]), (x[6:], y[6:])])
+    expected = fitted.posterior.curvature.blocks["0.weight"].to_dense()
+    half = len(updated) // 2
+    oracle.close(updated[:half, :half], expected[:half, :half], 1e-10)
+    if is_first_dead:
+        assert not earlier[half:, half:].any()
+        expected[half:, half:] = new[half:, half:] / 2
+    oracle.close(updated, expected, 1e-10)
+
+
+def wide():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(300, 4), nn.Tanh(), nn.Linear(4, 3)).double().eval()
+
+
+@pytest.mark.parametrize("second_size", [20, 200])
+def test_factors_of_few_examples_are_added_as_rows_or_as_matrices(second_size):
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(10 + second_size, 300, generator=g, dtype=torch.float64)
+    y = torch.randint(3, (len(x),), generator=g)
+    first, second = (x[:10], y[:10]), (x[10:], y[10:])
+    updated = Laplace(wide()).fit([first])
+    assert updated.posterior.curvature.blocks["0.weight"].U_A.shape == (300, 10)
+    updated.update([second])
+    fitted = Laplace(wide()).fit([first, second])
+    V = torch.randn(len(fitted.mean), 5, generator=g, dtype=torch.float64)
+    oracle.close(updated.posterior.precision @ V, fitted.posterior.precision @ V, 1e-10)
+    has_few_rows = second_size == 20
+    assert (updated.posterior.curvature.blocks["0.weight"].U_A.shape[1] < 300) == has_few_rows
+
+
+@pytest.mark.parametrize("rank", [2, 0.9])
+def test_a_rank_keeps_the_trace_of_all_data(rank):
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(30, 300, generator=g, dtype=torch.float64)
+    y = torch.randint(3, (30,), generator=g)
+    updated = Laplace(wide(), rank=rank).fit([(x[:12], y[:12])]).update([(x[12:], y[12:])])
+    fitted = Laplace(wide()).fit([(x, y)])
+    for name, block in fitted.posterior.curvature.blocks.items():
+        truncated = updated.posterior.curvature.blocks[name]
+        trace = (truncated.magnitudes * truncated.multiplicities).sum()
+        expected = (block.magnitudes * block.multiplicities).sum()
+        torch.testing.assert_close(trace, expected, rtol=1e-10, atol=0)
+
+
+def kronecker_factors(block):
+    """G and A of a Kronecker product, up to one scale."""
+    dense = block.to_dense().reshape(*block.sizes, *block.sizes)
+    return torch.einsum("iaja->ij", dense), torch.einsum("iaib->ab", dense)
+
+
+@pytest.mark.parametrize("mode", ["mini", "debiased", "crossfit"])
+def test_kfac_of_few_batches_is_averaged_factor_by_factor(mode):
+    batches = [(x, y) for x, y in zip(FIRST[0].split(7), FIRST[1].split(7), strict=True)]
+    la = laplace("kfac").fit(batches, mode=mode, num_data=14)
+    traces = [block.trace_A for block in la.posterior.curvature.blocks.values()]
+    earlier = [kronecker_factors(b) for b in la.posterior.curvature.blocks.values()]
+    second = laplace("kfac").fit([SECOND])
+    la.update([SECOND])
+    measured_on = UNION[0][7:14] if mode == "debiased" else UNION[0][:7]
+    hidden = torch.tanh(la.model[0](measured_on))
+    expected_traces = [
+        measured_on.square().sum(1).mean(), torch.ones(()), hidden.square().sum(1).mean(),
+        torch.ones(()),
+    ]  # fmt: skip
+    torch.testing.assert_close(torch.stack(traces), torch.stack(expected_traces).double())
+    for (name, block), (G, A), trace in zip(
+        la.posterior.curvature.blocks.items(), earlier, traces, strict=True
+    ):
+        new = second.posterior.curvature.blocks[name]
+        new_G, new_A = kronecker_factors(new)
+        factors_G = 14 * G / trace + 9 * new_G / new.trace_A
+        scale_A = trace / A.trace() if A.trace() else 0.0
+        factors_A = 14 * A * scale_A + 9 * new_A * new.trace_A / new_A.trace()
+        oracle.close(block.to_dense(), torch.kron(factors_G, factors_A) / 23**2, 1e-9)
+
+
+def test_diagonals_and_matrices_of_any_mode_add_up_exactly():
+    batches = [(x, y) for x, y in zip(FIRST[0].split(7), FIRST[1].split(7), strict=True)]
+    for curvature in ("diag", "full"):
+        for mode in ("mini", "debiased", "crossfit"):
+            la = laplace(curvature).fit(batches, mode=mode, num_data=1000)
+            earlier = precision(la)
+            new = precision(laplace(curvature).fit([SECOND]))
+            expected = earlier + new - DELTA * torch.eye(len(new))
+            oracle.close(precision(la.update([SECOND])), expected, 1e-10)
+            assert la.num_data == 1009
+
+
+@pytest.mark.parametrize("curvature", STRUCTURES)
+def test_num_data_scales_the_new_data(curvature):
+    doubled = laplace(curvature).fit([FIRST]).update([SECOND], num_data=18)
+    twice = laplace(curvature).fit([FIRST]).update([SECOND, SECOND])
+    assert_same(doubled, twice, TOLERANCES.get(curvature, 1e-10))
+
+
+@pytest.mark.parametrize("curvature", STRUCTURES)
+def test_a_loaded_posterior_is_updated_like_that_of_the_fit(curvature, tmp_path):
+    la = laplace(curvature).fit([FIRST])
+    la.save(tmp_path / "first.safetensors")
+    loaded = Laplace.load(tmp_path / "first.safetensors", la.model)
+    assert_same(loaded.update([SECOND]), la.update([SECOND]), 1e-12)
+    la.save(tmp_path / "both.safetensors")
+    again = Laplace.load(tmp_path / "both.safetensors", la.model)
+    assert_same(again, la, 1e-15)
+    third = examples(5, 9)
+    assert_same(again.update([third]), la.update([third]), 1e-12)
+
+
+@pytest.mark.parametrize("curvature", STRUCTURES)
+def test_a_tuned_noise_stays_and_scales_the_new_data(curvature):
+    x, _ = UNION
+    y = 0.3 * torch.randn(23, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    options = {"rank": 60} if curvature == "lowrank" else {}
+
+    def regression(sigma):
+        return Laplace(network(), "regression", curvature, sigma=sigma, **options)
+
+    la = regression(1.0).fit([(x[:14], y[:14])])
+    la.tune_evidence(sigma=True)
+    sigma = float(la.sigma)
+    delta = la.prior_precision
+    la.update([(x[14:], y[14:])])
+    assert float(la.sigma) == sigma
+    torch.testing.assert_close(la.prior_precision, delta)
+    directions = regression(sigma).fit([(x[:14], y[:14])])
+    expected = directions.update([(x[14:], y[14:])])
+    expected.prior_precision = delta
+    assert_same(la, expected, TOLERANCES.get(curvature, 1e-9))
+    la.tune_evidence(sigma=True)
+    expected.tune_evidence(sigma=True)
+    torch.testing.assert_close(la.sigma, expected.sigma, rtol=1e-5, atol=0)
+
+
+def test_an_assumed_noise_is_neither_estimated_again_nor_warned_of():
+    x, _ = UNION
+    y = torch.randn(23, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    with pytest.warns(UserWarning, match="estimated by the residuals"):
+        la = Laplace(network(), "regression").fit([(x[:14], y[:14])])
+    sigma = la.sigma
+    la.update([(x[14:], y[14:])])
+    torch.testing.assert_close(la.sigma, sigma)
+
+
+def test_weighted_examples_add_their_weights():
+    weights = torch.full((9,), 2.0, dtype=torch.float64)
+    la = laplace("kfac").fit([FIRST]).update([(*SECOND, weights)])
+    assert_same(la, laplace("kfac").fit([FIRST]).update([SECOND, SECOND]))
+
+
+def test_tuning_and_evaluation_follow_an_update():
+    updated = laplace("kfac").fit([FIRST]).update(DataLoader(TensorDataset(*SECOND), batch_size=4))
+    fitted = laplace("kfac").fit([FIRST, SECOND])
+    held_out = [examples(120, 11)]
+    tuned = updated.tune(held_out)
+    assert tuned.prior_precision == fitted.tune(held_out).prior_precision
+    torch.testing.assert_close(
+        updated.evaluate(held_out)["nll"].value, fitted.evaluate(held_out)["nll"].value
+    )
+    theta = updated.sample(3, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(
+        updated.posterior.log_prob(theta), fitted.posterior.log_prob(theta), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_what_cannot_be_updated_is_refused_before_work_starts(tmp_path):
+    with pytest.raises(RuntimeError, match="Not fitted yet"):
+        laplace("kfac").update([SECOND])
+    thin = Laplace(wide(), prior_precision=100.0)
+    x = torch.randn(8, 300, dtype=torch.float64)
+    thin.fit([(x, torch.arange(8) % 3)]).thin(x, error=0.5)
+    with pytest.raises(ValueError, match="saved before thin"):
+        thin.update([(x, torch.arange(8) % 3)])
+    la = laplace("kfac").fit([FIRST])
+    with pytest.raises(TypeError, match="Pass a DataLoader"):
+        la.update(SECOND[0])
+    with pytest.raises(ValueError, match="at least one batch"):
+        la.update([])
+    with torch.no_grad():
+        la.model[0].weight += 1
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la.update([SECOND])
