@@ -1,14 +1,17 @@
 """Updates of a posterior with new data: the information of the data adds up."""
 
 from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.information import Information
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, check_batches
 from laplace_debias.curvature.network.dataset_size import training_size
+from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.laplace.fit import fit
 from laplace_debias.laplace.prepared import PreparedFit
@@ -29,14 +32,17 @@ class Added(Full):
 
     information: Information
 
-    def check(self, structure: Any) -> None:
+    def check(self, structure: CurvatureStructure) -> None:
         """Require factors that can be added."""
         if isinstance(structure, KfacCurvature):
             check_has_factors(self.information)
 
-    def estimate_noise(self, context: FitContext) -> Any:
+    def estimate_noise(self, context: FitContext) -> Gaussian:
         """Return the noise of the earlier fit, at which its curvature was measured."""
-        return context.cotangents.loss.likelihood
+        loss = context.cotangents.loss
+        assert isinstance(loss, NegativeLogLikelihood)
+        assert isinstance(loss.likelihood, Gaussian)
+        return loss.likelihood
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Add the information of the data."""
