@@ -10,6 +10,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
 from laplace_debias.curvature.network.outputs import classes_last
 from laplace_debias.curvature.network.precision import widened
+from laplace_debias.curvature.network.quantised import check_can_be_bayesian
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.network.validation import validate_model
@@ -56,10 +57,20 @@ class ModelSpec:
         return unwrapped(self.model)
 
     def first_parameter(self, names: Sequence[str] | None) -> nn.Parameter:
-        """Return the first of some parameters; the first trainable one if there are no names."""
-        if names is None:
-            return next(p for p in self.model.parameters() if p.requires_grad)
-        return self.plain_model.get_parameter(names[0])
+        """Return the first of some parameters.
+
+        If there are no names, it is the first trainable one that is not offloaded.
+
+        Raises:
+            NotImplementedError: If there are no names, and all trainable ones are offloaded.
+        """
+        if names is not None:
+            return self.plain_model.get_parameter(names[0])
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        on_device = [parameter for parameter in trainable.values() if not parameter.is_meta]
+        if not on_device:
+            check_can_be_bayesian(*next(iter(trainable.items())))
+        return on_device[0]
 
     def network(self, names: Sequence[str]) -> nn.Module:
         """Copy the model's modules around its own parameters, with outputs `[B, ..., C]`.

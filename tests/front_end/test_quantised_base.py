@@ -7,6 +7,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from laplace_debias import Laplace
+from laplace_debias.curvature import GGN
 
 IDS = torch.randint(1, 64, (8, 6), generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(3, (8,), generator=torch.Generator().manual_seed(2))
@@ -181,6 +182,17 @@ def test_a_bayesian_parameter_that_is_quantised_is_refused_by_name():
         Laplace(model, params=[name])
 
 
+def test_operators_leave_a_quantised_base_as_it_is(pair):
+    quantised, plain = (la.model for la in pair)
+    loss = nn.CrossEntropyLoss()
+    products = []
+    for model in (quantised, plain):
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        operator = GGN(model, loss, BATCHES, params=names)
+        products.append(operator @ torch.ones(operator.shape[1]))
+    assert_close(products[0], products[1], 2e-5)
+
+
 def test_a_changed_quantised_base_is_noticed():
     model = with_adapters(nf4_by_bitsandbytes(base()))
     la = Laplace(model).fit(BATCHES, num_data=50)
@@ -230,6 +242,32 @@ def test_adapters_of_an_offloaded_base_have_the_posterior_of_those_of_a_plain_on
     precision = la.posterior.precision.to_dense()
     assert_close(precision, expected.posterior.precision.to_dense())
     assert_close(la.predict(INPUTS).probs, expected.predict(INPUTS).probs)
+
+
+def test_the_last_layer_of_a_model_whose_first_layers_are_offloaded():
+    """They are trainable, as in a model that nobody has frozen."""
+    accelerate = pytest.importorskip("accelerate")
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    data = [(inputs, torch.arange(6) % 3)]
+
+    def build():
+        torch.manual_seed(0)
+        layers = (nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+        return nn.Sequential(*layers).double().eval()
+
+    model = build()
+    accelerate.cpu_offload(model[0])
+    assert model[0].weight.is_meta
+    la = Laplace(model, params="last_layer").fit(data)
+    expected = Laplace(build(), params="last_layer").fit(data)
+    assert torch.equal(la.predict(inputs).probs, expected.predict(inputs).probs)
+    v = torch.ones(18, dtype=torch.float64)
+    loss = nn.CrossEntropyLoss()
+    operators = [GGN(m, loss, data, params="last_layer") for m in (model, build())]
+    assert torch.equal(operators[0] @ v, operators[1] @ v)
+    accelerate.cpu_offload(model[2])
+    with pytest.raises(NotImplementedError, match=r"0.weight is offloaded"):
+        Laplace(model, params="last_layer")
 
 
 def test_a_bayesian_parameter_that_is_offloaded_is_refused_by_name():

@@ -70,6 +70,27 @@ def trainer_of_a_user(folder):
     )
 
 
+def adapters_of_a_user():
+    """A small network with a quantised layer, and where its adapters go."""
+    quantization = pytest.importorskip("torchao.quantization")
+    peft = pytest.importorskip("peft")
+    network = names_of_a_user()["model"]
+    quantization.quantize_(network[0], quantization.Int8WeightOnlyConfig())
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    return {"peft": peft, "quantised_model": network, "lora_config": config}
+
+
+def skorch_net_of_a_user():
+    skorch = pytest.importorskip("skorch")
+    network = names_of_a_user()["model"]
+    return skorch.NeuralNetClassifier(network, criterion=torch.nn.CrossEntropyLoss, verbose=0)
+
+
+def classifier_of_a_user(X, y):
+    integration = pytest.importorskip("laplace_debias.integrations.sklearn")
+    return integration.LaplaceClassifier(names_of_a_user()["model"]).fit(X, y)
+
+
 @pytest.mark.parametrize("lines", lines_where_you_work())
 def test_the_lines_where_you_work_run(lines, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -89,6 +110,18 @@ def test_the_lines_where_you_work_run(lines, tmp_path, monkeypatch):
         names["onnxruntime"] = pytest.importorskip("onnxruntime")
     if "trainer" in lines:
         names["trainer"] = trainer_of_a_user(tmp_path)
+    if "peft" in lines:
+        names |= adapters_of_a_user()
+    if "skorch" in lines:
+        names["skorch_net"] = skorch_net_of_a_user()
+    if "mapie" in lines:
+        pytest.importorskip("mapie")
+        names["classifier"] = classifier_of_a_user(names["X"], names["y"])
+    if "timm" in lines:
+        names["timm"] = pytest.importorskip("timm")
+        names["image_loader"] = [(torch.randn(4, 3, 32, 32), torch.arange(4) % 3)]
+    if "accelerate" in lines:
+        names["accelerate"] = pytest.importorskip("accelerate")
     assert len(lines.splitlines()) == 2
     exec(compile(lines, "README.md", "exec"), names)
 
@@ -98,6 +131,23 @@ def test_every_integration_has_lines_in_the_readme():
     files = (ROOT / "laplace_debias/integrations").glob("*.py")
     modules = {path.stem for path in files if "imports_of_extra(" in path.read_text("utf-8")}
     assert {name for name in modules if f"integrations.{name} " in lines} == modules
+
+
+def test_every_library_that_tests_use_has_lines_in_the_readme():
+    libraries = {case.id for case in lines_where_you_work()}
+    assert libraries >= {
+        "scikit-learn",
+        "skorch",
+        "MAPIE",
+        "Lightning",
+        "Hugging Face's Trainer",
+        "the Hugging Face Hub",
+        "PEFT, QLoRA",
+        "timm",
+        "accelerate",
+        "ONNX, torch.export",
+        "BoTorch",
+    }
 
 
 PAGES_WITH_CODE = [page for page in PAGES if blocks_of(page, "python")]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.network.inputs import logits_of, move, take
 from laplace_debias.curvature.network.precision import coarsest_eps
+from laplace_debias.curvature.network.quantised import device_of_model
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.system.memory import is_out_of_memory
 
@@ -36,8 +37,7 @@ def check_outputs_without_targets(
         ValueError: The outputs differ.
     """
     working_copy = shared_copy(model)
-    parameter = next(iter(model.parameters()), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
+    device = device_of_model(model)
     dtypes = {p.dtype for p in model.parameters()}
     with torch.no_grad():
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.quantised import is_quantised
+from laplace_debias.curvature.network.quantised import is_kept
 
 # Values of these types never change, and `copy.deepcopy` returns them as they are.
 _CONSTANTS = (
@@ -148,7 +148,7 @@ def _registry(entries: dict[str, Any]) -> Hashable:
             contents.append(id(entry))
             continue
         is_plain = type(entry) in (Tensor, nn.Parameter) and entry.is_leaf
-        if not is_plain or entry.is_meta or entry.layout != torch.strided or is_quantised(entry):
+        if not is_plain or entry.layout != torch.strided or is_kept(entry):
             raise UncomparableAttributeError
         place = (id(entry), entry.data_ptr(), entry.dtype, entry.shape, entry.stride())
         contents.append(place)

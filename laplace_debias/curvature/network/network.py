@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from laplace_debias.curvature.network.batches import Batches, BatchHook, BatchReader, Stream
+from laplace_debias.curvature.network.fingerprints import sum_of_bits
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     call,
@@ -19,6 +20,7 @@ from laplace_debias.curvature.network.inputs import (
 )
 from laplace_debias.curvature.network.outputs import check_outputs, check_repeatable
 from laplace_debias.curvature.network.precision import wide, widened
+from laplace_debias.curvature.network.quantised import device_of_model, is_kept
 from laplace_debias.curvature.network.repeatable_data import first_inputs
 from laplace_debias.curvature.network.selection import (
     LAST_LAYER,
@@ -55,8 +57,7 @@ class Network:
             params = plain_names(model, params)
         example = None
         if data is not None and params == LAST_LAYER:
-            like = next(plain.parameters())
-            example = move(first_inputs(self.stream(data)), like.device, None)
+            example = move(first_inputs(self.stream(data)), device_of_model(plain), None)
         self.names = select_parameters(plain, params, example)
         check_parameters(plain, self.names)
         self.layout = ParameterLayout.of({name: plain.get_parameter(name) for name in self.names})
@@ -79,10 +80,13 @@ class Network:
     def refresh(self) -> None:
         """Copy the model anew."""
         model = self.model
-        tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-        # Linearisations that are kept refer to the copies, which must not change.
-        copies = {name: tensor.detach().clone() for name, tensor in tensors}
+        copies: dict[str, Tensor] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            # Linearisations that are kept refer to the copies, which must not change.
+            if not is_kept(tensor):
+                copies[name] = tensor.detach().clone()
         self._copied_state = tuple(copies.values())
+        self._kept_sums = [sum_of_bits(tensor) for tensor in self._user_state if is_kept(tensor)]
         self.parameters = tuple(copies[name] for name in self.names)
         self._fixed_names = tuple(name for name in copies if name not in self.names)
         self.fixed = tuple(copies[name] for name in self._fixed_names)
@@ -99,11 +103,18 @@ class Network:
 
         Their contents are compared: a change through `.data` leaves no other trace.
         """
-        state = [*self._user_model.parameters(), *self._user_model.buffers()]
-        return len(state) == len(self._copied_state) and all(
+        state = [tensor for tensor in self._user_state if not is_kept(tensor)]
+        kept_sums = [sum_of_bits(tensor) for tensor in self._user_state if is_kept(tensor)]
+        if len(state) != len(self._copied_state) or kept_sums != self._kept_sums:
+            return False
+        return all(
             tensor.detach().to(copy.dtype).equal(copy)
             for tensor, copy in zip(state, self._copied_state, strict=True)
         )
+
+    @property
+    def _user_state(self) -> list[Tensor]:
+        return [*self._user_model.parameters(), *self._user_model.buffers()]
 
     def outputs(
         self,

@@ -19,10 +19,14 @@ def is_quantised(tensor: Tensor) -> bool:
     return is_subclass and not tensor.is_floating_point()
 
 
+def is_kept(tensor: Tensor) -> bool:
+    """Whether a copy of the network holds a parameter or buffer as the object that it is."""
+    return tensor.is_meta or is_quantised(tensor)
+
+
 def can_require_grad(parameter: Tensor) -> bool:
     """Whether a parameter of a working copy may require a gradient without others noticing."""
-    is_own = not (parameter.is_meta or is_quantised(parameter))
-    return is_own and parameter.is_floating_point()
+    return not is_kept(parameter) and parameter.is_floating_point()
 
 
 def shared_parameter(parameter: nn.Parameter) -> Tensor:
@@ -85,6 +89,14 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
             "with requires_grad_(False), name other parameters (params=[...]), or use the model "
             "as it was before quantisation."
         )
+
+
+def device_of_model(model: nn.Module) -> torch.device:
+    """Return the device of the first parameter that is not offloaded; the CPU if there is none."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            return parameter.device
+    return torch.device("cpu")
 
 
 def offloaded_parameters(model: nn.Module) -> set[str]:

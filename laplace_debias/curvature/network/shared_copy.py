@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.quantised import (
-    is_quantised,
+    is_kept,
     keep_differentiable,
     quantised_state,
     shared_parameter,
@@ -43,9 +43,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = shared_parameter(parameter)
     for buffer in model.buffers():
         # Buffers are small, and some forward passes write to them.
-        memo[id(buffer)] = (
-            buffer if is_quantised(buffer) or buffer.is_meta else buffer.detach().clone()
-        )
+        memo[id(buffer)] = buffer if is_kept(buffer) else buffer.detach().clone()
     for module in model.modules():
         for tensor in quantised_state(module):
             memo[id(tensor)] = tensor

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from laplace_debias.curvature.layer_rules import layer_rule
-from laplace_debias.curvature.network.quantised import is_quantised, offloaded_parameters
+from laplace_debias.curvature.network.quantised import is_kept, offloaded_parameters
 from laplace_debias.curvature.network.unwrapping import unwrapped
 
 
@@ -42,9 +42,7 @@ def validate_model(model: nn.Module) -> nn.Module:
                 "model.load_state_dict(...)."
             )
         # Detached: threads that use one parameter under autograd at once can block each other.
-        is_checked = isinstance(tensor, nn.Parameter) and not (
-            tensor.is_meta or is_quantised(tensor)
-        )
+        is_checked = isinstance(tensor, nn.Parameter) and not is_kept(tensor)
         if is_checked and not tensor.detach().isfinite().all():
             raise ValueError(
                 f"{name} holds NaN or Inf: the model has diverged or its checkpoint is damaged."
