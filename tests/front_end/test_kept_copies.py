@@ -243,3 +243,21 @@ def test_copies_and_pickles_keep_no_working_copy():
     for other in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
         assert not other._state.tapped_copies._idle
         assert torch.equal(other.predict(x).probs, expected)
+
+
+def test_inputs_of_a_last_layer_of_many_classes_run_together():
+    """Variances need no output gradients, so the number of classes does not split a batch."""
+    torch.manual_seed(0)
+    sizes = []
+    head = nn.Linear(4, 1000)
+    head.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), head).double()
+    x = torch.randn(12, 3, dtype=torch.float64)
+    la = Laplace(model, params="last_layer", curvature="diag", fisher="empirical")
+    la.fit_batches([(x, torch.randint(1000, (12,)))], num_data=12)
+    sizes.clear()
+    mean, variances = la.functional(x, diagonal=True)
+    assert max(sizes) == 12
+    by_example = [la.functional(x[i : i + 1], diagonal=True) for i in range(12)]
+    torch.testing.assert_close(mean, torch.cat([m for m, _ in by_example]))
+    torch.testing.assert_close(variances, torch.cat([v for _, v in by_example]))

@@ -422,15 +422,20 @@ class Tap:
                     allow_unused=True,
                     retain_graph=again or index + 1 < len(passes),
                 )
+            reached = {}
             for target, gradient in zip(targets, pass_gradients, strict=True):
                 if gradient is None:
                     gradients.pop(target, None)
-                elif len(passes) == 1:
-                    gradients[target] = gradient.unsqueeze(0) if self.one_by_one else gradient
                 else:
-                    gradients[target][index] = gradient
+                    reached[target] = gradient
+            if len(passes) == 1:
+                for target, gradient in reached.items():
+                    gradients[target] = gradient.unsqueeze(0) if self.one_by_one else gradient
+            elif reached:
+                column = [gradients[target][index] for target in reached]
+                torch._foreach_copy_(column, list(reached.values()))
             # Let go before the next.
-            del pass_gradients, gradient
+            del pass_gradients, gradient, reached
         return gradients
 
 

@@ -106,7 +106,11 @@ class CovarianceRequest:
             bound = self.granted_bytes(num_columns, bytes_per_column, device, remedy=remedy)
             columns = min(num_columns, bound // bytes_per_column)
         bound = min(bound, _CHUNK_BYTES_PER_BLOCK * ROOM[device.type] * num_blocks)
-        return ChunkSize(max(1, bound // (gradient_bytes * columns)), columns)
+        bytes_per_example = gradient_bytes * columns
+        if bytes_per_column is None and self.diagonal:
+            # There are no output gradients, and as many variances as outputs.
+            bytes_per_example = gradient_bytes
+        return ChunkSize(max(1, bound // bytes_per_example), columns)
 
     def kept_rows(self, num_columns: int, row_bytes: int, device: torch.device) -> ChunkSize:
         """Decide how many examples have their Jacobian rows in memory together.
