@@ -1,4 +1,4 @@
-"""Is a network's uncertainty any good: methods compared, and what a run leaves behind."""
+"""Assess a network's uncertainty: compare methods on its data, and write a run folder."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""A network's uncertainty assessed: methods fitted, tuned, predicted with and compared."""
+"""The assessment of a network: fit, tune, predict with and compare several methods."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

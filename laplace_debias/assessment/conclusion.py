@@ -1,4 +1,4 @@
-"""The verdict of a run: what its numbers show, in three to five sentences for page and terminal.
+"""The verdict of a run: three to five sentences on what its numbers show.
 
 Methods are judged by three things together: two proper scores, and how far the network's confidence
 (for a regression its standard deviation) is off. A method is better than another if it is better in
@@ -50,7 +50,7 @@ def conclude(record: RunRecord, measurements: Measurements) -> list[str]:
 
 
 def points(share: float) -> str:
-    """A share in percentage points."""
+    """Format a share as percentage points."""
     return f"{100 * share:.1f}".replace("-", "−")
 
 
@@ -127,7 +127,7 @@ class _Verdict:
     # ------------------------------------------------------------------------- the set-up
 
     def doubts(self) -> Iterator[str]:
-        """Signs that network and data do not belong together."""
+        """Return the signs that network and data do not belong together."""
         training = self._record.training
         rows = {} if training is None else training.metrics()
         inputs = f"its own training {self._record.input_name}s"
@@ -161,7 +161,7 @@ class _Verdict:
                 )
 
     def doubted(self, doubts: Sequence[str]) -> str:
-        """The check that comes before anything else."""
+        """Advise a check of network and data before any other step."""
         causes = "the order of the classes, the normalisation of the inputs and the checkpoint"
         if self._has_numbers:
             causes = (
@@ -176,7 +176,7 @@ class _Verdict:
     # ------------------------------------------------------------------------- the network
 
     def on_network(self) -> str:
-        """The network's confidence, and its accuracy or errors."""
+        """Describe the network's confidence, and its accuracy or errors."""
         num_examples = self._record.test.num_examples
         beginning = f"On {self._inputs(num_examples)} of the test set the network has"
         nll = f"an NLL of {_with_interval(self._metric('nll'))} nats"
@@ -229,7 +229,7 @@ class _Verdict:
     # ------------------------------------------------------------------------- the remedy
 
     def remedy(self) -> list[str]:
-        """The method that improves it, and the others compared with that."""
+        """Describe the best method, and compare the others with it."""
         if not self._others:
             return ["Nothing else was compared: add a method to compare with the network."]
         remedies = [key for key in self._others if self._is_better(key, self._network)]
@@ -292,7 +292,7 @@ class _Verdict:
     # ------------------------------------------------------- inputs that differ from the test set
 
     def on_shifts(self) -> list[str]:
-        """Accuracy and confidence on the hardest shift."""
+        """Describe accuracy and confidence on the hardest shift."""
         shifts = self._record.sets_of("shift")
         if not shifts:
             return []
@@ -317,7 +317,7 @@ class _Verdict:
         return [f"{sentence}; {label} {verb} {_amounts({calibration: row})}."]
 
     def on_ood_sets(self) -> list[str]:
-        """How well OOD sets are detected, and by which score; see `recommended`.
+        """Describe how well OOD sets are detected, and by which score.
 
         A score whose AUROC on a set may be 0.5 or less is not recommended for it.
         """

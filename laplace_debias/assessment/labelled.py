@@ -14,7 +14,7 @@ Columns = Mapping[str, Tensor]
 
 
 def labelled_report(table: Columns, likelihood: Likelihood) -> metrics.Report:
-    """The metrics of predictions of labelled examples."""
+    """Compute the metrics of predictions for labelled examples."""
     if likelihood.targets == "class":
         return metrics.evaluate(table["probs"], table["label"].long())
     if likelihood.targets == "labels":
@@ -29,7 +29,7 @@ def labelled_report(table: Columns, likelihood: Likelihood) -> metrics.Report:
 
 
 def scores_of(table: Columns, likelihood: Likelihood) -> dict[str, Tensor]:
-    """Scores of how unlike the training data an example is, higher where it is less like them.
+    """Compute OOD scores, which are higher for examples that are unlike the training data.
 
     Several labels have no largest probability; numbers have only the variance without the noise.
     """

@@ -1,4 +1,4 @@
-"""The last stage of a run: metrics of the predictions, paired differences, the verdict."""
+"""The last stage of a run: metrics, paired differences and the verdict."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ def _record_seconds(run: RunWriter, method: Method) -> None:
 
 
 def recommended(methods: Sequence[Method], likelihood: Likelihood) -> Recommendation | None:
-    """The score for OOD examples: the entropy of the last posterior, or of the network without one.
+    """Return the recommended OOD score, the entropy of the last posterior or of the network.
 
     The rule depends neither on the test set nor on OOD sets. In `examples/study` this score, of all
     parameters and of the last layer, is worse than the entropy of temperature scaling on no
@@ -77,7 +77,7 @@ def recommended(methods: Sequence[Method], likelihood: Likelihood) -> Recommenda
 
 
 def common(table: Columns, reference: Columns) -> Columns:
-    """The rows of a table for examples of a reference, in ascending order in both."""
+    """Select the rows of a table whose examples are also in a reference."""
     rows = torch.isin(table["index"], reference["index"])
     return table if bool(rows.all()) else {name: column[rows] for name, column in table.items()}
 
@@ -98,7 +98,7 @@ class Comparison:
         self._cached_reports: dict[tuple[str, str, int, int], dict[str, metrics.Report]] = {}
 
     def rows(self) -> list[MetricRow]:
-        """The metrics of every method on every set."""
+        """Compute the metrics of every method on every set."""
         return [
             MetricRow(
                 method=method,
@@ -113,7 +113,7 @@ class Comparison:
         ]
 
     def differences(self) -> Iterator[DifferenceRow]:
-        """Differences between methods, each on the examples that both have predicted.
+        """Compute differences between methods on the examples that both have predicted.
 
         On labelled sets every method is compared with every one before it; on OOD sets every method
         and score with the first: the network's entropy, or a regression's first posterior variance.

@@ -1,4 +1,4 @@
-"""Methods that are compared: the network as it is, its temperature, Laplace posteriors."""
+"""The methods of a comparison: the network, temperature scaling and Laplace posteriors."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -135,7 +135,7 @@ BUILT_IN = {method.key: method for method in (NETWORK, TEMPERATURE, LAST_LAYER, 
 
 
 def default_methods(loaded: "Loaded") -> tuple[Method, ...]:
-    """The methods that `report` compares by default.
+    """Return the methods that `report` compares by default.
 
     A posterior of all parameters is compared only on request: in `examples/study` the last layer's
     NLL is better than that of temperature scaling on four problems of 14, its own on three.
@@ -154,7 +154,7 @@ def chosen_methods(
     examples: int | None,
     loaded: "Loaded",
 ) -> tuple[Method, ...]:
-    """The methods of some names, and those of some posteriors; the network in any case."""
+    """Return the methods with these names and these posteriors, with the network first."""
     unknown = [name for name in names or () if name not in BUILT_IN]
     if unknown:
         raise ValueError(
@@ -182,7 +182,7 @@ def chosen_methods(
 def method_of(
     key: str, label: str, posterior: PosteriorChoice | Path, examples: int | None
 ) -> Method:
-    """The method of a posterior."""
+    """Make the method that uses a posterior."""
     text = "The posterior of a file, as it is there."
     if isinstance(posterior, PosteriorChoice):
         number = posterior.fit_examples

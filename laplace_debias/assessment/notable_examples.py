@@ -1,4 +1,4 @@
-"""Test examples that a person should look at: the uncertain ones and the confident mistakes."""
+"""Test examples to look at: the uncertain ones and the confident mistakes."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Columns of a predictive of numbers: its moments, and what else is needed if it is not normal."""
+"""Table columns that describe a predictive of numbers."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def number_columns(
     covariance: Float[Tensor, "n outputs outputs"] | Float[Tensor, "n outputs"] | None,
     targets: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Columns of the predictive for outputs of these moments.
+    """Compute the columns of the predictive from the moments of the outputs.
 
     They are `mean`, `standard_deviation` and `epistemic`, `[n, C]`. A predictive that is not normal
     also has `log_prob` `[n]` and `interval_level` `[n, C]` of the targets, if there are any, and
@@ -46,7 +46,7 @@ def number_columns(
 
 
 def predictive_columns(predictive: Any, targets: Tensor | None = None) -> dict[str, Tensor]:
-    """The columns of `number_columns`, without `epistemic`, of any distribution of numbers."""
+    """Compute the columns of `number_columns` but `epistemic`, for any distribution of numbers."""
     predictive = single_targets(predictive)
     columns = {
         "mean": predictive.mean.double().cpu(),
@@ -88,7 +88,7 @@ def gaussian_draws(
     mean: Float[Tensor, "n outputs"],
     covariance: Float[Tensor, "n outputs outputs"] | Float[Tensor, "n outputs"],
 ) -> Float[Tensor, "samples n outputs"]:
-    """Samples of Gaussian outputs on the CPU, float64, by the Sobol points that links take."""
+    """Draw Gaussian outputs by the Sobol points that links use, float64 on the CPU."""
     if covariance.ndim == mean.ndim:
         covariance = torch.diag_embed(covariance)
     values, vectors = eigh(covariance.double().cpu(), "the functional covariance")

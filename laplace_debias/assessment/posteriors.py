@@ -1,4 +1,4 @@
-"""Posteriors of a loaded network, fitted, tuned and thinned; and the network on training data."""
+"""Fit, tune and thin the posteriors of a loaded network."""
 
 import math
 from pathlib import Path

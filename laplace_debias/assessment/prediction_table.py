@@ -37,7 +37,7 @@ def prediction_columns(
     has_targets: bool = True,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Predict batches; return the table's columns by name, on all processes.
+    """Predict batches, and return the columns of the table by name on all processes.
 
     Args:
         la: The posterior.

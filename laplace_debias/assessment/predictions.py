@@ -1,4 +1,4 @@
-"""Predictions of a method for a set: tensors by name, each with a row per example.
+"""Predictions of a method for a data set: named tensors with a row per example.
 
 For classes and labels they are `log_probs` (logarithms of probabilities `[n, C]`; logits where each
 has a sigmoid), `aleatoric` (nats) and the scores of `SCORES`, `[n]`, NaN where they are not known.
@@ -40,7 +40,7 @@ part included, and neither mutual information, aleatoric uncertainty nor instabi
 
 
 def subset_indices(num_examples: int, limit: int | None, seed: int) -> Tensor | None:
-    """Return the ascending positions of the examples that a method predicts, or None for all.
+    """Return the indices of the examples that a method predicts, or None for all.
 
     Sets of one size have the same positions, so that corrupted examples are those of the test set.
     """
@@ -51,7 +51,7 @@ def subset_indices(num_examples: int, limit: int | None, seed: int) -> Tensor | 
 
 
 class SelectedBatches:
-    """Batches on the model's device, of all examples or of those at ascending positions.
+    """Batches of all or selected examples, on the model's device.
 
     With several processes each has every n-th batch.
     """
@@ -84,7 +84,7 @@ class SelectedBatches:
 
 @torch.no_grad()
 def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs"]:
-    """Outputs of the trained network, finite `[B, C]`, float64 on the CPU."""
+    """Compute the outputs of the trained network, `[B, C]`, float64 on the CPU."""
     outputs = call(model, x)
     if outputs.ndim != 2:
         raise ValueError(
@@ -99,7 +99,7 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
 def network_predictions(
     outputs: Float[Tensor, "n outputs"], likelihood: Likelihood, targets: Tensor | None = None
 ) -> Predictions:
-    """Predictions of the trained network.
+    """Predict with the trained network.
 
     Args:
         outputs: Its outputs.
@@ -128,7 +128,7 @@ def _unknown_scores(n: int) -> Predictions:
 
 
 def posterior_predictions(la: Laplace, x: Inputs, targets: Tensor | None = None) -> Predictions:
-    """Predictions of a Laplace posterior, `method="glm"` in closed form.
+    """Predict with a Laplace posterior, by `method="glm"` in closed form.
 
     Args:
         la: The posterior.
@@ -234,7 +234,7 @@ def scaled_by_temperature(
 
 
 def mean_of_members(members: Sequence[Predictions], likelihood: Likelihood) -> Predictions:
-    """The mean of several predictives; for numbers the distribution with its mean and variance.
+    """Average several predictives; for numbers, only their mean and variance are kept.
 
     The mutual information is that of the label with member and parameters together; other scores
     of single posteriors are not known.
@@ -273,7 +273,7 @@ def _mean_of_numbers(columns: Mapping[str, Tensor]) -> Predictions:
 
 
 def entropy(log_probs: Tensor, likelihood: Likelihood) -> Float[Tensor, " n"]:
-    """Entropy of the label, or of all labels together, in nats."""
+    """Compute the entropy of the label, or of all labels together, in nats."""
     probs = probabilities(log_probs, likelihood)
     return label_entropy(probs) if likelihood.targets == "labels" else metrics.entropy(probs)
 
@@ -281,7 +281,7 @@ def entropy(log_probs: Tensor, likelihood: Likelihood) -> Float[Tensor, " n"]:
 def columns_to_write(
     predictions: Predictions, likelihood: Likelihood, has_labels: bool
 ) -> Predictions:
-    """The columns of `predictions/METHOD/SET.parquet`."""
+    """Return the columns of `predictions/METHOD/SET.parquet`."""
     columns = {"index": predictions["index"]}
     scores = {
         name: column
@@ -303,7 +303,7 @@ def columns_to_write(
 def probabilities(
     log_probs: Float[Tensor, "n outputs"], likelihood: Likelihood
 ) -> Float[Tensor, "n classes"]:
-    """Probabilities `[n, C]`; of both classes, `[n, 2]`, where one logit has a sigmoid."""
+    """Return the probabilities of all classes, `[n, C]`, also for a single logit."""
     if likelihood.activation != "sigmoid":
         return log_probs.exp()
     if likelihood.targets == "class":

@@ -1,4 +1,4 @@
-"""A run under way: network, data, methods, and `run.json`, which is written after each stage."""
+"""The writer of a run, which updates `run.json` after each stage."""
 
 import platform
 import time
@@ -29,7 +29,7 @@ _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-p
 
 
 def evaluation_sets(loaded: Loaded) -> dict[str, Batches]:
-    """The sets that methods are evaluated on: the test set, its corrupted versions, OOD sets."""
+    """Return the sets for evaluation: the test set, its corrupted versions and OOD sets."""
     sets = {TEST: loaded.test}
     sets |= {f"shift-{severity}": loaded.shifts[severity] for severity in sorted(loaded.shifts)}
     for name, batches in loaded.ood.items():
@@ -44,7 +44,7 @@ def evaluation_sets(loaded: Loaded) -> dict[str, Batches]:
 
 @dataclass(eq=False)
 class RunWriter:
-    """A run's network, data, methods and folder, and its record so far.
+    """The network, data, methods and folder of a run, with its record so far.
 
     Attributes:
         loaded: The network and its data.
@@ -71,7 +71,7 @@ class RunWriter:
         title: str,
         seconds: Mapping[str, float],
     ) -> None:
-        """Make the record, or take up that of an interrupted run, and write it."""
+        """Make the record, or continue that of an interrupted run, and write it."""
         loaded = self.loaded
         self.record = RunRecord(
             format=FORMAT,
@@ -109,12 +109,12 @@ class RunWriter:
         self.folder.write_record(self.record)
 
     def method_record(self, method: Method) -> MethodRecord:
-        """A method's part of the record."""
+        """Return the record of a method."""
         return self.record.method(method.key)
 
     @contextmanager
     def stage(self, name: str, method: Method | None = None) -> Iterator[None]:
-        """Add the time of a stage, or a method's of it, to what earlier calls took for it."""
+        """Add the time of a stage, or of one method in it, to the record."""
         start = time.perf_counter()
         yield
         seconds = self.record.seconds
@@ -124,11 +124,11 @@ class RunWriter:
         self.write()
 
     def summary(self, method: Method, set_name: str) -> PredictionsSummary | None:
-        """The summary of a complete table of predictions; None if there is none."""
+        """Return the summary of a complete table of predictions, or None if there is none."""
         return self.folder.predictions_summary(method.key, set_name)
 
     def note(self, text: str) -> None:
-        """Add a line to the notes of the page, once."""
+        """Add a note to the page unless it has it."""
         if text not in self.record.notes:
             self.record.notes.append(text)
 

@@ -43,7 +43,7 @@ class Spectrum:
 def curvature_of(
     loaded: Loaded, matrix: Literal["ggn", "hessian"], examples: int, memory_bound: int
 ) -> LinearOperator:
-    """The curvature of a loaded network's loss on its first training examples.
+    """Build the curvature of a loaded network's loss on its first training examples.
 
     Raises:
         ValueError: If there are fewer.
@@ -85,7 +85,7 @@ def measure_spectrum(
     seed: int = 0,
     progress: bool = False,
 ) -> Spectrum:
-    r"""Measure leading eigenpairs of a symmetric operator, its trace and the other density.
+    r"""Measure leading eigenpairs, trace and remaining density of a symmetric operator.
 
     With the eigenpairs $V\Lambda V^\top$ taken out, $A - V\Lambda V^\top$ has a trace and a density
     without outliers, which few products estimate well. This is the deflation of Hutch++, with the

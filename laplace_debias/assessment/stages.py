@@ -1,4 +1,4 @@
-"""The stages of a run before it is measured: posteriors and temperatures, then predictions.
+"""The first stages of a run: posteriors and temperatures, then predictions.
 
 Each stage reads what the run's folder has, and makes and writes the other parts.
 """
@@ -46,7 +46,7 @@ from laplace_debias.system.ranks import alone, process_group
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A network with its data, and its posterior where it has one."""
+    """A network with its data and, if it was fitted, its posterior."""
 
     loaded: Loaded
     posterior: Laplace | None
@@ -66,7 +66,7 @@ a pass costs 1.6 (last layer) to 4.2 (all parameters) predictions."""
 
 
 def fit(run: RunWriter) -> dict[str, list[Member]]:
-    """Find the noise, the posteriors and the temperature; return what predicts by methods' keys."""
+    """Fit the noise, the posteriors and the temperature that the methods need."""
     members: dict[str, list[Member]] = {}
     with run.stage("fit"):
         likelihood = run.loaded.likelihood
@@ -202,7 +202,7 @@ def _choose_examples(run: RunWriter, la: Laplace, method: Method) -> None:
 
 
 def size_of(batches: Batches) -> float:
-    """Number of examples of a set; infinity where it is not known."""
+    """Return the number of examples of a set, or infinity if it is not known."""
     source: Any = batches.source if isinstance(batches, Changed) else batches
     if isinstance(source, DataLoader) and source.batch_size is not None:
         return len(source.dataset)  # type: ignore[arg-type]
@@ -212,12 +212,12 @@ def size_of(batches: Batches) -> float:
 
 
 def num_predictions(sizes: Sequence[float], examples: float) -> float:
-    """Number of predictions for sets of these sizes, with a limit per set."""
+    """Count the predictions for sets of these sizes, with a limit per set."""
     return sum(min(size, examples) for size in sizes)
 
 
 def affordable_examples(sizes: Sequence[float], limit: float) -> int | None:
-    """Number of examples per set that keeps the predictions within a limit, at least 100."""
+    """Return how many examples per set keep the predictions within a limit, at least 100."""
     if sum(sizes) <= limit:
         return None
     counts = range(int(limit) + 2)
@@ -243,7 +243,7 @@ def _find_temperature(run: RunWriter, method: Method) -> None:
 
 
 def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
-    """Seconds that the prediction of one example takes, measured on the first test batch.
+    """Measure the seconds that a prediction takes per example, on the first test batch.
 
     If the batch takes long, only its first examples are measured.
     """
@@ -263,7 +263,7 @@ def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
 
 
 def predict(run: RunWriter, members: Mapping[str, Sequence[Member]]) -> None:
-    """Write the predictions of every method for every set, unless they are complete."""
+    """Write the missing predictions of every method for every set."""
     for dataset in run.record.sets:
         with run.stage("predict"):
             network_predictions: tuple[Predictions, float] | None = None

@@ -1,4 +1,4 @@
-"""Temperature scaling: one number that all logits are divided by."""
+"""Temperature scaling: all logits are divided by one number."""
 
 import torch
 from jaxtyping import Float, Shaped
@@ -19,7 +19,7 @@ def fit_temperature(
     labels: Shaped[Tensor, "n *outputs"],
     likelihood: str | Likelihood,
 ) -> float:
-    r"""The T that minimises the mean negative log-likelihood of logits divided by it.
+    r"""Return the temperature that minimises the mean NLL of logits divided by it.
 
     In β = 1/T the negative log-likelihood is convex, with the derivative
     $\tfrac1n\sum_n \big(\sum_c p_{nc}(\beta) z_{nc} - z_{n y_n}\big)$. Its root is bracketed, so

@@ -1,4 +1,4 @@
-"""Shared by the commands `report` and `evaluate`: what identifies a run, and what they print."""
+"""What `report` and `evaluate` share: the identity of a run, and what they print."""
 
 import dataclasses
 import shutil
@@ -36,13 +36,13 @@ _SCORES = ("entropy", "variance")
 
 
 def identity_of(settings: SourceSettings) -> dict[str, Any]:
-    """Return the settings that change results, except those that methods have themselves."""
+    """Return the settings that change the results of every method."""
     values = plain(dataclasses.asdict(settings))
     return {name: value for name, value in values.items() if name not in _WITHOUT_INFLUENCE}
 
 
 def results_of(path: Path) -> dict[str, Any]:
-    """The results of a run, as `--json` prints them."""
+    """Return the results of a run as the object that `--json` prints."""
     folder = RunFolder(path)
     record = to_json(folder.read_record())
     names = ("task", "sets", "methods", "conclusion", "notes")

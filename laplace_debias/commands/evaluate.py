@@ -1,4 +1,4 @@
-"""`laplace-debias evaluate`: saved posteriors, the network and its temperature in a table."""
+"""`laplace-debias evaluate`: compare saved posteriors with the network in a table."""
 
 import re
 import tempfile
@@ -49,7 +49,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Compare, and print the table and the conclusion; nothing is written."""
+    """Compare the methods, and print the table and the conclusion."""
     from laplace_debias.assessment import assess
     from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
     from laplace_debias.commands.compared import identity_of, print_results, results_of

@@ -1,4 +1,4 @@
-"""`laplace-debias fit`: the posterior of a trained network, in a file."""
+"""`laplace-debias fit`: fit the posterior of a trained network and save it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> "Laplace | Plan":
-    """Fit a posterior to the training examples and save it; with `plan` only make the plan."""
+    """Fit a posterior to the training examples and save it, or only plan the fit."""
     import torch
 
     from laplace_debias.curvature.fits.checkpoint import check_folder

@@ -1,4 +1,4 @@
-"""Shared by the commands on one posterior: an output that is checked, saving, notes."""
+"""What the commands on one posterior share: checks of the output, saving and notes."""
 
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,17 @@ def check_output(path: Path, overwrite: bool) -> None:
 
 
 def not_for(command: str, *names: str) -> dict[str, str]:
-    """Return options that a command on one posterior has no use for, and why."""
+    """Return the options that have no effect in a command on one posterior, and why."""
     return NOT_COMPARED | dict.fromkeys(names, f"`{command}` does not read these examples")
 
 
 def save(la: Any, output: Path) -> None:
-    """Save a posterior, in a new folder if there is none."""
+    """Save a posterior, and make its folder if there is none."""
     output.parent.mkdir(parents=True, exist_ok=True)
     la.save(output, own_likelihood=la.likelihood.name is None)
 
 
 def print_notes(loaded: Any) -> None:
-    """Print what a reader should know of a network and its data, a line each."""
+    """Print notes on a network and its data, a line each."""
     for note in loaded.notes:
         print(note)

@@ -1,4 +1,4 @@
-"""From the options of a command, and files of them, to its settings, a dataclass.
+"""Read the settings of a command, a dataclass, from its options and from files.
 
 The help, the types and the defaults are those of the dataclass; each field's text is that of its
 docstring's `Attributes`. Further facts are class attributes, all of which may be missing:
@@ -56,12 +56,12 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 class UnexpectedValueError(ValueError):
-    """A value of the wrong type; its text says what was expected."""
+    """A value has the wrong type; the message says what was expected."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A field of the settings as an option.
+    """An option of a command, which sets one field of its settings.
 
     Attributes:
         field: Name of the field.
@@ -81,14 +81,14 @@ class Option:
 
     @property
     def container(self) -> Any:
-        """`dict`, `list` or `tuple`, without None; the type itself for other values."""
+        """`dict`, `list` or `tuple` for containers, or else the type itself."""
         kinds = [kind for kind in _members(self.kind) if kind is not NoneType]
         return get_origin(kinds[0]) or kinds[0]
 
 
 @dataclass
 class OptionValues:
-    """Values of fields so far, and the fields that the command line itself has."""
+    """The values that were read so far, and which of them the command line sets."""
 
     values: dict[str, Any] = field(default_factory=dict)
     on_line: set[str] = field(default_factory=set)
@@ -112,7 +112,7 @@ class CommandLine(Generic[Settings]):
         self._by_name |= {option.field: option for option in self._options}
 
     def settings(self, arguments: Sequence[str]) -> tuple[Settings, list[str]] | None:
-        """Read options; print help or settings instead and return None if they are requested.
+        """Read the options; if help is requested, print it and return None.
 
         Returns:
             The settings, and a line on each option of a file that has no effect.
@@ -278,7 +278,7 @@ class CommandLine(Generic[Settings]):
         return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
     def help(self) -> str:
-        """The help: options under their headings, then examples."""
+        """Format the help: options under headings, then examples."""
         width = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
         required = [option for option in self._options if option.default is dataclasses.MISSING]
         usage = [f"--{option.name} {option.metavar}" for option in required]
@@ -425,7 +425,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def converted(value: Any, kind: Any) -> Any:
-    """Return a text of the command line, or a value of a file, as a value of a type.
+    """Convert a text of the command line, or a value of a file, to a type.
 
     Raises:
         UnexpectedValueError: If it is none; the text says what was expected.

@@ -1,4 +1,4 @@
-"""`laplace-debias predict`: predictions of a fitted posterior, as a table."""
+"""`laplace-debias predict`: write the predictions of a posterior as a table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> Any:
-    """Predict and write the table, which is returned as a pandas data frame.
+    """Predict, write the table, and return it as a pandas data frame.
 
     Its columns are `name` (of images in a folder, their path) or `row` (their number, from 0); the
     `label` or `target` of test data; and

@@ -1,4 +1,4 @@
-"""`laplace-debias report`: is a network's uncertainty any good, in one page."""
+"""`laplace-debias report`: assess a network's uncertainty on one page."""
 
 import time
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> Path:
-    """Compare methods, write the run folder and its page, print table and conclusion."""
+    """Compare methods, write the run folder and its page, and print the conclusion."""
     import yaml
 
     from laplace_debias.assessment import assess

@@ -1,4 +1,4 @@
-"""`laplace-debias spectrum`: the spectrum of a trained network's curvature."""
+"""`laplace-debias spectrum`: measure the spectrum of a network's curvature."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> "Spectrum":
-    """Load, multiply, print the results and write tables and the figure."""
+    """Measure the spectrum, print the results, and write tables and the figure."""
     from laplace_debias.assessment.spectrum import (
         curvature_of,
         measure_spectrum,

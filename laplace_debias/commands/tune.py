@@ -1,4 +1,4 @@
-"""`laplace-debias tune`: the prior precision of a saved posterior."""
+"""`laplace-debias tune`: tune the prior precision of a saved posterior."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -62,7 +62,7 @@ class Settings(SourceSettings):
 
 
 def run(settings: Settings) -> "Tuning":
-    """Tune a saved posterior's prior precision and save it again."""
+    """Tune the prior precision of a saved posterior, and save it again."""
     from laplace_debias.laplace import file
     from laplace_debias.report.tables import print_table
     from laplace_debias.sources import load

@@ -1,1 +1,1 @@
-"""Names and shapes of other libraries on the posteriors here."""
+"""Interfaces of other libraries on top of the posteriors of this package."""

@@ -1,4 +1,4 @@
-"""laplace-torch's `Laplace`: its constructor's and methods' names, and its shapes.
+"""A `Laplace` with the arguments, methods and shapes of laplace-torch's.
 
 Code that was written for laplace-torch runs with one changed import:
 `from laplace_debias.compat.laplace_torch import Laplace`. Arguments and methods without an
@@ -396,7 +396,7 @@ def _fisher(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
     unknown = sorted(backend_kwargs.keys() - {"stochastic"})
     if unknown:
         raise NotImplementedError(
-            f"backend_kwargs has {unknown}. Only 'stochastic' is supported: remove the others."
+            f"backend_kwargs has {unknown}. Only 'stochastic' is supported. Remove the others."
         )
     is_stochastic = bool(backend_kwargs.get("stochastic", False))
     if backend is None or name.endswith("GGN"):

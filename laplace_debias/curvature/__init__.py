@@ -1,4 +1,4 @@
-"""Operators of networks: what curvature is, and how it is factored."""
+"""Curvature of networks as linear operators, exact or factored."""
 
 from typing import TYPE_CHECKING
 

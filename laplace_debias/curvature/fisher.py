@@ -1,4 +1,4 @@
-"""Types of Fisher matrices, by the names that a user gives."""
+"""The types of Fisher matrices and their names."""
 
 from dataclasses import dataclass, replace
 
@@ -26,14 +26,14 @@ class FisherType:
 
     def __post_init__(self) -> None:
         if self.kind not in FISHERS:
-            raise ValueError(f"Unknown fisher={self.kind!r}: use one of {', '.join(FISHERS)}.")
+            raise ValueError(f"Unknown fisher={self.kind!r}. Use one of {', '.join(FISHERS)}.")
         if whole(self.mc_samples, "mc_samples") != 1 and self.kind != "mc":
             raise ValueError(
                 f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
             )
 
     def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
-        """Draw the seed of the labels from a generator; from torch's global one if None.
+        """Draw the seed of the labels from a generator, or from torch's global one.
 
         With several processes, the first one draws. If no labels are drawn, no seed is.
         """

@@ -75,11 +75,11 @@ class LaplaceModel(Model):
         """
         if isinstance(observation_noise, Tensor):
             raise NotImplementedError(
-                "The noise of a regression is its sigma: pass observation_noise=True or False."
+                "The noise of a regression is its sigma. Pass observation_noise=True or False."
             )
         if X.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                "The posterior cannot be differentiated in the points: choose candidates with "
+                "The posterior cannot be differentiated in the points. Choose candidates with "
                 'optimize_acqf_discrete, or pass options={"with_grad": False} to optimize_acqf.'
             )
         mean, covariance = joint_moments(self._la, X, observation_noise)

@@ -69,13 +69,13 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
         return False
     if not likelihood.has_sigma:
         raise ValueError(
-            f"sigma=True tunes the noise of Gaussian, not of {type(likelihood).__name__}: leave it "
+            f"sigma=True tunes the noise of Gaussian, not of {type(likelihood).__name__}. Leave it "
             "out."
         )
     if fitted.num_targets is None:
         raise ValueError(
-            'sigma=True is not there for fisher="empirical", nor for a posterior file from before '
-            'sigma could be tuned: fit again, with fisher="exact" or "mc".'
+            'sigma=True is not supported for fisher="empirical", nor for a posterior file of an '
+            'early version. Fit again with fisher="exact" or "mc".'
         )
     # `squared_residuals` is a difference of these two numbers, in double precision.
     if 1e-12 * (abs(fitted.nll) + fitted.num_targets) >= squared_residuals(fitted):
@@ -117,7 +117,7 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
     if min(result.x - low, high - result.x) < 1e-2:
         raise ValueError(
             f"The marginal likelihood has no optimum between {BOUNDS[0]:g} and {BOUNDS[1]:g} "
-            f"(the search ended at {10**result.x:.3g}): tune on validation data instead."
+            f"(the search ended at {10**result.x:.3g}). Tune on validation data instead."
         )
     table.sort(key=lambda row: row["prior_precision"])
     near = [row["prior_precision"] for row in table if row[LOG_EVIDENCE] >= -result.fun - 0.5]
@@ -140,11 +140,11 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
         MacKay (1992), "A practical Bayesian framework for backpropagation networks".
     """
     if per not in PER:
-        raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
+        raise ValueError(f"Unknown per={per!r}. Use 'kind', 'block' or None.")
     if (structure := fitted.config.structure).is_dense:
         raise ValueError(
             f"curvature={structure.name!r} is one block of all parameters, which has "
-            f"one prior precision: leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
+            f"one prior precision. Leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
         )
     posterior = fitted.posterior
     groups = dict[str, list[int]]()
@@ -291,8 +291,8 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
     if abs(start) == _RANGE:
         raise ValueError(
-            "The marginal likelihood has no optimum in sigma and the prior precision together: "
-            "give sigma, and tune the prior precision on validation data."
+            "The marginal likelihood has no optimum in sigma and the prior precision together. "
+            "Give sigma, and tune the prior precision on validation data."
         )
     result = minimize_scalar(
         loss, bounds=(start - 1, start + 1), method="bounded", options={"xatol": 1e-4}

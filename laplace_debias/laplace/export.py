@@ -57,7 +57,7 @@ def export(
         )
     if path.suffix not in (".pt2", ".onnx"):
         raise ValueError(
-            f"{path} ends in {path.suffix or 'no suffix'!r}: name it *.pt2, or *.onnx."
+            f"{path} ends in {path.suffix or 'no suffix'!r}. Name it *.pt2, or *.onnx."
         )
     if path.suffix == ".onnx":
         check_onnx()
@@ -73,7 +73,7 @@ def export(
         chosen_link = chosen_link or default_link(fitted, inputs)
         if chosen_link is not None and chosen_link.name == "exact":
             raise NotImplementedError(
-                'link="exact" decomposes covariances, which is not exported: use "pairwise".'
+                'link="exact" decomposes covariances, which is not exported. Use "pairwise".'
             )
         program = _trace(_Predictive(fitted, inputs, chosen_link), inputs)
         expected = LinkedFit(fitted, chosen_link).predictive(inputs, PredictionMethod())

@@ -234,7 +234,7 @@ def _check_same_parameters(
     else:
         return
     raise ValueError(
-        f"The model's {difference} of the fit: load the checkpoint that the posterior was fitted "
+        f"The model's {difference} of the fit. Load the checkpoint that the posterior was fitted "
         "on."
     )
 
@@ -247,13 +247,13 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
             raise ValueError(f"its format is {reprlib.repr(texts.get('format'))}")
         return Header(**json.loads(texts["header"])), tensors
     except IsADirectoryError as error:
-        raise IsADirectoryError(f"{path} is a folder: name a file. {_EARLIER}") from error
+        raise IsADirectoryError(f"{path} is a folder. Name a file. {_EARLIER}") from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"There is no file {path}: check the path.") from error
+        raise FileNotFoundError(f"There is no file {path}. Check the path.") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is damaged, or is not a posterior file of this version ({str(error)[:300]}): "
-            f"save the posterior again. {_EARLIER}"
+            f"{path} is damaged, or is not a posterior file of this version ({str(error)[:300]}). "
+            f"Save the posterior again. {_EARLIER}"
         ) from error
     except OSError as error:
         raise type(error)(
@@ -326,5 +326,5 @@ def _json_options(likelihood: Likelihood) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"The options of {type(likelihood).__name__} are {reprlib.repr(options)}, which is not "
-            f"plain data ({error}): return a mapping of texts, finite numbers, lists and None."
+            f"plain data ({error}). Return a mapping of texts, finite numbers, lists and None."
         ) from error

@@ -84,7 +84,7 @@ def check_before_fit(
     check_generator(generator)
     if resume is not None:
         if not scheme.is_resumable:
-            raise ValueError(f'mode="{mode}" saves no state: leave out resume.')
+            raise ValueError(f'mode="{mode}" saves no state. Leave out resume.')
         check_resumable(resume, state.config.fisher.kind, generator, scheme.sources)
     scheme.check(state.config.structure)
     device = state.device

@@ -300,7 +300,7 @@ class Laplace(Predictor):
         if isinstance(train_loader, Scheme):
             if mode != "full" or folds is not None:
                 raise ValueError(
-                    f"{type(train_loader).__name__}(...) already defines the mode: remove mode= "
+                    f"{type(train_loader).__name__}(...) already defines the mode. Remove mode= "
                     "and folds=."
                 )
             scheme = train_loader
@@ -354,7 +354,7 @@ class Laplace(Predictor):
         """
         self._agree(num_data=num_data, folds=folds, resume=resume)
         if folds is not None and magnitudes is not None:
-            raise ValueError("Cross-fitting takes its magnitudes from folds: remove magnitudes=.")
+            raise ValueError("Cross-fitting takes its magnitudes from folds. Remove magnitudes=.")
         scheme: Scheme = Full(directions)
         if magnitudes is not None:
             scheme = Split(directions, magnitudes)
@@ -537,7 +537,7 @@ class Laplace(Predictor):
                 )
             return self.tune_evidence(sigma=sigma, per=per)
         if method != "grid":
-            raise ValueError(f"Unknown method={method!r}: use 'grid' or 'marglik'.")
+            raise ValueError(f"Unknown method={method!r}. Use 'grid' or 'marglik'.")
         if loader is None:
             raise ValueError("tune needs held-out data. Pass a loader, or use tune_evidence().")
         if per is not None:
@@ -1129,7 +1129,7 @@ class Laplace(Predictor):
             RuntimeError: Before a fit.
         """
         if not isinstance(self._state, FittedPosterior):
-            raise RuntimeError("Not fitted yet: call `fit(train_loader)` first.")
+            raise RuntimeError("Not fitted yet. Call `fit(train_loader)` first.")
         return self._state
 
     @property
@@ -1186,7 +1186,7 @@ class Laplace(Predictor):
         if self._state.parameters is None:
             raise RuntimeError(
                 f'params="last_layer" of a {type(self.model).__name__} is found by running an '
-                "example, which the first fit does: call `fit(train_loader)` first, or name the "
+                "example, which the first fit does. Call `fit(train_loader)` first, or name the "
                 "parameters, params=[...]."
             )
         return self._state.parameters

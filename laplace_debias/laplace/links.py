@@ -210,9 +210,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.name not in FORMULAS:
-            raise ValueError(f"Unknown link={self.name!r}: use one of {', '.join(FORMULAS)}.")
+            raise ValueError(f"Unknown link={self.name!r}. Use one of {', '.join(FORMULAS)}.")
         if not 0 < self.temperature < math.inf:
-            raise ValueError(f"A link's temperature is {self.temperature}: give a positive number.")
+            raise ValueError(f"A link's temperature is {self.temperature}. Give a positive number.")
 
     def __str__(self) -> str:
         """The name, and the temperature unless it is 1."""
@@ -262,7 +262,7 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
     if likelihood.activation is None:
         raise ValueError(
             f"link={link!r} gives probabilities of classes or labels, not of a "
-            f"{type(likelihood).__name__}: leave link out."
+            f"{type(likelihood).__name__}. Leave link out."
         )
     if checked.name in BRIDGES and likelihood.activation != "softmax":
         raise ValueError(

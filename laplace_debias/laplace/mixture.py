@@ -54,7 +54,7 @@ class Mixture(Predictor):
             if not isinstance(member, Laplace):
                 raise TypeError(f"Member {number} is {type(member).__name__}, not Laplace.")
             if not isinstance(member._state, FittedPosterior):
-                raise RuntimeError(f"Member {number} is not fitted: call its fit first.")
+                raise RuntimeError(f"Member {number} is not fitted. Call its fit first.")
             _check_same_likelihood(number, member.likelihood, self.members[0].likelihood)
 
     def __repr__(self) -> str:

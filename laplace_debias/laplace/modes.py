@@ -18,7 +18,7 @@ from laplace_debias.system.ranks import process_group
 def check_mode(mode: str, folds: int | None) -> None:
     """Require a known mode, and folds only where they are used."""
     if mode not in MODES:
-        raise ValueError(f"Unknown mode={mode!r}: use one of {', '.join(MODES)}.")
+        raise ValueError(f"Unknown mode={mode!r}. Use one of {', '.join(MODES)}.")
     if folds is not None and not MODES[mode].takes_folds:
         names = " and ".join(f'"{name}"' for name, scheme in MODES.items() if scheme.takes_folds)
         raise ValueError(f'folds={folds} belongs to mode={names}, not to mode="{mode}".')
@@ -50,7 +50,7 @@ def scheme_of_mode(
     num_read = max(process_group().exchange(len(batches)))
     if num_read < num_batches:
         raise ValueError(
-            f'mode="{mode}" needs {num_batches} batch(es), the loader gave {num_read}: use a '
+            f'mode="{mode}" needs {num_batches} batch(es), the loader gave {num_read}. Use a '
             "smaller batch size or more data."
         )
     return scheme.from_batches(batches, folds), size

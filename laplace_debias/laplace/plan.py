@@ -118,12 +118,12 @@ def plan_fit(
     """
     if mode == "auto":
         raise ValueError(
-            'How much mode="auto" reads it finds out itself: plan mode="crossfit" with folds=4, '
-            "which holds as many factors."
+            'mode="auto" decides during the fit how much data it reads, so it cannot be planned. '
+            'Plan mode="crossfit" with folds=4, which needs as much memory.'
         )
     if isinstance(loader, Iterator):
         raise TypeError(
-            "A plan reads the first batch, which this iterator would lose for the fit: pass a "
+            "A plan reads the first batch, which this iterator would lose for the fit. Pass a "
             "DataLoader or a list of batches."
         )
     scheme = MODES[mode]

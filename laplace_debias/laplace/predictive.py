@@ -61,11 +61,11 @@ class PredictionMethod:
         positions: Positions | None = None,
     ) -> None:
         if name not in METHODS:
-            raise ValueError(f"Unknown method={name!r}: use one of {', '.join(METHODS)}.")
+            raise ValueError(f"Unknown method={name!r}. Use one of {', '.join(METHODS)}.")
         check_generator(generator)
         if samples is not None and whole(samples, "samples") and name == "map":
             raise ValueError(
-                f'samples={samples}: give them to "glm", "glm-mc" or "nn", none to "map".'
+                f'samples={samples}. Give them to "glm", "glm-mc" or "nn", none to "map".'
             )
         self.name = name
         self.samples = samples

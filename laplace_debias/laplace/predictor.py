@@ -130,7 +130,7 @@ class Predictor(ABC):
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed:
             raise ValueError(
-                f'link={link!r} belongs to the closed form of method="glm" without samples: leave '
+                f'link={link!r} belongs to the closed form of method="glm" without samples. Leave '
                 "link out, or method and samples. The temperature of la.link divides the logits of "
                 "every method."
             )
@@ -188,7 +188,7 @@ class Predictor(ABC):
         """Compute the uncertainty by a method and a link that were checked."""
         if method.name == "map":
             raise ValueError(
-                'method="map" has one setting of the parameters and no uncertainty about them: use '
+                'method="map" has one setting of the parameters and no uncertainty about them. Use '
                 "'glm', 'glm-mc' or 'nn'."
             )
         return uncertainty(self._linked_fits(x, method, link), x, method)
@@ -246,7 +246,7 @@ class Predictor(ABC):
             made=lambda: str(self), settings=configs, ood=list(ood or ()), method=method, **options
         )
         if score is not None and not ood:
-            raise ValueError(f"score={score!r} is for out-of-distribution data: give `ood`, too.")
+            raise ValueError(f"score={score!r} is for out-of-distribution data. Give `ood`, too.")
         check_held_out(loader, *(ood or {}).values())
 
         prediction = PredictionMethod(method, samples, generator)

@@ -117,7 +117,7 @@ def _parameters_on_examples(
         if state.parameters is not None and state.parameters.names != selected.names:
             raise ValueError(
                 f'params="last_layer" was {state.parameters.names}, but now the outputs come '
-                f"from {selected.names}. The model has changed: build a new Laplace."
+                f"from {selected.names}. The model has changed. Build a new Laplace."
             )
     tap = Tap(spec.network(selected.names))
     check_first_batch(

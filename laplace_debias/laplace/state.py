@@ -169,7 +169,7 @@ class FittedPosterior:
             if parameter.device != mean.device or dtype != mean.dtype:
                 raise RuntimeError(
                     f"The model has moved to {parameter.device}, {dtype} since the fit on "
-                    f"{mean.device}, {mean.dtype}: move it back or fit again."
+                    f"{mean.device}, {mean.dtype}. Move it back or fit again."
                 )
         sizes = [parameter.numel() for parameter in parameters]
         has_changed = sum(sizes) != len(mean)
@@ -179,13 +179,13 @@ class FittedPosterior:
         if has_changed:
             raise RuntimeError(
                 "The model's parameters have changed since the fit, so the posterior does "
-                "not describe them: fit again."
+                "not describe them. Fit again."
             )
         changed_names = self.change_detector.changed(plain, names, self.frozen_fingerprint)
         if changed_names:
             raise RuntimeError(
                 f"{changed_names[0]} has changed since the fit, so the posterior is not that of "
-                "this model: fit again."
+                "this model. Fit again."
             )
 
     def network(self) -> nn.Module:

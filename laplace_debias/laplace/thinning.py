@@ -81,13 +81,13 @@ def thin_posterior(
     if not fitted.config.structure.has_factors:
         raise ValueError(
             f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
-            f"{fitted.config.structure.name!r}: fit one of these."
+            f"{fitted.config.structure.name!r}. Fit one of these."
         )
     inputs = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
     if num_examples(inputs) < 2:
         raise ValueError(
-            "Directions are chosen on half of the inputs and the error is measured on the others: "
-            "pass two inputs or more."
+            "Directions are chosen on half of the inputs and the error is measured on the others. "
+            "Pass two inputs or more."
         )
     inputs_have_positions = positions is not None and torch.as_tensor(positions).ndim == 2
 

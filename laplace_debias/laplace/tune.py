@@ -88,7 +88,7 @@ def tune_on_data(
     metrics = ["nll"] if is_regression else ["brier", "nll"]
     if metric not in metrics:
         raise ValueError(
-            f"Unknown metric={metric!r} for this likelihood: use one of {', '.join(metrics)}."
+            f"Unknown metric={metric!r} for this likelihood. Use one of {', '.join(metrics)}."
         )
     link_from(link, likelihood)
     posterior = fitted.posterior

@@ -15,7 +15,7 @@ def check_operator(A: object, generator: torch.Generator | None = None) -> None:
     """Check that an argument is an operator, and a generator on its device."""
     if not isinstance(A, LinearOperator):
         raise TypeError(
-            f"expected a LinearOperator, got {type(A).__name__}: wrap a tensor as `Dense(matrix)`, "
+            f"Expected a LinearOperator, got {type(A).__name__}. Wrap a tensor as `Dense(matrix)`, "
             "an array of NumPy's as `Dense(torch.from_numpy(array))`."
         )
     checks.check_generator(generator)
@@ -72,7 +72,7 @@ def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int
         )
     if b.dtype != A.dtype or b.device != A.device:
         raise ValueError(
-            f"`{name}` is {b.dtype} on {b.device}, the operator {A.dtype} on {A.device}: convert "
+            f"`{name}` is {b.dtype} on {b.device}, the operator {A.dtype} on {A.device}. Convert "
             "one of them with `.to(...)`."
         )
     if not b.isfinite().all():

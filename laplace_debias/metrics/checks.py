@@ -29,7 +29,7 @@ def check_probs(
     if probs.ndim == 2 and probs.shape[1] < 2:
         raise ValueError(
             f"`{name}` has shape {list(probs.shape)}; expected at least two classes. Pass a binary "
-            "problem's probabilities of class 1 as [n]: squeeze the last dimension."
+            "problem's probabilities of class 1 as [n]. Squeeze the last dimension."
         )
     tolerance = max(_ROW_SUM_TOLERANCE, 4 * torch.finfo(probs.dtype).eps)
     if probs.dtype in (torch.float16, torch.bfloat16):

@@ -146,7 +146,7 @@ class LinearOperator(ABC):
         if self.layout is None:
             raise TypeError(
                 f"{type(self).__name__} has no parameter layout, so named parameters cannot be "
-                "multiplied: use a vector or a matrix."
+                "multiplied. Use a vector or a matrix."
             )
         product = self @ self.layout.flatten(parameters)
         rows = self.T.layout
@@ -158,7 +158,7 @@ class LinearOperator(ABC):
     def __add__(self, other: "LinearOperator") -> "LinearOperator":
         if not isinstance(other, LinearOperator):
             raise TypeError(
-                f"{type(self).__name__} and {type(other).__name__} cannot be added: wrap a matrix "
+                f"{type(self).__name__} and {type(other).__name__} cannot be added. Wrap a matrix "
                 "as Dense(matrix), a number c as c * Identity(n)."
             )
         if self.shape != other.shape:
@@ -227,7 +227,7 @@ class LinearOperator(ABC):
             side_operator = self if side == 1 else self.T
             if side_operator.layout is None and self.layout is not None:
                 raise KeyError(
-                    f"The rows of {type(self).__name__} belong to no parameters: choose columns, "
+                    f"The rows of {type(self).__name__} belong to no parameters. Choose columns, "
                     f"`A[:, {index!r}]`, or index the rows by numbers."
                 )
             index = named_range(side_operator, index)
@@ -262,12 +262,12 @@ class LinearOperator(ABC):
 
         if self.dtype not in NUMPY_TYPES:
             raise TypeError(
-                f"NumPy has no {self.dtype}: convert the operator with `.to(torch.float32)`."
+                f"NumPy has no {self.dtype}. Convert the operator with `.to(torch.float32)`."
             )
 
         def product(operator: LinearOperator, array: NDArray[Any]) -> NDArray[Any]:
             if np.iscomplexobj(array):
-                raise TypeError("The operator is real: multiply real and imaginary part apart.")
+                raise TypeError("The operator is real. Multiply real and imaginary part apart.")
             # A copy where SciPy hands out memory that it goes on writing to, or that is read-only.
             tensor = torch.tensor(
                 np.ascontiguousarray(array), dtype=operator.dtype, device=operator.device
@@ -292,7 +292,7 @@ class LinearOperator(ABC):
         """
         if not is_dataclass(self):
             raise TypeError(
-                f"{type(self).__name__} is not made of tensors: convert what it was built from, "
+                f"{type(self).__name__} is not made of tensors. Convert what it was built from, "
                 "such as the model, and build it again."
             )
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
@@ -348,7 +348,7 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
     if tensor.dtype != operator.dtype or tensor.device != operator.device:
         raise ValueError(
             f"{type(operator).__name__} is {operator.dtype} on {operator.device}, the tensor "
-            f"{tensor.dtype} on {tensor.device}: convert one of them with `.to(...)`."
+            f"{tensor.dtype} on {tensor.device}. Convert one of them with `.to(...)`."
         )
 
 

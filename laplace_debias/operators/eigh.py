@@ -78,7 +78,7 @@ def _scaled(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
     largest = matrix.detach().tril().abs_().amax((-2, -1), keepdim=True)
     if not bool(largest.isfinite().all()):
         raise ValueError(
-            f"{name} holds NaN or Inf, so it has no eigenvalues: look for an input, an activation "
+            f"{name} holds NaN or Inf, so it has no eigenvalues. Look for an input, an activation "
             "or a gradient that overflows, or compute in a wider dtype."
         )
     exponent = torch.frexp(largest).exponent

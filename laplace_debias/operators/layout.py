@@ -76,7 +76,7 @@ class ParameterLayout:
             superfluous = [name for name in parameters if name not in self.names]
             if missing or superfluous:
                 raise ValueError(
-                    f"The parameters {missing} are missing and {superfluous} superfluous: give one "
+                    f"The parameters {missing} are missing and {superfluous} superfluous. Give one "
                     f"tensor for each of {list(self.names)}."
                 )
             tensors = [parameters[name] for name in self.names]
@@ -84,7 +84,7 @@ class ParameterLayout:
             tensors = list(parameters)
             if len(tensors) != len(self.names):
                 raise ValueError(
-                    f"Got {len(tensors)} tensors for {len(self.names)} parameters: give one for "
+                    f"Got {len(tensors)} tensors for {len(self.names)} parameters. Give one for "
                     f"each of {list(self.names)}, in this order."
                 )
         columns = tuple(tensors[0].shape[len(self.shapes[0]) :])
@@ -100,7 +100,7 @@ class ParameterLayout:
             )
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             raise ValueError(
-                "The parameters' tensors differ in dtype or device: convert them with `.to(...)`."
+                "The parameters' tensors differ in dtype or device. Convert them with `.to(...)`."
             )
         sized = zip(tensors, self.sizes, strict=True)
         return torch.cat([tensor.reshape((size, *columns)) for tensor, size in sized])

@@ -20,7 +20,7 @@ class Batch:
         loss, outputs = evaluated(closure)
         if not (loss.requires_grad and outputs.requires_grad):
             raise ValueError(
-                "The closure's loss or outputs depend on no parameter: compute both from the "
+                "The closure's loss or outputs depend on no parameter. Compute both from the "
                 "model's forward pass, without torch.no_grad()."
             )
         self.loss = float(loss.detach()) + 0.5 * float(decay @ theta.square())
@@ -48,7 +48,7 @@ class GraphGGN(Symmetric):
         slope = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)[0]
         if slope is None:
             raise ValueError(
-                "The closure's loss is not computed from the outputs that it returns: return the "
+                "The closure's loss is not computed from the outputs that it returns. Return the "
                 "very tensor that goes into the loss."
             )
         self._slope = slope
@@ -105,11 +105,11 @@ def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
     loss, outputs = result
     if loss.ndim != 0:
         raise TypeError(
-            f"A closure's loss must be a number, got shape {tuple(loss.shape)}: take its mean."
+            f"A closure's loss must be a number, got shape {tuple(loss.shape)}. Take its mean."
         )
     if finite and not loss.isfinite():
         raise ValueError(
-            "The loss is NaN or Inf before the step: look at data and parameters, or start from a "
+            "The loss is NaN or Inf before the step. Look at data and parameters, or start from a "
             "smaller step or more damping."
         )
     return loss, outputs

@@ -144,7 +144,7 @@ class DebiasedHessianFree(Optimizer):
         for name, value in shared.items():
             if param_group.get(name, value) != value:
                 raise ValueError(
-                    f"{name} belongs to the whole step and cannot differ between groups: pass "
+                    f"{name} belongs to the whole step and cannot differ between groups. Pass "
                     "it to the optimizer."
                 )
         weight_decay = param_group.get("weight_decay", self.defaults["weight_decay"])
@@ -154,7 +154,7 @@ class DebiasedHessianFree(Optimizer):
         if any(hasattr(p, "full_tensor") for p in self.param_groups[-1]["params"]):
             raise NotImplementedError(
                 "Parameters are split over processes (fully_shard, tensor parallelism), whose "
-                "quadratic this optimizer does not see: train the plain model on one process."
+                "quadratic this optimizer does not see. Train the plain model on one process."
             )
 
     def step(self, first: Closure, second: Closure | None = None) -> Tensor:  # type: ignore[override]
@@ -249,7 +249,9 @@ class DebiasedHessianFree(Optimizer):
     def _parameters(self) -> list[Tensor]:
         parameters = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if not parameters:
-            raise ValueError("No parameter requires a gradient: there is nothing to move.")
+            raise ValueError(
+                "No parameter requires a gradient. Call requires_grad_(True) on those to train."
+            )
         kinds = {(p.dtype, p.device) for p in parameters}
         if len(kinds) > 1:
             names = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)

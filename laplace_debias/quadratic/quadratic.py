@@ -49,7 +49,7 @@ class Cut:
         if len(coordinates) != len(self.slopes):
             raise ValueError(
                 f"A cut along {len(self.slopes)} directions takes as many coordinates, got "
-                f"{len(coordinates)}: call it as cut(a, b, ...)."
+                f"{len(coordinates)}. Call it as cut(a, b, ...)."
             )
         tensors = [torch.as_tensor(coordinate).to(self.slopes) for coordinate in coordinates]
         a = torch.stack(torch.broadcast_tensors(*tensors), dim=-1)
@@ -330,12 +330,12 @@ class Quadratic:
         if not damping >= 0:
             raise ValueError(f"damping must be at least 0, got {damping}.")
         if method not in ("cg", "exact"):
-            raise ValueError(f"Unknown method {method!r}: use 'cg' or 'exact'.")
+            raise ValueError(f"Unknown method {method!r}. Use 'cg' or 'exact'.")
         damped = self.matrix + damping * Identity(len(self.gradient))
         if method == "exact":
             if (tol, max_iter, preconditioner, stop) != (1e-6, None, None, None):
                 raise ValueError(
-                    "tol, max_iter, preconditioner and stop belong to method='cg': leave them out."
+                    "tol, max_iter, preconditioner and stop belong to method='cg'. Leave them out."
                 )
             return solve_exactly(damped.to_dense(), -self.gradient)
         solution = cg(

@@ -25,7 +25,7 @@ def whole(value: Any, name: str, minimum: int = 1, maximum: int = 2**53) -> int:
     if number is None:
         raise TypeError(
             f"{name} must be a whole number, got {reprlib.repr(value)} of type "
-            f"{type(value).__name__}: pass an int, such as 10**9 instead of 1e9."
+            f"{type(value).__name__}. Pass an int, such as 10**9 instead of 1e9."
         )
     if not minimum <= number <= maximum:
         limit = "2**53" if maximum == 2**53 else maximum
@@ -43,11 +43,11 @@ def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
             raise TypeError
         return torch.as_tensor(value, dtype=torch.float64, device=device)
     except OverflowError as error:
-        raise ValueError(f"{name} is too large for float64: pass a finite number.") from error
+        raise ValueError(f"{name} is too large for float64. Pass a finite number.") from error
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must be a real number, or several, got {reprlib.repr(value)} of type "
-            f"{type(value).__name__}: pass a float or a tensor."
+            f"{type(value).__name__}. Pass a float or a tensor."
         ) from error
 
 
@@ -87,7 +87,7 @@ def check_extra(extra: str, *packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             raise ImportError(
-                f"{package} is not installed: run pip install 'laplace-debias[{extra}]'."
+                f"{package} is not installed. Run pip install 'laplace-debias[{extra}]'."
             )
 
 

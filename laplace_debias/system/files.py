@@ -61,10 +61,10 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
     """
     target = Path(os.path.realpath(path))
     if os.path.isdir(target):
-        raise IsADirectoryError(f"{path} is a folder: name a file in it.")
+        raise IsADirectoryError(f"{path} is a folder. Name a file in it.")
     if os.path.lexists(target) and not os.path.isfile(target):
         raise OSError(
-            f"{path} is a device, a pipe or a symbolic link that leads back to itself: name a "
+            f"{path} is a device, a pipe or a symbolic link that leads back to itself. Name a "
             "regular file."
         )
     folder = target.parent
@@ -72,19 +72,19 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
         folder = folder.parent
     if not os.path.isdir(folder):
         raise NotADirectoryError(
-            f"{path} cannot be written, since {folder} is a file and no folder: choose another "
+            f"{path} cannot be written, since {folder} is a file and no folder. Choose another "
             "place."
         )
     if folder != target.parent and not make_folders:
-        raise FileNotFoundError(f"There is no folder {target.parent}: make it first.")
+        raise FileNotFoundError(f"There is no folder {target.parent}. Make it first.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(
-            f"{path} cannot be written, since the folder {folder} may not be written to: choose "
+            f"{path} cannot be written, since the folder {folder} may not be written to. Choose "
             "another place, or change its permissions."
         )
     if os.path.isfile(target) and not os.access(target, os.W_OK):
         raise PermissionError(
-            f"{path} is write-protected: choose another name, or change its permissions."
+            f"{path} is write-protected. Choose another name, or change its permissions."
         )
     return target
 

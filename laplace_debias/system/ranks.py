@@ -109,7 +109,7 @@ class Group(Ranks):
                     raise ValueError(
                         f"{name} differs between the ranks: {first_text} on rank 0, "
                         f"{texts_of_rank[name]} on rank {rank}. All of them work on the same "
-                        "together: pass the same on each, generators of one seed where something "
+                        "together. Pass the same on each, generators of one seed where something "
                         "is drawn."
                     )
 
@@ -201,7 +201,7 @@ def check_joined() -> None:
     if "RANK" in os.environ and size not in ("0", "1") and not is_joined:
         raise RuntimeError(
             f"WORLD_SIZE is {size} in the environment, but there is no process group, so each "
-            "process would do the work of all: call torch.distributed.init_process_group() first; "
+            "process would do the work of all. Call torch.distributed.init_process_group() first; "
             "or work within laplace_debias.alone(), or unset RANK and WORLD_SIZE."
         )
 

@@ -220,7 +220,7 @@ def _check_options(
     if patience is not None:
         whole(patience, "patience")
     if per is not None and per not in PER:
-        raise ValueError(f"Unknown per={per!r}: use 'kind', 'block' or None.")
+        raise ValueError(f"Unknown per={per!r}. Use 'kind', 'block' or None.")
     check_is(learning_rate, "learning_rate", int, float)
     if not 0 < learning_rate < math.inf:
         raise ValueError(

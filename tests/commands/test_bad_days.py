@@ -120,7 +120,7 @@ def test_a_read_only_folder_is_told_before_the_work(here, disk, monkeypatch, cap
         assert main(command) == 2
         line = only_line(capsys)
         assert str(place) in line, line
-        assert "may not be written to: choose another place, or change its permissions" in line
+        assert "may not be written to. Choose another place, or change its permissions" in line
 
 
 def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys):
@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys)
     data = ["--model=nets:wide", "--data=d.npz", "--device=cpu", "--progress=false"]
     posterior = place / "p.safetensors"
     assert main(["fit", *data, f"--output={posterior}"]) == 2
-    told = f"{posterior} cannot be written (No space left on device): choose another"
+    told = f"{posterior} cannot be written (No space left on device). Choose another"
     assert told in only_line(capsys)
     assert list(place.iterdir()) == []
     disk("size=8m")

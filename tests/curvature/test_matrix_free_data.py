@@ -259,7 +259,7 @@ OF_DATA = {
     "sizes": ([(X, LABELS[:3])], ValueError, "targets of shape"),
     "shared iterator": (Shared, TypeError, "Shared gave no batch .* only once"),
     "nan": ([(X / 0 * 0, LABELS)], ValueError, "NaN"),
-    "dtype": ([(X.float(), LABELS)], TypeError, "convert"),
+    "dtype": ([(X.float(), LABELS)], TypeError, "Convert"),
     "shuffled": (SHUFFLED, ValueError, "shuffle=False"),
     "all ignored": ([(X, torch.full_like(LABELS, -100))], ValueError, "ignore_index"),
     "labels": ([(X, LABELS + 1)], ValueError, "0 … 2"),
@@ -280,7 +280,7 @@ OF_A_LOSS = {
     "integers": (nn.MSELoss(), random_labels(3), TypeError, "float"),
     "range": (BCE(), X, ValueError, r"in \[0, 1\]"),
 }
-NAMES = r"got a list of Parameter: give names, of \['0.weight', [^=]*$"
+NAMES = r"got a list of Parameter. Give names, of \['0.weight', [^=]*$"
 BAD = {
     **{name: ({"model": model}, *says) for name, (model, *says) in OF_A_MODEL.items()},
     **{name: ({"data": data}, *says) for name, (data, *says) in OF_DATA.items()},

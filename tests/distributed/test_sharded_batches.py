@@ -70,7 +70,7 @@ def test_without_a_process_group_it_has_everything():
     ("data", "options", "error", "message"),
     [
         (range(5), {"batch_size": 0}, ValueError, "at least 1, got 0"),
-        (range(5), {"batch_size": 2, "rank": 1}, ValueError, "give both"),
+        (range(5), {"batch_size": 2, "rank": 1}, ValueError, "Give both"),
         (range(5), {"batch_size": 2, "rank": 2, "num_ranks": 2}, ValueError, "rank=2"),
         (iter([]), {"batch_size": 2}, TypeError, "no length"),
     ],

@@ -328,14 +328,14 @@ def test_what_it_cannot_do_is_refused(tmp_path):
     la = Laplace(network())
     with pytest.raises(ValueError, match="shuffle=True"):
         la.fit(in_order, mode="auto")
-    with pytest.raises(ValueError, match="leave out resume"):
+    with pytest.raises(ValueError, match="Leave out resume"):
         la.fit(loader(), mode="auto", resume=tmp_path)
     one = DataLoader(TensorDataset(x[:1], y[:1]), shuffle=True)
     with pytest.raises(ValueError, match="needs two examples or more"):
         la.fit(one, mode="auto")
     with pytest.raises(ValueError, match="Pass num_data="):
         la.fit([(x, y)], mode="auto")
-    with pytest.raises(ValueError, match='plan mode="crossfit"'):
+    with pytest.raises(ValueError, match='Plan mode="crossfit"'):
         la.plan(loader(), mode="auto")
     with pytest.raises(ValueError, match=r"got .ekfac."):
         Laplace(network(), curvature="ekfac").fit(loader(), mode="auto")

@@ -139,7 +139,7 @@ def test_a_score_that_there_is_not_is_refused():
     la, far = classification(), {"far": [(X, LABELS)]}
     with pytest.raises(ValueError, match=r"no score='margin'.*use entropy"):
         la.evaluate([(X, LABELS)], far, score="margin")
-    with pytest.raises(ValueError, match="give `ood`"):
+    with pytest.raises(ValueError, match="Give `ood`"):
         la.evaluate([(X, LABELS)], score="energy")
     with pytest.raises(ValueError, match=r"score='energy'.*use none"):
         regression().evaluate([(X, Y)], far, score="energy")

@@ -220,8 +220,8 @@ def test_a_program_that_gives_other_numbers_is_not_written(tmp_path, monkeypatch
     ("options", "error", "message"),
     [
         ({"link": "logit"}, ValueError, "Unknown link"),
-        ({"link": "exact"}, NotImplementedError, 'use "pairwise"'),
-        ({"path": "predictive.pt"}, ValueError, r"ends in '\.pt': name it \*\.pt2"),
+        ({"link": "exact"}, NotImplementedError, 'Use "pairwise"'),
+        ({"path": "predictive.pt"}, ValueError, r"ends in '\.pt'. Name it \*\.pt2"),
         ({"path": "nowhere/predictive.pt2"}, FileNotFoundError, "There is no folder"),
     ],
 )

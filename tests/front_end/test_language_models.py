@@ -269,7 +269,7 @@ def test_positions_that_are_not_there(small, method, positions, error, says):
 
 def test_positions_of_outputs_without_any():
     la = Laplace(nn.Linear(2, 3)).fit([(torch.randn(4, 2), torch.randint(3, (4,)))])
-    with pytest.raises(ValueError, match="remove positions="):
+    with pytest.raises(ValueError, match="Remove positions="):
         la.predict(torch.randn(4, 2), positions=-1)
 
 
@@ -293,7 +293,7 @@ def test_a_mask_that_is_none_of_the_positions(small):
 def test_too_many_outputs_are_refused_before_any_is_differentiated():
     model = build("gpt2", False, vocabulary=6000)
     batch = batch_of(vocabulary=6000)
-    with pytest.raises(ValueError, match='use fisher="mc"'):
+    with pytest.raises(ValueError, match='Use fisher="mc"'):
         Laplace(model, params=["lm_head.weight"]).fit([batch])
     la = Laplace(model, params=["lm_head.weight"], fisher="mc").fit([batch])
     with pytest.raises(ValueError, match="positions=-1 is the last token"):

@@ -350,7 +350,7 @@ def test_nothing_works_before_a_fit(model, loader):
         lambda: la.evaluate(loader),
         lambda: la.save("nowhere"),
     ):
-        with pytest.raises(RuntimeError, match="call `fit"):
+        with pytest.raises(RuntimeError, match="Call `fit"):
             call()
 
 

@@ -253,7 +253,7 @@ def test_a_link_that_has_no_use_is_refused():
     with pytest.raises(ValueError, match="Unknown link='laplace'"):
         la.predict(x, link="laplace")
     for wrong in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="give a positive number"):
+        with pytest.raises(ValueError, match="Give a positive number"):
             Link("probit", wrong)
     for options in ({"method": "nn"}, {"samples": 5}, {"method": "map"}):
         with pytest.raises(ValueError, match="belongs to the closed form"):

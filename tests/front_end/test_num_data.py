@@ -296,7 +296,7 @@ def test_processes_that_were_started_together_must_join(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     la = Laplace(network())
     for work in (la.fit, la.fit_batches, partial(GGN, la.model, nn.CrossEntropyLoss())):
-        with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group\(\)"):
+        with pytest.raises(RuntimeError, match=r"Call torch\.distributed\.init_process_group\(\)"):
             work(batches())
     with alone():
         la.fit(batches())

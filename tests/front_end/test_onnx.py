@@ -134,6 +134,6 @@ def test_an_operation_without_an_onnx_operator_is_refused(onnxruntime, tmp_path,
 def test_onnx_needs_its_extra(monkeypatch, tmp_path):
     la = Laplace(mlp(), params="last_layer").fit([(vectors(9), torch.arange(9) % 2)])
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    message = "onnxscript is not installed: run pip install 'laplace-debias[onnx]'"
+    message = "onnxscript is not installed. Run pip install 'laplace-debias[onnx]'"
     with pytest.raises(ImportError, match=re.escape(message)):
         la.export(tmp_path / "predictive.onnx", vectors(2))

@@ -199,7 +199,7 @@ def test_it_is_evaluated_tuned_and_mixed(la):
     assert result.link is None
     best = -tuned.predict(x).log_prob(y).mean()
     assert result.value == pytest.approx(float(best), rel=1e-9)
-    with pytest.raises(ValueError, match="use one of nll"):
+    with pytest.raises(ValueError, match="Use one of nll"):
         tuned.tune([(x, y)], metric="brier")
     with pytest.raises(ValueError, match="link='probit' gives probabilities"):
         tuned.predict(x, link="probit")

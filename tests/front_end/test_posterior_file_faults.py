@@ -206,10 +206,10 @@ def in_time():
 @pytest.mark.parametrize(
     ("what", "error", "says"),
     [
-        ("nothing", FileNotFoundError, "There is no file .*: check the path"),
-        ("below a file", FileNotFoundError, "There is no file .*: check the path"),
-        ("dangling link", FileNotFoundError, "There is no file .*: check the path"),
-        ("folder", IsADirectoryError, r"is a folder: name a file.* of version 0\.2\.0"),
+        ("nothing", FileNotFoundError, "There is no file .*. Check the path"),
+        ("below a file", FileNotFoundError, "There is no file .*. Check the path"),
+        ("dangling link", FileNotFoundError, "There is no file .*. Check the path"),
+        ("folder", IsADirectoryError, r"is a folder. Name a file.* of version 0\.2\.0"),
         ("pipe", ValueError, "a device or a pipe"),
         ("device", ValueError, "a device or a pipe"),
         ("empty", ValueError, "is damaged, or is not a posterior file"),
@@ -298,12 +298,12 @@ def test_a_disk_that_is_full_at_the_end_is_told(la, path, place, monkeypatch):
 @pytest.mark.parametrize(
     ("what", "error", "says"),
     [
-        ("folder", IsADirectoryError, "is a folder: name a file in it"),
+        ("folder", IsADirectoryError, "is a folder. Name a file in it"),
         ("below a file", NotADirectoryError, "is a file and no folder"),
-        ("no parent", FileNotFoundError, "There is no folder .*: make it first"),
+        ("no parent", FileNotFoundError, "There is no folder .*. Make it first"),
         ("pipe", OSError, "a device, a pipe or"),
         ("loop", OSError, "leads back to itself"),
-        ("long name", OSError, "cannot be written .*: choose another name"),
+        ("long name", OSError, "cannot be written .*. Choose another name"),
     ],
 )
 def test_bad_targets_are_told_before_anything_is_written(la, tmp_path, what, error, says):

@@ -93,7 +93,7 @@ def test_wrong_folders_and_arguments_are_rejected(tmp_path, unchecked):
     la.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"for a repository, and .* is a folder\. Remove"):
         Laplace.from_pretrained(tmp_path, network(), revision="main")
-    with pytest.raises(ValueError, match="load the checkpoint"):
+    with pytest.raises(ValueError, match="Load the checkpoint"):
         Laplace.from_pretrained(tmp_path, network().requires_grad_(True).apply(changed))
 
 

@@ -266,7 +266,7 @@ def test_other_data_are_refused(folder):
     broken_off(folder)
     with pytest.raises(ValueError, match=r"another fit: generator was .*, is "):
         fit(loader(), folder, seed=4)
-    with pytest.raises(ValueError, match=r"other batches .in pass 1 others are in the sums.: give"):
+    with pytest.raises(ValueError, match=r"other batches .in pass 1 others are in the sums.. Give"):
         fit(loader(seed=2), folder)
 
 
@@ -320,7 +320,7 @@ def test_a_loader_that_shuffles_by_a_generator_of_its_own_is_refused(folder):
 def test_a_folder_that_is_none(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(NotADirectoryError, match="is a file: name a folder"):
+    with pytest.raises(NotADirectoryError, match="is a file. Name a folder"):
         fit(loader(), file)
 
 
@@ -339,7 +339,7 @@ def test_a_damaged_state_is_never_used(folder, how):
     damaged = {"cut": whole[:-9], "byte": whole[:-5] + b"\1" + whole[-4:], "empty": b""}[how]
     assert damaged != whole
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"is damaged .*: remove the folder, and fit anew"):
+    with pytest.raises(ValueError, match=r"is damaged .*. Remove the folder, and fit anew"):
         fit(loader(), folder)
 
 

@@ -440,7 +440,7 @@ def test_wrong_calls_of_thin():
             la.thin(x, error)
     with pytest.raises(TypeError, match="error must be a real number"):
         la.thin(x, "small")
-    with pytest.raises(ValueError, match="pass two inputs or more"):
+    with pytest.raises(ValueError, match="Pass two inputs or more"):
         la.thin(x[:1])
     for curvature in ("diag", "full", "lowrank"):
         other, _ = wide(curvature=curvature, params=["4.weight"])

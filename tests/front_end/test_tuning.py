@@ -95,7 +95,7 @@ def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
 
 @pytest.mark.parametrize(
     ("temperature", "scale", "end"),
-    [(0.1, 3.0, "largest tried, 4: look"), (8.0, 0.3, "smallest tried, 0.5: the posterior")],
+    [(0.1, 3.0, "largest tried, 4. Look"), (8.0, 0.3, "smallest tried, 0.5: the posterior")],
 )
 def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end):
     model, x, y = problem(scale, 400, temperature=temperature)

@@ -251,7 +251,7 @@ def test_operators_find_the_logits(name):
         (lambda logits: SimpleNamespace(logits=None), "`.logits` is of type NoneType"),
         (lambda logits: (None, logits), r"tuple of \[NoneType, Tensor\]"),
         (lambda logits: logits.tolist(), r"list of \[list"),
-        (lambda logits: None, "got NoneType: wrap it"),
+        (lambda logits: None, "got NoneType. Wrap it"),
     ],
 )
 def test_outputs_without_logits_are_named(returns, says):

@@ -201,7 +201,7 @@ def test_what_an_extra_installs_is_asked_for_by_its_name(la, monkeypatch, packag
     for module in ("report", f"integrations.{extra}"):
         monkeypatch.delitem(sys.modules, f"laplace_debias.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
-    told = f"{package} is not installed: run pip install 'laplace-debias[{extra}]'"
+    told = f"{package} is not installed. Run pip install 'laplace-debias[{extra}]'"
     with pytest.raises(ImportError, match=re.escape(told)):
         use(la)
 

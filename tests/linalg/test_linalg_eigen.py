@@ -191,7 +191,7 @@ def test_single_precision_stays_single_and_is_as_precise_as_it_can_be(method, to
 @pytest.mark.parametrize("method", METHODS)
 def test_too_few_products_are_told_with_a_remedy(method):
     values = torch.linspace(0, 1, 400, dtype=torch.float64)
-    with pytest.warns(RuntimeWarning, match="raise `max_matvecs`"):
+    with pytest.warns(RuntimeWarning, match="Raise `max_matvecs`"):
         result = eigsh(symmetric(values), 4, method, max_matvecs=100, generator=generator())
     assert not result.converged
     assert result.status == "max_iter"
@@ -236,7 +236,7 @@ def test_spectral_norm_of_structured_and_zero_operators():
 
 def test_spectral_norm_tells_a_missed_tolerance():
     A = symmetric(torch.linspace(0, 1, 300), is_symmetric=True)
-    with pytest.warns(RuntimeWarning, match="raise `max_matvecs`"):
+    with pytest.warns(RuntimeWarning, match="Raise `max_matvecs`"):
         assert not spectral_norm(A, tol=1e-8, max_matvecs=10, generator=generator()).converged
 
 

@@ -237,7 +237,7 @@ def test_blocks_without_a_dtype_take_that_of_the_others():
 
 
 def test_an_operator_that_is_not_made_of_tensors_says_how_it_is_converted():
-    with pytest.raises(TypeError, match="convert what it was built from"):
+    with pytest.raises(TypeError, match="Convert what it was built from"):
         Opaque(randn(2, 2)).to(torch.float32)
 
 
@@ -306,7 +306,7 @@ def test_names_do_not_stand_for_rows_that_belong_to_no_parameters(rows):
     J = Opaque(randn(rows, 9), LAYOUT)
     torch.testing.assert_close(J[:, "bias"].to_dense(), J.matrix[:, 6:8])
     for index in ["bias", ("bias", slice(None)), ("bias", 0)]:
-        with pytest.raises(KeyError, match=r"belong to no parameters: choose columns"):
+        with pytest.raises(KeyError, match=r"belong to no parameters. Choose columns"):
             J[index]
 
 

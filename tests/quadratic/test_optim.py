@@ -296,7 +296,7 @@ def test_closures_and_groups_that_cannot_work_are_named():
     good = closure(model, x, y)
     for bad, error, message in (
         (lambda: good()[0], TypeError, r"must return \(loss, outputs\)"),
-        (lambda: (model(x), model(x)), TypeError, "take its mean"),
+        (lambda: (model(x), model(x)), TypeError, "Take its mean"),
         (lambda: (good()[0], model(x)), ValueError, "not computed from the outputs"),
         (lambda: tuple(t.detach() for t in good()), ValueError, "depend on no parameter"),
         (lambda: (good()[0] * torch.nan, good()[1]), ValueError, "NaN or Inf before the step"),

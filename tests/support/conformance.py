@@ -161,9 +161,9 @@ class OperatorConformance:
             operator @ self.vectors(operator, n + 1)
         with pytest.raises(ValueError, match="cannot multiply a tensor"):
             operator @ x[:, None, None]
-        with pytest.raises(ValueError, match=r"convert one of them with `.to\(...\)`"):
+        with pytest.raises(ValueError, match=r"Convert one of them with `.to\(...\)`"):
             operator @ x.to(other)
-        with pytest.raises(ValueError, match=r"meta: convert one of them with `.to\(...\)`"):
+        with pytest.raises(ValueError, match=r"meta. Convert one of them with `.to\(...\)`"):
             operator @ x.to("meta")
         with pytest.raises(TypeError, match="to_scipy"):
             operator @ x.cpu().numpy()

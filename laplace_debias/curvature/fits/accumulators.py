@@ -1,4 +1,4 @@
-"""Accumulators: the sums over data that a pass computes, record by record."""
+"""Accumulators, which sum the records of a pass over data."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
@@ -13,7 +13,7 @@ from laplace_debias.curvature.layers.records import BlockRecord
 
 
 class UnfinishedSumError(RuntimeError):
-    """A record was added to a sum only in part, because of an error."""
+    """An error interrupted the addition of a record to a sum."""
 
     def __init__(self, cause: RuntimeError | MemoryError) -> None:
         super().__init__(str(cause))
@@ -53,7 +53,7 @@ class Accumulator(ABC):
             raise UnfinishedSumError(error) from error
 
     def skip(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Account for a block whose Jacobian is zero for a chunk: no output depends on it."""
+        """Account for a block on which no output of a chunk depends."""
         try:
             self.add_zero(block, num_examples, num_columns)
         except (RuntimeError, MemoryError) as error:
@@ -61,26 +61,26 @@ class Accumulator(ABC):
 
     @abstractmethod
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Add zero to a block's sum, which may not exist yet."""
+        """Add zero to the sum of a block, or begin it."""
 
     @abstractmethod
     def measure(self, record: BlockRecord) -> Any:
-        """Compute what is added for a record, which changes no sum."""
+        """Compute the contribution of a record, without changing a sum."""
 
     @abstractmethod
     def add(self, block: Block, measured: Any) -> None:
-        """Add what was measured of a block."""
+        """Add the contribution of a record to the sum of its block."""
 
     @property
     @abstractmethod
     def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
-        """Everything that is remembered from batch to batch: by name, tables with a key per sum.
+        """The tables of sums by name, which are all that is kept between batches.
 
         A sum is a tensor, or a list of tensors that may be joined along their first dimension.
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the sums by name: `table/block`, or `table//block` for a list, joined."""
+        """Return the sums as tensors by name."""
         state: dict[str, Tensor] = {}
         for table, values in self.tables.items():
             for key, value in values.items():
@@ -92,7 +92,7 @@ class Accumulator(ABC):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put the sums of `state_dict` back, on the model's device.
+        """Restore the sums of a `state_dict`, on the model's device.
 
         The tensors are used themselves, not copied.
         """

@@ -13,7 +13,7 @@ BlockTensors = dict[Block, Tensor]
 
 
 def add_to(sums: BlockTensors, block: Block, value: Tensor) -> None:
-    """Add a value to a block's sum, which may not exist yet."""
+    """Add a value to the sum of a block, or begin it."""
     if block in sums:
         sums[block] += value
     else:
@@ -21,7 +21,7 @@ def add_to(sums: BlockTensors, block: Block, value: Tensor) -> None:
 
 
 def check_finite(sums: Mapping[Block, Factor]) -> None:
-    """Require what was summed over the data to be finite, block by block.
+    """Require that the sums of all blocks are finite.
 
     A sum is finite only if every summand is. So the host waits for the device once, after the last
     batch.
@@ -64,7 +64,7 @@ def owners_of_blocks(context: FitContext) -> dict[Block, int]:
 
 
 def with_all_blocks(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockTensors:
-    """Return this process's sums for all blocks, in one order; missing sums are zero."""
+    """Return the sums of this process for all blocks in order, with zeros for missing ones."""
     if context.ranks.size == 1:
         return dict(sums)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -83,7 +83,7 @@ def with_all_blocks(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockT
 
 
 def sum_over_processes(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockTensors:
-    """Return the blocks' sums over all processes, on each process."""
+    """Add the sums of all processes, and return the result on each."""
     complete = with_all_blocks(context, sums)
     context.ranks.sum(list(complete.values()))
     return complete

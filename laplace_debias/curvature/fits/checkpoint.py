@@ -1,4 +1,4 @@
-"""The saved state of a fit's passes over data, with which the same call in another process goes on.
+"""The saved state of a fit, from which the same call can continue in another process.
 
 Once a minute, at the end of a batch, each process writes what the pass has summed and how many
 batches are in it. The same fit reads that many batches again, since a loader's order and
@@ -39,18 +39,18 @@ _IDENTITY = "fit.json"
 
 @runtime_checkable
 class Resumable(Protocol):
-    """Sums that can be saved and put back."""
+    """Sums that can be saved and restored."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the sums by name."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put the sums of `state_dict` back."""
+        """Restore the sums of a `state_dict`."""
 
 
 @dataclass(frozen=True)
 class PassState:
-    """The state of a pass over data after a batch, as a file has it.
+    """The state of a pass after a batch, as it is written to a file.
 
     Attributes:
         num_batches: The number of batches that are in the sums.
@@ -88,7 +88,7 @@ class PassState:
             texts, sums = read_sealed(path)
         except DamagedFileError as error:
             raise ValueError(
-                f"{path} is damaged ({error}): remove the folder, and fit anew."
+                f"{path} is damaged ({error}). Remove the folder, and fit anew."
             ) from error
         progress = json.loads(texts["progress"])
         digest = progress.pop("mark")
@@ -100,11 +100,11 @@ class NoCheckpoint:
     """The checkpoint of a fit that saves nothing."""
 
     def begin(self, _: Resumable) -> DataTotals:
-        """Begin a pass, of which nothing was saved."""
+        """Begin a pass."""
         return DataTotals()
 
     def has(self, _: tuple[Any, ...]) -> bool:
-        """Whether the next batch is in the sums already: it is not."""
+        """Return False: no batch is in the sums already."""
         return False
 
     def save(self, _: DataTotals, __: Callable[[], None]) -> None:
@@ -152,7 +152,7 @@ class Checkpoint:
         ranks.exchange(None)
 
     def begin(self, sums: Resumable) -> DataTotals:
-        """Begin the next pass: put what was saved back into the sums, and return its totals."""
+        """Begin the next pass: restore the saved sums, and return the saved totals."""
         self._number += 1
         self._path = self._folder / f"pass-{self._number}.rank-{self._ranks.rank}.safetensors"
         self._sums = sums
@@ -218,15 +218,15 @@ class Checkpoint:
 
     def _raise_different_batches(self, difference: str) -> None:
         raise ValueError(
-            f"{self._folder} holds a fit of other batches (in pass {self._number} {difference}): "
-            "give the same data in the same order, which a loader that shuffles has by the fit's "
+            f"{self._folder} holds a fit of other batches (in pass {self._number} {difference}). "
+            "Give the same data in the same order, which a loader that shuffles has by the fit's "
             "generator=, or another folder."
         )
 
 
 def check_folder(folder: Path) -> Path:
-    """Require that states can be written to a folder, before the work that goes into them."""
+    """Require that states can be written to a folder, before any work."""
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"resume={str(folder)!r} is a file: name a folder.")
+        raise NotADirectoryError(f"resume={str(folder)!r} is a file. Name a folder.")
     check_target(folder / _IDENTITY, make_folders=True)
     return folder

@@ -30,7 +30,7 @@ RecordKey = tuple[Block, int]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Examples of a batch that are run together, and their records that were added before.
+    """Examples of a batch that are run together, and which of their records are added already.
 
     There are such records if memory ran out after them, in a larger chunk.
     """
@@ -53,7 +53,7 @@ class Chunk:
 
 
 class ChunkRunner:
-    """Runs batches through the network, forward and back, chunk by chunk.
+    """A runner that passes batches forward and back through the network, chunk by chunk.
 
     The size of a chunk keeps the output gradients within the memory bound. A chunk for which there
     is not enough memory is run again by halves; every record is added once.
@@ -95,7 +95,7 @@ class ChunkRunner:
         tap.forget()
 
     def run(self, batch: tuple[Any, ...], first_index: int, totals: DataTotals) -> None:
-        """Run a batch, whose first example has an index in the data, and add it to the totals.
+        """Run a batch and add it to the totals.
 
         A chunk that fails in the layout `channels_last`, as a `view` does, is run again without
         it.
@@ -219,9 +219,9 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
     if num_bytes > MOST_GRANTED:
         raise ValueError(
             f"One example has {num_outputs} outputs of shape {tuple(outputs.shape[1:])}, and "
-            f"its exact loss Hessian has {num_columns} columns of as many numbers, {num_bytes} "
-            'bytes: use fisher="mc", a column for each of mc_samples labels that are drawn from '
-            'the model, or fisher="empirical".'
+            f"the root of its loss Hessian takes {num_bytes} bytes ({num_columns} columns of this "
+            'shape). Use fisher="mc", which needs one column for each of mc_samples labels, or '
+            'fisher="empirical".'
         )
     return num_columns
 
@@ -233,8 +233,8 @@ def _check_weights(blocks: Sequence[Block], batch: tuple[Any, ...]) -> None:
     for block in blocks:
         if block.is_joint or block.is_one_hot:
             raise ValueError(
-                "Examples have weights, which neither joint=True nor an embedding's table "
-                'takes: leave out joint, or name other parameters (params="last_layer").'
+                "The examples have weights, which joint=True and the table of an embedding do not "
+                'support. Remove joint=, or select other parameters (params="last_layer").'
             )
 
 

@@ -48,7 +48,7 @@ class FitContext:
 
     @cached_property
     def tap(self) -> Tap:
-        """The layer tap of the network, which is the backend unless BackPACK is."""
+        """The layer tap of the network."""
         return self.backend if isinstance(self.backend, Tap) else self.backend.tap
 
     @property
@@ -81,7 +81,7 @@ class FitContext:
 
 @dataclass(frozen=True)
 class CurvatureFit:
-    """Curvature of the mean loss, and the data that it came from.
+    """The fitted curvature of the mean loss, and the totals of its data.
 
     Attributes:
         curvature: The curvature, block by block.

@@ -63,7 +63,7 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
     first_indices = first_indices_of_batches(ranks, [len(batch[1]) for batch in batches])
     num_examples = sum(ranks.exchange(sum(len(batch[1]) for batch in batches)))
     if not num_examples:
-        raise ValueError("The data holds no example: pass at least one batch.")
+        raise ValueError("The data holds no example. Pass at least one batch.")
     if not 2 <= num_folds <= num_examples:
         raise ValueError(
             f"Cross-fitting {num_examples} examples takes 2 to {num_examples} folds, got "
@@ -86,7 +86,7 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
                 fold.first_indices.append(num_before + index_in_fold)
         size = sum(ranks.exchange(sum(map(weight_of, fold.pairs))))
         if not size:
-            raise ValueError("All examples of a fold have the weight zero: use fewer folds.")
+            raise ValueError("All examples of a fold have the weight zero. Use fewer folds.")
         folds.append(replace(fold, size=size))
         num_before += (num_examples - fold_index + num_folds - 1) // num_folds
     return folds
@@ -371,7 +371,7 @@ class _Subspace:
     def eigenpairs(
         self, factor: Factor
     ) -> tuple[Float[Tensor, "*groups d"], Float[Tensor, "*groups r r"]]:
-        """Eigenvalues of a factor, that of the remaining directions last, and eigenvectors."""
+        """Compute eigenvalues, the one of the remaining directions last, and eigenvectors."""
         eigenvalues, directions = eigh(self.project(factor))
         assert directions is not None
         return self.with_remainder(eigenvalues, factor), directions
@@ -379,7 +379,7 @@ class _Subspace:
     def with_remainder(
         self, curvature: Float[Tensor, "*groups r"], factor: Factor
     ) -> Float[Tensor, "*groups d"]:
-        """Compute a factor's curvature along a basis of the subspace, and along what remains."""
+        """Compute a factor's curvature along a basis of the subspace, and outside of it."""
         remainder = 0.0
         if isinstance(factor, GramFactor) and self.num_remaining > 1:
             trace = factor.rows.square().sum() + factor.residual_trace
@@ -387,7 +387,7 @@ class _Subspace:
         return F.pad(curvature, (0, self._num_magnitudes - curvature.shape[-1]), value=remainder)
 
     def lift(self, directions: Float[Tensor, "*groups r r"]) -> Float[Tensor, "*groups d columns"]:
-        """Return an orthonormal basis of the subspace, then one of the null space if not thin."""
+        """Return an orthonormal basis of the subspace, completed by its null space if not thin."""
         if self._basis is None:
             return directions
         lifted = self._basis @ directions
@@ -400,7 +400,7 @@ def exact_crossfit(
     sums_by_fold: list[FactorSums],
     mean_bases: Mapping[Block, Eigenbasis],
 ) -> BlockTensors:
-    """EKFAC's magnitudes `[*groups, d_out, d_in]`, averaged over the folds.
+    """Average the magnitudes of EKFAC over the folds, `[*groups, d_out, d_in]`.
 
     Each fold is measured along the eigenbases of the other folds; `mean_bases` are those of all
     folds together.

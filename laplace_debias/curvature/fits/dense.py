@@ -31,7 +31,7 @@ KEPT_ROWS = 2**30
 
 
 class RowAccumulator(Accumulator):
-    """Joins the blocks' Jacobian rows to rows of all parameters, `[b·K, D]`.
+    """An accumulator that joins the blocks' Jacobian rows to rows of all parameters.
 
     For these `Σ rowᵀ row = N·C`. A subclass has the sums: a tensor, or a list of tensors that may
     be joined.
@@ -47,7 +47,7 @@ class RowAccumulator(Accumulator):
 
     @property
     def sums(self) -> Any:
-        """The tensor that is summed, or the list of tensors that are kept."""
+        """The sum, or the list of tensors that are kept."""
         return self._sums[DENSE_BLOCK]
 
     @property
@@ -66,7 +66,7 @@ class RowAccumulator(Accumulator):
         return torch.cat(jacobians)
 
     def add(self, block: Block, measured: Float[Tensor, "examples columns d"]) -> None:
-        """Keep a block's rows, and add the joined ones when those of all blocks are there."""
+        """Keep the rows of a block, and add them once those of all blocks are complete."""
         blocks = self.context.blocks
         self._parts[block] = measured
         self._extremes[block].append(torch.stack(torch.aminmax(measured)))
@@ -90,7 +90,7 @@ class RowAccumulator(Accumulator):
 
 
 class MomentMatrix(RowAccumulator):
-    """Sums `rowsᵀ rows`, `[D, D]`; after `reduce` on the first process those of all."""
+    """An accumulator of `rowsᵀ rows`, `[D, D]`, which `reduce` adds on the first process."""
 
     def __init__(self, context: FitContext) -> None:
         size = sum(block.size for block in context.blocks)
@@ -114,7 +114,7 @@ class MomentMatrix(RowAccumulator):
             self.sums.mul_(scale).add_(matrix, alpha=weight)
 
     def decompose(self, weight: float) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
-        """Eigenpairs of the mean on all processes; the matrix is overwritten."""
+        """Compute the eigenpairs of the mean for all processes, overwriting the matrix."""
         pairs = {}
         if self._sums:
             pairs[DENSE_BLOCK] = eigh(self._sums.pop(DENSE_BLOCK).div_(weight), "the curvature")
@@ -122,7 +122,7 @@ class MomentMatrix(RowAccumulator):
 
 
 class KeptRows(RowAccumulator):
-    """Keeps all rows; after `reduce` those of this process as one tensor."""
+    """An accumulator that keeps all rows, which `reduce` joins to one tensor per process."""
 
     def __init__(self, context: FitContext) -> None:
         super().__init__(context, [])
@@ -153,7 +153,7 @@ class KeptRows(RowAccumulator):
 
 
 class LeadingRows(KeptRows):
-    """Keeps rows up to a number of bytes, and compresses more to their leading directions."""
+    """An accumulator that compresses rows to their leading directions once they are many."""
 
     def __init__(self, context: FitContext, rank: int) -> None:
         super().__init__(context)
@@ -170,7 +170,7 @@ class LeadingRows(KeptRows):
 
 
 class SquaresAlong(RowAccumulator):
-    """Sums the squares of the rows' coordinates along directions; after `reduce` over all."""
+    """An accumulator of the squared coordinates of rows along directions."""
 
     def __init__(self, context: FitContext, U: Float[Tensor, "parameters k"]) -> None:
         super().__init__(context, U.new_zeros(U.shape[1]))
@@ -187,7 +187,7 @@ class SquaresAlong(RowAccumulator):
 
 
 class CountedRows(RowAccumulator):
-    """Counts the bytes of all rows, and keeps none."""
+    """An accumulator that counts the bytes of all rows, and keeps none."""
 
     def __init__(self, context: FitContext) -> None:
         super().__init__(context, [])
@@ -214,7 +214,7 @@ def decompose_on_first(
     rows: Sequence[Tensor],
     decompose: Callable[[list[Tensor]], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
-    """Eigenpairs of the rows of all processes: the first process decomposes them for all."""
+    """Decompose the rows of all processes on the first one, and share the eigenpairs."""
     rows_of_all = [context.ranks.on_all([tensor]) or [tensor] for tensor in rows]
     pairs = {}
     if context.ranks.rank == 0:

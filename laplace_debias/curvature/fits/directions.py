@@ -1,4 +1,4 @@
-"""Directions: the eigenbases of Kronecker factors, and which of their vectors data determine."""
+"""Directions: the eigenbases of Kronecker factors, as far as data determine them."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _SYMMETRIC_FROM = 256
 
 @dataclass(frozen=True)
 class GramFactor:
-    """A factor of few examples, or of few directions, of which no matrix `[d, d]` is made.
+    """A factor that is kept as rows, because these are fewer than its dimension.
 
     The factor is `rowsᵀ rows`, plus an unknown remainder of known trace in other directions.
 
@@ -78,13 +78,13 @@ class GramFactor:
 
     @property
     def has_thin_directions(self) -> bool:
-        """Whether its directions are only those that the rows span."""
+        """Whether the directions are only those that the rows span."""
         is_wide = self.rows.ndim == 2 and self.rows.shape[1] >= _THIN_FROM
         return self.max_rows is not None or is_wide
 
 
 def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
-    """`rowsᵀ rows`."""
+    """Compute `rowsᵀ rows`."""
     total = rows.new_zeros(*rows.shape[1:], rows.shape[-1])
     add_moments(total, rows)
     return total
@@ -114,7 +114,7 @@ Eigenpairs = tuple[Float[Tensor, "*groups values"], Float[Tensor, "*groups d r"]
 
 
 class Eigenbasis(NamedTuple):
-    """Directions of a block, and the factors' own curvature along them.
+    """The directions of a block, and the curvature of its factors along them.
 
     Eigenvectors are columns, by descending eigenvalue; None means the coordinate axes. Thin
     directions (r < d) do not span the null space: then there are r + 1 eigenvalues, the last one
@@ -127,14 +127,14 @@ class Eigenbasis(NamedTuple):
     eigenvalues_A: Float[Tensor, "*groups columns"]
 
     def directions(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """U_G and U_A in another dtype."""
+        """Return U_G and U_A in another dtype."""
         U_G = None if self.U_G is None else self.U_G.to(dtype)
         U_A = None if self.U_A is None else self.U_A.to(dtype)
         return U_G, U_A
 
     @property
     def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-        """Eigenvalues and eigenvectors of G, and of A."""
+        """Return the eigenvalues and eigenvectors of G, and those of A."""
         return (self.eigenvalues_G, self.U_G), (self.eigenvalues_A, self.U_A)
 
     def pooled(
@@ -187,12 +187,12 @@ def outer(
 
 
 def eigh(factor: Factor, description: str = "the factor") -> Eigenpairs:
-    """Eigenvalues, descending, and eigenvectors; for a diagonal factor its entries and None."""
+    """Compute descending eigenvalues and eigenvectors, or the entries of a diagonal factor."""
     return eigh_of_each([factor], description)[0]
 
 
 def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs]:
-    """Decompose factors of one type and shape together; for each the same as `eigh`.
+    """Decompose several factors as `eigh` does, those of one shape together.
 
     The eigenvectors of rows are those that span them, followed by others of the null space: in
     double precision, a decomposition of `[n, n]` coordinates loses no digit. Wide rows have thin
@@ -242,7 +242,7 @@ def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r
 
 
 def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = None) -> int:
-    """Count the descending eigenvalues above the rounding of the computation's dtype."""
+    """Count the eigenvalues that exceed the rounding errors of a dtype."""
     if not len(values):
         return 0
     # In units of the largest eigenvalue, sums of rounded products have an error of a few units of
@@ -315,7 +315,7 @@ def average_degenerate(
 def directional_curvature(
     factor: Factor, U: Float[Tensor, "*groups d r"] | None
 ) -> Float[Tensor, "*groups values"]:
-    r"""Curvature of a factor along the columns of U, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
+    r"""Compute a factor's curvature along the columns of U, $\mathrm{diag}(U^\top F U)$ (Eq. 9).
 
     If U is thin, its mean along all other directions follows.
     """
@@ -345,7 +345,7 @@ def sum_remainder(
 def ekfac_magnitudes(
     record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
 ) -> Float[Tensor, "*groups d_out d_in"]:
-    r"""Exact curvature along a block's directions, summed over the batch's examples.
+    r"""Compute the exact curvature along a block's directions, summed over examples.
 
     $\Lambda_{ij} = \sum_n\sum_k \big((U_G^\top (\sum_t g_{kt} a_t^\top) U_A)_{ij}\big)^2$
 

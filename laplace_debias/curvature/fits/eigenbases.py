@@ -23,7 +23,7 @@ FactorKey = tuple[Block, int]
 
 
 def eigenbases(context: FitContext, sums: FactorSums, weight: float) -> dict[Block, Eigenbasis]:
-    """Decompose the blocks' mean factors; `sums` is emptied, factor by factor, on the way.
+    """Decompose the mean factors of the blocks, emptying `sums` on the way.
 
     The sums are those of this process's blocks, over examples of this weight; the eigenbases of all
     blocks are returned. Small factors of one shape are decomposed together: the calls take longer

@@ -38,7 +38,7 @@ _A = 1
 
 
 class FactorAccumulator(Accumulator):
-    """Sums the blocks' factors batch by batch: as rows while these are few, then as matrices.
+    """An accumulator of the blocks' factors, as rows while these are few, then as matrices.
 
     For a streamed factor a bounded number of rows is kept; see `GramFactor.max_rows`.
 
@@ -76,7 +76,7 @@ class FactorAccumulator(Accumulator):
         return block.is_streamed
 
     def measure(self, record: BlockRecord) -> tuple[Factor, Iterable[Factor]]:
-        """Compute G on a chunk, and the parts of A unless an earlier record had these inputs."""
+        """Compute G for a chunk, and the parts of A unless an earlier record had these inputs."""
         block = record.block
         keeps_rows_G, keeps_rows_A = self.keeps_rows(block)
         G = gradient_factor(record, as_rows=keeps_rows_G)
@@ -195,7 +195,7 @@ class FactorAccumulator(Accumulator):
         return factors
 
     def factors(self, weight: float) -> FactorSums:
-        """G and A of the blocks that this process owns; A of an exact block is the weight.
+        """Return G and A of the blocks that this process owns.
 
         Args:
             weight: The sum of all examples' weights, once for each of which G is multiplied by 1.
@@ -228,7 +228,7 @@ def factor_sums(
 
 
 class ForwardPasses:
-    """Runs the network forward only, and sums A of its weight blocks on the way."""
+    """A pass that runs the network only forward, to sum the factors A."""
 
     def __init__(self, context: FitContext) -> None:
         self._context = context

@@ -36,7 +36,7 @@ _WIDE = 16
 
 
 def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
-    """Compute G of one block on one chunk, summed over its examples; for a diagonal G its entries.
+    """Compute G of one block on one chunk, summed over its examples.
 
     Several calls of the layer count as further positions. If G is wide and there are fewer gradient
     vectors than its size, these are returned in place of their product (`GramFactor`): it is
@@ -101,7 +101,7 @@ def input_factors(
     masks: Masks | None = None,
     as_rows: bool = False,
 ) -> Iterable[Factor]:
-    """A of one weight block on one batch, summed over its examples; a diagonal one as a vector.
+    """Compute A of one weight block on one batch, summed over its examples.
 
     `inputs` are those of all calls, each `[B, ...]`, and `masks` the positions that take part. The
     factor is rows if they are at most half as many as A's and A is wide. With `as_rows` it is rows,
@@ -164,7 +164,7 @@ def _num_positions(masks: Masks) -> Int[Tensor, " batch"]:
 def input_rows(
     layer: nn.Module, block: Block, inputs: Sequence[Tensor], masks: Masks | None
 ) -> Iterator[Float[Tensor, "n *groups d_in"]]:
-    """Yield rows with `rowsᵀ rows = A`, slice by slice; arguments as for `input_factors`."""
+    """Yield slices of rows with `rowsᵀ rows = A`."""
     if block.sharing == "reduce":
         yield _mean_activations(layer, block, inputs, masks)
         return

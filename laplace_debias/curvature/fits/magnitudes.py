@@ -56,7 +56,7 @@ def curvature_along(
 
 
 class DirectionalCurvature(FactorAccumulator):
-    """Curvature of both factors along directions from other data.
+    """An accumulator of the factors' curvature along directions from other data.
 
     Along thin directions rows are projected batch by batch. Along other directions the factors are
     summed first, and projected once.
@@ -115,14 +115,14 @@ class DirectionalCurvature(FactorAccumulator):
 def exact_sums(
     context: FitContext, bases: dict[Block, Eigenbasis], data: FitData, first: int
 ) -> tuple[BlockTensors, DataTotals]:
-    """Exact curvature `[*groups, d_out, d_in]` along every direction, summed over examples."""
+    """Compute the exact curvature along every direction, summed over examples."""
     accumulator = SquaredGradients(context, bases)
     totals = DataPass(accumulator).run(data, first)
     return accumulator.squares, totals
 
 
 class SquaredGradients(Accumulator):
-    """Squares of the gradients' coordinates along directions: the exact curvature along these.
+    """An accumulator of the exact curvature along directions, the squared gradients.
 
     Attributes:
         squares: `[*groups, d_out, d_in]` for each block, summed over examples. After `reduce` those
@@ -150,7 +150,7 @@ class SquaredGradients(Accumulator):
         add_to(self.squares, block, measured.to(self.context.factor_dtype))
 
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
-        """Begin a block's sum if there is none."""
+        """Begin the sum of a block if there is none."""
         if block not in self.squares:
             shape = list(block.shape)
             for side, U in enumerate(self._rotations[block]):
@@ -174,7 +174,7 @@ class _DroppedSquares(SquaredGradients):
 
 
 def drop_squares(context: FitContext, data: FitData) -> None:
-    """Measure the squares along the coordinate axes, and keep none, to see what that costs."""
+    """Measure the squares along the coordinate axes without keeping them, for a plan."""
     axes = {block: coordinate_axes() for block in context.blocks}
     DataPass(_DroppedSquares(context, axes)).run(data)
 
@@ -190,7 +190,7 @@ def assemble(
     table: dict[Block, Float[Tensor, "*groups d_out d_in"]] | None,
     traces_A: BlockTensors | None = None,
 ) -> BlockDiagonal:
-    """Build the curvature from directions and magnitudes, in a dtype; None for their own.
+    """Build the curvature from directions and magnitudes.
 
     Bases and table are emptied on the way, so that no more than one block is there twice.
 

@@ -1,4 +1,4 @@
-"""Sums over the examples of a pass over data, which say how much data it read."""
+"""Totals of a pass over data: how many examples it read, and their loss."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ from laplace_debias.system.ranks import Ranks
 
 @dataclass
 class DataTotals:
-    """Sums over the examples of one or several passes.
+    """Totals over the examples of one or several passes.
 
     Attributes:
         num_examples: Examples.
@@ -42,7 +42,7 @@ class DataTotals:
         num_examples, nll, num_outputs, weight = zip(*ranks.exchange(values), strict=True)
         totals = DataTotals(sum(num_examples), sum(nll), sum(num_outputs), sum(weight))
         if totals.num_examples == 0:
-            raise ValueError("The data holds no example: pass a loader with at least one batch.")
+            raise ValueError("The data holds no example. Pass a loader with at least one batch.")
         if not totals.weight:
-            raise ValueError("The weights of all examples are zero: give some of them a weight.")
+            raise ValueError("The weights of all examples are zero. Give some of them a weight.")
         return totals

@@ -45,7 +45,7 @@ def _derivatives(name: str) -> Any:
 
 
 def why_not_backpack(model: nn.Module) -> str | None:
-    """Why BackPACK cannot be trusted with a model, or None if it can.
+    """Explain why BackPACK does not support a model; None if it does.
 
     BackPACK follows modules, not operations: what a custom `forward` does between them would be
     lost. So it takes `nn.Sequential`s, nested at will, of layers that it knows or that have no
@@ -79,7 +79,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
 
 
 class BackpackTap:
-    """A replacement of the `Tap` of a sequential network: BackPACK does its backward passes.
+    """A tap of a sequential network whose backward passes are BackPACK's.
 
     The inputs of the layers are kept from a forward pass to the last part of its cotangents.
     """
@@ -161,14 +161,14 @@ Backend = Tap | BackpackTap
 def choose_backend(
     model: nn.Module, name: str, blocks: Sequence[Block] = ()
 ) -> Callable[[Tap, Sequence[Block]], Backend]:
-    """Choose the backend of a name, as a function of a tap and the blocks wanted.
+    """Choose a backend by its name.
 
     `"auto"` is BackPACK where it can be trusted, hooks elsewhere.
     """
     if name == "hooks":
         return Tap.attach
     if name not in ("auto", "backpack"):
-        raise ValueError(f"Unknown backend={name!r}: use 'auto', 'backpack' or 'hooks'.")
+        raise ValueError(f"Unknown backend={name!r}. Use 'auto', 'backpack' or 'hooks'.")
     obstacle = why_not_backpack(model)
     for block in blocks:
         if obstacle is None and block.rule.is_generic:

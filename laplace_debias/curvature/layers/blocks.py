@@ -24,7 +24,7 @@ def curvature_blocks(
     sharing: Sharing = "expand",
     calls: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Block]:
-    """The blocks of the named parameters, in the order of the names.
+    """Make the blocks of the named parameters, in the order of the names.
 
     A parameter that is none of a supported layer's, or shared by several modules, has an exact
     block: dense if it is small, diagonal if not. `joint` makes one block, `[W, b]`, of a layer's
@@ -42,7 +42,7 @@ def curvature_blocks(
         layer_sharings = sharing
     for value in (default_sharing, *layer_sharings.values()):
         if value not in SHARINGS:
-            raise ValueError(f"Unknown sharing={value!r}: use one of {', '.join(SHARINGS)}.")
+            raise ValueError(f"Unknown sharing={value!r}. Use one of {', '.join(SHARINGS)}.")
     if missing := sorted(layer_sharings.keys() - modules.keys()):
         layers = [path for path, layer in modules.items() if not layer_rule(layer).is_generic]
         raise ValueError(
@@ -89,7 +89,7 @@ def curvature_blocks(
 def parameter_order(
     model: nn.Module, names: Sequence[str], blocks: Sequence[Block]
 ) -> Int[Tensor, " parameters"] | None:
-    """Positions of the blocks' entries among the flattened parameters.
+    """Return the positions of the blocks' entries among the flattened parameters.
 
     Entries come one block after the other, each `[*groups, d_out, d_in]` row-major. None if the two
     orders are the same.
@@ -127,7 +127,7 @@ def entries_of(
 
 
 def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
-    """Paths of the modules that hold a parameter and can be called, by the parameter's `id`.
+    """Return the paths of the callable modules that hold each parameter, by its `id`.
 
     A parameter in a container (`nn.ParameterList`, `nn.ModuleList`, …) or in a parametrisation
     belongs to the nearest module around it that has a forward pass. A module that stands in the
@@ -143,7 +143,7 @@ def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
 
 
 def enclosing_module(model: nn.Module, paths: Sequence[str]) -> str | None:
-    """Path of the nearest module around all of these; None around the model itself."""
+    """Return the path of the innermost module that contains all of these, or None."""
     if len(paths) > 1:
         steps = zip(*(path.split(".") for path in paths), strict=False)
         shared = takewhile(lambda names: len(set(names)) == 1, steps)

@@ -45,7 +45,7 @@ class ModuleCall:
     output_dims: Sequence[int | None] = ()
 
     def select_examples(self, examples: slice) -> list[Any]:
-        """The leaves of its arguments for some examples; copies, which the call may overwrite."""
+        """Copy the arguments of the call for selected examples."""
         size = examples.stop - examples.start
         return [
             leaf if dim is None else leaf.narrow(dim, examples.start, size).clone()
@@ -89,7 +89,7 @@ class ReplayedCalls:
         self.num_columns = len(gradients[0])
 
     def rows(self, block: Block) -> Iterator[tuple[slice, Float[Tensor, "columns part size"]]]:
-        """Jacobian rows of a block's parameter, with the examples that they belong to."""
+        """Compute the Jacobian rows of a parameter, with the examples that they belong to."""
         (name,) = block.parameters
         sizes = {n: self._network.get_parameter(n).numel() for n in self._names}
         all_examples = slice(0, self.num_examples)

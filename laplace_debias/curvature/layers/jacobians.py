@@ -1,4 +1,4 @@
-"""A block's Jacobian, rotated into any basis, from its layer's inputs and output gradients."""
+"""The Jacobian of a block in an eigenbasis, from its layer's inputs and output gradients."""
 
 import math
 from collections.abc import Callable, Iterator

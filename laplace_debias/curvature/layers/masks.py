@@ -1,4 +1,4 @@
-"""Masks of the positions that take part where positions share a weight."""
+"""Masks of the positions that count in layers whose positions share a weight."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ Masks = Sequence[Tensor]
 def select_positions(
     rows: Float[Tensor, "columns batch positions *d"], mask: Bool[Tensor, "batch positions"]
 ) -> Float[Tensor, "columns n *d"]:
-    """Rows of the positions that take part, `[K, n, ...]`, to be multiplied with themselves.
+    """Select the rows of the positions that count, `[K, n, ...]`.
 
     On an accelerator the host would wait for their number: there the others are left in, as zeros.
     """
@@ -26,7 +26,7 @@ def select_positions(
 
 
 def reached_examples(block: Block, output_gradients: Sequence[Tensor]) -> Masks:
-    """All positions of the examples that have a gradient at the layer's outputs, by call.
+    """Mask the examples that have a gradient at the layer's outputs, call by call.
 
     Whether a batch calls a layer for the others is a matter of how examples are batched.
     """

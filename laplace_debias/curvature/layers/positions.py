@@ -1,4 +1,4 @@
-r"""The positions of an example that take part where positions share a weight.
+r"""The positions that count in layers whose positions share a weight.
 
 T and the moments of K-FAC are those of the positions that take part, example by example. A position
 of a layer's output takes no part if its gradient vanishes for every cotangent that counts, and
@@ -53,7 +53,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class PositionFinder:
-    """Finds the positions that take part, batch by batch.
+    """A search for the positions that count, batch by batch.
 
     `layer_calls` and `outputs` are those of one example.
     """
@@ -86,7 +86,7 @@ class PositionFinder:
         self._pass: _Pass | None = None
 
     def find(self, x: Inputs, y: Tensor) -> Mapping[str, Masks]:
-        """The positions that take part, of the layers where not all do.
+        """Find the positions that count, for the layers in which not all do.
 
         Whether there may be any is decided on the device of inputs and targets. On an accelerator
         the host waits for the answer, and once more for the result of the pass. Masks come by the

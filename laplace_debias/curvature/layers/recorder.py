@@ -1,4 +1,4 @@
-"""Calls and operations in a forward pass, and which dimensions the examples lie in."""
+"""Recorders of the calls and operations in a forward pass."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form of a call: its shapes, and the dimension that the examples lie in.
+    """The shapes of a call, and the dimension in which the examples lie.
 
     Attributes:
         shapes: Shapes of the arguments and the outputs; None for an argument that is no tensor.
@@ -53,7 +53,7 @@ class CallForm:
 
     @classmethod
     def compare(cls, call: ModuleCall, doubled: ModuleCall, batch: int) -> "CallForm | None":
-        """Compare a call for some examples with that for each of them twice; None if unclear."""
+        """Derive the form from a call for some examples and a call for each of them twice."""
         if len(call.leaves) != len(doubled.leaves) or len(call.outputs) != len(doubled.outputs):
             return None
         dims = [_growing(a, b, batch) for a, b in zip(call.leaves, doubled.leaves, strict=True)]
@@ -72,7 +72,7 @@ class CallForm:
         return cls(_shapes(call), dims, output_dims, copied_outputs)
 
     def fits(self, call: ModuleCall, batch: int) -> bool:
-        """Whether another call has this form, of which the numbers of positions may differ."""
+        """Return whether another call has this form, up to its numbers of positions."""
         shapes = _shapes(call)
         if len(shapes) != len(self.shapes):
             return False
@@ -89,7 +89,7 @@ class CallForm:
 
 
 def has_form(shape: torch.Size, own_shape: torch.Size, dim: int | None, batch: int) -> bool:
-    """Whether a tensor's examples lie where those of another one do; no if it is unclear."""
+    """Return whether the examples of two tensors surely lie in the same dimension."""
     if len(shape) != len(own_shape):
         return False
     if dim is not None:
@@ -125,7 +125,7 @@ RecordedCalls = dict[tuple[str, int], ModuleCall]
 
 
 class CallRecorder:
-    """Records the calls of some modules.
+    """A recorder of the calls of selected modules.
 
     Attributes:
         paths: The modules' paths.
@@ -146,7 +146,7 @@ class CallRecorder:
         self.calls: RecordedCalls = {}
 
     def hook(self, batch: int) -> list[RemovableHandle]:
-        """Hooks for one forward pass of the network on a batch of some size."""
+        """Hook the modules for one forward pass."""
         handles = []
         self.calls = {}
         self._batch = batch
@@ -210,12 +210,12 @@ class CallRecorder:
         return has_more_copies
 
     def forget_copies(self) -> None:
-        """Let calls whose outputs would be copied have no form."""
+        """Remove the form of calls whose outputs would be copied."""
         for forms in self._forms.values():
             forms[:] = [form for form in forms if not form.copied_outputs]
 
     def recorded(self, x: Inputs, outputs: Tensor) -> tuple[list[ModuleCall], set[str]]:
-        """The recorded calls, and paths where the examples have no dimension of their own."""
+        """Return the recorded calls, and the paths of calls without a dimension of examples."""
         calls = list[ModuleCall]()
         without_form = set[str]()
         if "" in self.paths:
@@ -231,7 +231,7 @@ class CallRecorder:
 
 
 class OperandRecorder(TorchFunctionMode):
-    """Finds where a forward pass multiplies by a parameter, or adds it, entry by entry.
+    """A recorder of the operations that multiply by a parameter, or add it, entry by entry.
 
     Args:
         parameters: The parameters that are looked for, by name.
@@ -297,7 +297,7 @@ class OperandRecorder(TorchFunctionMode):
 
 @dataclass
 class ExampleDims:
-    """The dimensions of examples in the inputs of layers.
+    """The dimension of the examples in the inputs of each layer.
 
     Attributes:
         common: Paths of embeddings whose input has no dimension for the examples, such as positions
@@ -343,7 +343,7 @@ class ExampleDims:
         return dims
 
     def is_clear(self, path: str, shape: torch.Size, batch: int) -> bool:
-        """Whether an embedding's input has its examples where those before had them."""
+        """Return whether the examples of an embedding's input lie in the expected dimension."""
         dim = None if path in self.common else 0
         shapes = self.shapes.get(path)
         return shapes is None or any(has_form(shape, earlier, dim, batch) for earlier in shapes)

@@ -61,7 +61,7 @@ class BlockRecord:
         return entries // (self.block.num_groups * self.block.shape[0])
 
     def weighted_inputs(self) -> Sequence[Tensor]:
-        """The inputs of the layer's calls, times the square roots of the examples' weights."""
+        """The inputs of the layer's calls, scaled by the roots of the examples' weights."""
         if self.root_weights is None:
             return self.inputs
         return [scale_examples(x, self.root_weights, 0) for x in self.inputs]
@@ -69,7 +69,7 @@ class BlockRecord:
     def columns(
         self, examples: slice = slice(None)
     ) -> list[Float[Tensor, "columns part *groups d_out positions"]]:
-        """The output gradients of each call as columns, for some examples."""
+        """Return the output gradients of each call as columns, for selected examples."""
         rule = self.block.rule
         return [
             rule.output_gradients(self.layer, self.block, x[examples], g[:, examples])
@@ -83,7 +83,7 @@ class BlockRecord:
     def jacobian_rows(
         self,
     ) -> Iterator[tuple[slice, Float[Tensor, "columns part *groups d_out"]]]:
-        """Jacobian rows of an exact block, with the examples that they belong to.
+        """Compute the Jacobian rows of an exact block, with the examples that they belong to.
 
         They are sums over all calls, or those that automatic differentiation gives for replayed
         calls.
@@ -97,7 +97,7 @@ class BlockRecord:
 
 
 def scale_examples(values: Tensor, scales: Float[Tensor, " batch"], dim: int) -> Tensor:
-    """Multiply every example by its scale; the examples are along dimension `dim`."""
+    """Multiply every example by its scale, along dimension `dim`."""
     shape = [1] * values.ndim
     shape[dim] = -1
     return values * scales.to(values).view(shape)

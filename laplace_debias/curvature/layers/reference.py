@@ -1,4 +1,4 @@
-"""Gradients of single examples by automatic differentiation, and examples that have some.
+"""Reference gradients of single examples, by automatic differentiation.
 
 Blocks are compared with these gradients. The first two examples of the data may not use all of a
 model: in a mixture of experts each example takes its own way. So further examples are looked for,
@@ -172,7 +172,7 @@ def find_references(
     x: Inputs,
     more_batches: Iterable[Inputs],
 ) -> tuple[list[Reference], list[str]]:
-    """Find examples for parameters that the first two examples have no gradient of.
+    """Find examples that have gradients for parameters without one so far.
 
     With several processes, the examples of all are used on each.
 

@@ -39,7 +39,7 @@ from laplace_debias.system.memory import is_out_of_memory
 
 @dataclass(frozen=True)
 class Resolved:
-    """The blocks of some parameters, as a few examples confirm them.
+    """The blocks of parameters, verified on a few examples.
 
     Attributes:
         blocks: The blocks.
@@ -61,7 +61,7 @@ def resolve(
     sharing: Sharing = "expand",
     more_batches: Iterable[Inputs] = (),
 ) -> Resolved:
-    """The blocks of some parameters, verified.
+    """Find the blocks of parameters, and verify them on a few examples.
 
     Two examples of the first batch `x` are run. If some parameter takes no part in the outputs of
     one of them, as in a mixture of experts, examples that use it are looked for, in `x` and in

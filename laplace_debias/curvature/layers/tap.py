@@ -34,7 +34,7 @@ _UNCLEAR = -1
 
 
 class Tap:
-    """Runs a network forward and yields the output gradients of chosen layers.
+    """A tap that runs a network and yields the output gradients of chosen layers.
 
     Only the part of the graph behind the first tapped layer is recorded, and no gradient with
     respect to a parameter is ever computed. Hooks that record are on the network while it is run
@@ -87,7 +87,7 @@ class Tap:
         return self
 
     def forget(self) -> None:
-        """Let go of the last `forward`'s calls."""
+        """Release the calls of the last `forward`."""
         self.layer_calls: list[LayerCall] = []
         # The outputs of the calls by their `id`: a norm's scale and bias have one.
         self._targets: dict[int, Tensor] = {}
@@ -101,11 +101,11 @@ class Tap:
 
     @property
     def learns_dims(self) -> bool:
-        """Whether the first inputs show which dimensions of the layers' inputs have examples."""
+        """Whether the dimensions of the examples are learned from the first inputs."""
         return self._needs_dims
 
     def start_anew(self) -> None:
-        """Let go of the last `forward`'s uses, and of which sites some pass has not called."""
+        """Forget the calls of the last `forward`, and which sites were not called."""
         self.forget()
         self.conditional.clear()
 
@@ -207,15 +207,14 @@ class Tap:
         faults: dict[Site, Exception] = {}
         for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
-                f"{sorted(self._dims.uncopied)} look up the same for all examples, in a way that "
-                "does not let every example have a copy: look up [batch, positions] instead, or "
-                "leave their parameters out with params=."
+                f"{sorted(self._dims.uncopied)} look up entries once for all examples. Look up "
+                "[batch, positions] instead, or leave their parameters out with params=."
             )
         for layer_call in self.layer_calls:
             if layer_call.x._version != layer_call.version:
                 faults[Site((layer_call.layer,))] = NotImplementedError(
                     f"The input of {layer_call.layer} is overwritten in place by the forward pass "
-                    "(`+=`, `relu_`, ...): use the out-of-place form there."
+                    "(`+=`, `relu_`, ...). Use the out-of-place form there."
                 )
             elif len(layer_call.x) != self._batch:
                 faults[Site((layer_call.layer,))] = not_batched(
@@ -224,7 +223,7 @@ class Tap:
         for site in self.layers:
             if site.is_call and self._merged_calls.intersection(site.paths):
                 faults[site] = NotImplementedError(
-                    f"Calls of {site} have no dimension of their own for the examples: leave "
+                    f"Calls of {site} have no dimension of their own for the examples. Leave "
                     "their parameters out with params=."
                 )
         return faults
@@ -314,7 +313,7 @@ class Tap:
         return outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
     def last_layer(self, outputs: Tensor) -> LayerCall | None:
-        """The call of a tapped layer whose output is the network's, as it came, if there is one."""
+        """The call of the tapped layer whose output is that of the network, if there is one."""
         if outputs._version > 0:
             return None  # Overwritten since: `outputs /= temperature`.
         last_calls = [
@@ -457,7 +456,7 @@ def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[Remov
 
 
 def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
-    """An error for a layer whose input does not have the examples as its leading dimension."""
+    """Make the error for an input whose leading dimension is not the examples."""
     return NotImplementedError(
         f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples: its leading "
         "dimension must be the examples. Keep positions in a dimension of their own, "

@@ -1,4 +1,4 @@
-"""The loss as a curvature operator asks for it: a function of the outputs of a batch."""
+"""The loss as a function of the outputs of a batch, as curvature operators use it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 
 
 class Uniforms:
-    """Uniform numbers keyed by seed, sample and the example's place in the data.
+    """Uniform random numbers that depend on the seed, the sample and the example's index.
 
     A counter-based generator, so that the numbers do not depend on the batch size or the device:
     the finaliser of SplitMix64 (Steele, Lea & Flood, 2014), applied once per key.
@@ -57,7 +57,7 @@ OutputMap = Callable[[Tensor], Tensor]
 
 
 class OutputLoss(ABC):
-    """A loss as a function of the outputs `[B, ...]` of a batch, *summed*, with its count.
+    """A loss as a function of the outputs `[B, ...]`, summed over the batch, with its count.
 
     The loss of a data set is the sum of the batches' values, with `reduction="mean"` divided by the
     sum of their counts. Working with sums makes everything built on them independent of how the
@@ -76,7 +76,7 @@ class OutputLoss(ABC):
         """Raise a `ValueError` or `TypeError` if targets do not fit outputs of this shape."""
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """Prepares targets for the other methods, for outputs of `ndim` dimensions."""
+        """Prepare targets for the other methods, for outputs with `ndim` dimensions."""
         return (targets,)
 
     @abstractmethod
@@ -108,7 +108,7 @@ class OutputLoss(ABC):
         """
         raise TypeError(
             "The root of the loss Hessian is known for nn.CrossEntropyLoss, nn.MSELoss and "
-            'nn.BCEWithLogitsLoss only: use fisher="empirical" for other losses, or GGN.'
+            'nn.BCEWithLogitsLoss only. Use fisher="empirical" for other losses, or GGN.'
         )
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
@@ -121,7 +121,7 @@ class OutputLoss(ABC):
 
 
 class NegativeLogLikelihood(OutputLoss):
-    """−log p(y | f) of outputs `[B, ..., C]`, summed over an example's positions, in nats.
+    """The loss −log p(y | f), in nats, summed over the positions of an example.
 
     The mean is over examples. A target that the likelihood does not count (`ignore_index`) adds
     nothing.
@@ -141,7 +141,7 @@ class NegativeLogLikelihood(OutputLoss):
         self.likelihood.check(*flat_terms(outputs, targets))
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """Return targets, a row for each term; the mask of those that count; curvature weights.
+        """Return the targets of all terms, the mask of those that count, and their weights.
 
         The second is left out where all count and have weight 1, the third where all have.
         """
@@ -161,21 +161,21 @@ class NegativeLogLikelihood(OutputLoss):
         return float(len(targets))
 
     def counted(self, labels: Labels) -> Tensor | None:
-        """Positions that the likelihood counts."""
+        """Return the mask of the positions that count."""
         return None if len(labels) == 1 else labels[1].movedim(-1, self.class_dim)
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """Σ ℓ, summed in double precision."""
+        """Compute Σ ℓ in double precision."""
         terms = outputs.movedim(self.class_dim, -1).flatten(0, -2)
         return self.likelihood.nll(terms, labels[0]).double().sum()
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
-        """ℓ of each example, float64."""
+        """Compute ℓ of each example, float64."""
         losses = self.likelihood.nll(outputs.flatten(0, -2), labels[0]).double()
         return losses.reshape(len(outputs), -1).sum(1)
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """∇ ℓ at every position that counts."""
+        """Compute ∇ ℓ at every position that counts."""
         outputs = outputs.movedim(self.class_dim, -1)
         gradient = self.likelihood.gradient(outputs.flatten(0, -2), labels[0])
         placed = _placed(gradient.unsqueeze(0), outputs, labels[:2])[0]
@@ -193,7 +193,7 @@ class NegativeLogLikelihood(OutputLoss):
         return columns.flatten(0, 1).unflatten(2, positions)
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
-        """By the root, position by position."""
+        """Compute the Hessian from its root, position by position."""
         columns = _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
 
         def product(v: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class NegativeLogLikelihood(OutputLoss):
         return traces.reshape(batch, -1).sum(1).double()
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
-        """∇ of −log p at labels drawn from p(y | f), times the roots of the curvature weights."""
+        """Compute the weighted gradient of −log p at labels that are drawn from p(y | f)."""
         outputs = outputs.movedim(self.class_dim, -1)
         terms = outputs.flatten(0, -2)
         numbers = uniforms(outputs, None if len(labels) == 1 else labels[1]).reshape(terms.shape)
@@ -233,7 +233,7 @@ def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:
 def flat_terms(
     outputs: Float[Tensor, "batch *positions outputs"], targets: Tensor
 ) -> tuple[Float[Tensor, "terms outputs"], Tensor]:
-    """Outputs and targets with one row for each term of the loss."""
+    """Reshape outputs and targets to one row for each term of the loss."""
     positions = outputs.shape[:-1]
     if targets.shape[: len(positions)] != positions:
         raise ValueError(

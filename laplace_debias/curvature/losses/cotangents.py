@@ -1,4 +1,4 @@
-"""The cotangents at the outputs whose outer products make the curvature."""
+"""Cotangents at the outputs, whose outer products add up to the loss Hessian."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from laplace_debias.curvature.network.outputs import targets_classes_last
 
 @dataclass(frozen=True)
 class Cotangents:
-    """The cotangents at a batch's outputs that stand for the curvature of its loss.
+    """The cotangents at the outputs of a batch that represent the loss Hessian.
 
     A loss is the sum over an example's positions. With T of them `"exact"` has T times the columns,
     each at one position. The labels of `"mc"` and `"empirical"` are those of all positions at once.

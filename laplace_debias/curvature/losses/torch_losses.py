@@ -1,4 +1,4 @@
-"""Torch's losses: three in closed form with all their arguments, any other by differentiation."""
+"""Losses of torch, three of them in closed form and others by differentiation."""
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,8 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
     if isinstance(loss, Likelihood):
         if reduction not in (None, "mean"):
             raise ValueError(
-                f"A likelihood's loss is the mean over examples, got reduction={reduction!r}: "
-                "multiply the operator by N for the sum."
+                f"A likelihood's loss is the mean over examples, got reduction={reduction!r}. "
+                "Multiply the operator by N for the sum."
             )
         return NegativeLogLikelihood(loss)
     if not callable(loss) or isinstance(loss, type):
@@ -50,7 +50,7 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
     name = type(loss).__name__
     if stated is None:
         raise ValueError(
-            f"{name} does not say how it reduces over the examples of a batch: pass "
+            f"{name} does not say how it reduces over the examples of a batch. Pass "
             'reduction="mean" or reduction="sum".'
         )
     if stated == "batchmean":
@@ -71,8 +71,8 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
     for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
         if stated == "mean" and getattr(loss, argument, neutral) not in (None, neutral):
             raise ValueError(
-                f"{name} has {argument}=..., so that its mean over a batch divides by a number "
-                'that only it knows: give it reduction="sum".'
+                f"{name} has {argument}=..., so the number that its mean over a batch divides by "
+                'is not known. Pass the loss with reduction="sum".'
             )
     # The functions ignore what the classes ignore, without saying so.
     silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None
@@ -97,7 +97,7 @@ class CrossEntropy(NegativeLogLikelihood):
         self._ignore_index = loss.ignore_index
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Class indices `[B, d1, ...]` in range or `ignore_index`, or probabilities of `shape`."""
+        """Require class indices `[B, d1, ...]`, or probabilities of the outputs' shape."""
         shape = outputs.shape
         if shape[1] < 2:
             raise ValueError(
@@ -107,7 +107,7 @@ class CrossEntropy(NegativeLogLikelihood):
         if self._weight is not None and self._weight.shape != shape[1:2]:
             raise ValueError(
                 f"CrossEntropyLoss has weight of shape {tuple(self._weight.shape)} for {shape[1]} "
-                "classes (dimension 1 of the outputs): give one weight per class."
+                "classes (dimension 1 of the outputs). Give one weight per class."
             )
         is_soft = targets.is_floating_point()
         if targets.shape != (shape if is_soft else shape[:1] + shape[2:]):
@@ -120,7 +120,7 @@ class CrossEntropy(NegativeLogLikelihood):
         elif self._ignore_index >= 0:
             raise ValueError(
                 f"ignore_index={self._ignore_index} means nothing for class probabilities, and "
-                "torch refuses it: leave it out, or pass class indices."
+                "torch refuses it. Leave it out, or pass class indices."
             )
         elif not (targets.isfinite() & (targets >= 0)).all():
             raise ValueError("Class probabilities must be finite and not negative.")
@@ -144,7 +144,7 @@ class CrossEntropy(NegativeLogLikelihood):
         return lambda v: weighted * (v - (p * v).sum(axis, keepdim=True))
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """√T times the columns of `Categorical.hessian_root`, each at one position."""
+        """Return √T times the columns of `Categorical.hessian_root`, each at one position."""
         return super().root(outputs.movedim(1, -1), labels).movedim(-1, 2)
 
 
@@ -155,7 +155,7 @@ class SquaredError(OutputLoss):
         self.reduction = loss.reduction
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Finite floating-point targets of the outputs' shape, or `[B]` for a single output."""
+        """Require finite targets of the outputs' shape, or `[B]` for a single output."""
         _check_like_outputs("MSELoss", outputs, targets)
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
@@ -167,12 +167,12 @@ class SquaredError(OutputLoss):
         return float(targets.numel())
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """Σ (f − y)²."""
+        """Compute Σ (f − y)²."""
         # Not `F.mse_loss`: recording a derivative of its derivative crashes torch (2.15).
         return (outputs - labels[0].to(outputs.dtype)).square().sum()
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """2 (f − y)."""
+        """Compute 2 (f − y)."""
         return 2 * (outputs - labels[0].to(outputs.dtype))
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
@@ -180,11 +180,11 @@ class SquaredError(OutputLoss):
         return lambda v: 2 * v
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """√2 times the unit vectors."""
+        """Return √2 times the unit vectors."""
         return _each_alone(torch.full_like(outputs, 2**0.5))
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
-        """√2 ε with standard normal ε."""
+        """Draw √2 ε with standard normal ε."""
         # In float64: rounded to float32, a uniform can be 1.
         return (2**0.5 * torch.special.ndtri(uniforms(outputs))).to(outputs.dtype)
 
@@ -203,7 +203,7 @@ class BinaryCrossEntropy(OutputLoss):
         self._pos_weight = _non_negative(loss.pos_weight, "pos_weight")
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Targets in [0, 1] of the outputs' shape; weights that broadcast to them."""
+        """Require targets of the outputs' shape in [0, 1]."""
         shape = outputs.shape
         _check_like_outputs("BCEWithLogitsLoss", outputs, targets)
         if not ((targets >= 0) & (targets <= 1)).all():
@@ -216,19 +216,19 @@ class BinaryCrossEntropy(OutputLoss):
             if weight is not None and not _broadcasts(weight, example_shape):
                 raise ValueError(
                     f"BCEWithLogitsLoss has {name} of shape {tuple(weight.shape)}, which does not "
-                    f"broadcast to the outputs of one example, {tuple(shape[1:])}: give one for "
+                    f"broadcast to the outputs of one example, {tuple(shape[1:])}. Give one for "
                     "every output; weights of examples belong to a loss of your own."
                 )
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
-        """Targets, T and w π of the batch's entries."""
+        """Return the targets, T and w π of the batch's entries."""
         targets = columns_of(targets, ndim)
         weight = self._expanded(self._weight, targets)
         positive = weight * self._expanded(self._pos_weight, targets)
         return targets, weight + (positive - weight) * targets, positive
 
     def counted(self, labels: Labels) -> Tensor | None:
-        """Entries whose weight is not zero."""
+        """Return the mask of the entries whose weight is not zero."""
         return None if self._weight is None else labels[1] != 0
 
     def _expanded(self, weight: Tensor | None, targets: Tensor) -> Tensor:
@@ -237,11 +237,11 @@ class BinaryCrossEntropy(OutputLoss):
         return weight.to(targets).expand(targets.shape)
 
     def count(self, targets: Tensor) -> float:
-        """Count the entries, whatever their weights, as torch has it."""
+        """Count the entries, whatever their weights, as torch does."""
         return float(targets.numel())
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """T softplus(f) − w π y f, with logits of either sign kept from overflowing."""
+        """Compute T softplus(f) − w π y f without overflow."""
         targets, total, positive = (x.to(outputs.dtype) for x in labels)
         # Each where its second derivative keeps its digits; torch's softplus is a straight line
         # from 20 on.
@@ -249,7 +249,7 @@ class BinaryCrossEntropy(OutputLoss):
         return (total * softplus - positive * targets * outputs).sum()
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """T p − w π y."""
+        """Compute T p − w π y."""
         targets, total, positive = (x.to(outputs.dtype) for x in labels)
         return total * outputs.sigmoid() - positive * targets
 
@@ -259,12 +259,12 @@ class BinaryCrossEntropy(OutputLoss):
         return lambda v: curvature * v
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
-        """√(T p (1 − p)) times the unit vectors, with log-sigmoids that do not lose digits."""
+        """Return √(T p (1 − p)) times the unit vectors."""
         deviation = (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp()
         return _each_alone(labels[1].to(outputs.dtype).sqrt() * deviation)
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
-        """√T (p − y), y drawn from the sigmoid."""
+        """Compute √T (p − y) for labels y that are drawn from the sigmoid."""
         p = outputs.sigmoid()
         return labels[1].to(outputs.dtype).sqrt() * (
             p - (uniforms(p, self.counted(labels)) < p).to(p.dtype)
@@ -305,9 +305,9 @@ class AnyLoss(OutputLoss):
         )
         if is_mean_of_fewer:
             raise ValueError(
-                f"Targets are ignored (ignore_index={self._ignore_index}), so that the mean of "
-                f"{type(self._loss).__name__} over a batch divides by a number that only it knows: "
-                'give it reduction="sum".'
+                f"Targets are ignored (ignore_index={self._ignore_index}), so the number that "
+                f"the mean of {type(self._loss).__name__} over a batch divides by is not known. "
+                'Pass the loss with reduction="sum".'
             )
         return float(targets.shape[0])
 

@@ -212,7 +212,7 @@ def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any
         )
     if targets.is_nested:
         raise TypeError(
-            "Targets are a nested tensor: pad them with torch.nested.to_padded_tensor(y, -100), "
+            "Targets are a nested tensor. Pad them with torch.nested.to_padded_tensor(y, -100), "
             "which classification ignores."
         )
     size = num_examples(inputs)
@@ -460,7 +460,7 @@ class Stream:
         by_rank = process_group().exchange((num_batches, any_counts))
         if any(number for number, _ in by_rank) and not any(counts for _, counts in by_rank):
             raise ValueError(
-                f"Every target of the {self.description} is ignored. They have no curvature: pass "
+                f"Every target of the {self.description} is ignored. They have no curvature. Pass "
                 "batches in which at least one target counts."
             )
 

@@ -338,7 +338,7 @@ def num_examples(inputs: Inputs) -> int:
     for x in tensors_of(inputs):
         if x.is_nested:
             raise TypeError(
-                "Inputs hold a nested tensor, of examples of several shapes: pad them with "
+                "Inputs hold a nested tensor, of examples of several shapes. Pad them with "
                 "torch.nested.to_padded_tensor(x, 0.0), and mark by a mask what is "
                 "padding."
             )
@@ -368,7 +368,7 @@ def join(batches: Sequence[Inputs]) -> Inputs:
     if isinstance(first, Tensor):
         return torch.cat(list(batches))  # type: ignore[arg-type]
     if any(type(batch) is not type(first) or len(batch) != len(first) for batch in batches):
-        raise TypeError("The batches' inputs are of different kinds: pass them all in one form.")
+        raise TypeError("The batches' inputs are of different kinds. Pass them all in one form.")
     keys: Any = first if isinstance(first, Mapping) else range(len(first))
     joined = {
         key: torch.cat([batch[key] for batch in batches])
@@ -395,8 +395,8 @@ def move(
     for x in tensors_of(inputs):
         if dtypes is not None and x.is_floating_point() and x.dtype not in dtypes:
             raise TypeError(
-                f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}: "
-                "convert one of them."
+                f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}. "
+                "Convert one of them."
             )
         # Tensors made under inference_mode cannot take part in differentiation.
         if x.is_inference():
@@ -456,12 +456,12 @@ def logits_of(outputs: Any) -> Tensor:
         kind = "a nested tensor" if logits.is_nested else f"complex ({logits.dtype})"
         raise TypeError(
             f"The model's outputs are {kind}, where real ones of shape [batch, ..., outputs] are "
-            f"needed: wrap it so that it {'pads' if logits.is_nested else 'takes view_as_real of'} "
+            f"needed. Wrap it so that it {'pads' if logits.is_nested else 'takes view_as_real of'} "
             "them."
         )
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"The model must return a tensor or have `.logits`, got {_description(outputs)}: wrap "
+            f"The model must return a tensor or have `.logits`, got {_description(outputs)}. Wrap "
             "it so that it returns a tensor, an object with `.logits`, a dict with the entry "
             "'logits', or a tuple that begins with the logits."
         )

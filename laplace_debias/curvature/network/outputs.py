@@ -129,7 +129,7 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
     require(
         outputs.isfinite().all(),
         lambda: ValueError(
-            "The model's outputs hold NaN or Inf for these examples: check the inputs' scale and "
+            "The model's outputs hold NaN or Inf for these examples. Check the inputs' scale and "
             "the checkpoint."
         ),
     )
@@ -146,7 +146,7 @@ def explain_unbatched(error: Exception, model: nn.Module, x: Inputs) -> None:
         return
     raise ValueError(
         f"The inputs of shape {tuple(x.shape)} are one example without a dimension for the "
-        f"examples: pass x.unsqueeze(0), of shape {(1, *x.shape)}."
+        f"examples. Pass x.unsqueeze(0), of shape {(1, *x.shape)}."
     ) from error
 
 
@@ -200,7 +200,7 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
             # How many examples a probe had is none of the user's business.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
-                f"class_dim={class_dim}, but the model's outputs have shape [{shape}]: give a "
+                f"class_dim={class_dim}, but the model's outputs have shape [{shape}]. Give a "
                 "dimension of theirs that is not the first."
             )
         return outputs.movedim(class_dim, -1)

@@ -62,7 +62,7 @@ class Data:
         self.sizes: list[int] = []
         for number, (inputs, targets) in enumerate(stream, start=1):
             if any(x.isnan().any() for x in (*tensors_of(inputs), targets)):
-                raise ValueError(f"Batch {number} holds NaN: remove these examples.")
+                raise ValueError(f"Batch {number} holds NaN. Remove these examples.")
             self.sizes.append(len(targets))
             self._marks.append(mark_of(inputs, targets))
         if not self.sizes:
@@ -73,7 +73,7 @@ class Data:
         self.firsts = first_indices_of_batches(ranks, self.sizes)
         if num_data is not None and num_data != self.num_examples:
             raise ValueError(
-                f"num_data={num_data}, but the data holds {self.num_examples} examples: leave "
+                f"num_data={num_data}, but the data holds {self.num_examples} examples. Leave "
                 "num_data out, or check drop_last and the sampler."
             )
         self.batch(0)
@@ -103,7 +103,7 @@ class Data:
     def _refuse(self, index: int) -> None:
         raise ValueError(
             f"Batch {index + 1} of the data is not what it was in the first pass. Products need "
-            "the same batches every time: use shuffle=False and no random augmentation, or pass "
+            "the same batches every time. Use shuffle=False and no random augmentation, or pass "
             "`list(loader)`."
         )
 
@@ -121,7 +121,7 @@ def check_repeatable(batches: Any) -> None:
     if isinstance(batches, Iterator):
         raise TypeError(
             f"The data is an iterator ({type(batches).__name__}), which can be read only once, "
-            "and every product reads it: pass a list of batches or a DataLoader."
+            "and every product reads it. Pass a list of batches or a DataLoader."
         )
     if not isinstance(batches, Iterable):
         raise TypeError(

@@ -38,8 +38,8 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     if example is None:
         raise ValueError(
             f'params="{LAST_LAYER}" is the layer that the outputs come from. For a '
-            f"{type(model).__name__} it is found by running an example, and there is none here: "
-            "name its parameters, params=[...]."
+            f"{type(model).__name__} it is found by running an example, and there is none here. "
+            "Name its parameters, params=[...]."
         )
     layers, parameters = _sources(model, example)
     if len(layers) == 1 and not parameters:
@@ -188,7 +188,7 @@ def select_parameters(
     elif isinstance(selection, str):
         if selection not in ("all", SUPPORTED):
             raise ValueError(
-                f"Unknown params={selection!r}: use 'all', 'weights', 'supported', 'last_layer', a "
+                f"Unknown params={selection!r}. Use 'all', 'weights', 'supported', 'last_layer', a "
                 "list of parameter names, or a predicate (name, parameter) -> bool."
             )
     elif callable(selection):
@@ -208,8 +208,8 @@ def select_parameters(
         if isinstance(selection, Sequence) and selection:
             came += f" of {type(selection[0]).__name__}"
         raise TypeError(
-            f"params must be a string, a sequence of names or a predicate, got a {came}: "
-            f"give names, of {list(trainable)}."
+            f"params must be a string, a sequence of names or a predicate, got a {came}. "
+            f"Give names, of {list(trainable)}."
         )
     if not names:
         raise ValueError(
@@ -231,8 +231,8 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
         check_can_be_bayesian(name, parameter)
         if parameter.is_complex():
             raise ValueError(
-                f"{name} is complex ({parameter.dtype}), and curvature is that of real parameters: "
-                "hold real and imaginary part, torch.view_as_real, as a parameter, and make the "
+                f"{name} is complex ({parameter.dtype}), and curvature is that of real parameters. "
+                "Hold real and imaginary part, torch.view_as_real, as a parameter, and make the "
                 "complex one of it in the forward pass; or freeze all complex parameters with "
                 "requires_grad_(False)."
             )
@@ -243,6 +243,6 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
     dtype, _ = kinds.pop()
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"The Bayesian parameters are {dtype}, in which curvature cannot be computed: convert "
+            f"The Bayesian parameters are {dtype}, in which curvature cannot be computed. Convert "
             "them with `.float()`."
         )

@@ -69,14 +69,14 @@ class ShardedBatches(Sampler[list[int]]):
     ) -> None:
         if not isinstance(data, Sized):
             raise TypeError(
-                f"{type(data).__name__} has no length, so it cannot be shared by index: give each "
+                f"{type(data).__name__} has no length, so it cannot be shared by index. Give each "
                 "process its own part of the stream."
             )
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
         if (rank is None) != (num_ranks is None) or not 0 <= (rank or 0) < (num_ranks or 1):
             raise ValueError(
-                f"rank={rank} of num_ranks={num_ranks}: give both, with rank from 0 to "
+                f"rank={rank} of num_ranks={num_ranks}. Give both, with rank from 0 to "
                 "num_ranks - 1, or neither."
             )
         self.data = data

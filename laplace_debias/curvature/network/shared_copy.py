@@ -58,7 +58,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
             raise
         raise TypeError(
             f"{type(model).__name__} cannot be copied ({error}). Curvature is computed on a copy "
-            "so that your model stays untouched: keep non-leaf tensors, locks and open files out "
+            "so that your model stays untouched. Keep non-leaf tensors, locks and open files out "
             "of the module's attributes, or implement `__deepcopy__`."
         ) from error
     for module, copied in zip(model.modules(), copied_model.modules(), strict=False):

@@ -27,7 +27,7 @@ def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = Non
         if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
             raise ValueError(
                 f"The {type(model).__name__} around {type(inside).__name__} has forward hooks, "
-                "which would be lost with it: register them on the module inside."
+                "which would be lost with it. Register them on the module inside."
             )
     if id(model) in plain_modules:
         return plain_modules[id(model)]

@@ -20,7 +20,7 @@ def validate_model(model: nn.Module) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"{path or 'The model'} is TorchScript (torch.jit.script, torch.jit.trace), whose "
-                "layers cannot be looked into: pass the Python module that it was made from, with "
+                "layers cannot be looked into. Pass the Python module that it was made from, with "
                 "the same state_dict."
             )
         # By attributes: to import the classes takes a second.
@@ -32,12 +32,12 @@ def validate_model(model: nn.Module) -> nn.Module:
             raise _split(name)
         if tensor.is_nested:
             raise NotImplementedError(
-                f"{name} is a nested tensor, of which curvature is not computed: hold its parts "
+                f"{name} is a nested tensor, of which curvature is not computed. Hold its parts "
                 "as parameters or buffers of their own, in an nn.ParameterList say."
             )
         if tensor.is_meta and name not in offloaded:
             raise ValueError(
-                f"{name} lies on the device 'meta', where it has no values: load the checkpoint "
+                f"{name} lies on the device 'meta', where it has no values. Load the checkpoint "
                 "first, for example model.to_empty(device='cpu') and then "
                 "model.load_state_dict(...)."
             )
@@ -63,7 +63,7 @@ def validate_model(model: nn.Module) -> nn.Module:
         if module.training and is_dropout:
             raise ValueError(
                 f"{name} is active: dropout makes the outputs random. Curvature is computed in "
-                "eval mode: call `model.eval()` first."
+                "eval mode. Call `model.eval()` first."
             )
     return plain
 
@@ -71,7 +71,7 @@ def validate_model(model: nn.Module) -> nn.Module:
 def _split(name: str) -> NotImplementedError:
     return NotImplementedError(
         f"{name} is split over processes (fully_shard, tensor parallelism), while curvature needs "
-        "the whole model on each: build the plain model and load the full state into it, "
+        "the whole model on each. Build the plain model and load the full state into it, "
         "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
         "options=StateDictOptions(full_state_dict=True)). If its posterior is too large, take "
         'params="last_layer" or adapters. Processes may share the data.'

@@ -160,7 +160,7 @@ class KFAC(Permuted):
         if fisher != "empirical" and not factor_data.loss.has_distribution:
             raise TypeError(
                 f'fisher="{fisher}" needs nn.CrossEntropyLoss, nn.MSELoss or nn.BCEWithLogitsLoss, '
-                'whose Hessian has a root in closed form: use fisher="empirical" for another '
+                'whose Hessian has a root in closed form. Use fisher="empirical" for another '
                 "loss, or GGN."
             )
         cotangents = Cotangents(factor_data.loss, columns.seeded(generator, process_group()))
@@ -176,7 +176,7 @@ class KFAC(Permuted):
             if resolved.unused:
                 raise ValueError(
                     f"The outputs do not depend on {resolved.unused} by differentiable operations "
-                    "(`detach`, `no_grad`, an unused branch): leave them out with params=."
+                    "(`detach`, `no_grad`, an unused branch). Leave them out with params=."
                 )
             blocks = resolved.blocks
             context = FitContext(

@@ -95,7 +95,7 @@ class CurvatureOperator(NetworkOperator):
             value = self._loss.value(self._first_outputs, labels)
         if not value.isfinite():
             raise ValueError(
-                f"The loss is {float(value)} on the first batch: check targets and the outputs' "
+                f"The loss is {float(value)} on the first batch. Check targets and the outputs' "
                 "scale."
             )
 
@@ -246,7 +246,7 @@ class Fisher(CurvatureOperator):
     ) -> None:
         if fisher not in ("exact", "mc"):
             raise ValueError(
-                f'Unknown fisher={fisher!r}: use "exact" or "mc"; the empirical Fisher is '
+                f'Unknown fisher={fisher!r}. Use "exact" or "mc"; the empirical Fisher is '
                 "EmpiricalFisher."
             )
         if fisher == "exact" and (mc_samples is not None or generator is not None):
@@ -267,7 +267,7 @@ class Fisher(CurvatureOperator):
         if not self._loss.has_distribution:
             raise TypeError(
                 "The Fisher needs a distribution of the labels, which nn.CrossEntropyLoss, "
-                "nn.MSELoss and nn.BCEWithLogitsLoss have: use GGN or EmpiricalFisher for another "
+                "nn.MSELoss and nn.BCEWithLogitsLoss have. Use GGN or EmpiricalFisher for another "
                 "loss."
             )
         columns = columns.seeded(generator)

@@ -284,7 +284,7 @@ class Jacobian(NetworkOperator):
         if outputs.shape[1:] != self._output_shape:
             raise ValueError(
                 f"The Jacobian's rows need outputs of one shape, got {tuple(self._output_shape)} "
-                f"and {tuple(outputs.shape[1:])} an example: pad the inputs to one length."
+                f"and {tuple(outputs.shape[1:])} an example. Pad the inputs to one length."
             )
 
     @torch.inference_mode(False)

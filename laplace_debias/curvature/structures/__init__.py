@@ -38,7 +38,7 @@ def curvature_structure(
 ) -> "CurvatureStructure":
     """Return the structure of a name, with a rank or inducing inputs where it takes them."""
     if name not in STRUCTURES:
-        raise ValueError(f"Unknown curvature={name!r}: use one of {', '.join(STRUCTURES)}.")
+        raise ValueError(f"Unknown curvature={name!r}. Use one of {', '.join(STRUCTURES)}.")
     structure = STRUCTURES[name]
     if rank is not None and not structure.takes_rank:
         *names, last = [f'"{key}"' for key, value in STRUCTURES.items() if value.takes_rank]

@@ -41,7 +41,7 @@ def differentiable_moments(
             if mean.ndim != 2:
                 raise NotImplementedError(
                     f"The outputs have shape {tuple(mean.shape)}. differentiable=True is for "
-                    "outputs [B, C]: remove it."
+                    "outputs [B, C]. Remove it."
                 )
             tensors = tuple(tensors_of(context.x))
             in_dims = (None, *[0] * len(tensors))

@@ -147,8 +147,8 @@ class CovarianceRequest:
         if outputs.ndim > 2 and outputs.shape[1] > free_positions and self.outputs is None:
             raise ValueError(
                 f"The model has {num_outputs} outputs per example, of shape "
-                f"{tuple(outputs.shape[1:])}, and each would be differentiated by itself. Ask for "
-                "some positions (positions=-1 is the last token) or for some outputs "
+                f"{tuple(outputs.shape[1:])}, and all of them would be differentiated. Select "
+                "some positions (positions=-1 is the last token) or some outputs "
                 "(functional(x, positions=-1, outputs=k) for the k largest). Where an embedding "
                 "shares the head's weight, leave that weight out of params."
             )

@@ -144,7 +144,7 @@ def spectral_norm(
     if not result.has_converged:
         warn(
             f"after {count} products the spectral norm's error bound is {float(residual):.3g}, "
-            f"above tol · estimate = {tol * float(value):.3g}: raise `max_matvecs` or `tol`.",
+            f"above tol · estimate = {tol * float(value):.3g}. Raise `max_matvecs` or `tol`.",
             RuntimeWarning,
         )
     return Estimate(value, residual, count, converged=result.has_converged)

@@ -153,7 +153,7 @@ class InverseRoot(SelfAdjoint):
         if missed > self.tol:
             warn(
                 f"inverse_sqrt: after {self.max_iter} Lanczos steps the relative error of a "
-                f"product is about {missed:.2g}, above `tol` = {self.tol:.2g}: raise `max_iter` or "
+                f"product is about {missed:.2g}, above `tol` = {self.tol:.2g}. Raise `max_iter` or "
                 "`tol`, or add damping, `A + c * Identity(n)`.",
                 RuntimeWarning,
             )

@@ -128,7 +128,7 @@ def _checked_log(values: Tensor) -> Tensor:
     if not bool((values > 0).all()):
         raise ValueError(
             f"The operator is not positive definite, its smallest eigenvalue is about "
-            f"{values.min().item():.3g}: add a multiple of the identity, `A + c * Identity(n)`, "
+            f"{values.min().item():.3g}. Add a multiple of the identity, `A + c * Identity(n)`, "
             "that makes it so."
         )
     return values.log()

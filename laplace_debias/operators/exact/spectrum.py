@@ -244,7 +244,7 @@ def _checked_sqrt(values: Tensor) -> Tensor:
     if bool((values < -rounding).any()):
         raise ValueError(
             "Only a positive semi-definite operator has a root, this one has the eigenvalue "
-            f"{values.min().item():.3g}: add a multiple of the identity, `A + c * Identity(n)`, "
+            f"{values.min().item():.3g}. Add a multiple of the identity, `A + c * Identity(n)`, "
             "that makes it one."
         )
     return values.clamp(min=0).sqrt()

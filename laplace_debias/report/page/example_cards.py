@@ -118,7 +118,7 @@ def _picture(path: Path) -> tuple[str, bool]:
             shown = image.convert("RGB")
     except (OSError, SyntaxError) as error:
         raise ValueError(
-            f"{path} is no picture that can be read ({error}): delete it to draw the page without "
+            f"{path} is no picture that can be read ({error}). Delete it to draw the page without "
             "it, or run the report again."
         ) from error
     shown.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Image.Resampling.LANCZOS)

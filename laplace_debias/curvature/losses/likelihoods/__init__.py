@@ -1,4 +1,4 @@
-"""Likelihoods: what the network's outputs mean, and how the loss curves in them."""
+"""Likelihoods: the distribution of the targets given the network's outputs."""
 
 from typing import TYPE_CHECKING
 

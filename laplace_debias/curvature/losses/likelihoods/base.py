@@ -1,4 +1,4 @@
-"""The likelihood: a loss in the outputs with a distribution and a predictive."""
+"""The base class of likelihoods."""
 
 import math
 from abc import ABC, abstractmethod
@@ -308,6 +308,6 @@ def check_length(weights: Tensor | None, num_outputs: int, name: str, single: bo
     if weights is None or len(weights) == num_outputs or (single and len(weights) == 1):
         return
     raise ValueError(
-        f"{name} has {len(weights)} entries, the model has {num_outputs} outputs: give one for "
+        f"{name} has {len(weights)} entries, the model has {num_outputs} outputs. Give one for "
         "each."
     )

@@ -91,7 +91,7 @@ class Bernoulli(_Sigmoids):
         if outputs.shape[1] != 1:
             raise ValueError(
                 f"Binary classification needs one output (a logit), the model has "
-                f'{outputs.shape[1]}: use likelihood="multilabel" if each output says whether a '
+                f'{outputs.shape[1]}. Use likelihood="multilabel" if each output says whether a '
                 "label of its own applies (several at once, or none), or "
                 '"classification" if exactly one of the classes does.'
             )
@@ -208,7 +208,7 @@ class MultiLabel(_Sigmoids):
             (are_right | ~self.counted(targets)).all(),
             lambda: ValueError(
                 "Multi-label targets must be 0 or 1 for every label of an example, or "
-                f"ignore_index={self.ignore_index} for all of them: leave out the examples of "
+                f"ignore_index={self.ignore_index} for all of them. Leave out the examples of "
                 "which some labels are not known."
             ),
         )

@@ -99,7 +99,7 @@ class Categorical(Likelihood):
         num_classes = outputs.shape[1]
         if num_classes < 2:
             raise ValueError(
-                "Classification needs at least two outputs, the model has one: use "
+                "Classification needs at least two outputs, the model has one. Use "
                 'likelihood="binary" for a single logit.'
             )
         check_length(self.class_weights, num_classes, "class_weights")
@@ -108,7 +108,7 @@ class Categorical(Likelihood):
             return
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
-                f"Class labels must be integers, got {targets.dtype}: pass class indices, "
+                f"Class labels must be integers, got {targets.dtype}. Pass class indices, "
                 f"`targets.long()`{_advice_on_columns(outputs, targets)}."
             )
         if targets.shape != outputs.shape[:1]:
@@ -136,8 +136,8 @@ class Categorical(Likelihood):
         """Require class indices, which predictions are scored against."""
         if _are_soft(targets) and targets.shape == values.shape:
             raise ValueError(
-                "Predictions are scored on class indices, got class probabilities (soft targets): "
-                "pass the labels, or `targets.argmax(-1)`."
+                "Predictions are scored on class indices, got class probabilities (soft targets). "
+                "Pass the labels, or `targets.argmax(-1)`."
             )
         self.check(values, targets)
 

@@ -143,7 +143,7 @@ class Gaussian(Likelihood):
         if float(variance.max()) > limits.max or float(variance.min()) < limits.tiny:
             raise ValueError(
                 f"sigma is {self.sigma.tolist()}, whose square is out of the range of "
-                f"{outputs.dtype}: rescale the targets and sigma, or convert the model to a wider "
+                f"{outputs.dtype}. Rescale the targets and sigma, or convert the model to a wider "
                 "dtype."
             )
         return self.sigma.to(outputs, non_blocking=True).expand(outputs.shape[-1])
@@ -251,11 +251,11 @@ def check_finite_floats(targets: Tensor, kind: str) -> None:
     """Require floating-point targets without NaN or Inf."""
     if not targets.is_floating_point():
         raise TypeError(
-            f"{kind} targets must be floating point, got {targets.dtype}: use `targets.float()`."
+            f"{kind} targets must be floating point, got {targets.dtype}. Use `targets.float()`."
         )
     require(
         torch.isfinite(targets).all(),
-        lambda: ValueError(f"{kind} targets hold NaN or Inf: remove these examples."),
+        lambda: ValueError(f"{kind} targets hold NaN or Inf. Remove these examples."),
     )
 
 

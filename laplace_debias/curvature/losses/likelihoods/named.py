@@ -22,7 +22,7 @@ def likelihood_from(
         return name
     if not isinstance(name, str) or name not in LIKELIHOODS:
         raise ValueError(
-            f"Unknown likelihood {name!r}: use {', '.join(map(repr, LIKELIHOODS))}, or an instance "
+            f"Unknown likelihood {name!r}. Use {', '.join(map(repr, LIKELIHOODS))}, or an instance "
             "of Likelihood."
         )
     return LIKELIHOODS[name]() if sigma is None else Gaussian(sigma)
