@@ -38,33 +38,33 @@ _REMEDIES = {
     Status.CONVERGED: "The residual is below the tolerance: nothing to do.",
     Status.UNVERIFIED: (
         "The residuals are below the tolerance, but the search for further eigenpairs did not come "
-        "to its end: raise `max_matvecs` to be sure."
+        "to its end. Raise `max_matvecs` to be sure."
     ),
     Status.MAX_ITER: (
-        "The residual is not below the tolerance after `max_iter` iterations: raise `max_iter` or "
+        "The residual is not below the tolerance after `max_iter` iterations. Raise `max_iter` or "
         "`tol`, pass a `preconditioner`, or add damping to the operator."
     ),
     Status.NEGATIVE_CURVATURE: (
         "The operator curves downwards along `negative_direction`, so it is not positive definite "
-        "and the quadratic has no minimum: use the GGN instead of the Hessian, add damping, or "
+        "and the quadratic has no minimum. Use the GGN instead of the Hessian, add damping, or "
         "follow that direction. `x` is the last iterate before it."
     ),
     Status.ZERO_CURVATURE: (
         "The operator is singular along `negative_direction`, on which the right-hand side is not "
-        "zero, so there is no solution: add damping. `x` is the last iterate before it."
+        "zero, so there is no solution. Add damping. `x` is the last iterate before it."
     ),
     Status.INDEFINITE_PRECONDITIONER: (
-        "The preconditioner maps a residual to one with which it has no positive inner product: "
-        "pass a symmetric positive definite approximation of the operator's inverse."
+        "The preconditioner maps a residual to one with which it has no positive inner product. "
+        "Pass a symmetric positive definite approximation of the operator's inverse."
     ),
     Status.BREAKDOWN: (
-        "A product, or what the preconditioner made of a residual, holds NaN or Inf: look for them "
+        "A product, or what the preconditioner made of a residual, holds NaN or Inf. Look for them "
         "in the operator's data and parameters and in the preconditioner, or compute in float64. "
         "`x` is the last finite iterate."
     ),
     Status.STOPPED: "Stopped by your rule, or because the run beside it came to its end.",
     Status.EXHAUSTED: (
-        "Every direction has been used: for more, run the first quadratic for longer."
+        "Every direction has been used. For more, run the first quadratic for longer."
     ),
     Status.DIVERGED: "The iteration diverges; `x` is the best iterate. Use a smaller step.",
 }

@@ -93,7 +93,7 @@ def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
     """The error of the same type, whose text is only a sentence."""
     reason = error if error.errno is None else os.strerror(error.errno)
     message = (
-        f"{path} cannot be written ({reason}): choose another name or place, or free some space "
+        f"{path} cannot be written ({reason}). Choose another name or place, or free some space "
         "there."
     )
     kind = type(error) if error.errno is None else type(OSError(error.errno, ""))

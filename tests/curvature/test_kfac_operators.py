@@ -281,7 +281,7 @@ def test_arguments_that_change_the_result():
     )
     data = [(randn(N, 2, 3, 3), y)]
     expected = KFAC(model, loss, data).to_dense()
-    for arguments in ({"sharing": "Reduce"}, {"joint": True}, {"fisher": "empirical"}):
+    for arguments in ({"sharing": "reduce"}, {"joint": True}, {"fisher": "empirical"}):
         assert not torch.allclose(KFAC(model, loss, data, **arguments).to_dense(), expected)
     narrow = KFAC(model, loss, data, factor_dtype=torch.float32).to_dense()
     torch.testing.assert_close(narrow, expected, rtol=1e-4, atol=1e-5)

@@ -107,7 +107,7 @@ def test_a_quadratic_of_a_likelihood_has_its_value():
 
 def test_its_sum_is_refused_with_what_to_do():
     likelihood, model, x, y = case("classification", (N,))
-    with pytest.raises(ValueError, match=r"mean over examples.*multiply the operator by N"):
+    with pytest.raises(ValueError, match=r"mean over examples.*Multiply the operator by N"):
         GGN(model, likelihood, [(x, y)], reduction="sum")
 
 

@@ -367,7 +367,7 @@ def test_bad_arguments_after_the_fit_change_nothing(fitted, loader):
         (lambda: fitted.predict(x, samples=0), "samples must be at least 1"),
         (lambda: fitted.predict(x[:0]), "at least one example"),
         (lambda: fitted.sample(0), "at least 1"),
-        (lambda: fitted.tune(loader, metric="f1"), "use one of brier, nll"),
+        (lambda: fitted.tune(loader, metric="f1"), "Use one of brier, nll"),
         (lambda: fitted.tune(loader, grid=torch.tensor([])), "grid"),
         (lambda: fitted.tune(loader, grid=torch.tensor([0.0, 1.0])), "grid"),
         (fitted.tune, "needs held-out data"),

@@ -271,7 +271,7 @@ def test_the_matrix_free_operators_take_the_same_layer():
 def test_before_the_fit_it_is_not_known_and_says_so():
     la = Laplace(two(logits), params="last_layer", prior_precision=torch.tensor([1.0, 2.0]))
     for ask in (lambda: la.param_names, lambda: la.block_names):
-        with pytest.raises(RuntimeError, match=r'"last_layer" of a Net .* call `fit'):
+        with pytest.raises(RuntimeError, match=r'"last_layer" of a Net .* Call `fit'):
             ask()
     with pytest.raises(RuntimeError, match="Not fitted"):
         la.predict(X)

@@ -31,7 +31,7 @@ def refused(model, error, says):
 def test_a_model_without_values_is_refused():
     with torch.device("meta"):
         model = network()
-    refused(model, ValueError, "0.weight lies on the device .meta., .* load the checkpoint")
+    refused(model, ValueError, "0.weight lies on the device .meta., .* Load the checkpoint")
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
@@ -39,7 +39,7 @@ def test_torchscript_is_refused(make):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is on its way out
         scripted = make(network())
-    refused(scripted, TypeError, "The model is TorchScript .* pass the Python module")
+    refused(scripted, TypeError, "The model is TorchScript .* Pass the Python module")
     refused(nn.Sequential(scripted), TypeError, "^0 is TorchScript")
 
 
@@ -92,7 +92,7 @@ def test_one_example_without_a_dimension_for_the_examples(name):
     build, x = CASES[name]
     la = Laplace(build()).fit_batches([(x, Y)])
     shape = ", ".join(map(str, x.shape[1:]))
-    says = rf"shape \({shape},?\) are one example .* pass x.unsqueeze\(0\), of shape \(1, {shape}\)"
+    says = rf"shape \({shape},?\) are one example .* Pass x.unsqueeze\(0\), of shape \(1, {shape}\)"
     for method in ("glm", "glm-mc", "nn", "map"):
         with pytest.raises(ValueError, match=says):
             la.predict(x[0], method)

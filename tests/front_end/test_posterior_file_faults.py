@@ -287,7 +287,7 @@ def test_a_disk_that_is_full_at_the_end_is_told(la, path, place, monkeypatch):
 
     monkeypatch.setattr(os, place, full)
     la.prior_precision = 3.0
-    says = r"posterior\.safetensors cannot be written \(No space left on device\): .*free some"
+    says = r"posterior\.safetensors cannot be written \(No space left on device\). .*free some"
     with pytest.raises(OSError, match=says) as caught:
         la.save(path)
     assert caught.value.errno == errno.ENOSPC

@@ -320,7 +320,7 @@ def test_a_loader_that_shuffles_by_a_generator_of_its_own_is_refused(folder):
 def test_a_folder_that_is_none(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(NotADirectoryError, match="is a file. Name a folder"):
+    with pytest.raises(NotADirectoryError, match=r"is a file\. Name a folder"):
         fit(loader(), file)
 
 

@@ -95,7 +95,7 @@ def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
 
 @pytest.mark.parametrize(
     ("temperature", "scale", "end"),
-    [(0.1, 3.0, "largest tried, 4. Look"), (8.0, 0.3, "smallest tried, 0.5: the posterior")],
+    [(0.1, 3.0, "largest tried, 4: look"), (8.0, 0.3, "smallest tried, 0.5: the posterior")],
 )
 def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end):
     model, x, y = problem(scale, 400, temperature=temperature)
@@ -632,7 +632,7 @@ def test_a_noise_that_cannot_be_tuned_on_data_says_so():
     with pytest.raises(ValueError, match="validation data are zero"):
         la.tune([(x, model(x).detach())], sigma=True)
     la = Laplace(model, "regression", sigma=0.5, fisher="empirical").fit([(x, y)])
-    with pytest.raises(ValueError, match="not there for fisher="):
+    with pytest.raises(ValueError, match="not supported for fisher="):
         la.tune([(x, y)], sigma=True)
     la = Laplace(model, "binary").fit([(x, (y > 0).double())])
     with pytest.raises(ValueError, match="not of Bernoulli"):

@@ -129,7 +129,7 @@ def test_matrices_are_to_be_wrapped(unchecked, name):
     function = {**FUNCTIONS, "inverse": inverse, "cg": lambda A: cg(A, B)}[name]
     for wrong in (torch.eye(60, dtype=torch.float64), np.eye(60)):
         kind = type(wrong).__name__
-        with pytest.raises(TypeError, match=f"expected a LinearOperator, got {kind}.*Dense"):
+        with pytest.raises(TypeError, match=f"Expected a LinearOperator, got {kind}.*Dense"):
             function(wrong)
 
 

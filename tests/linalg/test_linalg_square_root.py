@@ -42,7 +42,7 @@ def test_the_tolerance_bounds_the_error_and_saves_products():
 
 def test_an_end_before_the_tolerance_is_told_with_a_remedy():
     A = symmetric(10 ** torch.linspace(-8, 0, 300, dtype=torch.float64))
-    with pytest.warns(RuntimeWarning, match="after 7 Lanczos steps.*raise `max_iter`"):
+    with pytest.warns(RuntimeWarning, match="after 7 Lanczos steps.*Raise `max_iter`"):
         inverse_sqrt(A, tol=1e-8, max_iter=7) @ torch.ones(300, dtype=torch.float64)
     assert A.columns == 7
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_sampled_is_refused(unchecked):
     for wrong in (mean[:3], mean.float(), mean * torch.nan, mean[:, None]):
         with pytest.raises(ValueError, match="`mean`"):
             sample_gaussian(wrong, precision)
-    with pytest.raises(TypeError, match="expected a LinearOperator"):
+    with pytest.raises(TypeError, match="Expected a LinearOperator"):
         sample_gaussian(mean, torch.eye(len(mean)))
     with pytest.raises(ValueError, match="square operator"):
         sample_gaussian(mean, precision[:3])

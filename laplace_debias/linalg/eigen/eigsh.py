@@ -124,7 +124,7 @@ def _unconverged(residuals: Tensor, goal: float, count: int) -> str:
     num_converged = int((residuals <= goal).sum())
     return (
         f"{num_converged} of {len(residuals)} eigenpairs converged in {count} products (greatest "
-        f"residual {float(residuals.max()):.3g}, expected {goal:.3g}): raise `max_matvecs` or "
+        f"residual {float(residuals.max()):.3g}, expected {goal:.3g}). Raise `max_matvecs` or "
         "`tol`, or request fewer pairs"
     )
 
@@ -177,7 +177,7 @@ def arpack_eigenpairs(
         status = Status.MAX_ITER
         message = (
             f"{eigenvectors.shape[1]} of {k} eigenpairs converged in {products.count} products, "
-            "and only these are returned: raise `max_matvecs` or `tol`, or use method='lanczos'"
+            "and only these are returned. Raise `max_matvecs` or `tol`, or use method='lanczos'"
         )
     except ArpackError:
         # ARPACK rejects operators that map its start to zero, such as multiples of the identity.
