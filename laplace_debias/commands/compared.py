@@ -1,4 +1,4 @@
-"""What `report` and `evaluate` share: the identity of a run, and what they print."""
+"""Parts shared by `report` and `evaluate`: the identity of a run, and what they print."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""What the commands on one posterior share: checks of the output, saving and notes."""
+"""Parts shared by the commands on one posterior: checks of the output, saving, notes."""
 
 from pathlib import Path
 from typing import Any
