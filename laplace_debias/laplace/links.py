@@ -81,6 +81,7 @@ def _tempered_pairwise_block(
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures block classes"]:
     """Compute `tempered_pairwise` of a block of examples at once."""
+    num_classes = means.shape[-1]
     # In double precision: a large common variance leaves the differences their digits.
     mu = means.double()
     sigma = covariances.double()
@@ -88,12 +89,58 @@ def _tempered_pairwise_block(
     scaled_variances = variances.unsqueeze(-1) + variances.unsqueeze(-2) - sigma - sigma.mT
     scaled_variances = scaled_variances.clamp_min_(0).mul_(math.pi / 8).to(means.dtype)
     differences = (mu.unsqueeze(-2) - mu.unsqueeze(-1)).to(means.dtype)
+    needs_gradients = scaled_variances.requires_grad or differences.requires_grad
+    if differences.device.type == "cpu" and not needs_gradients:
+        spread = float(means.amax() - means.amin()) / min(temperatures)
+        # Sums of exponentials below this are finite.
+        if spread < math.log(torch.finfo(means.dtype).max / num_classes) - 1:
+            return _unshifted_pairwise(differences, scaled_variances, temperatures)
     logits = []
     for temperature in temperatures:
         # The root is not changed in place: gradients need it.
         quotients = (scaled_variances + temperature**2).rsqrt_() * differences
         logits.append(-quotients.logsumexp(-1))
     return torch.stack(logits)
+
+
+def _unshifted_pairwise(
+    differences: Float[Tensor, "block classes classes"],
+    scaled_variances: Float[Tensor, "block classes classes"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures block classes"]:
+    r"""Compute the logits in half the time if no exponential can overflow, without their maximum.
+
+    Args:
+        differences: $\mu_i - \mu_k$ in row k and column i.
+        scaled_variances: $\tfrac\pi8 s_{ki}$.
+        temperatures: The temperatures.
+    """
+    terms = torch.empty_like(scaled_variances)
+    sums = terms.new_empty(len(temperatures), *terms.shape[:-1])
+    for temperature, row in zip(temperatures, sums, strict=True):
+        torch.add(scaled_variances, temperature**2, out=terms)
+        terms.rsqrt_().mul_(differences).exp_()
+        torch.sum(terms, -1, out=row)
+    return sums.log_().neg_()
+
+
+def tempered_probit(
+    mean: Logits, covariance: Float[Tensor, "..."], temperatures: Sequence[float]
+) -> Float[Tensor, "temperatures *batch classes"]:
+    r"""Compute `probit` of the logits divided by each temperature T.
+
+    It is $\mu_k / \sqrt{T^2 + \tfrac\pi8 \Sigma_{kk}}$.
+
+    Args:
+        mean: The means μ.
+        covariance: Covariances, or only variances.
+        temperatures: The temperatures.
+    """
+    is_matrix = covariance.ndim > mean.ndim
+    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
+    squares = torch.tensor(temperatures, dtype=mean.dtype, device=mean.device).square()
+    squares = squares.view(-1, *[1] * mean.ndim)
+    return mean / (squares + math.pi / 8 * variances).sqrt_()
 
 
 def exact(mean: Logits, covariance: Covariance) -> Logits:
@@ -315,6 +362,8 @@ def tempered_predictive(
     if name == "pairwise" and likelihood.activation == "softmax":
         logits = tempered_pairwise(mean, covariance, temperatures)
         return likelihood.predictive(logits, None)
+    if name == "probit":
+        return likelihood.predictive(tempered_probit(mean, covariance, temperatures), None)
     T = torch.tensor(temperatures, dtype=torch.float64, device=mean.device)
     means = mean / T.to(mean.dtype).view(-1, *[1] * mean.ndim)
     squares = T.square().to(mean.dtype).view(-1, *[1] * covariance.ndim)

@@ -1,6 +1,7 @@
 """Predictives of a fit, by each method: from moments or samples of the outputs to distributions."""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,8 +36,9 @@ from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.checks import check_generator, whole
 
-# Largest number of entries in the covariances of several temperatures together.
-_MAX_ENTRIES = 2**22
+# Largest number of entries in the moments of several temperatures together, by device type: on a
+# CPU they stay in the cache.
+_MAX_ENTRIES = defaultdict(lambda: 2**22, cpu=2**17)
 
 METHODS = ("glm", "glm-mc", "nn", "map")
 DEFAULT_SAMPLES = 100
@@ -285,11 +287,13 @@ def predictives_by_links(
     for link in links_used:
         temperatures.setdefault(link.name, []).append(link.temperature)
     mean, covariances = _moments_for_links(fitted, x, grid, links_used)
-    chunk_size = max(1, _MAX_ENTRIES // covariances[0].numel())
     chunks: list[tuple[str, list[float]]] = []
     for name, values in temperatures.items():
-        # The other formulas divide a covariance by several temperatures at once.
-        step = len(values) if name == "pairwise" else chunk_size
+        # The other formulas divide the moments by several temperatures at once.
+        step = len(values)
+        if name != "pairwise":
+            entries = mean.numel() if name == "probit" else covariances[0].numel()
+            step = max(1, _MAX_ENTRIES[mean.device.type] // entries)
         for start in range(0, len(values), step):
             chunks.append((name, values[start : start + step]))
     points = list(covariances)

@@ -12,7 +12,7 @@ from laplace_debias import Laplace
 from laplace_debias.laplace import links, tune
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linear_head import LinearHead
-from laplace_debias.laplace.links import pairwise, tempered_pairwise
+from laplace_debias.laplace.links import pairwise, tempered_pairwise, tempered_probit
 
 TEMPERATURES = [0.5, 1.0, 1.7, 4.0]
 
@@ -53,6 +53,26 @@ def test_every_temperature_is_that_of_the_formula_in_any_blocks(batch, pairs_at_
             expected = dense_pairwise(row, matrix, temperature)
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(pairwise(mean, covariance), logits[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e4])  # Only the second one's exponentials overflow.
+def test_logits_that_differ_by_any_amount_keep_every_class(factor):
+    mean, covariance = moments(6, (3,))
+    logits = tempered_pairwise(factor * mean, covariance, TEMPERATURES)
+    for temperature, values in zip(TEMPERATURES, logits, strict=True):
+        for row, matrix, actual in zip(factor * mean, covariance, values, strict=True):
+            expected = dense_pairwise(row, matrix, temperature)
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-9)
+
+
+@pytest.mark.parametrize("is_matrix", [False, True])
+def test_the_probit_of_every_temperature_is_that_of_the_divided_logits(is_matrix):
+    mean, covariance = moments(6, (5,))
+    variances = covariance.diagonal(dim1=-2, dim2=-1)
+    logits = tempered_probit(mean, covariance if is_matrix else variances, TEMPERATURES)
+    for T, actual in zip(TEMPERATURES, logits, strict=True):
+        expected = mean / T / (1 + math.pi / 8 * variances / T**2).sqrt()
+        torch.testing.assert_close(actual, expected, rtol=1e-13, atol=0)
 
 
 def test_single_precision_keeps_its_digits_beside_a_large_common_variance():
@@ -165,3 +185,12 @@ def test_variances_at_several_prior_precisions_are_those_of_the_dense_posterior(
     for delta, actual in zip(deltas, variances, strict=True):
         dense = dense_covariances(la, model, x, delta).diagonal(dim1=-2, dim2=-1)
         torch.testing.assert_close(actual, dense[:, list(indices)], rtol=1e-10, atol=1e-14)
+
+
+def test_a_search_by_two_links_divides_no_covariance_by_the_temperatures():
+    num_classes = 20
+    la, _, x, y = classifier(num_classes)
+    deltas = [0.1, 10.0]
+    with LargestTensor() as largest:
+        la.tune([(x, y)], grid=deltas)
+    assert largest.entries <= len(deltas) * len(x) * num_classes**2

@@ -137,12 +137,18 @@ def _moments_in_chunks(
         means.append(mean if indices is None else mean.gather(1, indices))
         covariances.append(method.covariance(outputs, indices, size.columns))
     mean = torch.cat(means)
-    covariance = torch.cat(covariances, dim=1)
+    covariance = covariances[0]
+    if len(covariances) > 1:
+        covariance = torch.cat(covariances, dim=1)
+    del covariances
     if request.outputs is None:
         mean = mean.unflatten(1, outputs.shape[1:])
     if request.diagonal:
         return mean, covariance.reshape(len(covariance), *mean.shape)
-    return mean, (covariance + covariance.mT) / 2
+    for point in covariance:  # They may be the largest tensors: without a copy of all of them.
+        point += point.mT.clone()
+        point /= 2
+    return mean, covariance
 
 
 def _forward_in_chunks(
