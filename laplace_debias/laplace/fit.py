@@ -141,8 +141,8 @@ def prepare_fit(
     size = _size_with_weights(size, mode, streams[0], ranks)
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
-        if fisher.kind == "mc":
-            # Labels are keyed by an example's index among those of all processes.
+        if fisher.kind == "mc" or config.structure.draws_examples:
+            # Draws are keyed by an example's index among those of all processes.
             for stream in streams:
                 stream.first_index_among_all = first_index_of_batch(ranks, stream)
         model = checksum(state.spec.plain_model)

@@ -397,6 +397,7 @@ class Laplace(Predictor):
           estimated.
         - `"ekfac"`: the directions stay, and the curvature along each is that of all data.
         - `"lowrank"`: the leading directions of the earlier ones and the new data together.
+        - `"gp"`: the same with these inducing inputs, which stay.
 
         Args:
             loader: Batches `(x, y)` of new examples, all of which are read.

@@ -217,10 +217,12 @@ class GaussianPosterior:
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
             magnitudes = block.magnitudes.double()
             counts = block.multiplicities.double().expand_as(magnitudes)
-            is_low_rank = isinstance(block, LowRankPlusDiagonal)
-            without_curvature = block.shape[0] - len(magnitudes) if is_low_rank else 0
+            if isinstance(block, LowRankPlusDiagonal):
+                remainder = block.diagonal.double()
+                num_remaining = block.shape[0] - len(magnitudes)
+                terms.append(num_remaining * (self.data_weight * remainder + delta).log())
+                magnitudes = magnitudes + remainder
             terms.append((counts * (self.data_weight * magnitudes + delta).log()).sum())
-            terms.append(without_curvature * delta.log())
         return torch.stack(terms).sum()
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
@@ -249,6 +251,9 @@ def _largest_curvature(name: str, block: CurvatureBlock) -> float:
     largest = 0.0
     for tensor_name in ("U_G", "U_A", "U", "diagonal", "magnitudes"):
         values = getattr(block, tensor_name, None)
+        if tensor_name == "magnitudes" and isinstance(block, LowRankPlusDiagonal):
+            # The curvature along the directions.
+            values = block.magnitudes + block.diagonal
         if not isinstance(values, Tensor) or not values.numel():
             continue
         lowest, highest = torch.stack(torch.aminmax(values)).tolist()

@@ -88,6 +88,18 @@ def test_rows_of_all_processes_make_one_basis(processes, num_ranks):
     check_all(processes.run(num_ranks, tasks.fits_of_few_rows, cases, 4, 2), cases, 4, 2)
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "modes"),
+    [(2, ["full"]), pytest.param(3, ["full", "debiased", "crossfit"], marks=pytest.mark.slow)],
+)
+def test_inducing_inputs_of_all_processes_are_those_of_one(processes, num_ranks, modes):
+    inputs = tasks.examples(4).tensors[0]
+    cases = [
+        ("gp", mode, {"inducing": inducing}, {}) for mode in modes for inducing in (3, None, inputs)
+    ]
+    check_all(processes.run(num_ranks, tasks.fits, cases, 9, 4), cases, 9, 4)
+
+
 def test_all_processes_have_the_same_bits(processes):
     cases = [("kfac", "full", {}, {}), ("full", "debiased", {}, {})]
     first, *others = processes.run(4, tasks.fits, cases)

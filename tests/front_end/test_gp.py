@@ -6,6 +6,7 @@ import oracle
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 
@@ -45,8 +46,9 @@ def batches(x, y, sizes=(10, 14)):
 def function_space(model, likelihood, x, data, inputs, names=None):
     """Covariances of the outputs at x, and log det P, by kernels between inputs.
 
-    K** − K*Z [K_ZZ⁺ − (K_ZZ + Σ_n K_Zn Λ_n K_nZ)⁺] K_Z* with K = J Jᵀ/δ, and the determinant of
-    I + Λ^½ Q Λ^½ with Q = K_nZ K_ZZ⁺ K_Zn. No matrix of the parameters' size is formed.
+    K*Z (K_ZZ + Σ_n K_Zn Λ_n K_nZ)⁺ K_Z* + s (K** − Q**) with K = J Jᵀ/δ, Q = K_·Z K_ZZ⁺ K_Z· and
+    1/s = 1 + Σ_n tr Λ_n (K_nn − Q_nn) / (D − k), where k is the rank of K_ZZ. No matrix of the
+    parameters' size is formed.
     """
     names = names or [name for name, _ in model.named_parameters()]
     sigma = SIGMA if likelihood == "regression" else None
@@ -57,14 +59,21 @@ def function_space(model, likelihood, x, data, inputs, names=None):
     K_zz = J_z @ J_z.T / DELTA
     K_zn = J_z @ J_n.T / DELTA @ root
     tolerance = {"hermitian": True, "rtol": 1e-13}
-    inverse = torch.linalg.pinv(K_zz, **tolerance)
-    inner = inverse - torch.linalg.pinv(K_zz + K_zn @ K_zn.T, **tolerance)
+    prior = torch.linalg.pinv(K_zz, **tolerance)
+    posterior = torch.linalg.pinv(K_zz + K_zn @ K_zn.T, **tolerance)
+    Q_nn = K_zn.T @ prior @ K_zn
+    left = torch.trace(root.T @ J_n @ J_n.T @ root / DELTA - Q_nn)
+    size = J.shape[2]
+    num_remaining = size - int(torch.linalg.matrix_rank(K_zz, **tolerance))
+    remainder = 1 + float(left) / num_remaining if num_remaining else 1.0
     covariances = []
     for rows in J:
         K = rows @ J_z.T / DELTA
-        covariances.append(rows @ rows.T / DELTA - K @ inner @ K.T)
-    matrix = torch.eye(len(root), dtype=root.dtype) + K_zn.T @ inverse @ K_zn
-    return torch.stack(covariances), J.shape[2] * math.log(DELTA) + torch.logdet(matrix)
+        residual = rows @ rows.T / DELTA - K @ prior @ K.T
+        covariances.append(K @ posterior @ K.T + residual / remainder)
+    log_det = size * math.log(DELTA) + num_remaining * math.log(remainder)
+    identity = torch.eye(len(Q_nn), dtype=Q_nn.dtype)
+    return torch.stack(covariances), log_det + torch.logdet(identity + Q_nn)
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
@@ -97,3 +106,256 @@ def test_with_few_inputs_it_is_the_formula_with_all_examples_in_the_sum(likeliho
     covariance, log_det = function_space(model, likelihood, new, x, inputs)
     oracle.close(la.functional(new)[1], covariance, 1e-8)
     oracle.close(la.posterior.log_det_precision(), log_det, 1e-8)
+    full = laplace(model, likelihood, "full").fit(batches(x, y))
+    assert la.log_marginal_likelihood() <= full.log_marginal_likelihood()
+    trace = torch.trace(full.posterior.precision.to_dense())
+    oracle.close(torch.trace(la.posterior.precision.to_dense()), trace)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_the_last_layer_has_its_own_process(likelihood):
+    model = network(likelihood)
+    x, y = examples(likelihood)
+    inputs, _ = examples(likelihood, 3, 3)
+    new, _ = examples(likelihood, 6, 2)
+    la = laplace(model, likelihood, params="last_layer", inducing=inputs).fit(batches(x, y))
+    covariance, log_det = function_space(model, likelihood, new, x, inputs, la.param_names)
+    oracle.close(la.functional(new)[1], covariance, 1e-8)
+    oracle.close(la.posterior.log_det_precision(), log_det, 1e-8)
+
+
+@pytest.mark.parametrize("memory_bound", [None, 2048, 8192])
+def test_the_memory_bound_changes_nothing(memory_bound):
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+    model = model.double().eval()
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(9, 1, 3, 3, generator=g, dtype=torch.float64)
+    y = torch.arange(9) % 3
+    la = laplace(model, "classification", inducing=x[:4], memory_bound=memory_bound)
+    la.fit(batches(x, y, [5, 4]))
+    new = torch.randn(4, 1, 3, 3, generator=g, dtype=torch.float64)
+    covariance, _ = function_space(model, "classification", new, x, x[:4])
+    oracle.close(la.functional(new)[1], covariance, 1e-8)
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    oracle.close(la.functional(new, diagonal=True)[1], variances, 1e-8)
+
+
+def test_rows_are_kept_only_within_the_memory_bound():
+    model = network("regression")
+    x, y = examples("regression")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    row_bytes = 8 * num_parameters
+    for bound, are_kept in ((4 * row_bytes, False), (100 * row_bytes, True)):
+        la = laplace(model, "regression", inducing=x[:5], memory_bound=bound).fit([(x, y)])
+        inducing = la.posterior.curvature.blocks["parameters"].U.inducing
+        rows = [next(iter(blocks.values())) for _, blocks in inducing.rows()]
+        assert sum(map(len, rows)) == 10
+        assert 2 * row_bytes * max(map(len, rows)) <= bound
+        assert (inducing._kept is not None) == are_kept
+
+
+@pytest.mark.parametrize("mode", ["mini", "debiased", "crossfit"])
+def test_other_modes_with_all_examples_are_those_of_all_eigenvectors(mode):
+    model = network("regression")
+    x, y = examples("regression")
+    new, _ = examples("regression", 6, 2)
+    # More rows than parameters: the span is the whole space.
+    data = batches(torch.cat([x, -x]), torch.cat([y, y]), [30, 18])
+    la = laplace(model, "regression").fit(data, mode, 48)
+    full = laplace(model, "regression", "full").fit(data, mode, 48)
+    oracle.close(la.functional(new)[1], full.functional(new)[1], 1e-7)
+
+
+def test_debiased_curvature_is_measured_along_the_directions_of_other_data():
+    model = network("classification")
+    x, y = examples("classification")
+    directions, magnitudes = batches(x, y)
+    la = laplace(model, "classification", inducing=x[:4])
+    la.fit_batches([directions], [magnitudes])
+    U = la.posterior.curvature.blocks["parameters"].directions
+    first = oracle.ggn(model, directions[0], "classification", la.param_names)
+    second = oracle.ggn(model, magnitudes[0], "classification", la.param_names)
+    projected = U.T @ first @ U
+    oracle.close(projected, torch.diag(projected.diagonal()), 1e-8)
+    oracle.close(U.T @ U, torch.eye(U.shape[1], dtype=U.dtype), 1e-8)
+    precision = U.T @ la.posterior.precision.to_dense() @ U
+    expected = 24 * (U.T @ second @ U).diagonal() + DELTA
+    oracle.close(precision.diagonal(), expected, 1e-7)
+
+
+@pytest.mark.parametrize("number", [4, None])
+def test_an_update_is_the_fit_to_all_data_with_the_same_inputs(number):
+    model = network("classification")
+    x, y = examples("classification")
+    first, second = batches(x, y)
+    new, _ = examples("classification", 6, 2)
+    la = laplace(model, "classification", inducing=number).fit([first])
+    inputs = la.posterior.curvature.blocks["parameters"].U.inducing.inputs
+    la.update([second])
+    together = laplace(model, "classification", inducing=inputs).fit([first, second])
+    oracle.close(la.functional(new)[1], together.functional(new)[1], 1e-8)
+    evidence = together.log_marginal_likelihood()
+    oracle.close(la.log_marginal_likelihood(), evidence, 1e-8)
+
+
+@pytest.mark.parametrize("inducing", [5, None])
+def test_it_is_tuned_evaluated_saved_and_loaded(inducing, tmp_path):
+    model = network("classification")
+    x, y = examples("classification")
+    la = laplace(model, "classification", inducing=inducing).fit(batches(x, y))
+    new, labels = examples("classification", 40, 2)
+    tuned = la.tune([(new, labels)], grid=[0.1, 3.0], link="probit")
+    chosen = tuned.prior_precision
+    for point in tuned.table:
+        la.prior_precision = point["prior_precision"]
+        probs = la.predict(new, link="probit").probs
+        nll = -probs.gather(1, labels[:, None]).log().mean()
+        oracle.close(torch.tensor(point["nll"], dtype=torch.float64), nll)
+    la.prior_precision = chosen
+    la.save(tmp_path / "posterior")
+    loaded = Laplace.load(tmp_path / "posterior", model)
+    assert torch.equal(loaded.functional(new)[1], la.functional(new)[1])
+    assert torch.equal(loaded.predict(new).probs, la.predict(new).probs)
+    assert (
+        loaded.evaluate([(new, labels)])["nll"].value == la.evaluate([(new, labels)])["nll"].value
+    )
+    assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+
+
+def test_parameters_are_drawn_by_kernels():
+    model = network("regression")
+    x, y = examples("regression")
+    la = laplace(model, "regression", inducing=6).fit(batches(x, y))
+    num_parameters = len(la.mean)
+    scale = la.posterior.scale.to_dense()
+    oracle.close(scale @ scale, la.posterior.covariance.to_dense(), 1e-8)
+    noise = torch.randn(5, num_parameters, generator=generator(), dtype=torch.float64)
+    oracle.close(la.sample(5, generator=generator()) - la.mean, noise @ scale, 1e-8)
+
+
+def generator():
+    return torch.Generator().manual_seed(7)
+
+
+def test_sampled_functions_have_the_covariance():
+    model = network("regression")
+    x, y = examples("regression")
+    new, _ = examples("regression", 4, 2)
+    la = laplace(model, "regression", inducing=6).fit(batches(x, y))
+    steps = la.sample(4000, generator=generator()) - la.mean
+    J = oracle.flat_jacobian(model, new, la.param_names).flatten(0, 1)
+    functions = steps @ J.T
+    covariance = la.functional(new, joint=True)[1].reshape(8, 8)
+    sampled = functions.T @ functions / len(functions)
+    # Four standard errors of the entries of a Wishart matrix.
+    variances = covariance.diagonal()
+    errors = ((covariance.square() + variances.outer(variances)) / len(functions)).sqrt()
+    assert (sampled - covariance).abs().lt(4 * errors).all()
+
+
+def test_a_network_in_single_precision():
+    model = network("classification")
+    x, y = examples("classification")
+    new = torch.cat([4 * examples("classification", 6, 2)[0], x])
+    full = laplace(model, "classification", "full").fit(batches(x, y))
+    la = laplace(network("classification").float(), "classification")
+    la.fit(batches(x.float(), y))
+    contrasts = torch.eye(3, dtype=torch.float64) - 1 / 3
+    for delta, tolerance in ((1e-3, 1e-3), (10.0, 1e-5)):
+        la.prior_precision = full.prior_precision = delta
+        variances = contrasts @ la.functional(new.float())[1].double() @ contrasts
+        expected = contrasts @ full.functional(new)[1] @ contrasts
+        ratios = variances.diagonal(dim1=1, dim2=2) / expected.diagonal(dim1=1, dim2=2)
+        assert (ratios - 1).abs().max() < tolerance
+
+
+def test_without_any_derivative_the_posterior_is_the_prior():
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2, bias=False)).double().eval()
+    with torch.no_grad():
+        model[0].bias -= 100.0
+    x, y = examples("regression")
+    la = laplace(model, "regression", inducing=4).fit(batches(x, y))
+    oracle.close(la.posterior.precision.to_dense(), DELTA * torch.eye(24, dtype=torch.float64))
+    assert la.functional(x)[1].abs().max() == 0
+
+
+def test_the_examples_are_drawn_without_replacement():
+    model = network("regression")
+    x, y = examples("regression")
+    for number in (1, 7, 24):
+        drawn = []
+        for sizes in ([10, 14], [24]):
+            la = laplace(model, "regression", inducing=number).fit(batches(x, y, sizes))
+            drawn.append(la.posterior.curvature.blocks["parameters"].U.inducing.inputs)
+        assert torch.equal(*drawn)
+        matches = (drawn[0][:, None] == x).all(2)
+        assert matches.sum(1).eq(1).all()
+        assert matches.sum(0).le(1).all()
+
+
+@pytest.mark.parametrize(
+    ("inducing", "error", "message"),
+    [
+        (25, ValueError, "inducing=25 is more than the 24 examples"),
+        (torch.zeros(4, 2).double(), ValueError, r"inducing has shape \(4, 2\).*\[M, 3\]"),
+        (torch.zeros(0, 3).double(), ValueError, r"inducing has shape \(0, 3\)"),
+        (torch.zeros(3).double(), ValueError, r"inducing has shape \(3,\)"),
+        (torch.zeros(4, 3), TypeError, r"inducing is torch.float32.*torch.float64"),
+    ],
+)
+def test_inducing_inputs_that_do_not_fit_the_data_are_refused(inducing, error, message):
+    model = network("regression")
+    data = TensorDataset(*examples("regression"))
+    la = laplace(model, "regression", inducing=inducing)
+    with pytest.raises(error, match=message):
+        la.fit(DataLoader(data, batch_size=8))
+    assert "fit: none yet" in repr(la)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"inducing": 0}, ValueError, "inducing must be at least 1"),
+        ({"inducing": 2.5}, TypeError, "inducing must be a whole number"),
+        ({"inducing": 4, "curvature": "kfac"}, ValueError, 'inducing belongs to curvature="gp"'),
+        ({"rank": 4}, ValueError, "rank belongs to"),
+        ({"joint": True}, ValueError, "joint=True"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        laplace(network("regression"), "regression", **options)
+
+
+def test_data_that_can_be_read_only_once_are_refused():
+    model = network("regression")
+    data = batches(*examples("regression"))
+    la = laplace(model, "regression")
+    with pytest.raises(TypeError, match="reads the data twice"):
+        la.fit(iter(data))
+    with pytest.raises(TypeError, match="reads the data twice"):
+        la.fit_batches(iter(data[:1]), data[1:])
+
+
+def test_inputs_that_are_no_tensor_are_refused():
+    class OfDict(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, inputs):
+            return self.layer(inputs)
+
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    la = Laplace(OfDict().eval(), "regression", "gp", sigma=1.0)
+    with pytest.raises(TypeError, match=r"must be a tensor.*lowrank"):
+        la.fit([{"inputs": x, "labels": y}])
+
+
+def test_a_kernel_beyond_the_memory_is_refused_with_the_remedy(monkeypatch):
+    model = network("classification")
+    data = batches(*examples("classification"))
+    monkeypatch.setattr("laplace_debias.laplace.fit.available_memory", lambda device: 100_000)
+    laplace(model, "classification", inducing=4).fit(data)
+    with pytest.raises(ValueError, match=r"Nothing was fitted.*fewer inducing inputs"):
+        laplace(model, "classification", inducing=20).fit(data)

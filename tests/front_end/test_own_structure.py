@@ -108,7 +108,7 @@ def test_it_is_planned_tuned_saved_and_loaded(case, tmp_path):
 
 def test_an_unknown_one_is_refused_with_those_that_there_are(case):
     model, _ = case
-    with pytest.raises(ValueError, match=r"Unknown curvature='tri'.*kfac.*full, scalar\."):
+    with pytest.raises(ValueError, match=r"Unknown curvature='tri'.*kfac.*gp, scalar\."):
         Laplace(model, curvature="tri")
     with pytest.raises(ValueError, match=r"rank belongs to.*not to 'scalar'"):
         Laplace(model, curvature="scalar", rank=2)

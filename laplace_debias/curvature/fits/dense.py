@@ -126,7 +126,6 @@ class KeptRows(RowAccumulator):
 
     def __init__(self, context: FitContext) -> None:
         super().__init__(context, [])
-        self.row_length = self.num_parameters
 
     def add_rows(self, rows: Rows) -> None:
         """Keep rows."""
@@ -143,7 +142,7 @@ class KeptRows(RowAccumulator):
         if not rows:
             return torch.zeros(
                 0,
-                self.row_length,
+                self.num_parameters,
                 dtype=self.context.factor_dtype,
                 device=self.context.device,
             )

@@ -1,20 +1,22 @@
 """Inducing inputs: kernels between their Jacobian rows, and directions that these span."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.dense import DENSE_BLOCK, KeptRows, RowAccumulator, Rows
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK, RowAccumulator, Rows
 from laplace_debias.curvature.fits.directions import eigh
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.losses.base import Uniforms
 from laplace_debias.curvature.network.batches import FitData, Fold
 from laplace_debias.curvature.network.inputs import Inputs, join, move, num_examples, take
 from laplace_debias.curvature.network.outputs import check_outputs, granted
@@ -224,31 +226,55 @@ class ProjectedMoments(RowAccumulator):
         matrix = directions.coefficients.new_zeros(size, size)
         super().__init__(context, matrix)
         self._directions = directions
+        self._traces = {DENSE_BLOCK: matrix.new_zeros(())}
+
+    @property
+    def tables(self) -> Mapping[str, MutableMapping[Any, Any]]:
+        """The sums of the rows, and the trace of all of their products."""
+        return {**super().tables, "traces": self._traces}
+
+    @property
+    def trace(self) -> Float[Tensor, ""]:
+        """The trace of `rowsᵀ rows`, also of the part outside of the directions' span."""
+        return self._traces[DENSE_BLOCK]
 
     def add_rows(self, rows: Rows) -> None:
         """Add the products of the rows' coordinates."""
         coordinates = self._directions.coordinates(_by_block(rows, self.context.blocks))
         self.sums.addmm_(coordinates.T, coordinates)
+        self.trace.add_(rows.double().square().sum())
 
     def reduce(self) -> None:
         """Check that the rows are finite, and add the products of all processes."""
         super().reduce()
-        self.context.ranks.sum([self.sums])
+        self.context.ranks.sum([self.sums, self.trace])
 
 
-class KeptCoordinates(KeptRows):
-    """Keeps the coordinates of all rows along directions."""
+@dataclass(frozen=True)
+class ProjectedCurvature:
+    """The mean curvature of some data along directions, and outside of their span.
 
-    def __init__(self, context: FitContext, directions: InducingDirections) -> None:
-        super().__init__(context)
-        self.row_length = directions.shape[1]
-        self._directions = directions
+    Attributes:
+        moments: Uᵀ C U.
+        trace: The trace of C.
+    """
 
-    def add_rows(self, rows: Rows) -> None:
-        """Keep the coordinates of rows."""
-        by_block = _by_block(rows, self.context.blocks)
-        coordinates = self._directions.coordinates(by_block)
-        super().add_rows(coordinates.to(self.context.factor_dtype))
+    moments: Float[Tensor, "k k"]
+    trace: Float[Tensor, ""]
+
+    @classmethod
+    def mean(cls, sums: "Sequence[ProjectedMoments]", weight: float) -> "ProjectedCurvature":
+        """Divide the sums over all data by their total weight."""
+        moments = torch.stack([part.sums for part in sums]).sum(0)
+        trace = torch.stack([part.trace for part in sums]).sum()
+        return cls(moments / weight, trace / weight)
+
+    def remainder(self, values: Float[Tensor, " k"], size: int) -> Float[Tensor, ""]:
+        """Compute the mean curvature of the other directions of D, from the trace."""
+        num_remaining = size - len(values)
+        if num_remaining == 0:
+            return torch.zeros_like(self.trace)
+        return ((self.trace - values.sum()) / num_remaining).clamp_min(0)
 
 
 def _by_block(rows: Rows, blocks: Sequence[Block]) -> dict[Block, Tensor]:
@@ -278,21 +304,23 @@ def independent_rows(
 def rotate_to_eigenvectors(
     context: FitContext, basis: InducingDirections, moments: Float[Tensor, "k k"]
 ) -> tuple[Float[Tensor, " r"], InducingDirections]:
-    """Return the eigenvalues of the projected curvature, and its eigenvectors.
-
-    Directions whose curvature is not above the rounding are left out.
-    """
+    """Return the eigenvalues of the projected curvature, and its eigenvectors."""
     pairs = {}
     if context.ranks.rank == 0:
         values, Q = eigh(moments, "the curvature along the inducing directions")
         assert Q is not None
-        rounding = len(values) * torch.finfo(values.dtype).eps
-        k = int((values > values[:1] * rounding).sum())
-        pairs[DENSE_BLOCK] = values[:k], basis.coefficients @ Q[:, :k]
+        pairs[DENSE_BLOCK] = values, basis.coefficients @ Q
     eigenvalues, coefficients = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
     assert eigenvalues is not None
     assert coefficients is not None
     return eigenvalues, InducingDirections(basis.inducing, coefficients)
+
+
+def root_rows(moments: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
+    """Compute rows whose products `rowsᵀ rows` are moments."""
+    values, Q = eigh(moments, "the curvature along the inducing directions")
+    assert Q is not None
+    return (Q * values.clamp_min(0).sqrt()).T
 
 
 def joined_folds(folds: Sequence[Fold]) -> Fold:
@@ -311,7 +339,7 @@ def all_inputs(context: FitContext, data: FitData) -> Inputs:
 def drawn_inputs(context: FitContext, data: FitData, size: int) -> Inputs:
     """Draw inputs of the data without replacement, all with the same probability.
 
-    The draw depends only on the number of a batch's first example.
+    The draw depends only on the places of the examples in the data.
 
     Raises:
         ValueError: If there are fewer examples.
@@ -321,9 +349,9 @@ def drawn_inputs(context: FitContext, data: FitData, size: int) -> Inputs:
     num_read = 0
     for number, (x, *_) in enumerate(data):
         length = num_examples(x)
-        generator = torch.Generator().manual_seed(data.first_index(number, num_read))
+        uniforms = Uniforms(seed=0, sample=0, first=data.first_index(number, num_read))
         num_read += length
-        keys = torch.cat([keys, torch.rand(length, dtype=torch.float64, generator=generator)])
+        keys = torch.cat([keys, uniforms(torch.zeros(length))])
         pool = _joined([*drawn, move(x, context.device, None)])
         order = keys.argsort()[:size]
         keys = keys[order]

@@ -123,6 +123,11 @@ class CurvatureStructure(ABC):
     )
 
     @property
+    def draws_examples(self) -> bool:
+        """Whether a fit draws some of the examples, by their places in the data."""
+        return False
+
+    @property
     def num_inducing(self) -> int | None:
         """The number of inducing inputs; None for all examples, or for a structure without them."""
         return None

@@ -9,19 +9,21 @@ from torch import Tensor, nn
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.data_pass import DataPass
-from laplace_debias.curvature.fits.dense import DENSE_BLOCK, crossfit_rows, decompose_on_first
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK, crossfit_rows
 from laplace_debias.curvature.fits.directions import average_degenerate
 from laplace_debias.curvature.fits.inducing import (
     InducingDirections,
     InducingInputs,
-    KeptCoordinates,
+    ProjectedCurvature,
     ProjectedMoments,
     all_inputs,
     drawn_inputs,
     independent_rows,
     joined_folds,
+    root_rows,
     rotate_to_eigenvectors,
 )
+from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
@@ -50,9 +52,10 @@ class GpCurvature(DenseCurvature):
     $$K_{xx} - K_{xZ}\big[K_{ZZ}^{-1} - (K_{ZZ} + \textstyle\sum_n K_{Zn}\Lambda_n K_{nZ})^{-1}\big]
     K_{Zx}$$
 
-    with all examples n of the data in the sum (deterministic training conditional). This is the
-    posterior of the full curvature after projection onto the span, and the prior outside of it. If
-    all examples are inducing, it is the full posterior.
+    with all examples n of the data in the sum (deterministic training conditional): the full
+    curvature is projected onto the span. In addition, all directions outside of the span have the
+    same curvature, their mean, so that the trace is that of the full curvature. The evidence is
+    then a lower bound of the full posterior's. If all examples are inducing, both are the same.
 
     Attributes:
         inducing: How many of the data's examples are inducing, or their inputs; None for all.
@@ -70,6 +73,11 @@ class GpCurvature(DenseCurvature):
             whole(self.inducing, "inducing")
 
     @property
+    def draws_examples(self) -> bool:
+        """Whether the inducing inputs are some of the examples."""
+        return isinstance(self.inducing, int)
+
+    @property
     def num_inducing(self) -> int | None:
         """The number of inducing inputs; None for all examples."""
         return len(self.inducing) if isinstance(self.inducing, Tensor) else self.inducing
@@ -81,14 +89,16 @@ class GpCurvature(DenseCurvature):
         basis = self._basis(context, directions)
         accumulator = ProjectedMoments(context, basis)
         totals = DataPass(accumulator).run(directions)
-        values, U = rotate_to_eigenvectors(context, basis, accumulator.sums / totals.weight)
+        projected = ProjectedCurvature.mean([accumulator], totals.weight)
+        values, U = rotate_to_eigenvectors(context, basis, projected.moments)
         if magnitudes is not None:
             accumulator = ProjectedMoments(context, U)
             measured_totals = DataPass(accumulator).run(magnitudes, totals.num_examples)
-            mean = accumulator.sums.diagonal() / measured_totals.weight
-            values = average_degenerate(mean, values, context.dtype)
+            projected = ProjectedCurvature.mean([accumulator], measured_totals.weight)
+            measured = projected.moments.diagonal()
+            values = average_degenerate(measured, values, context.dtype)
             totals = totals + measured_totals
-        return _assemble(context, values, U, totals)
+        return _assemble(context, projected, values, U=U, totals=totals)
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
@@ -97,31 +107,62 @@ class GpCurvature(DenseCurvature):
         """
         folds = split_folds(context.ranks, data, num_folds)
         basis = self._basis(context, joined_folds(folds))
-        coordinates_by_fold = []
+        sums_by_fold = []
         totals = DataTotals()
         for fold in folds:
-            accumulator = KeptCoordinates(context, basis)
+            accumulator = ProjectedMoments(context, basis)
             totals = totals + DataPass(accumulator).run(fold)
-            coordinates_by_fold.append(accumulator.joined)
-        values, Q = decompose_on_first(
-            context,
-            coordinates_by_fold,
-            lambda rows: crossfit_rows(rows, totals.weight, None, context.dtype),
+            sums_by_fold.append(accumulator)
+        projected = ProjectedCurvature.mean(sums_by_fold, totals.weight)
+        # Any rows with these products have the same eigenvectors.
+        rows = [root_rows(accumulator.sums) for accumulator in sums_by_fold]
+        values, Q = crossfit_rows(rows, totals.weight, None, context.dtype)
+        U = InducingDirections(basis.inducing, basis.coefficients @ Q)
+        return _assemble(context, projected, values, U=U, totals=totals)
+
+    def update(
+        self,
+        context: FitContext,
+        information: Information,
+        data: FitData,
+        num_data: int | None = None,
+    ) -> CurvatureFit:
+        """Add the curvature of new data along the directions, whose inducing inputs stay.
+
+        The result is that of a fit to all data with these inducing inputs.
+        """
+        earlier = information.curvature.blocks[DENSE_BLOCK]
+        assert isinstance(earlier, LowRankPlusDiagonal)
+        assert isinstance(earlier.U, InducingDirections)
+        inducing = self._inducing_inputs(context, earlier.U.inducing.inputs)
+        U = InducingDirections(inducing, earlier.U.coefficients)
+        accumulator = ProjectedMoments(context, U)
+        totals = DataPass(accumulator).run(data)
+        counts = ExampleCounts.of_update(information, num_data, totals)
+        remainder = earlier.diagonal.double()
+        earlier_values = earlier.magnitudes.double() + remainder
+        num_remaining = earlier.shape[0] - len(earlier_values)
+        earlier_trace = earlier_values.sum() + num_remaining * remainder
+        projected = ProjectedCurvature(
+            moments=counts.mean(earlier_values.diag(), accumulator.sums),
+            trace=counts.mean(earlier_trace, accumulator.trace),
         )
-        U = InducingDirections(basis.inducing, basis.coefficients @ Q.double())
-        return _assemble(context, values, U, totals)
+        values, U = rotate_to_eigenvectors(context, U, projected.moments)
+        return _assemble(context, projected, values, U=U, totals=totals)
 
     def _basis(self, context: FitContext, data: FitData) -> InducingDirections:
         """Compute an orthonormal basis of the span."""
-        inputs = self._inputs(context, data)
-        network = shared_copy(context.network)
-        inducing = InducingInputs(network, context.blocks, inputs, context.memory_bound)
+        inducing = self._inducing_inputs(context, self._inputs(context, data))
         pairs = {}
         if context.ranks.rank == 0:
             pairs[DENSE_BLOCK] = (independent_rows(inducing.own_kernel(), context.dtype),)
         (coefficients,) = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
         assert coefficients is not None
         return InducingDirections(inducing, coefficients)
+
+    def _inducing_inputs(self, context: FitContext, inputs: Inputs) -> InducingInputs:
+        network = shared_copy(context.network)
+        return InducingInputs(network, context.blocks, inputs, context.memory_bound)
 
     def _inputs(self, context: FitContext, data: FitData) -> Inputs:
         if self.inducing is None:
@@ -199,6 +240,7 @@ class GpCurvature(DenseCurvature):
             "inputs": inputs,
             "coefficients": block.U.coefficients,
             "magnitudes": block.magnitudes,
+            "remainder": block.diagonal,
         }
 
     def restore(
@@ -211,11 +253,19 @@ class GpCurvature(DenseCurvature):
         """Return the block of its `tensors`, whose directions the network's Jacobian spans."""
         inducing = InducingInputs(network, blocks, tensors["inputs"], memory_bound)
         U = InducingDirections(inducing, tensors["coefficients"])
-        return LowRankPlusDiagonal(U, tensors["magnitudes"], 0.0)
+        return LowRankPlusDiagonal(U, tensors["magnitudes"], tensors["remainder"])
 
 
 def _assemble(
-    context: FitContext, magnitudes: Float[Tensor, " k"], U: InducingDirections, totals: DataTotals
+    context: FitContext,
+    projected: ProjectedCurvature,
+    values: Float[Tensor, " k"],
+    *,
+    U: InducingDirections,
+    totals: DataTotals,
 ) -> CurvatureFit:
-    block = LowRankPlusDiagonal(U, magnitudes.to(context.dtype).clamp_min(0), 0.0)
+    values = values.clamp_min(0)
+    remainder = projected.remainder(values, U.shape[0])
+    magnitudes = (values - remainder).to(context.dtype)
+    block = LowRankPlusDiagonal(U, magnitudes, remainder.to(context.dtype))
     return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), totals)

@@ -22,12 +22,12 @@ class DenseMoments:
     r"""$J P^{-1} J^\top$ from the coordinates $JU$ along the directions, and from what they leave.
 
     $$J P^{-1} J^\top = JU\,\mathrm{diag}\big(\tfrac{1}{N\lambda + \delta}\big)(JU)^\top
-    + \tfrac1\delta\big(JJ^\top - JU(JU)^\top\big)$$
+    + \tfrac{1}{N\tau + \delta}\big(JJ^\top - JU(JU)^\top\big)$$
 
-    Both are summed layer by layer, in double precision: the last term is a difference. With U
-    rounded to single precision it would be off by that rounding over δ, which for
-    $N\lambda\gg\delta$ is more than the whole and of any sign. So U's rounding is undone first, by
-    `orthonormaliser`.
+    with the curvature τ of all other directions, which may be zero. Both are summed layer by layer,
+    in double precision: the last term is a difference. With U rounded to single precision it would
+    be off by that rounding over δ, which for $N\lambda\gg\delta$ is more than the whole and of
+    any sign. So U's rounding is undone first, by `orthonormaliser`.
 
     Args:
         blocks: The parameters' blocks, one after the other the rows of the posterior's one.
@@ -80,6 +80,10 @@ class DenseMoments:
         residual = None
         dense_block = self.posterior.curvature.blocks[DENSE_BLOCK]
         magnitudes = dense_block.magnitudes.flatten().double()
+        remainder = 0.0
+        if isinstance(dense_block, LowRankPlusDiagonal):
+            remainder = float(dense_block.diagonal)
+            magnitudes = magnitudes + remainder
         if self._root is not None:
             along = torch.linalg.solve_triangular(self._root.mT, along, upper=True, left=False)
         if self._leaves_residual:
@@ -89,7 +93,7 @@ class DenseMoments:
             weights = 1 / (self.posterior.data_weight * magnitudes + delta)
             total = self._product(along * weights, along)
             if residual is not None:
-                total = total + residual / delta
+                total = total + residual / (self.posterior.data_weight * remainder + delta)
             point += total.to(point)
 
     def _products(
