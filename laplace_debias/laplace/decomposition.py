@@ -17,6 +17,7 @@ from laplace_debias import metrics
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace import links
+from laplace_debias.laplace.functional.factored_covariance import FactoredOutputs
 from laplace_debias.laplace.predictive import (
     LinkedFit,
     PredictionMethod,
@@ -27,7 +28,11 @@ from laplace_debias.laplace.predictive import (
     within_positions,
 )
 from laplace_debias.metrics import Uncertainty
-from laplace_debias.metrics.uncertainties import mixture_instability
+from laplace_debias.metrics.uncertainties import (
+    leading_classes,
+    margin_instability,
+    mixture_instability,
+)
 
 
 def uncertainty(
@@ -39,6 +44,9 @@ def uncertainty(
         return _closed_variances(fits, x, method)
     with torch.inference_mode(False):
         if method.name == "glm" and likelihood.activation is not None:
+            factored = _factored_logits(fits, x, method)
+            if factored:
+                return _uncertainty_of_factored_logits(fits, factored, method)
             return _uncertainty_of_gaussian_logits(fits, x, method)
         draws = [fit.draws(x, method) for fit in fits]
         return uncertainty_of_draws([fit.likelihood for fit in fits], draws)
@@ -97,6 +105,65 @@ def _uncertainty_of_gaussian_logits(
         # Logits of different networks have no common origin: each member has its own score.
         scores["energy"] = metrics.energy(torch.stack(means)).mean(0)
         scores["max_logit"] = metrics.max_logit(torch.stack(means)).mean(0)
+    return replace(decomposed, scores=scores)
+
+
+def _factored_logits(
+    fits: Sequence[LinkedFit], x: Inputs | Record, method: PredictionMethod
+) -> list[FactoredOutputs]:
+    """Compute each fit's logits in factors; empty unless all fits have them and links need no more.
+
+    Only a link that uses variances has a closed form without covariances of classes.
+    """
+    if fits[0].likelihood.activation != "softmax":
+        return []
+    by_fit = []
+    for fit in fits:
+        uses_covariance = False
+        if method.is_closed:
+            assert fit.link is not None
+            uses_covariance = links.required_moments(fit.likelihood, [fit.link]) != "variances"
+        factored = None if uses_covariance else fit.last_layer_outputs(x, method)
+        if factored is None:
+            return []
+        by_fit.append(factored)
+    return by_fit
+
+
+def _uncertainty_of_factored_logits(
+    fits: Sequence[LinkedFit], by_fit: Sequence[FactoredOutputs], method: PredictionMethod
+) -> Uncertainty:
+    """Decompose the entropy as `_uncertainty_of_gaussian_logits`, without a C × C matrix."""
+    draws = []
+    predictives = []
+    means = []
+    scales = []
+    for fit, factored in zip(fits, by_fit, strict=True):
+        draws.append(fit.draws_of_factors(factored, method))
+        if method.is_closed:
+            variances = factored.variances()
+            predicted = links.predictive(fit.likelihood, fit.link, factored.mean, variances)
+            predictives.append(predicted)
+        means.append(links.tempered(fit.link, factored.mean))
+        scales.append(1.0 if fit.link is None else fit.link.temperature**-2)
+    decomposed = uncertainty_of_draws([fit.likelihood for fit in fits], draws)
+    scores = dict(decomposed.scores)
+    if predictives:
+        scores |= scores_of_predictive(equal_mixture(predictives))
+    members = stacked(means)
+    first, second = leading_classes(members)
+    mean_variances = []
+    margin_variances = []
+    for factored, scale in zip(by_fit, scales, strict=True):
+        mean_variances.append(scale * factored.mean_variance())
+        margin_variances.append(scale * factored.difference_variances(first, second))
+    residuals = (members - members.mean(0)).double()
+    between = residuals.var(-1, unbiased=False).mean(0)  # Without the part all classes share.
+    variance = torch.stack(mean_variances).mean(0) + between
+    scores["variance"] = variance.to(members.dtype)
+    scores["instability"] = margin_instability(members, torch.stack(margin_variances))
+    scores["energy"] = metrics.energy(members).mean(0)
+    scores["max_logit"] = metrics.max_logit(members).mean(0)
     return replace(decomposed, scores=scores)
 
 

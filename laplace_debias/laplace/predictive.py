@@ -28,6 +28,7 @@ from laplace_debias.laplace.functional.context import (
     map_outputs,
     prediction_context,
 )
+from laplace_debias.laplace.functional.factored_covariance import FactoredOutputs
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.functional.sampled_outputs import linearised_outputs, network_outputs
 from laplace_debias.laplace.links import Link, tempered
@@ -107,6 +108,24 @@ class LinkedFit:
         )
         return mean, covariances[0]
 
+    def last_layer_outputs(
+        self, x: Inputs | Record, method: PredictionMethod
+    ) -> FactoredOutputs | None:
+        """Factor the covariance of many classes of a last layer's posterior.
+
+        Up to 100 classes it is None, as a matrix per example is cheap, and for all other posteriors
+        and positions.
+        """
+        if method.positions is not None:
+            return None
+        return linearised.last_layer_outputs(self.fitted, x, min_outputs=links.MOST_CLASSES + 1)
+
+    def draws_of_factors(
+        self, factored: FactoredOutputs, method: PredictionMethod
+    ) -> Float[Tensor, "samples batch classes"]:
+        """Draw samples of factored outputs, as `draws`."""
+        return tempered(self.link, factored.draws(method.num_samples, method.generator))
+
     def outputs(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "batch *outputs"]:
@@ -120,6 +139,9 @@ class LinkedFit:
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw samples of the outputs, `[S, B, ..., C]`, logits divided by the temperature."""
         if method.name == "glm":
+            factored = self.last_layer_outputs(x, method)
+            if factored is not None:
+                return self.draws_of_factors(factored, method)
             mean, covariance = self.moments(x, method, diagonal=False)
             return self.draws_of_moments(mean, covariance, method)
         with self._context(x, method.positions) as context:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn, special
 
 from laplace_debias.metrics.calibration import error_probability
@@ -195,11 +195,33 @@ def mixture_instability(
         means: Mean logits of each member, `[M, ..., C]`, of at least two classes.
         covariances: Covariances of each member, `[M, ..., C, C]`.
     """
-    first, second = means.mean(0).topk(2).indices.unbind(-1)
+    first, second = leading_classes(means)
     one_hot = nn.functional.one_hot(torch.stack([first, second]), means.shape[-1]).double()
     difference = one_hot[0] - one_hot[1]
-    margins = (difference * means.double()).sum(-1)
     variances = torch.einsum("...i,m...ij,...j->m...", difference, covariances.double(), difference)
+    return margin_instability(means, variances)
+
+
+def leading_classes(
+    means: Float[Tensor, "members *n classes"],
+) -> tuple[Int[Tensor, "*n"], Int[Tensor, "*n"]]:
+    """Return the predicted class and the runner-up, by the mean logits of a mixture."""
+    first, second = means.mean(0).topk(2).indices.unbind(-1)
+    return first, second
+
+
+def margin_instability(
+    means: Float[Tensor, "members *n classes"], variances: Float[Tensor, "members *n"]
+) -> Float[Tensor, "*n"]:
+    """Compute `mixture_instability` from the variances of the margin between `leading_classes`.
+
+    Args:
+        means: Mean logits of each member.
+        variances: Variance of the difference of the two leading classes' logits, of each member.
+    """
+    indices = torch.stack(leading_classes(means), -1).expand(*means.shape[:-1], 2)
+    leading_means = means.double().gather(-1, indices)
+    margins = leading_means[..., 0] - leading_means[..., 1]
     # A tie is a tie whatever its variance.
     ratios = torch.where(margins != 0, -margins / variances.clamp(min=0).sqrt(), 0)
     log_probs = special.log_ndtr(ratios)

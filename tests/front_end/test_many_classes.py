@@ -8,11 +8,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from laplace_debias import Laplace
+from laplace_debias import Laplace, Link, Mixture
 from laplace_debias.laplace import links, tune
 from laplace_debias.laplace.functional import linearised
 from laplace_debias.laplace.functional.linear_head import LinearHead
 from laplace_debias.laplace.links import pairwise, tempered_pairwise, tempered_probit
+from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod
 
 TEMPERATURES = [0.5, 1.0, 1.7, 4.0]
 
@@ -124,9 +125,9 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def classifier(num_classes, num_features=16, num_data=12, **options):
+def classifier(num_classes, num_features=16, num_data=12, seed=0, **options):
     """A last layer's posterior in float64, its network, and inputs."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, num_features), nn.Tanh())
     model.append(nn.Linear(num_features, num_classes)).double().eval()
     x = torch.randn(num_data, 4, dtype=torch.float64)
@@ -194,3 +195,76 @@ def test_a_search_by_two_links_divides_no_covariance_by_the_temperatures():
     with LargestTensor() as largest:
         la.tune([(x, y)], grid=deltas)
     assert largest.entries <= len(deltas) * len(x) * num_classes**2
+
+
+def test_the_uncertainty_of_many_classes_needs_no_matrix_of_classes_per_example():
+    num_classes = 300
+    la, _, x, _ = classifier(num_classes)
+    num_samples = 5
+    with LargestTensor() as largest:
+        la.uncertainty(x, samples=num_samples)
+        la.predict(x, samples=num_samples)
+    directions = num_classes * (num_classes + len(x))
+    assert largest.entries <= directions < len(x) * num_classes**2
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diag"])
+@pytest.mark.parametrize("num_members", [1, 2])
+def test_the_scores_of_many_classes_are_those_of_the_dense_covariance(
+    curvature, num_members, monkeypatch
+):
+    """Against the matrices of all classes, which the package uses up to 100 classes."""
+    monkeypatch.setattr(links, "MOST_CLASSES", 4)
+    num_classes = 7
+    posteriors = [classifier(num_classes, seed=seed, curvature=curvature) for seed in (0, 1)]
+    posteriors = posteriors[:num_members]
+    x = posteriors[0][2]
+    means = []
+    covariances = []
+    for member, model, _, _ in posteriors:
+        delta = float(member.prior_precision)
+        means.append(model(x).detach() / 2)
+        covariances.append(dense_covariances(member, model, x, delta) / 4)
+        member.link = Link("probit", 2.0)
+    scores = Mixture([la for la, *_ in posteriors]).uncertainty(x).scores
+    mean = torch.stack(means)
+    between = mean - mean.mean(0)
+    covariance = torch.stack(covariances).mean(0)
+    covariance = covariance + torch.einsum("mbi,mbj->bij", between, between) / num_members
+    centring = torch.eye(num_classes, dtype=torch.float64) - 1 / num_classes
+    variance = (centring @ covariance @ centring).diagonal(dim1=1, dim2=2).mean(1)
+    torch.testing.assert_close(scores["variance"], variance, rtol=1e-10, atol=0)
+    for n in range(len(x)):
+        first, second = mean.mean(0)[n].topk(2).indices.tolist()
+        log_probs = []
+        for m, matrix in zip(mean, covariances, strict=True):
+            spread = matrix[n, first, first] + matrix[n, second, second]
+            spread = (spread - 2 * matrix[n, first, second]).sqrt()
+            log_probs.append(torch.special.log_ndtr((m[n, second] - m[n, first]) / spread))
+        expected = torch.stack(log_probs).logsumexp(0) - math.log(num_members)
+        torch.testing.assert_close(scores["instability"][n], expected, rtol=1e-9, atol=0)
+    probs = torch.zeros_like(means[0])
+    for m, matrix in zip(mean, covariances, strict=True):
+        variances = matrix.diagonal(dim1=1, dim2=2)
+        probs += (m / (1 + math.pi / 8 * variances).sqrt()).softmax(1) / num_members
+    entropy = -(probs * probs.log()).sum(1)
+    torch.testing.assert_close(scores["entropy"], entropy, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diag"])
+def test_draws_of_many_classes_have_the_moments_of_the_dense_posterior(curvature, monkeypatch):
+    monkeypatch.setattr(links, "MOST_CLASSES", 2)
+    la, model, x, _ = classifier(num_classes=4, curvature=curvature)
+    x = x[:2]
+    num_samples = 40_000
+    fit = LinkedFit(la._fitted, Link("probit"))
+    generator = torch.Generator().manual_seed(0)
+    draws = fit.draws(x, PredictionMethod(samples=num_samples, generator=generator))
+    covariance = dense_covariances(la, model, x, float(la.prior_precision))
+    residuals = draws - model(x).detach()
+    scale = covariance.diagonal(dim1=1, dim2=2).sqrt()
+    errors = residuals.mean(0) / scale * math.sqrt(num_samples)
+    assert errors.abs().max() < 4.5
+    products = residuals.unsqueeze(-1) * residuals.unsqueeze(-2)
+    standard_errors = products.std(0) / math.sqrt(num_samples)
+    assert ((products.mean(0) - covariance) / standard_errors).abs().max() < 4.5

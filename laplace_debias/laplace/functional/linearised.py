@@ -26,6 +26,10 @@ from laplace_debias.laplace.functional.dense import (
     KernelMoments,
     has_inducing_inputs,
 )
+from laplace_debias.laplace.functional.factored_covariance import (
+    CovarianceFactor,
+    FactoredOutputs,
+)
 from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead
 from laplace_debias.laplace.functional.request import (
     ChunkSize,
@@ -36,6 +40,7 @@ from laplace_debias.laplace.functional.request import (
 )
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.operators import EigenKronecker
 
 
 def moments(
@@ -94,6 +99,52 @@ def moments(
     if diagonal:
         covariances = context.by_position(covariances, num_outputs)
     return context.by_position(mean, num_outputs), covariances
+
+
+def last_layer_outputs(
+    fitted: FittedPosterior, x: Inputs | Record, min_outputs: int
+) -> FactoredOutputs | None:
+    """Compute the outputs and the factors of their covariance if only the last layer is Bayesian.
+
+    No matrix of C × C per example is computed.
+
+    Args:
+        fitted: The fit.
+        x: Inputs, `[B, ...]`.
+        min_outputs: The least number of outputs.
+
+    Returns:
+        The outputs, or None for fewer outputs and for all other posteriors.
+
+    Raises:
+        ValueError: If the outputs, or their variances, are not finite.
+    """
+    posterior = fitted.posterior
+    blocks = fitted.parameters.blocks
+    if accumulator_of(posterior) is not BlockMoments:
+        return None
+    sites = {block.site for block in blocks}
+    first = posterior.curvature.blocks[blocks[0].name]
+    assert isinstance(first, EigenKronecker)
+    if len(sites) > 1 or not blocks[0].rule.is_linear or first.sizes[0] < min_outputs:
+        return None
+    deltas = posterior.prior_precision.expand(len(blocks)).to(posterior.mean)
+    accumulator = BlockMoments(blocks, posterior, deltas.unsqueeze(0), diagonal=True)
+    with prediction_context(fitted, x, is_tapped=True) as context:
+        assert context.tap is not None
+        outputs = context.tap.forward(context.x)
+        check_outputs(outputs)
+        inputs = accumulator.last_layer_inputs(context.tap, outputs)
+        context.tap.forget()
+    if len(inputs) < len(blocks):
+        return None
+    factors = []
+    for index, phi in inputs.items():
+        head = LinearHead.from_posterior(blocks[index], posterior)
+        variances = head.eigen_variances(phi.detach(), head.variances(deltas[index]))
+        factors.append(CovarianceFactor(head.U_G, variances))
+        check_covariance(variances, deltas)
+    return FactoredOutputs(outputs.detach(), factors)
 
 
 def accumulator_of(posterior: GaussianPosterior) -> type[BlockMoments] | type[DenseMoments]:
