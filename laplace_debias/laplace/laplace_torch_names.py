@@ -1,4 +1,4 @@
-"""Names of laplace-torch, and the names here that take their place, for errors."""
+"""The names of laplace-torch and their replacements here, for error messages."""
 
 import inspect
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def explain_laplace_torch_name(name: str) -> str:
 def explains_laplace_torch_arguments(
     function: Callable[Parameters, Result],
 ) -> Callable[Parameters, Result]:
-    """Add to Python's error for an unknown argument what takes its place here."""
+    """Explain, in the error for an unknown argument, which argument replaces it."""
     own_names = inspect.signature(function).parameters
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""Links, as values: from Gaussian logits to probabilities.
+"""Links, which turn Gaussian logits into probabilities.
 
 A link is a formula and a temperature T: the formula takes the logits divided by T, N(μ/T, Σ/T²).
 T = 1 is plain Laplace, and with δ → ∞ the family ends in temperature scaling. The formula is only
@@ -35,7 +35,7 @@ Covariance = Float[Tensor, "*batch classes classes"]
 
 
 def pairwise(mean: Logits, covariance: Covariance) -> Logits:
-    r"""The mean-field softmax with the whole covariance, for posteriors of many parameters.
+    r"""Compute the mean-field softmax with the whole covariance of the logits.
 
     $$p_k \propto 1 / \sum_i \exp\big(-(\mu_k - \mu_i) / \sqrt{1 + \tfrac\pi8 s_{ki}}\big),\qquad
     s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$
@@ -144,7 +144,7 @@ def tempered_probit(
 
 
 def exact(mean: Logits, covariance: Covariance) -> Logits:
-    """The logarithm of the expected softmax, by 128 Sobol points: deterministic.
+    """Compute the logarithm of the expected softmax from 128 fixed Sobol points.
 
     Its divergence from 10⁵ draws is about 1e-4 for 10 classes and 1e-3 for 100, ten times that for
     standard deviations of 3.
@@ -165,7 +165,7 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
 
 
 def bridge(mean: Logits, covariance: Covariance) -> Logits:
-    r"""The logarithm of the parameters of the Laplace bridge's Dirichlet distribution.
+    r"""Compute the logarithms of the Dirichlet parameters of the Laplace bridge.
 
     $$\alpha_k = \frac1{\Sigma_{kk}} \Big(1 - \frac2C + \frac{e^{\mu_k}}{C^2} \sum_l
     e^{-\mu_l}\Big)$$
@@ -181,7 +181,7 @@ def bridge(mean: Logits, covariance: Covariance) -> Logits:
 
 
 def bridge_norm(mean: Logits, covariance: Covariance) -> Logits:
-    r"""The Laplace bridge of logits that are scaled to a mean variance of $\sqrt{C / 2}$.
+    r"""Compute the Laplace bridge of logits scaled to a mean variance of $\sqrt{C / 2}$.
 
     See `bridge`. Without the scaling the bridge is poor for large variances.
     """
@@ -295,14 +295,14 @@ def tempered(link: Link | None, logits: Float[Tensor, "..."]) -> Float[Tensor, "
 def tempered_moments(
     link: Link | None, mean: Float[Tensor, "..."], covariance: Float[Tensor, "..."]
 ) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
-    """Mean and covariance (or variances) of Gaussian logits, divided by a link's temperature."""
+    """Divide the mean and the covariance of Gaussian logits by a link's temperature."""
     if link is None or link.temperature == 1:
         return mean, covariance
     return mean / link.temperature, covariance / link.temperature**2
 
 
 def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
-    """Read a link by its name, or as it is; None stays."""
+    """Return a link by its name; links and None are returned as they are."""
     if link is None:
         return None
     checked = link if isinstance(link, Link) else Link(link)
@@ -320,7 +320,7 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
 
 
 def default_link(likelihood: Likelihood, shape: torch.Size) -> Link | None:
-    """The link where nothing was tuned; None for a likelihood that has no links.
+    """Return the link of an untuned posterior, or None if the likelihood has no links.
 
     Outputs with further positions, `[B, ..., C]`, have the probit, as the covariance of all of them
     grows with their number's square.
@@ -345,7 +345,7 @@ def required_moments(likelihood: Likelihood, by: Collection[Link]) -> RequiredMo
 def predictive(
     likelihood: Likelihood, link: Link | None, mean: Logits, covariance: Float[Tensor, "..."]
 ) -> Distribution:
-    """p(y) for outputs N(mean, covariance)."""
+    """Return p(y) for Gaussian outputs."""
     if link is None:
         return likelihood.predictive(mean, covariance)
     return likelihood.predictive(link.logits(likelihood, mean, covariance), None)
@@ -372,7 +372,7 @@ def tempered_predictive(
 
 @lru_cache(maxsize=8)
 def normal_points(dimension: int) -> Float[Tensor, "draws dimension"]:
-    """Standard normal Sobol points, the same at every call, float64."""
+    """Return standard normal Sobol points, which are the same at every call."""
     # The best of a few seeds for two classes; for more they are alike.
     uniforms = SobolEngine(dimension, scramble=True, seed=2).draw(NUM_DRAWS, dtype=torch.float64)
     return torch.special.ndtri(uniforms.clamp(1e-10, 1 - 1e-10))

@@ -1,4 +1,4 @@
-"""The model that a posterior is made of: its likelihood, and how its batches are read."""
+"""The specification of a model: its likelihood, and how its batches are read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from laplace_debias.system.checks import check_is, whole
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """A user's model, the likelihood of its outputs, and how batches are read.
+    """The user's model, the likelihood of its outputs, and how batches are read.
 
     Attributes:
         model: The model as the user passed it, with its wrappers.
@@ -41,7 +41,7 @@ class ModelSpec:
         batch: BatchHook | None,
         class_dim: int | None,
     ) -> "ModelSpec":
-        """Check what `Laplace` was given, before any work."""
+        """Check the arguments of `Laplace`, before any work."""
         check_is(batch, "batch", Callable, type(None))
         if class_dim is not None and whole(class_dim, "class_dim", -(2**53)) == 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The modes of `Laplace.fit`: what each reads of a loader."""
+"""The modes of `Laplace.fit`, and what each reads from a loader."""
 
 import itertools
 from pathlib import Path
@@ -33,7 +33,7 @@ def scheme_of_mode(
     resume: Path | None,
     folds: int | None,
 ) -> tuple[Scheme, TrainingSize]:
-    """Return the scheme that a mode stands for, with the data that it reads, and N."""
+    """Return the scheme of a mode, with its data, and N."""
     check_batches(loader)
     check_mode(mode, folds)
     scheme = MODES[mode]

@@ -32,7 +32,7 @@ _HOW_TO_CHOOSE = (
 
 
 def estimate_noise(context: FitContext, sources: Sequence[Pairs]) -> Gaussian:
-    r"""Estimate the noise of each output by its residuals, and warn that it was not given.
+    r"""Estimate the noise of each output from its residuals, and warn that it was not given.
 
     $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$, the most likely noise of output c at
     the trained parameters, over the examples' weights w and all positions. Tuning multiplies the

@@ -17,7 +17,7 @@ def check_onnx() -> None:
 
 
 def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str]) -> bytes:
-    """Translate a program; its inputs keep their names and the number of examples stays free.
+    """Translate a program to ONNX, for any number of examples.
 
     Raises:
         NotImplementedError: If ONNX has no operator for a part of the program.
@@ -40,7 +40,7 @@ def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str
 
 
 def onnx_answers(model: bytes, inputs: Mapping[str, Tensor]) -> Answers:
-    """Run an ONNX model on the CPU."""
+    """Run an ONNX model on the CPU, and return its outputs by name."""
     from onnxruntime import InferenceSession
 
     session = InferenceSession(model, providers=["CPUExecutionProvider"])

@@ -1,4 +1,4 @@
-"""A plan of a fit: memory and time, from shapes and one batch, within a factor of 1.5."""
+"""Plans, which estimate the memory and time of a fit from one batch."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -103,7 +103,7 @@ def plan_fit(
     mode: str,
     folds: int | None,
 ) -> Plan:
-    """Plan a fit of this process only; nothing is fitted.
+    """Plan the fit of this process, without fitting.
 
     Args:
         state: The model and the configuration, before or after a fit.
@@ -297,7 +297,7 @@ def _measured(run: Callable[[], Any], device: torch.device) -> tuple[int, float,
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made within the context, on any device.
+    """A context that counts the bytes of tensors that are made within it.
 
     Memory that an operation only uses while it runs is not counted.
 

@@ -61,12 +61,12 @@ class GaussianPosterior:
 
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
-        """δ of the prior, one number or one per block."""
+        """The prior precision δ, one number or one per block."""
         return self.prior.precision
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"] | None:
-        """μ of the prior, one number or one per parameter; None for zero."""
+        """The prior mean μ, one number or one per parameter; None stands for zero."""
         return self.prior.mean
 
     @cached_property
@@ -89,7 +89,7 @@ class GaussianPosterior:
         return largest_curvatures(self.curvature)
 
     def changed(self, **fields: Any) -> "GaussianPosterior":
-        """Return the posterior with other fields; only another curvature is read again."""
+        """Return the posterior with other fields."""
         if "curvature" not in fields:
             fields["curvature_bounds"] = self.largest_curvatures
         return replace(self, **{"curvature_bounds": None, **fields})
@@ -97,7 +97,7 @@ class GaussianPosterior:
     def check_prior_precision(
         self, prior_precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
     ) -> None:
-        """Require a prior precision that this curvature can be combined with; reads no block.
+        """Require a prior precision that can be combined with this curvature.
 
         Magnitudes below the dtype's least normal number lose digits, which N multiplies. That must
         not show beside δ, so δ/N must be a normal number, too.
@@ -126,12 +126,12 @@ class GaussianPosterior:
 
     @property
     def precision(self) -> LinearOperator:
-        """P, `[D, D]`, in the order of the parameters."""
+        """The precision matrix P, `[D, D]`, in the order of the parameters."""
         return self._spectral(lambda precision: precision)
 
     @property
     def covariance(self) -> LinearOperator:
-        """P⁻¹, `[D, D]`, in the order of the parameters."""
+        """The covariance matrix P⁻¹, `[D, D]`, in the order of the parameters."""
         return self._spectral(torch.reciprocal)
 
     @property
@@ -153,7 +153,7 @@ class GaussianPosterior:
         )
 
     def deltas(self, prior_precision: Tensor | None = None) -> Float[Tensor, " blocks"]:
-        """δ of every block, the posterior's own or another one in double precision."""
+        """Return δ of every block in double precision, the posterior's own or another one."""
         if prior_precision is None:
             deltas = self.prior.precision.to(self.mean)
         else:
@@ -189,7 +189,7 @@ class GaussianPosterior:
         return self.mean + steps
 
     def log_prob(self, parameters: Float[Tensor, "*n parameters"]) -> Float[Tensor, "*n"]:
-        """The log-density of parameters, normalised, in nats; differentiable in them.
+        """Compute the normalised log-density of parameters, in nats.
 
         Args:
             parameters: One or several vectors of all Bayesian parameters, `[..., D]`, in the
@@ -211,7 +211,7 @@ class GaussianPosterior:
         return log_probs.reshape(parameters.shape[:-1]).to(self.mean.dtype)
 
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """Compute log det P, float64, differentiable in δ; None for the posterior's own."""
+        """Compute log det P, for the posterior's own δ or another one."""
         deltas = self.deltas(prior_precision).double()
         terms = []
         for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
@@ -226,7 +226,7 @@ class GaussianPosterior:
         return torch.stack(terms).sum()
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """Compute the normalised log-density of N(μ, δ⁻¹) at θ*, float64; μ is the prior's mean."""
+        """Compute the log-density of the prior N(μ, δ⁻¹) at θ*."""
         deltas = self.deltas(prior_precision).double()
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
         quadratic = (deltas * self.squared_distances()).sum()
@@ -234,7 +234,7 @@ class GaussianPosterior:
         return 0.5 * ((sizes * deltas.log()).sum() - quadratic - constant)
 
     def squared_distances(self) -> Float[Tensor, " blocks"]:
-        """‖θ* − μ‖² of every block, from the prior's mean μ to the posterior's, float64."""
+        """Compute ‖θ* − μ‖² for every block, float64."""
         displacement = self.displacement
         if self.order is not None:
             displacement = displacement[self.order]
@@ -278,7 +278,7 @@ def _largest_curvature(name: str, block: CurvatureBlock) -> float:
 def standard_normal(
     shape: Sequence[int], like: Tensor, generator: torch.Generator | None
 ) -> Tensor:
-    """Draw standard normal numbers, of a tensor's dtype and on its device.
+    """Draw standard normal numbers with the dtype and device of a tensor.
 
     They are drawn on the generator's device, so that a generator on the CPU gives the same numbers
     on every device.

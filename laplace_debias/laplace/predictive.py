@@ -1,4 +1,4 @@
-"""Predictives of a fit, by each method: from moments or samples of the outputs to distributions."""
+"""The predictive distributions of a fit, from moments or samples of the outputs."""
 
 import math
 from collections import defaultdict
@@ -46,7 +46,7 @@ DEFAULT_SAMPLES = 100
 
 
 class PredictionMethod:
-    """How to predict: the arguments of `Laplace.predict` besides the inputs and the link.
+    """A way to predict: the arguments of `Laplace.predict` besides the inputs and the link.
 
     Attributes:
         name: One of `METHODS`.
@@ -78,7 +78,7 @@ class PredictionMethod:
 
     @property
     def num_samples(self) -> int:
-        """Number of draws."""
+        """The number of draws."""
         return self.samples or DEFAULT_SAMPLES
 
 
@@ -102,7 +102,7 @@ class LinkedFit:
     def moments(
         self, x: Inputs | Record, method: PredictionMethod, diagonal: bool
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
-        """Mean and covariance (or variances) of the linearised network's outputs, undivided."""
+        """Compute mean and covariance (or variances) of the linearised network's outputs."""
         mean, covariances = linearised.moments(
             self.fitted, x, diagonal=diagonal, positions=method.positions
         )
@@ -129,7 +129,7 @@ class LinkedFit:
     def outputs(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "batch *outputs"]:
-        """Outputs of the trained network, `[B, ..., C]`, logits divided by the temperature."""
+        """Compute the outputs of the trained network, with logits divided by the temperature."""
         with self._context(x, method.positions) as context:
             outputs = context.by_position(map_outputs(context.network, context.x), None)
         return tempered(self.link, outputs)
@@ -137,7 +137,7 @@ class LinkedFit:
     def draws(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of the outputs, `[S, B, ..., C]`, logits divided by the temperature."""
+        """Draw samples of the outputs, with logits divided by the temperature."""
         if method.name == "glm":
             factored = self.last_layer_outputs(x, method)
             if factored is not None:
@@ -158,7 +158,7 @@ class LinkedFit:
         covariance: Float[Tensor, "batch all all"],
         method: PredictionMethod,
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of Gaussian outputs, as `draws`; singular covariances are fine."""
+        """Draw samples of Gaussian outputs, whose covariances may be singular."""
         eigenvalues, eigenvectors = eigh(covariance, "the functional covariance")
         root = eigenvectors * eigenvalues.clamp_min(0).sqrt().unsqueeze(-2)
         flat = mean.flatten(1)
@@ -200,7 +200,7 @@ class LinkedFit:
 
 
 def equal_mixture(predictives: Sequence[Distribution]) -> Distribution:
-    """Mix predictives of equal weight; for normals the result is the normal of two moments.
+    """Mix predictives with equal weights; normals give the normal with the same two moments.
 
     Raises:
         ValueError: If their outputs have different shapes.
@@ -225,7 +225,7 @@ def equal_mixture(predictives: Sequence[Distribution]) -> Distribution:
 def mean_logits(
     logits: Float[Tensor, "members *n outputs"], exclusive: bool
 ) -> Float[Tensor, "*n outputs"]:
-    """Logits of the mean of members' probabilities; for exclusive classes their logarithms."""
+    """Compute the logits of the members' mean probabilities."""
     # For probabilities near one only the logits have digits left.
     if exclusive:
         return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
@@ -235,7 +235,7 @@ def mean_logits(
 def covariance_between(
     means: Float[Tensor, "members *batch outputs"],
 ) -> Float[Tensor, "*batch outputs outputs"]:
-    """Covariance of the members' means about their mean, divided by their number."""
+    """Compute the covariance of the members' means."""
     residuals = means - means.mean(0)
     return torch.einsum("m...i,m...j->...ij", residuals, residuals) / len(means)
 
@@ -349,7 +349,7 @@ def _closed_predictive(
 
 
 def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
-    """Return the link of a fit that none was chosen for, by the outputs of the first example."""
+    """Return the link of a fit that has none, by the outputs of the first example."""
     shape = torch.Size()
     if fitted.likelihood.activation == "softmax":
         with prediction_context(fitted, x) as context:
@@ -360,7 +360,7 @@ def default_link(fitted: FittedPosterior, x: Inputs | Record) -> Link | None:
 def within_positions(
     covariances: Float[Tensor, "*grid batch all all"], shape: torch.Size
 ) -> Float[Tensor, "..."]:
-    """Take each position's covariance, `[..., B, T, C, C]`, out of that of all outputs."""
+    """Extract each position's covariance, `[..., B, T, C, C]`, from that of all outputs."""
     num_outputs = shape[-1]
     between_positions = covariances.unflatten(-1, (-1, num_outputs)).unflatten(
         -3, (-1, num_outputs)

@@ -208,7 +208,7 @@ class Predictor(ABC):
         level: float = 0.95,
         score: str | None = None,
     ) -> Report:
-        """Accuracy, NLL and calibration on labelled data; OOD detection by the uncertainty.
+        """Evaluate the predictions on labelled data: accuracy, calibration, OOD detection.
 
         Each metric has a confidence interval over the targets that count, taken as independent.
 

@@ -34,7 +34,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_card(folder: Path, facts: Mapping[str, str], evaluation: Report | None) -> None:
-    """Write the section on a posterior into a folder's model card, whose other text stays.
+    """Write the section on a posterior into a folder's model card.
 
     Args:
         folder: The folder.

@@ -30,11 +30,11 @@ class Prior:
 
     @classmethod
     def checked(cls, precision: Any, mean: Any, device: torch.device) -> "Prior":
-        """Read a prior from a user's numbers; `fitting` compares it with the parameters."""
+        """Read a prior from the user's numbers."""
         return cls(prior_precision_from(precision, device), prior_mean_from(mean, device))
 
     def fitting(self, num_blocks: int, num_parameters: int) -> "Prior":
-        """Return the prior of so many blocks and parameters; a mean of zero becomes None."""
+        """Return the prior for a number of blocks and parameters."""
         check_prior_precision(self.precision, num_blocks)
         if self.mean is None:
             return self

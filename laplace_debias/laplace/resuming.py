@@ -1,4 +1,4 @@
-"""Resumed fits: which fits can be resumed, and which checkpoints are those of the same fit."""
+"""Checks of resumed fits: which can be resumed, and whether a checkpoint is of the same fit."""
 
 import hashlib
 import re
@@ -48,7 +48,7 @@ def check_resumable(
 def fit_identity(
     prepared: PreparedFit, generator: torch.Generator | None, folds: int | None
 ) -> dict[str, Any]:
-    """Collect everything that the sums of a fit depend on, besides the data, as plain data."""
+    """Collect everything besides the data that the sums of a fit depend on."""
     spec = prepared.state.spec
     config = prepared.config
     context = prepared.context

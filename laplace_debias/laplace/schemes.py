@@ -1,4 +1,4 @@
-"""Fitting schemes: which examples give the directions, and which the magnitudes.
+"""Fitting schemes: which examples determine directions, and which magnitudes.
 
 A scheme is a value that holds its data. A new way to fit is one more class here.
 """
@@ -33,7 +33,7 @@ def as_stream(data: Batches) -> Stream:
 
 @dataclass(frozen=True)
 class Scheme(ABC):
-    """A way to fit, with the data that it reads.
+    """A fitting scheme, with the data that it reads.
 
     Attributes:
         mode: The scheme's name, which the posterior shows.
@@ -64,7 +64,7 @@ class Scheme(ABC):
 
     @property
     def num_folds(self) -> int | None:
-        """How many folds a fit divides its examples into; None if it does not divide them."""
+        """The number of folds, or None if the fit has none."""
         return None
 
     @property

@@ -67,7 +67,7 @@ _SINGLE_PRECISION = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class FittedPosterior:
-    """A posterior with its model, and with the data of the fit that predictions and files need.
+    """A fitted posterior, with its model and what predictions and files need of the fit.
 
     Attributes:
         spec: The model and its likelihood.
@@ -121,7 +121,7 @@ class FittedPosterior:
 
     @property
     def temperature(self) -> float:
-        """T of the likelihood, in the posterior."""
+        """The temperature T of the likelihood."""
         return self.posterior.temperature
 
     @property
@@ -130,7 +130,7 @@ class FittedPosterior:
         return self.spec.first_parameter(self.parameters.names).device
 
     def note_on_thinning(self, prior_precision: float | Float[Tensor, " blocks"]) -> str | None:
-        """A note if the posterior is thinned, and a prior precision is below that of the thinning.
+        """Return a note if the posterior was thinned at a larger prior precision.
 
         Args:
             prior_precision: One number, or one per block.
@@ -150,7 +150,7 @@ class FittedPosterior:
         )
 
     def check_unchanged(self) -> None:
-        """Require that the model is what it was at the fit.
+        """Require that the model has not changed since the fit.
 
         The Bayesian parameters are compared entry by entry. Changes of the others, of which a model
         with a posterior of its last layer has far more, are detected as `ChangeDetector` describes.
@@ -283,7 +283,7 @@ def _checked_backend(backend: str, spec: ModelSpec) -> str:
 
 
 def checked_temperature(value: Any) -> float:
-    """Read T of the likelihood, one positive finite number."""
+    """Read the temperature, one positive finite number."""
     temperature = real(value, "temperature")
     if temperature.ndim:
         raise TypeError(f"temperature must be one number, got {temperature.tolist()}.")
@@ -296,5 +296,5 @@ def checked_temperature(value: Any) -> float:
 
 
 def checked_link(value: Any, likelihood: Likelihood) -> Link | None:
-    """Read a link by its name, or as it is; None for the default."""
+    """Read a link by its name; None stands for the default."""
     return None if value is None else link_from(value, likelihood)

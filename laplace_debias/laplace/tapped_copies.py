@@ -43,7 +43,7 @@ class _TappedCopy:
 
 
 class TappedCopies:
-    """Tapped working copies of a model that no prediction uses at the moment.
+    """The tapped working copies of a model that are not in use.
 
     A prediction takes one for itself, since threads cannot share the hooks of a tap, and returns it
     after its last pass. A copy is dropped if the user's modules have changed: an attribute, a hook,
@@ -60,7 +60,7 @@ class TappedCopies:
 
     @contextmanager
     def borrow(self, spec: ModelSpec, parameters: ParameterBlocks) -> Iterator[Tap]:
-        """Return a tap of the parameters' blocks on a working copy that nobody else uses."""
+        """Return a tap on a working copy that is not in use."""
         model = spec.plain_model
         copy = self._take_current(model)
         if copy is None:

@@ -1,4 +1,4 @@
-"""Compression of a posterior: only directions that change the variances of outputs are kept.
+"""Compression of a posterior to the directions that affect predictions.
 
 All directions in which N Λ / T is small compared with δ have variance close to 1/δ. Their
 eigenvectors need not be stored.
@@ -47,7 +47,7 @@ class Thinning:
 
     @property
     def message(self) -> str:
-        """The attributes in words."""
+        """The result as a sentence."""
         return (
             f"Kept is {self.share:.1%} of the posterior. Relative error of standard deviations on "
             f"{self.num_inputs} further input(s): {self.error:.2g} ± {self.half_width:.1g}, "

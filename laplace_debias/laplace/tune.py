@@ -1,4 +1,4 @@
-"""Tuning on held-out data: a wide grid of prior precisions by all links, in one pass.
+"""Tuning on held-out data: a grid of prior precisions and links, in one pass.
 
 The search is over δ, or over γ = δ k² if σ = k σ₀ is tuned with it. Links and temperatures cost
 little compared with the covariances, so the same pass evaluates all of them.
@@ -220,11 +220,11 @@ class GridMetrics:
 
     @property
     def finite_points(self) -> range:
-        """Indices of the prior precisions that are finite."""
+        """Return the indices of the prior precisions whose metric is finite."""
         return range(len(self.prior_precisions) - (1 if self.links else 0))
 
     def lowest(self, points: range, links: Sequence[int]) -> tuple[int, int]:
-        """Return the setting with the lowest value among these points and links, without NaN.
+        """Return the setting with the lowest metric among these points and links.
 
         It is the first one of several with the same value.
         """

@@ -86,7 +86,7 @@ class Tuning:
 
     @property
     def all_alike(self) -> bool:
-        """Whether no value of a wide range scores differently."""
+        """Whether all prior precisions of a wide range score alike."""
         tried = sorted(row["prior_precision"] for row in self.table)
         return self.flat == (tried[0], tried[-1]) and tried[-1] >= _WIDE * tried[0]
 
@@ -137,7 +137,7 @@ class Tuning:
 
     @property
     def message(self) -> str:
-        """The result in words."""
+        """The result as a sentence."""
         sentences = [self._summary]
         if self._flatness:
             sentences.append(self._flatness)

@@ -1,4 +1,4 @@
-"""Algorithms on any linear operator, by its products; exact if its structure allows."""
+"""Algorithms for linear operators that need only products, exact where possible."""
 
 from laplace_debias.linalg.eigen.eigsh import eigsh
 from laplace_debias.linalg.estimators.diagonal import diagonal

@@ -1,4 +1,4 @@
-"""Data: batches of inputs and targets, from anything that can be iterated over, and how read."""
+"""Data as batches of inputs and targets, from anything that can be iterated over."""
 
 import dataclasses
 import inspect
@@ -45,7 +45,7 @@ USE_A_HOOK = (
 
 @dataclasses.dataclass(eq=False)
 class BatchReader:
-    """Reads batches as inputs and targets.
+    """A reader that splits batches into inputs and targets.
 
     A batch is a pair `(inputs, targets)`, or a mapping or dataclass with an entry that is called as
     `TARGETS` has it. The rest of such a batch are the inputs: passed by name where the model's
@@ -93,7 +93,7 @@ class BatchReader:
         return _checked(inputs, targets, weights, name)
 
     def inputs(self, x: Any, device: torch.device, *, keeps_graph: bool = False) -> Inputs:
-        """The inputs of what a user predicts for: inputs, or a batch with names, targets left out.
+        """Return the inputs of a prediction, from inputs or from a mapping with targets.
 
         An entry that the forward pass takes under that name is an input, except for `labels`. With
         a hook, which returns the inputs of a batch, `labels` are an input too. They come on a
@@ -252,7 +252,7 @@ IGNORED = -100
 
 @torch.inference_mode(False)
 def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bool:
-    """Whether a Hugging Face model moves labels by one position before it compares them.
+    """Return whether a Hugging Face model shifts its labels by one position.
 
     Most causal language models do, some of that name do not (those of BART's family), nor do token
     classifiers and masked language models. So it is tried out: a single position of one example is
@@ -309,23 +309,23 @@ _END = object()
 
 @runtime_checkable
 class FitData(Protocol):
-    """Pairs that a fit reads, with the indices of their examples in the data."""
+    """The pairs that a fit reads, with the indices of their examples."""
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]: ...
 
     def first_index(self, batch: int, num_read: int) -> int:
-        """The index of a batch's first example among those of all processes.
+        """Return the index of a batch's first example among those of all processes.
 
         Batches are counted from 0; `num_read` is the number of examples in those before.
         """
 
     def batch_number(self, batch: int) -> int | None:
-        """The number, from 1, that a user calls a batch; None for a batch that was made here."""
+        """Return the number of a batch in the user's data, from 1, or None."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Pairs that were made of a user's batches.
+    """Pairs that were made from the user's batches.
 
     Attributes:
         pairs: The pairs of this process.
@@ -340,7 +340,7 @@ class Fold:
 
     @classmethod
     def consecutive(cls, pairs: Sequence[tuple[Any, ...]]) -> "Fold":
-        """All examples of one process as a fold, one pair after the other."""
+        """Make a fold of all examples of this process."""
         sizes = [len(pair[1]) for pair in pairs]
         first_indices = list(accumulate(sizes[:-1], initial=0)) if sizes else []
         return cls(list(pairs), first_indices, sum(map(weight_of, pairs)))
@@ -349,15 +349,15 @@ class Fold:
         return iter(self.pairs)
 
     def first_index(self, batch: int, _: int) -> int:
-        """The index of a pair's first example."""
+        """Return the index of a pair's first example."""
         return self.first_indices[batch]
 
     def batch_number(self, _: int) -> None:
-        """No number: a pair is no batch of the user's."""
+        """Return None: a pair is not a batch of the user's data."""
 
 
 def check_batches(source: Any) -> None:
-    """Require batches: not the examples themselves, nor a data set of single ones.
+    """Require batches, rather than a tensor of examples or a data set.
 
     Raises:
         TypeError: For a tensor, an array, a table, or a map-style `Dataset`.
@@ -376,7 +376,7 @@ def check_batches(source: Any) -> None:
 
 
 class Stream:
-    """A user's batches, read as checked pairs `(x, y)`: re-iterable if their source is.
+    """The user's batches, read as checked pairs `(x, y)`.
 
     The first pair can be looked at without being lost: the next pass goes on with the iterator that
     gave it, so that a loader which shuffles is not begun twice. With a generator a pass's order and
@@ -428,18 +428,18 @@ class Stream:
             self.randomness = Randomness(generator)
 
     def first_index(self, batch: int, num_read: int) -> int:
-        """The index of a batch's first example among those of all processes."""
+        """Return the index of a batch's first example among those of all processes."""
         if self.first_index_among_all is None:
             return num_read
         return self.first_index_among_all(batch, num_read)
 
     def batch_number(self, batch: int) -> int:
-        """The number of a batch, from 1."""
+        """Return the number of a batch, from 1."""
         return batch + 1
 
     @property
     def first(self) -> list[tuple[Any, ...]]:
-        """A list of the first pair only; an empty one if there is none."""
+        """Return a list with the first pair, or an empty list if there is none."""
         if self._started_pass is None and not self._first:
             started_pass = self.in_step()
             self._first = list(islice(started_pass, 1))
@@ -465,7 +465,7 @@ class Stream:
             )
 
     def in_step(self) -> Iterator[tuple[Any, ...]]:
-        """Read the data without a check at its end: processes in step may end at other steps.
+        """Read the data without a check at its end, where all processes take the same steps.
 
         It is an error if several workers each read all of a stream.
         """
@@ -487,7 +487,7 @@ class Stream:
         return isinstance(self.source, Sized) and not isinstance(self.source, Iterator)
 
     def extra_pass(self) -> Iterator[Inputs]:
-        """The inputs of all batches, in a pass besides those of the fit."""
+        """Yield the inputs of all batches, in a pass besides those of the fit."""
         for x, *_ in self._read_pairs(self.source):
             yield x
 
@@ -521,5 +521,5 @@ class Stream:
 
 
 def weight_of(pair: tuple[Any, ...]) -> float:
-    """The sum of a pair's weights; without weights each example counts once."""
+    """Return the sum of a pair's weights, or its number of examples if it has none."""
     return float(pair[2].double().sum()) if len(pair) > 2 else len(pair[1])

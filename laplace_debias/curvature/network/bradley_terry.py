@@ -1,4 +1,4 @@
-"""Reward models: a network that is trained on which of two inputs is preferred."""
+"""Reward models, which are trained on preferences between two inputs."""
 
 from typing import Any
 

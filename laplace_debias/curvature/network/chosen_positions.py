@@ -200,7 +200,7 @@ def _attention_mask(model: nn.Module, x: Inputs) -> Tensor | None:
 
 
 class LinearCalls:
-    """The last call of the linear layer `head` (None: of any) in a forward pass of a `shared_copy`.
+    """A recorder of the last call of a linear layer in a forward pass.
 
     Hooks are left on the working copy. The call turned `x`, with its past, into `z`.
     """
@@ -244,5 +244,5 @@ def _takes_fewer(
 
 
 def values_at(values: Tensor, columns: Int[Tensor, "batch p"]) -> Tensor:
-    """Values `[B, T, d]` at positions, `[B, p, d]`."""
+    """Select positions of values `[B, T, d]`; returns `[B, p, d]`."""
     return values.gather(1, columns.unsqueeze(-1).expand(-1, -1, values.shape[-1]))

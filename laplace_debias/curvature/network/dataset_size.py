@@ -40,7 +40,7 @@ class TrainingSize:
 def training_size(
     loader: Any, num_data: SupportsIndex | None, mode: str, reads_all: bool
 ) -> TrainingSize:
-    """Determine N for a fit that reads a loader: as passed, inferred, or left to be counted.
+    """Determine N: it is passed, inferred from the loader, or counted during the fit.
 
     Raises:
         ValueError: If the fit reads a part of the data and the size of all of it cannot be

@@ -1,4 +1,4 @@
-"""Fingerprints of a model's tensors, a number for each: has it changed?"""
+"""Fingerprints of a model's tensors, by which changes are detected."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ def checksum(model: nn.Module) -> str:
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """Sum a tensor's entries, their bits taken for integers."""
+    """Sum the entries of a tensor, reading their bits as integers."""
     total = 0
     for values in plain_parts(tensor):
         integer = _INTEGERS.get(values.element_size(), torch.int64)
@@ -98,7 +98,7 @@ class _Trace:
 
 @dataclass
 class ChangeDetector:
-    """Detects changes of what a model holds besides its Bayesian parameters.
+    """A detector of changes in a model's state outside of the Bayesian parameters.
 
     The first call reads everything. A copy, or what comes out of a pickle, starts afresh.
     """
@@ -111,7 +111,7 @@ class ChangeDetector:
     def changed(
         self, model: nn.Module, excluded: Collection[str], sums: Mapping[str, int]
     ) -> list[str]:
-        """Return names of tensors that differ from the fingerprint, the first one or those gone."""
+        """Return the names of tensors that differ from the fingerprint or are missing."""
         missing = dict(sums)
         for name, tensor in _state(model):
             if name in excluded:

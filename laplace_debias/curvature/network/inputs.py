@@ -59,14 +59,14 @@ class OneArgument(dict[str, Any]):
 
 
 def like(inputs: Mapping[str, Any], named: dict[str, Any]) -> dict[str, Any]:
-    """Other values by name, passed on as the inputs are."""
+    """Wrap other named values in the type of the inputs."""
     return OneArgument(named) if isinstance(inputs, OneArgument) else named
 
 
 def call(
     model: nn.Module, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """The model's outputs `[B, ..., C]`; those of a single output, `[B]`, are made `[B, 1]`.
+    """Call the model; outputs `[B]` become `[B, 1]`.
 
     Else this is `returned_outputs`.
     """
@@ -82,7 +82,7 @@ def as_columns(outputs: Tensor, batch_shape: torch.Size) -> Tensor:
 def returned_outputs(
     model: nn.Module, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """The model's outputs for inputs in the shape that it returns, as `logits_of` finds them.
+    """Call the model, and return its outputs in their own shape.
 
     With other values for some `parameters` it is differentiable in them by `torch.func`. The model
     gets copies: what works in place on its inputs must not change a batch that is used again.
@@ -109,7 +109,7 @@ def returned_outputs(
 
 
 def mixing_error() -> ValueError:
-    """The error for a model in which an example's outputs depend on the others."""
+    """Make the error for a model in which an example's outputs depend on other examples."""
     return ValueError(
         "An example's outputs change with the other examples of the batch: the model mixes the "
         "examples (statistics over the batch, attention along the wrong dimension, ...), and "
@@ -122,7 +122,7 @@ _SETTINGS = threading.RLock()
 
 
 class SharedSetting:
-    """A setting of the process, such as a switch of kernels, that several threads want.
+    """A setting of the process that several threads may change at once.
 
     A context manager that saves a value, sets another and restores the first is wrong here: when
     two threads overlap, the second one saves what the first one has set, and restores that for
@@ -158,7 +158,7 @@ class SharedSetting:
 @SharedSetting
 @contextmanager
 def layer_by_layer() -> Iterator[None]:
-    """Keeps transformers from fusing their layers, which neither hooks nor forward AD see into."""
+    """Switch off torch's fused transformer layers, which hooks cannot see into."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -286,7 +286,7 @@ def _ignoring(category: type[Warning], message: str = "") -> tuple[Any, ...]:
 @SharedSetting
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's warnings about its own parts, a flag of graphics cards, and missing rules.
+    """Suppress torch's warnings about its own parts.
 
     The filters are added and removed one by one, so that those that other threads set in the
     meantime stay.
@@ -324,7 +324,7 @@ def _plain_recurrence() -> Iterator[None]:
 
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
-    """Within, a model has derivatives forward and back, of every order, that agree."""
+    """Make a model differentiable forward and back, to any order."""
     is_recurrent = any(layer_rule(module).is_recurrent for module in model.modules())
     recurrence = _plain_recurrence() if is_recurrent else nullcontext()
     with layer_by_layer(), _plain_attention(), _Agreeing(), recurrence:
@@ -332,7 +332,7 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 
 
 def num_examples(inputs: Inputs) -> int:
-    """B, the leading dimension of every tensor among the inputs."""
+    """Return B, the leading dimension of every tensor among the inputs."""
     shapes = []
     sizes = set()
     for x in tensors_of(inputs):
@@ -358,12 +358,12 @@ def num_examples(inputs: Inputs) -> int:
 
 
 def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
-    """Some of the examples, by a slice or their numbers."""
+    """Select examples by a slice or by their indices."""
     return with_tensors(inputs, map(itemgetter(examples), tensors_of(inputs)))
 
 
 def join(batches: Sequence[Inputs]) -> Inputs:
-    """The examples of several inputs in one; what is not a tensor is that of the first."""
+    """Concatenate the examples of several inputs."""
     first = batches[0]
     if isinstance(first, Tensor):
         return torch.cat(list(batches))  # type: ignore[arg-type]
@@ -386,7 +386,7 @@ def move(
     *,
     keeps_graph: bool = False,
 ) -> Inputs:
-    """Inputs on a device (None: where they are), floats of one of the dtypes (None: any).
+    """Move inputs to a device, and require that their floats have one of the dtypes.
 
     Gradients flow back to the inputs only if `keeps_graph`.
     """
@@ -408,7 +408,7 @@ def move(
 
 
 def tensors_of(inputs: Any) -> list[Tensor]:
-    """The tensors among the inputs."""
+    """Return the tensors among the inputs."""
     if isinstance(inputs, Mapping):
         inputs = tuple(inputs.values())
     elif not isinstance(inputs, (tuple, list)):
@@ -417,7 +417,7 @@ def tensors_of(inputs: Any) -> list[Tensor]:
 
 
 def mark_of(inputs: Inputs, targets: Tensor) -> str:
-    """A text that changes with the order of the examples and with any of their entries."""
+    """Return a text that depends on the order and on every entry of the examples."""
     digest = hashlib.blake2b(digest_size=16)
     for x in (*tensors_of(inputs), targets):
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -425,7 +425,7 @@ def mark_of(inputs: Inputs, targets: Tensor) -> str:
 
 
 def with_tensors(inputs: Any, tensors: Iterable[Tensor]) -> Any:
-    """The same inputs with other tensors in the places of theirs, in their order."""
+    """Replace the tensors among the inputs, in their order."""
     replacements = iter(tensors)
     if isinstance(inputs, Tensor):
         return next(replacements)
@@ -437,7 +437,7 @@ def with_tensors(inputs: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 def logits_of(outputs: Any) -> Tensor:
-    """The tensor of outputs among what a model returns, at least in single precision.
+    """Find the outputs in what a model returns, and convert half precision to single.
 
     That is the tensor itself; `.logits` of an object; the entry `"logits"` of a mapping, or its
     only tensor; the first entry of a tuple or list, or the second where the first is a loss, a

@@ -1,4 +1,4 @@
-"""Whether a forward pass computes its outputs from the targets too, which are left out of it."""
+"""A check that a model's outputs do not depend on the targets, which calls leave out."""
 
 from collections.abc import Mapping
 from typing import Any

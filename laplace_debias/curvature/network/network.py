@@ -1,4 +1,4 @@
-"""A network as a function of its parameters, on a copy that leaves the user's alone."""
+"""A network as a function of its parameters, on a copy of the user's model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -69,12 +69,12 @@ class Network:
         self.refresh()
 
     def stream(self, data: Batches, generator: torch.Generator | None = None) -> Stream:
-        """The data as pairs, where they are; arguments as `Stream` takes them."""
+        """Read data as pairs, without moving them."""
         return Stream(data, self._read, generator)
 
     @property
     def model(self) -> nn.Module:
-        """A new working copy of the user's model, in single precision or wider."""
+        """Make a new working copy of the user's model, in single precision or wider."""
         return widened(shared_copy(unwrapped(self._user_model)), self.names)
 
     def refresh(self) -> None:
@@ -95,7 +95,7 @@ class Network:
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """The selected parameters, then everything else that the model holds."""
+        """The selected parameters, and the rest of the model's state."""
         return (*self.parameters, *self.fixed)
 
     def is_current(self) -> bool:
@@ -122,14 +122,14 @@ class Network:
         inputs: Inputs,
         fixed: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """The outputs `[B, C]` or `[B, ..., C]` as a pure function of the parameters."""
+        """Compute the outputs `[B, ..., C]` as a pure function of the parameters."""
         names = (*self.names, *self._fixed_names)
         values = (*parameters, *(self.fixed if fixed is None else fixed))
         state = {f"model.{name}": value for name, value in zip(names, values, strict=True)}
         return functional_call(self._call, state, (inputs,))
 
     def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
-        """The outputs for a batch, checked: repeatable, finite, and one row per example."""
+        """Compute the outputs for a batch, and check that they are repeatable and finite."""
         plain = unwrapped(self._user_model)
         with torch.no_grad():
             with refuse_calls(plain, self.names, self._call.model):
@@ -168,7 +168,7 @@ class Network:
         ]
 
     def join(self, tensors: Any, batched: bool) -> Tensor:
-        """The inverse of `split`, for vectors with or without one leading dimension."""
+        """Invert `split`, for vectors with or without a leading dimension."""
         if batched:
             return torch.cat([x.flatten(1) if x.ndim > 1 else x[:, None] for x in tensors], -1)
         return torch.cat([x.flatten() for x in tensors])

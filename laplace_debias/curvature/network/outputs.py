@@ -1,4 +1,4 @@
-"""Checks of what comes out of a network: right numbers, the right shape, not too many of them.
+"""Checks of a network's outputs: their values, their shape and their size.
 
 Faults in the numbers of a batch are asked without waiting for the device.
 
@@ -35,7 +35,7 @@ _CURRENT: ContextVar["Faults | None"] = ContextVar("faults", default=None)
 
 @dataclass
 class Faults:
-    """The answers of one pass over data, and the errors that they stand for.
+    """Checks of one pass over data whose results are still on the device.
 
     Example:
         >>> faults = Faults()
@@ -50,7 +50,7 @@ class Faults:
 
     @contextmanager
     def during_batch(self, number: int | None) -> Iterator[None]:
-        """Add a batch's number to errors of `require` within; read answers that are on the CPU."""
+        """Add the number of a batch to the errors that `require` raises within."""
         token = _CURRENT.set(self)
         self.number = number
         try:
@@ -64,7 +64,7 @@ class Faults:
             self.read()
 
     def read(self, cause: Exception | None = None) -> None:
-        """Read the answers and raise the first of the errors. The host waits for the device."""
+        """Wait for the results of the checks, and raise the first error."""
         pending = self.pending
         self.pending = []
         if not pending:
@@ -76,7 +76,7 @@ class Faults:
 
 
 def require(is_right: Tensor, error: Callable[[], Exception]) -> None:
-    """Require something of a batch's numbers: now, or as `Faults` has it within a pass.
+    """Require a condition on tensors, at once or at the end of a pass.
 
     The function `error` is kept: let it refer to few numbers, not to the batch.
     """
@@ -96,7 +96,7 @@ def _with_batch_number(error: Exception, number: int | None) -> Exception:
 def granted(
     bound: int | None, needed: int, subject: str, device: torch.device, remedy: str = ""
 ) -> int:
-    """The bytes that may be used, at least those `needed`.
+    """Return the number of bytes that may be used, which must be at least `needed`.
 
     A bound of None is 128 MiB, 2 GiB on a GPU, and more where one example needs it, up to 4 GiB.
     """
@@ -136,7 +136,7 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
 
 
 def explain_unbatched(error: Exception, model: nn.Module, x: Inputs) -> None:
-    """Say what was wrong where work has failed as the inputs are one example, not a batch."""
+    """Explain errors that arise because the inputs are a single example, not a batch."""
     if (
         is_out_of_memory(error)
         or not isinstance(x, Tensor)
@@ -210,7 +210,7 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
 
 
 def targets_classes_last(targets: Tensor, ndim: int, class_dim: int | None) -> Tensor:
-    """Targets that go with outputs `[B, ..., C]`.
+    """Reorder targets to go with outputs `[B, ..., C]`.
 
     Targets with an entry for every output (regression, several labels) have the classes where the
     model's outputs have them, and so they are moved too; class indices stay as they are.

@@ -11,7 +11,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which curvature of parameters of a dtype is computed."""
+    """Return the dtype in which the curvature of parameters of some dtype is computed."""
     return torch.float32 if dtype in NARROW else dtype
 
 
@@ -37,7 +37,7 @@ def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
 
 
 def coarsest_eps(model: nn.Module) -> float:
-    """The relative rounding of the model's coarsest floating-point tensor."""
+    """Return the machine epsilon of the model's narrowest floating-point tensor."""
     coarsest = 0.0
     for x in (*model.parameters(), *model.buffers()):
         if x.is_floating_point():

@@ -1,4 +1,4 @@
-"""Parameters that are more than plain tensors: quantised and offloaded ones.
+"""Parameters that are not plain tensors: quantised and offloaded ones.
 
 A copy of the network holds them as the objects that they are, with their class and attributes. They
 can be run, but not be Bayesian.
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def is_quantised(tensor: Tensor) -> bool:
-    """Whether a parameter or buffer holds other tensors, or integers with scales of their own."""
+    """Return whether a parameter or buffer is quantised."""
     if hasattr(tensor, "__tensor_flatten__"):
         return True
     is_subclass = isinstance(tensor, nn.Parameter) and type(tensor) is not nn.Parameter
@@ -25,12 +25,12 @@ def is_kept(tensor: Tensor) -> bool:
 
 
 def can_require_grad(parameter: Tensor) -> bool:
-    """Whether a parameter of a working copy may require a gradient without others noticing."""
+    """Return whether a parameter of a working copy can require a gradient."""
     return not is_kept(parameter) and parameter.is_floating_point()
 
 
 def shared_parameter(parameter: nn.Parameter) -> Tensor:
-    """Make a parameter anew around the same values, frozen; a quantised one with its attributes.
+    """Make a frozen parameter that shares its values, and keep the attributes of a quantised one.
 
     A parameter that wraps other tensors, or has no values here, is returned as it is.
     """
@@ -46,7 +46,7 @@ def shared_parameter(parameter: nn.Parameter) -> Tensor:
 
 
 def keep_differentiable(network: nn.Module) -> None:
-    """Undo, in a working copy, what makes a quantised layer's forward pass not differentiable.
+    """Make the quantised layers of a working copy differentiable.
 
     On some processors bitsandbytes packs 4-bit weights at the first inference, into a form that has
     no derivative in the inputs. Its `state_dict` unpacks them.
@@ -100,7 +100,7 @@ def device_of_model(model: nn.Module) -> torch.device:
 
 
 def offloaded_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters and buffers that accelerate's hooks load when they are needed."""
+    """Return the names of parameters and buffers that accelerate's hooks load on demand."""
     names = set[str]()
     for path, module in model.named_modules():
         if not hasattr(module, "_hf_hook"):

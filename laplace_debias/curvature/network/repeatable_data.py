@@ -1,4 +1,4 @@
-"""Data that is read again and again: the same batches each time, or an error."""
+"""Data that can be read repeatedly, with an error if its batches change."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Batch:
 
 
 class Data:
-    """Batches of inputs and targets, read once at construction and held to that afterwards.
+    """Batches of inputs and targets that must be the same in every pass.
 
     A batch's index, the labels drawn for it and a linearised network belong to that batch for good,
     so a loader that shuffles or augments at random is an error, not noise.
@@ -97,7 +97,7 @@ class Data:
             self._refuse(index + 1)
 
     def batch(self, index: int) -> Batch:
-        """One batch."""
+        """Read one batch."""
         return next(batch for batch in self if batch.index == index)
 
     def _refuse(self, index: int) -> None:
@@ -109,7 +109,7 @@ class Data:
 
 
 def first_inputs(stream: Stream) -> Inputs:
-    """The inputs of the first batch."""
+    """Return the inputs of the first batch."""
     check_repeatable(stream.source)
     for x, _ in stream.first:
         return x

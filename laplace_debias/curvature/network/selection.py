@@ -1,4 +1,4 @@
-"""Selects the Bayesian parameters; the last layer is found by running an example."""
+"""Selection of the Bayesian parameters."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]:
-    """Names of the trainable parameters of the layer that the outputs come from.
+    """Return the names of the trainable parameters of the layer that computes the outputs.
 
     Every layer's output is cut from what went into it; what the network's outputs still depend on
     is what they come from. Operations without parameters (views, a softmax, a temperature, pooling)
@@ -168,7 +168,7 @@ ParameterSelection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 def select_parameters(
     model: nn.Module, selection: ParameterSelection, example: Inputs | None = None
 ) -> list[str]:
-    """Names of the Bayesian parameters, in the model's order.
+    """Return the names of the Bayesian parameters, in the model's order.
 
     `"weights"` are all but the biases; `"supported"` is here as `"all"`, since which layers are
     supported is not known here. Frozen parameters are never Bayesian.
@@ -219,12 +219,12 @@ def select_parameters(
 
 
 def leaving_out(names: Sequence[str]) -> str:
-    """How to leave parameters out, ready to be typed."""
+    """Return the code of the argument that leaves parameters out."""
     return f"params=lambda name, parameter: name not in {list(names)}"
 
 
 def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
-    """Require real Bayesian parameters of one device, and of one dtype as `wide` has it."""
+    """Require real Bayesian parameters that share a device and a dtype."""
     kinds = set()
     for name in names:
         parameter = model.get_parameter(name)

@@ -1,4 +1,4 @@
-"""Data that several processes share: each reads its part, none is read twice."""
+"""Data that is divided among processes, so that each example is read once."""
 
 import itertools
 from collections.abc import Iterator, Sequence, Sized
@@ -117,7 +117,7 @@ class ShardedBatches(Sampler[list[int]]):
 
 
 def first_index_of_batch(ranks: Ranks, stream: Stream) -> FirstIndex:
-    """Number the examples of data that several processes share.
+    """Return the index of this process's first example in a batch of shared data.
 
     Examples are in the order of the batches, and within the union of the processes' k-th batches in
     the order of the ranks. If the sizes of batches are not known beforehand, all examples of a rank
@@ -184,7 +184,7 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
 
 
 def check_all_different(marks: Sequence[str | None], coincidence: str) -> None:
-    """Raise an error if two ranks read the same data, by its marks; None stands for unknown."""
+    """Raise an error if two ranks read the same data."""
     for rank, mark in enumerate(marks):
         first_rank = marks.index(mark)
         if mark is not None and first_rank < rank:

@@ -75,7 +75,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module) -> Iterator[None]:
-    """Refuse, within, calls of the user's own modules, which a copy of the model must not make.
+    """Refuse calls of the user's own modules, which a copy must not make.
 
     A function that refers to a module, such as a lambda in an attribute, is copied as it is. The
     copy then calls the module itself, and no derivative in its parameters is computed.

@@ -1,4 +1,4 @@
-"""Single entries of parameters as the parameters of a network."""
+"""Subnetworks: selected entries of parameters as the parameters of a network."""
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -148,7 +148,7 @@ def largest_variance(
 
 
 def flattened(parameters: Mapping[str, Tensor]) -> Float[Tensor, " parameters"]:
-    """All entries, in the parameters' order."""
+    """Concatenate all entries, in the parameters' order."""
     return torch.cat([parameter.flatten() for parameter in parameters.values()])
 
 

@@ -223,7 +223,7 @@ class EKFAC(KFAC):
 
 
 class LossData:
-    """Batches as pairs, with what the loss says of all of them; targets are checked at once."""
+    """Batches as pairs, with the scale of the loss and its checks of the targets."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Networks linearised once per batch, as programs or graphs, and multiplied many times."""
+"""Networks that are linearised once per batch and multiplied many times."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -28,7 +28,7 @@ Map = Callable[[Tensors, bool], Tensors]
 
 @dataclass(frozen=True)
 class Linearisation:
-    """A network on a batch at its parameters: outputs, and linear maps.
+    """The linearisation of a network on one batch: its outputs and linear maps.
 
     The maps are the Jacobian and its adjoint, or only the Hessian.
     """
@@ -39,7 +39,7 @@ class Linearisation:
 
 
 class Lineariser:
-    """Linearises a network batch by batch, as a traced program where that is possible.
+    """A lineariser of networks, batch by batch, by traced programs where possible.
 
     A program (see `tracing`) is recorded once for inputs of the same shapes and serves all batches
     of them. A product then runs no forward pass and no bookkeeping of automatic differentiation,
@@ -53,7 +53,7 @@ class Lineariser:
         self.programs: dict[object, Program | None] = {}
 
     def first_order(self, inputs: Inputs) -> Linearisation:
-        """Outputs, Jacobian and adjoint Jacobian in the parameters."""
+        """Compute the outputs, the Jacobian and its adjoint in the parameters."""
         network = self._network
 
         def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
@@ -187,7 +187,7 @@ def _program_key(inputs: Inputs) -> object:
 def linearised_by_reverse(
     function: Callable[..., Tensor], parameters: Tensors, not_counted: Tensors = ()
 ) -> Linearisation:
-    """Linearise a function of parameters by two reverse passes, as graphs that are kept.
+    """Linearise a function of parameters by two reverse passes.
 
     Its maps are the Jacobian and the adjoint Jacobian. The adjoint is linear in its cotangent u, so
     that its own adjoint is the Jacobian. Bytes of the tensors `not_counted` do not count.
@@ -210,7 +210,7 @@ def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
 
 
 def are_adjoint(push: Map, pull: Map, parameters: Tensors) -> bool:
-    """Whether two linear maps are each other's adjoints, along two random vectors."""
+    """Return whether two linear maps are adjoint, by a test with random vectors."""
     generator = torch.Generator(parameters[0].device).manual_seed(0)
 
     def drawn_like(tensors: Tensors) -> Tensors:
@@ -286,7 +286,7 @@ def gradients(
     batched: bool = False,
     create_graph: bool = False,
 ) -> Tensors:
-    """Compute Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i; outputs without a graph are constants."""
+    """Compute Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i."""
     lead = cotangents[0].shape[:1] if batched else ()
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
     gradients: Sequence[Tensor | None] = [None] * len(inputs)

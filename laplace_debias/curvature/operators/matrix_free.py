@@ -27,7 +27,7 @@ from laplace_debias.system.ranks import collective
 
 
 class CurvatureOperator(NetworkOperator):
-    r"""A symmetric matrix `[D, D]` of the loss of a data set.
+    r"""A symmetric curvature matrix `[D, D]` of the loss on a data set.
 
     The loss is torch's on the data as *one* batch, whatever the batches: with `reduction="sum"` the
     sum over them, with `"mean"` divided by what torch divides by, which counts weights and ignored
@@ -101,14 +101,14 @@ class CurvatureOperator(NetworkOperator):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Both D, the number of selected parameters."""
+        """`(D, D)`, where D is the number of selected parameters."""
         return self._network.num_parameters, self._network.num_parameters
 
     is_symmetric = True
 
     @property
     def T(self) -> "CurvatureOperator":  # noqa: N802
-        """The operator itself: it is symmetric."""
+        """The operator itself, because it is symmetric."""
         return self
 
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Operators of networks: parameters, data, linearised batches that are kept; and the Jacobian."""
+"""The base class of operators of networks, and the Jacobian."""
 
 from abc import abstractmethod
 from collections import deque
@@ -34,7 +34,7 @@ FEW_COLUMNS = 8
 
 
 def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
-    """Check all targets, and return the factor of the loss's sum over all data."""
+    """Check all targets, and return the factor that scales the summed loss."""
     total = 0.0
     like_first: torch.Size | None = None
     for batch in data:
@@ -81,7 +81,7 @@ class Item:
 
 
 class NetworkOperator(LinearOperator):
-    """A linear operator made of a network's derivatives on a data set.
+    """A linear operator that is made from the derivatives of a network on a data set.
 
     The first batches' linearisations are kept within the memory bound; the others are computed
     again in every product. Several threads may multiply: they linearise one at a time, and share
@@ -152,7 +152,7 @@ class NetworkOperator(LinearOperator):
 
     @property
     def num_bytes_kept(self) -> int:
-        """The bytes of linearised batches kept between products, at most `memory_bound`."""
+        """The bytes of the linearised batches that are kept between products."""
         return sum(item.num_bytes for item in self._items)
 
     def _make(self, batch: Batch) -> Item:
@@ -272,7 +272,7 @@ class Jacobian(NetworkOperator):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N·C and D."""
+        """`(N·C, D)`."""
         return self.num_data * self._output_shape.numel(), self._network.num_parameters
 
     @property

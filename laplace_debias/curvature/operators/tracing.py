@@ -1,4 +1,4 @@
-"""Programs with linear maps that run many times: recorded once, their residuals once per batch."""
+"""Recorded programs, whose linear maps are run many times."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 class UntraceableError(Exception):
-    """A function has no program that would be right for other inputs of the same shapes."""
+    """A function cannot be recorded for other inputs of the same shapes."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function of points and vectors, linear in each vector, split into its linear maps.
+    """A recorded function of points and vectors that is linear in each vector.
 
     Attributes:
         residuals: From the points to the values of the function, followed by all other tensors that

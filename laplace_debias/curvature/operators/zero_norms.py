@@ -22,7 +22,7 @@ _PIECEWISE_LINEAR = (0.0, 1.0, float("inf"), -float("inf"))
 
 
 def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels) -> bool:
-    """Check a batch for norms that are 0; whether its loss takes norms at all.
+    """Check a batch for norms that are 0, and return whether it has norms at all.
 
     Raises:
         ValueError: If the loss depends on a norm that is 0 while its vector depends on the

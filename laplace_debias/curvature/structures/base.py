@@ -42,7 +42,7 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class TrialPass:
-    """The sums that a pass over one batch leaves.
+    """The sums that remain after a pass over one batch.
 
     Attributes:
         sum_bytes: Bytes of the sums.
@@ -182,7 +182,7 @@ class CurvatureStructure(ABC):
         """Return the passes of a fit, each to be run over one batch to measure its costs."""
 
     def num_trials(self, is_debiased: bool) -> int:
-        """How often a fit makes the passes of a trial, per batch of each data set."""
+        """How often a fit repeats the passes of a trial, per batch of each data set."""
         return 2 if is_debiased else 1
 
     @abstractmethod
@@ -199,7 +199,7 @@ class CurvatureStructure(ABC):
 
     @abstractmethod
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
-        """Bytes at most in each stage of a fit, by the stage's name."""
+        """Estimate the largest number of bytes in each stage of a fit."""
 
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
         """Return a block's tensors in a file; directions that are coordinate axes are left out."""
@@ -213,7 +213,7 @@ class CurvatureStructure(ABC):
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def from_tensors(self, tensors: Mapping[str, Tensor]) -> CurvatureBlock:
-        """Return the block of its `tensors`."""
+        """Rebuild a block from its `tensors`."""
         return EigenKronecker(
             tensors.get("U_G"),
             tensors.get("U_A"),

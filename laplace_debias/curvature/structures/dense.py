@@ -40,7 +40,7 @@ class DenseCurvature(CurvatureStructure):
         return [partial(_rows_trial, context, data)]
 
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:
-        """No bytes of blocks: there is only one."""
+        """Return no bytes of single blocks, because there is only one."""
         return []
 
 
@@ -51,7 +51,7 @@ def measure_along(
     data: FitData | None,
     totals: DataTotals,
 ) -> tuple[Float[Tensor, " k"], DataTotals]:
-    """Measure the curvature along directions on other data; their eigenvalues if there are none.
+    """Measure the curvature along directions, on other data if there are any.
 
     `totals` are those of the directions; the totals of both data are returned.
     """
@@ -71,7 +71,7 @@ def kept_row_bytes(workload: Workload) -> int:
 
 
 def num_parameters(context: FitContext) -> int:
-    """D."""
+    """Count the parameters of all blocks."""
     return sum(block.size for block in context.blocks)
 
 

@@ -79,7 +79,7 @@ class DiagonalCurvature(CurvatureStructure):
         return [partial(squares_trial, context, data)]
 
     def num_trials(self, is_debiased: bool) -> int:
-        """One: a debiased fit reads only one of its two data sets."""
+        """Return 1, because a debiased fit reads only one of its two data sets."""
         return 1
 
     def block_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> list[BlockBytes]:

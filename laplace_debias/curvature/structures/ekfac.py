@@ -85,7 +85,7 @@ class EkfacCurvature(FactoredCurvature):
         return [partial(factor_trial, context, data), partial(squares_trial, context, data)]
 
     def num_trials(self, is_debiased: bool) -> int:
-        """One: each of the two passes reads one of the two data sets of a debiased fit."""
+        """Return 1, because each pass reads one of the two data sets of a debiased fit."""
         return 1
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:

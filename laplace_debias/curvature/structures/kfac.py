@@ -1,4 +1,4 @@
-"""K-FAC: factors → directions → magnitudes → blocks."""
+"""K-FAC: directions and magnitudes from Kronecker factors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

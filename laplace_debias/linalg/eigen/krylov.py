@@ -207,7 +207,7 @@ class RitzPairs:
 
 
 def order(values: Tensor, end: str) -> Tensor:
-    """Numbers that are greater the closer eigenvalues are to an end of the spectrum."""
+    """Return sort keys that are larger for eigenvalues nearer to an end of the spectrum."""
     return {"largest": values, "smallest": -values, "magnitude": values.abs()}[end]
 
 

@@ -1,1 +1,1 @@
-"""Estimates of numbers that a matrix has, from products with random vectors."""
+"""Estimators of traces, diagonals and norms, from products with random vectors."""

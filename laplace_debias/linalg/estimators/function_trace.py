@@ -64,7 +64,7 @@ def matrix_function_trace(
 
 
 def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int) -> Estimate:
-    """`size` times the integral of a function under a quadrature made for it, with its error."""
+    """Integrate a function by a quadrature, with its error."""
     if rule.is_exact or rule.forms is None:
         exact = values_at(rule.nodes, rule.weights, function)
         return Estimate.exact(size * (rule.weights * exact).sum(), rule.num_matvecs)
@@ -85,7 +85,7 @@ def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
 
 
 def with_bias(degrees: Tensor, variance: Tensor, squared_bias: Tensor) -> Tensor:
-    """Satterthwaite's degrees of freedom of a variance and a known bias."""
+    """Compute Satterthwaite's degrees of freedom for a variance and a known bias."""
     share = torch.where(squared_bias > 0, squared_bias / variance, torch.zeros_like(variance))
     return degrees * (1 + share) ** 2
 

@@ -64,7 +64,7 @@ class TraceInCoordinates:
     probe_forms: Float[Tensor, "r k"]
 
     def estimate(self) -> Float[Tensor, ""]:
-        """The mean over probes of the trace inside and outside the range of the other images."""
+        """Average, over probes, the trace inside and outside the range of the other images."""
         basis, left_out = leave_one_out(self.images, self.precision)
         H = self.basis_images
         trace_inside = ((basis.T @ H) * basis.T).sum() - (left_out * (H @ left_out)).sum(dim=0)
@@ -117,12 +117,12 @@ def xdiag(products: Products, total: int, generator: torch.Generator | None) -> 
 
 
 def relative_precision(images: Float[Tensor, "n k"]) -> float:
-    """The ratio of singular values that rounding does not resolve."""
+    """Return the ratio of singular values below which rounding dominates."""
     return torch.finfo(images.dtype).eps * max(images.shape)
 
 
 def range_basis(images: Float[Tensor, "n k"]) -> Float[Tensor, "n r"]:
-    """An orthonormal basis of the images' range."""
+    """Compute an orthonormal basis of the range of the images."""
     basis, singular_values, _ = torch.linalg.svd(images, full_matrices=False)
     return basis[:, singular_values > relative_precision(images) * singular_values[0]]
 
@@ -130,7 +130,7 @@ def range_basis(images: Float[Tensor, "n k"]) -> Float[Tensor, "n r"]:
 def leave_one_out(
     images: Float[Tensor, "r k"], precision: float
 ) -> tuple[Float[Tensor, "r q"], Float[Tensor, "r k"]]:
-    r"""A basis B of the range, and for each image the direction that only it contributes.
+    r"""Compute a basis of the range, and the direction that only each image contributes.
 
     The range of the other images has the projector $B B^\top - s_i s_i^\top$. The direction $s_i$
     is zero if the other images span the whole range.
@@ -157,7 +157,7 @@ def without_own(
 
 
 def jackknife(without_each: Float[Tensor, "k *shape"]) -> tuple[Tensor, Tensor]:
-    """The standard error of an estimate from those that leave out each probe.
+    """Compute the standard error of an estimate from those that leave out one probe.
 
     Efron and Stein: its square is at least the variance of the estimate with one probe less, on
     average.
