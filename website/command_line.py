@@ -15,7 +15,8 @@ _WIDTH = "100"
 _INTRODUCTION = """# Command line
 
 The commands are installed by `pip install '.[cli]'`. Each has a page of options below, as
-`laplace-debias COMMAND --help` prints it. [The guide](../guide.md#command-line) shows them in use,
+`laplace-debias COMMAND --help` prints it. [Use the command line](../how-to/command-line.md) shows them
+in use,
 and [the run folder](../run-folder.md) describes the files that they write.
 """
 

@@ -24,12 +24,12 @@ _LINK = re.compile(r"\]\((?!https?:|#)(?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fills the empty part `Examples` of the navigation."""
+    """Fills the empty part `All examples` of the navigation."""
     for part in config.nav or []:
         for entries in part.values():
             for entry in entries if isinstance(entries, list) else ():
-                if entry.get("Examples") == []:
-                    entry["Examples"] = [
+                if entry.get("All examples") == []:
+                    entry["All examples"] = [
                         {path.stem.replace("_", " ").capitalize(): page_of(relative(path))}
                         for path in sorted((ROOT / "examples").glob("*.py"))
                     ]

@@ -88,9 +88,10 @@ def test_every_example_is_run():
     assert tested | set(CONSTANTS) == {path.stem for path in EXAMPLES}
 
 
-def test_the_guide_lists_every_example():
+def test_a_page_lists_every_example():
     listed = re.findall(
-        r"\[\w+\.py\]\(\.\./examples/(\w+)\.py\)", (ROOT / "docs/guide.md").read_text()
+        r"\[\w+\.py\]\(\.\./\.\./examples/(\w+)\.py\)",
+        (ROOT / "docs/how-to/examples.md").read_text(encoding="utf-8"),
     )
     assert sorted(listed) == [path.stem for path in EXAMPLES]
 
@@ -306,9 +307,11 @@ def test_coming_from_laplace_torch_names_what_the_page_names(example):
     assert found["prior precision by validation"] > 0
     assert numbers_of(printed, "NLL:") == pytest.approx([found["NLL"]], rel=1e-3)
     source = (ROOT / "examples/coming_from_laplace_torch.py").read_text(encoding="utf-8")
-    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/coming-from/laplace-torch.md").read_text(encoding="utf-8")
     for name in re.findall(r"(\w+)=", " ".join(re.findall(r"# laplace-torch: (.*)", source))):
-        assert name in page, f"docs/coming-from.md has nothing on laplace-torch's {name}"
+        assert name in page, (
+            f"docs/coming-from/laplace-torch.md has nothing on laplace-torch's {name}"
+        )
 
 
 @pytest.fixture

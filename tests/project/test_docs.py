@@ -19,7 +19,7 @@ from laplace_debias import Laplace
 from laplace_debias.cli import main
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "guide.md"
+COMMAND_LINE = ROOT / "docs" / "how-to" / "command-line.md"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -30,7 +30,7 @@ def blocks_of(page, language):
 
 
 def names_of_a_user():
-    """What the README leaves to its reader: a classifier, its data, and images of another kind."""
+    """What the README and the how-to pages leave to their reader: a classifier, its data, and images of another kind."""
     network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
     data = TensorDataset(torch.randn(120, 4), torch.arange(120) % 3)
     loader = DataLoader(data, batch_size=40)
@@ -156,7 +156,8 @@ PAGES_WITH_CODE = [page for page in PAGES if blocks_of(page, "python")]
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.stem)
 def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = names_of_a_user() if page.stem == "README" else {}
+    leaves_names_to_the_reader = page.stem == "README" or page.parent.name == "how-to"
+    names = names_of_a_user() if leaves_names_to_the_reader else {}
     # A page is read from its beginning: later blocks use the names of earlier ones.
     exec(compile("\n".join(blocks_of(page, "python")), page.name, "exec"), names)
     saves = ".save(" in page.read_text(encoding="utf-8")
@@ -165,11 +166,11 @@ def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
 
 def test_the_pages_that_teach_have_code():
     taught = {page.stem for page in PAGES_WITH_CODE}
-    assert taught >= {"README", "guide", "quick-start", "gotchas", "linear_algebra"}
+    assert taught >= {"README", "session", "quick-start", "gotchas", "linear_algebra"}
 
 
-@pytest.mark.parametrize("block", blocks_of(GUIDE, "yaml"), ids=["network", "posteriors"])
-def test_settings_files_in_the_guide_are_read(block, tmp_path, capsys):
+@pytest.mark.parametrize("block", blocks_of(COMMAND_LINE, "yaml"), ids=["network", "posteriors"])
+def test_settings_files_on_the_page_of_commands_are_read(block, tmp_path, capsys):
     """By `report`, which takes all options of a network and of posteriors."""
     path = tmp_path / "settings.yaml"
     path.write_text(block, encoding="utf-8")

@@ -70,12 +70,12 @@ def test_ci_builds_the_site():
 @pytest.mark.parametrize(
     ("document", "link", "translated"),
     [
-        ("docs/guide.md", "../examples/spectrum.py", "source/examples/spectrum.py.md"),
+        ("docs/scale.md", "../examples/spectrum.py", "source/examples/spectrum.py.md"),
         ("docs/experiments/bias.md", "../../CONTRIBUTING.md#words", "../contributing.md#words"),
         ("docs/experiments/bias.md", "../debiasing.md", "../debiasing.md"),
-        ("CHANGELOG.md", "docs/guide.md#options", "guide.md#options"),
-        ("docs/guide.md", "missing.md", "missing.md"),
-        ("docs/guide.md", "https://semver.org", "https://semver.org"),
+        ("CHANGELOG.md", "docs/how-to/tune.md#tune", "how-to/tune.md#tune"),
+        ("docs/scale.md", "missing.md", "missing.md"),
+        ("docs/scale.md", "https://semver.org", "https://semver.org"),
     ],
 )
 def test_links_lead_to_the_pages_of_files(document, link, translated):
