@@ -14,10 +14,9 @@ PAGE = "reference/command-line.md"
 _WIDTH = "100"
 _INTRODUCTION = """# Command line
 
-The commands are installed by `pip install '.[cli]'`. Each has a page of options below, as
-`laplace-debias COMMAND --help` prints it. [Use the command line](../how-to/command-line.md) shows them
-in use,
-and [the run folder](../run-folder.md) describes the files that they write.
+The commands are installed by `pip install '.[cli]'`. The options of each command are listed below,
+as `laplace-debias COMMAND --help` prints them. [Use the command line](../how-to/command-line.md)
+shows examples, and [the run folder](../run-folder.md) describes the files that are written.
 """
 
 
