@@ -1,6 +1,7 @@
 """Coming from laplace-torch: its call in a comment, ours below, and what behaves differently.
 
-Run with `python examples/coming_from_laplace_torch.py`; docs/coming-from/laplace-torch.md has the whole table.
+Run with `python examples/coming_from_laplace_torch.py`. The whole table is in
+docs/coming-from/laplace-torch.md.
 """
 
 import argparse
