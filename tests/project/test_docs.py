@@ -30,7 +30,7 @@ def blocks_of(page, language):
 
 
 def names_of_a_user():
-    """The names that the README and the how-to pages leave to their reader: a classifier and data."""
+    """The names that README and how-to pages leave to their reader: a classifier and data."""
     network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
     data = TensorDataset(torch.randn(120, 4), torch.arange(120) % 3)
     loader = DataLoader(data, batch_size=40)
