@@ -90,7 +90,9 @@ def _tempered_pairwise_block(
     scaled_variances = scaled_variances.clamp_min_(0).mul_(math.pi / 8).to(means.dtype)
     differences = (mu.unsqueeze(-2) - mu.unsqueeze(-1)).to(means.dtype)
     needs_gradients = scaled_variances.requires_grad or differences.requires_grad
-    if differences.device.type == "cpu" and not needs_gradients:
+    # An exported program cannot branch on the values of tensors.
+    can_branch = not (needs_gradients or torch.compiler.is_exporting())
+    if differences.device.type == "cpu" and can_branch:
         spread = float(means.amax() - means.amin()) / min(temperatures)
         # Sums of exponentials below this are finite.
         if spread < math.log(torch.finfo(means.dtype).max / num_classes) - 1:
