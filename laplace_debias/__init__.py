@@ -21,11 +21,13 @@ if TYPE_CHECKING:
         Conformal,
         CrossFit,
         Full,
+        GaussianPrior,
         Laplace,
         Link,
         Mixture,
         Plan,
         Split,
+        posterior_as_prior,
     )
     from laplace_debias.quadratic import Quadratic
     from laplace_debias.system.ranks import alone
@@ -38,6 +40,7 @@ __all__ = [
     "CrossFit",
     "Full",
     "Gaussian",
+    "GaussianPrior",
     "HeteroscedasticGaussian",
     "Laplace",
     "Likelihood",
@@ -51,6 +54,7 @@ __all__ = [
     "ShardedBatches",
     "Split",
     "alone",
+    "posterior_as_prior",
 ]
 
 __getattr__ = attributes_from(
@@ -72,11 +76,13 @@ __getattr__ = attributes_from(
             "Conformal",
             "CrossFit",
             "Full",
+            "GaussianPrior",
             "Laplace",
             "Link",
             "Mixture",
             "Plan",
             "Split",
+            "posterior_as_prior",
         ),
         "laplace_debias.quadratic": ("Quadratic",),
         "laplace_debias.system.ranks": ("alone",),

@@ -43,6 +43,8 @@ def _described_prior(prior: Prior) -> dict[str, str]:
     lowest, highest = (f"{delta:g}" for delta in torch.aminmax(prior.precision))
     is_per_block = prior.precision.ndim > 0
     lines = {"prior precision": f"{lowest} to {highest}, one per block" if is_per_block else lowest}
+    if prior.information is not None:
+        lines["prior"] = "earlier information, added to the prior precision"
     if prior.mean is not None and prior.mean.any():
         is_vector = prior.mean.ndim > 0
         lines["prior mean"] = "one for each parameter" if is_vector else f"{float(prior.mean):g}"

@@ -44,6 +44,11 @@ def maximise_evidence(
             "depends on the prior precision. Call tune_evidence before thin, or load the posterior "
             "that was saved before it."
         )
+    if fitted.prior.information is not None:
+        raise ValueError(
+            "The prior of this posterior is more than a prior precision, and tune_evidence chooses "
+            "only that. Use tune(loader)."
+        )
     if not tunes_noise(fitted, sigma):
         tuning = tune_one(fitted) if per is None else tune_groups(fitted, per)
         return note_assumed_sigma(tuning, fitted, sigma), None

@@ -3,7 +3,7 @@
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fisher import FisherType
+from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
 from laplace_debias.curvature.network.batches import BatchHook
 from laplace_debias.curvature.network.fingerprints import fingerprint
@@ -33,6 +34,8 @@ _EARLIER = (
     "and la.save(path) of version 0.2.0."
 )
 _USER_CLASS = "own"
+# Begins the names of the tensors of the information that a prior has.
+_PRIOR = "prior."
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,14 @@ class Header:
     link: dict[str, Any] | None = None
     thinned_at: list[float] | None = None
     inducing: int | None = None
+    prior_weight: float | None = None
 
     @classmethod
     def from_fit(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
         """Collect the header of a fit; arguments and errors as `likelihood_to_json`."""
         config = fitted.config
         parameters = fitted.parameters
+        information = fitted.prior.information
         noise = None
         if fitted.num_targets is not None:
             noise = {"num_targets": fitted.num_targets, "power": 2}
@@ -91,6 +96,7 @@ class Header:
             link=None if fitted.link is None else asdict(fitted.link),
             thinned_at=None if fitted.thinned_at is None else list(fitted.thinned_at),
             inducing=config.structure.num_inducing,
+            prior_weight=None if information is None else float(information.weight),
         )
 
     def to_json(self) -> str:
@@ -121,9 +127,13 @@ def tensors_of(posterior: GaussianPosterior, structure: CurvatureStructure) -> d
     tensors = {"prior_precision": posterior.prior_precision, "mean": posterior.mean}
     if posterior.prior_mean is not None:
         tensors["prior_mean"] = posterior.prior_mean
-    for index, block in enumerate(posterior.curvature.blocks.values()):
-        for key, tensor in structure.tensors(block).items():
-            tensors[f"{index}.{key}"] = tensor
+    curvatures = {"": posterior.curvature}
+    if posterior.prior.information is not None:
+        curvatures[_PRIOR] = posterior.prior.information.curvature
+    for prefix, curvature in curvatures.items():
+        for index, block in enumerate(curvature.blocks.values()):
+            for key, tensor in structure.tensors(block).items():
+                tensors[f"{prefix}{index}.{key}"] = tensor
     return tensors
 
 
@@ -174,19 +184,28 @@ def load(
             # Products of another layout than that of a fit would add in another order.
             tensors[name] = tensor.mT.contiguous().mT
     network = spec.network(parameters.names)
-    operators: dict[str, CurvatureBlock] = {}
-    for index, name in enumerate(header.block_names):
-        prefix = f"{index}."
-        block_tensors = {
-            key.removeprefix(prefix): tensor
-            for key, tensor in tensors.items()
-            if key.startswith(prefix)
-        }
-        operators[name] = structure.restore(block_tensors, network, parameters.blocks, memory_bound)
+
+    def restore_curvature(prefix: str) -> BlockDiagonal[CurvatureBlock]:
+        blocks: dict[str, CurvatureBlock] = {}
+        for index, name in enumerate(header.block_names):
+            block_prefix = f"{prefix}{index}."
+            block_tensors = {
+                key.removeprefix(block_prefix): tensor
+                for key, tensor in tensors.items()
+                if key.startswith(block_prefix)
+            }
+            blocks[name] = structure.restore(
+                block_tensors, network, parameters.blocks, memory_bound
+            )
+        return BlockDiagonal(blocks)
+
     prior = Prior.checked(tensors["prior_precision"], tensors.get("prior_mean", 0.0), mean.device)
+    if header.prior_weight is not None:
+        information = Information(restore_curvature(_PRIOR), float(header.prior_weight))
+        prior = replace(prior, information=information)
     posterior = GaussianPosterior(
         mean=mean,
-        curvature=BlockDiagonal(operators),
+        curvature=restore_curvature(""),
         num_data=header.num_data,
         prior=prior.fitting(len(parameters.block_names), parameters.size),
         order=None if parameters.order is None else parameters.order.to(mean.device),

@@ -20,7 +20,7 @@ from laplace_debias.laplace.plan import available_memory, check_memory, least_by
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.prepared import PreparedFit, examine
 from laplace_debias.laplace.resuming import check_resumable, fit_identity
-from laplace_debias.laplace.schemes import Scheme
+from laplace_debias.laplace.schemes import Added, Full, Scheme
 from laplace_debias.laplace.state import FittedPosterior, Unfitted
 from laplace_debias.system.checks import check_generator
 from laplace_debias.system.ranks import Ranks, process_group
@@ -56,6 +56,7 @@ def fit(
         ValueError: If the options, the data and the model do not fit each other.
         RuntimeError: Under autocast, or with TF32 products.
     """
+    scheme = _with_information(state, scheme, mode, resume)
     check_before_fit(state, scheme, mode, generator=generator, resume=resume)
     with torch.inference_mode(False):
         prepared, scheme = prepare_fit(
@@ -70,6 +71,24 @@ def fit(
         fitted = build_posterior(prepared, scheme.fit(prepared))
         checkpoint.remove()
         return fitted
+
+
+def _with_information(
+    state: Unfitted | FittedPosterior, scheme: Scheme, mode: str, resume: Path | None
+) -> Scheme:
+    """Return the scheme that adds the data to the information of the prior, if it has some."""
+    information = state.prior.information
+    if information is None or isinstance(scheme, Added):
+        return scheme
+    if type(scheme) is not Full:
+        raise ValueError(
+            f'prior= requires mode="full", which adds all of the data to the prior, got '
+            f'mode="{mode}". Use mode="full", or a prior_precision= without prior=.'
+        )
+    if resume is not None:
+        raise ValueError("A fit with prior= cannot be resumed. Remove resume=.")
+    weight = information.weight * state.temperature
+    return Added(scheme.data, replace(information, weight=weight))
 
 
 def check_before_fit(
@@ -200,7 +219,8 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
     num_data = _num_data(prepared.size, data.weight, prepared.mode)
     scale = num_data / data.weight
     num_targets = None
-    if state.spec.likelihood.has_sigma and state.config.fisher.kind != "empirical":
+    can_scale_noise = state.config.fisher.kind != "empirical" and state.prior.information is None
+    if state.spec.likelihood.has_sigma and can_scale_noise:
         num_targets = data.num_outputs * scale
     plain = state.spec.plain_model
     mean = parameters.flattened(plain)

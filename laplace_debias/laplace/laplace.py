@@ -31,6 +31,7 @@ from laplace_debias.laplace.functional.context import OutputChoice
 from laplace_debias.laplace.functional.differentiable import differentiable_moments
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.linearised import moments
+from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.laplace_torch_names import (
     CURVATURES,
     EQUIVALENTS,
@@ -46,6 +47,7 @@ from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod, default_link
 from laplace_debias.laplace.predictor import Predictor
 from laplace_debias.laplace.prior import (
+    Prior,
     PriorMean,
     PriorPrecision,
     prior_mean_from,
@@ -130,6 +132,9 @@ class Laplace(Predictor):
         temperature: T of the likelihood $p(D \mid \theta)^{1/T}$. Less than 1 is more certain.
         prior_mean: Mean of the prior: one number, or one per parameter `[D]`. It only affects the
             marginal likelihood.
+        prior: Instead of both, a `GaussianPrior`: one precision per parameter, or an earlier
+            posterior by `posterior_as_prior`. `fit` then adds all of the data to it, and
+            `prior_precision` is the part that all parameters share.
 
     Raises:
         ValueError: For an unknown name, `sharing` or `joint` with a curvature that does not use it,
@@ -189,6 +194,7 @@ class Laplace(Predictor):
         batch: BatchHook | None = None,
         temperature: float = 1.0,
         prior_mean: PriorMean = 0.0,
+        prior: GaussianPrior | None = None,
     ) -> None:
         if curvature in CURVATURES:
             raise ValueError(
@@ -223,6 +229,13 @@ class Laplace(Predictor):
             prior_mean=prior_mean,
             temperature=temperature,
         )
+        if prior is not None:
+            check_is(prior, "prior", GaussianPrior)
+            if torch.as_tensor(prior_precision).ne(1).any() or prior_mean != 0.0:
+                raise ValueError(
+                    "prior= has a precision and a mean. Remove prior_precision= and prior_mean=."
+                )
+            self._state = replace(self._state, prior=self._prior_from(prior))
         self._selected = self._state.parameters
 
     if not TYPE_CHECKING:
@@ -1111,6 +1124,17 @@ class Laplace(Predictor):
         return cls.load(path, model, **options)
 
     # ------------------------------------------------- state
+
+    def _prior_from(self, prior: GaussianPrior) -> Prior:
+        """Read a prior for the parameters of an unfitted state."""
+        state = self._state
+        if state.parameters is None:
+            raise ValueError(
+                "prior= needs the names of the Bayesian parameters, and the last layer is found by "
+                "the fit. Pass params=list(prior.param_names)."
+            )
+        gaussian = prior.on(state.parameters, state.config.structure).to(state.device)
+        return gaussian.fitting(len(state.parameters.block_names), state.parameters.size)
 
     @property
     def _states(self) -> list[Unfitted | FittedPosterior]:

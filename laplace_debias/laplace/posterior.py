@@ -31,11 +31,14 @@ class GaussianPosterior:
     With a temperature T of the likelihood, $p(D \mid \theta)^{1/T}$, the precision is
     $P = \tfrac NT C + \mathrm{diag}(\delta)$.
 
+    If the prior has the information $w C_0$ of earlier data, C is the mean of both,
+    $(\tfrac NT + w) C = \tfrac NT C_1 + w C_0$.
+
     Args:
         mean: θ*, the trained Bayesian parameters, flattened in the model's order, `[D]`.
         curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block.
         num_data: N, the number of training examples.
-        prior: The prior N(μ, diag(δ)⁻¹).
+        prior: The prior N(μ, P₀⁻¹).
         order: The index of each entry of the blocks among the flattened parameters, `[D]`; None
             for the same order.
         temperature: T.
@@ -71,8 +74,10 @@ class GaussianPosterior:
 
     @cached_property
     def data_weight(self) -> float:
-        """N/T, which multiplies the curvature."""
-        return self.num_data if self.temperature == 1 else self.num_data / self.temperature
+        """N/T, which multiplies the curvature; with a prior's information N/T + w."""
+        weight = self.num_data if self.temperature == 1 else self.num_data / self.temperature
+        information = self.prior.information
+        return weight if information is None else weight + information.weight
 
     @cached_property
     def displacement(self) -> Float[Tensor, " parameters"]:
@@ -213,33 +218,52 @@ class GaussianPosterior:
     def log_det_precision(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
         """Compute log det P, for the posterior's own δ or another one."""
         deltas = self.deltas(prior_precision).double()
-        terms = []
-        for block, delta in zip(self.curvature.blocks.values(), deltas, strict=True):
-            magnitudes = block.magnitudes.double()
-            counts = block.multiplicities.double().expand_as(magnitudes)
-            if isinstance(block, LowRankPlusDiagonal):
-                remainder = block.diagonal.double()
-                num_remaining = block.shape[0] - len(magnitudes)
-                terms.append(num_remaining * (self.data_weight * remainder + delta).log())
-                magnitudes = magnitudes + remainder
-            terms.append((counts * (self.data_weight * magnitudes + delta).log()).sum())
-        return torch.stack(terms).sum()
+        return _log_det(self.curvature, self.data_weight, deltas)
 
     def log_prior(self, prior_precision: Tensor | None = None) -> Float[Tensor, ""]:
-        """Compute the log-density of the prior N(μ, δ⁻¹) at θ*."""
+        """Compute the log-density of the prior N(μ, P₀⁻¹) at θ*.
+
+        P₀ is δ, or the sum of δ and the information of earlier data.
+        """
         deltas = self.deltas(prior_precision).double()
         sizes = torch.tensor(self.curvature.sizes, device=self.mean.device)
         quadratic = (deltas * self.squared_distances()).sum()
+        information = self.prior.information
+        if information is None:
+            log_det = (sizes * deltas.log()).sum()
+        else:
+            log_det = _log_det(information.curvature, information.weight, deltas)
+            steps = self._in_block_order(self.displacement).double()
+            along = information.curvature.to(torch.float64) @ steps
+            quadratic = quadratic + information.weight * steps @ along
         constant = len(self.mean) * math.log(2 * math.pi)
-        return 0.5 * ((sizes * deltas.log()).sum() - quadratic - constant)
+        return 0.5 * (log_det - quadratic - constant)
 
     def squared_distances(self) -> Float[Tensor, " blocks"]:
         """Compute ‖θ* − μ‖² for every block, float64."""
-        displacement = self.displacement
-        if self.order is not None:
-            displacement = displacement[self.order]
-        by_block = displacement.split(self.curvature.sizes)
+        by_block = self._in_block_order(self.displacement).split(self.curvature.sizes)
         return torch.stack([entries.double().square().sum() for entries in by_block])
+
+    def _in_block_order(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:
+        """Reorder a vector of the parameters as the entries of the blocks."""
+        return vector if self.order is None else vector[self.order]
+
+
+def _log_det(
+    curvature: BlockDiagonal[CurvatureBlock], weight: float, deltas: Float[Tensor, " blocks"]
+) -> Float[Tensor, ""]:
+    """Compute log det of a weighted curvature plus δ, float64, differentiable in δ."""
+    terms = []
+    for block, delta in zip(curvature.blocks.values(), deltas, strict=True):
+        magnitudes = block.magnitudes.double()
+        counts = block.multiplicities.double().expand_as(magnitudes)
+        if isinstance(block, LowRankPlusDiagonal):
+            remainder = block.diagonal.double()
+            num_remaining = block.shape[0] - len(magnitudes)
+            terms.append(num_remaining * (weight * remainder + delta).log())
+            magnitudes = magnitudes + remainder
+        terms.append((counts * (weight * magnitudes + delta).log()).sum())
+    return torch.stack(terms).sum()
 
 
 def largest_curvatures(curvature: BlockDiagonal) -> dict[str, float]:

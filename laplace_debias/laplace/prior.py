@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.fits.information import Information
 from laplace_debias.system.checks import real
 
 # One number, or one per block.
@@ -18,15 +19,17 @@ PriorMean = float | Tensor
 
 @dataclass(frozen=True, eq=False)
 class Prior:
-    """The prior N(μ, diag(δ)⁻¹).
+    """The prior N(μ, P₀⁻¹), with the precision diag(δ) or the information of earlier data and δ.
 
     Attributes:
         precision: δ, one number or one per block, in units of one over parameter squared; float64.
         mean: μ, one number or one per Bayesian parameter, float64; None for zero.
+        information: What P₀ has in addition to δ, at temperature 1; None for nothing.
     """
 
     precision: Float[Tensor, ""] | Float[Tensor, " blocks"]
     mean: Float[Tensor, ""] | Float[Tensor, " parameters"] | None = None
+    information: Information | None = None
 
     @classmethod
     def checked(cls, precision: Any, mean: Any, device: torch.device) -> "Prior":
@@ -48,7 +51,10 @@ class Prior:
     def to(self, device: torch.device) -> "Prior":
         """Move the prior to a device."""
         mean = None if self.mean is None else self.mean.to(device)
-        return Prior(self.precision.to(device), mean)
+        information = self.information
+        if information is not None:
+            information = replace(information, curvature=information.curvature.to(device))
+        return Prior(self.precision.to(device), mean, information)
 
 
 def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[float]:

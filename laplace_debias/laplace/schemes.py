@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, SupportsIndex
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
+from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, Pairs, Stream
 from laplace_debias.curvature.network.dataset_size import TrainingSize, check_sampler
 from laplace_debias.curvature.network.shards import check_shared
 from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.curvature.structures.kfac import KfacCurvature
 from laplace_debias.laplace.noise import estimate_noise
 from laplace_debias.laplace.prepared import PreparedFit
 from laplace_debias.system.checks import whole
@@ -138,6 +140,48 @@ class Full(Scheme):
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
         """Fit the curvature to the data."""
         return prepared.config.structure.fit(prepared.context, as_stream(self.data))
+
+
+@dataclass(frozen=True)
+class Added(Full):
+    """The information of all data, added to that of earlier data.
+
+    Attributes:
+        data: New batches `(x, y)`.
+        information: The information of earlier data, for the same parameters.
+    """
+
+    information: Information
+
+    def check(self, structure: CurvatureStructure) -> None:
+        """Require factors that can be added."""
+        if isinstance(structure, KfacCurvature):
+            _check_has_factors(self.information)
+
+    def fit(self, prepared: PreparedFit) -> CurvatureFit:
+        """Add the information of the data."""
+        names = prepared.parameters.block_names
+        earlier_names = list(self.information.curvature.blocks)
+        if names != earlier_names:
+            differing = sorted(set(names) ^ set(earlier_names)) or names
+            raise ValueError(
+                f"The new data give other curvature blocks than the earlier data: {differing[:4]} "
+                "differ. Fit to the earlier and the new data together."
+            )
+        num_data = prepared.size.num_data
+        structure = prepared.config.structure
+        return structure.update(prepared.context, self.information, as_stream(self.data), num_data)
+
+
+def _check_has_factors(information: Information) -> None:
+    """Require Kronecker factors that can be recovered from the curvature."""
+    for name, block in information.curvature.blocks.items():
+        if getattr(block, "trace_A", None) is None:
+            raise ValueError(
+                f"The Kronecker factors of {name} cannot be recovered: the posterior is from a "
+                "file of an earlier version, or from OnlineCurvature. Fit to the earlier and the "
+                "new data together."
+            )
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,7 @@ class FittedPosterior:
             num_blocks = len(self.parameters.block_names)
             posterior_fields["prior"] = prior.fitting(num_blocks, self.parameters.size)
         if temperature is not None:
+            _check_same_temperature(self.posterior, temperature)
             posterior_fields["temperature"] = temperature
         if posterior_fields:
             fields["posterior"] = self.posterior.changed(**posterior_fields)
@@ -228,6 +229,16 @@ class FittedPosterior:
             + normaliser
             - 0.5 * posterior.log_det_precision(delta)
         )
+
+
+def _check_same_temperature(posterior: GaussianPosterior, temperature: float) -> None:
+    """Require the temperature of the fit where the prior's information does not depend on it."""
+    if posterior.prior.information is None or temperature == posterior.temperature:
+        return
+    raise ValueError(
+        f"The temperature of a fit with prior= cannot be changed, from {posterior.temperature:g} "
+        f"to {temperature:g}. Fit again with Laplace(..., temperature={temperature:g}, prior=...)."
+    )
 
 
 def initial_state(

@@ -15,7 +15,15 @@ from spectra import generator
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-from laplace_debias import Auto, Categorical, Laplace, Quadratic, ShardedBatches, alone
+from laplace_debias import (
+    Auto,
+    Categorical,
+    Laplace,
+    Quadratic,
+    ShardedBatches,
+    alone,
+    posterior_as_prior,
+)
 from laplace_debias.curvature import (
     EKFAC,
     GGN,
@@ -106,8 +114,11 @@ def update(rank, curvature, options):
     la.fit(loader())
     data = examples(2 * SIZE)
     more = Subset(data, range(SIZE, SIZE + 7))
+    again = laplace(curvature, prior=posterior_as_prior(la), **options)
+    again.fit(DataLoader(more, batch_sampler=ShardedBatches(more, 3)))
     la.update(DataLoader(more, batch_sampler=ShardedBatches(more, 3)))
-    return numbers(la)
+    with_prior = {f"{name} with the prior": value for name, value in numbers(again).items()}
+    return {**numbers(la), **with_prior}
 
 
 def updates(rank, cases):

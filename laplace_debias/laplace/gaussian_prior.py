@@ -1,0 +1,138 @@
+"""A Gaussian prior with one precision per parameter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK
+from laplace_debias.curvature.fits.information import Information
+from laplace_debias.curvature.network.precision import wide
+from laplace_debias.curvature.network.unwrapping import unwrapped
+from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.curvature.structures.diagonal import DiagonalCurvature
+from laplace_debias.curvature.structures.full import FullCurvature
+from laplace_debias.laplace.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.prior import Prior
+from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianPrior:
+    r"""The prior $N(\mu, P_0^{-1})$ with one precision per parameter.
+
+    Add `penalty` to the loss that the network is trained with, and pass the prior to
+    `Laplace(model, prior=...)`. `posterior_as_prior` makes the prior of a posterior.
+
+    Args:
+        mean: μ, in the order of `param_names`, `[D]`.
+        precision: One positive number per parameter, `[D]`.
+        param_names: The names of the parameters.
+
+    Raises:
+        TypeError: If the mean or the precision is not a tensor of floating-point numbers.
+        ValueError: If their shapes differ, or a number is not finite, or a precision not positive.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias import GaussianPrior, Laplace
+        >>> model = nn.Linear(2, 3)
+        >>> names = [name for name, _ in model.named_parameters()]
+        >>> prior = GaussianPrior(torch.zeros(9), torch.linspace(0.5, 2.0, 9), names)
+        >>> prior.penalty(model).backward()
+        >>> data = [(torch.randn(16, 2), torch.randint(3, (16,)))]
+        >>> la = Laplace(model.eval(), curvature="diag", prior=prior).fit(data)
+    """
+
+    mean: Float[Tensor, " parameters"]
+    precision: Float[Tensor, " parameters"] | LinearOperator
+    param_names: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for name, value in (("mean", self.mean), ("precision", self.precision)):
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                came = getattr(value, "dtype", type(value).__name__)
+                raise TypeError(f"{name} is {came}. Pass a tensor [D] of floating-point numbers.")
+            if value.ndim != 1 or len(value) != len(self.mean):
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}. Pass one number per parameter, as "
+                    "many in the mean as in the precision."
+                )
+            if not value.isfinite().all():
+                raise ValueError(f"{name} holds NaN or Inf. Check where it comes from.")
+        assert isinstance(self.precision, Tensor)
+        if not (self.precision > 0).all():
+            raise ValueError(
+                f"The prior precision must be positive, but its least entry is "
+                f"{float(self.precision.min()):.3g}. Use a small number, such as 1e-6, for a flat "
+                "prior."
+            )
+
+    def penalty(self, model: nn.Module) -> Float[Tensor, ""]:
+        r"""Compute $\tfrac12(\theta - \mu)^\top P_0 (\theta - \mu)$ in nats, differentiable in θ.
+
+        It is the negative logarithm of the prior's density, without its constant, and belongs to
+        the sum of the examples' losses. Divide it by N beside a mean loss.
+
+        Args:
+            model: A model with parameters of these names.
+
+        Raises:
+            ValueError: If the model's parameters of these names have another number of entries.
+        """
+        plain = unwrapped(model)
+        values = [plain.get_parameter(name).flatten() for name in self.param_names]
+        theta = torch.cat([value.to(wide(value.dtype)) for value in values])
+        mean = self.mean
+        if theta.shape != mean.shape or theta.dtype != mean.dtype or theta.device != mean.device:
+            raise ValueError(
+                f"The model has {len(theta)} entries of the prior's names in {theta.dtype} on "
+                f"{theta.device}, and the prior {len(mean)} in {mean.dtype} on {mean.device}. Pass "
+                "a model of the same sizes, dtype and device."
+            )
+        step = theta - mean
+        if isinstance(self.precision, Tensor):
+            return 0.5 * (self.precision * step.square()).sum()
+        return 0.5 * step @ (self.precision @ step)
+
+    def on(self, parameters: ParameterBlocks, structure: CurvatureStructure) -> Prior:
+        """Return the prior of a fit's parameters, whose curvature has a structure.
+
+        One precision per parameter is split into a part that all share, δ, and the others.
+
+        Raises:
+            ValueError: If the parameters are not those of the prior, or the structure has neither
+                a diagonal nor the complete matrix.
+        """
+        self.check_parameters(parameters)
+        if not isinstance(structure, (DiagonalCurvature, FullCurvature)):
+            raise ValueError(
+                "A prior precision per parameter cannot be added to curvature="
+                f'{structure.name!r}. Use curvature="diag" or "full", or a single prior_precision=.'
+            )
+        assert isinstance(self.precision, Tensor)
+        delta = self.precision.double().min()
+        others = self.precision.double() - delta
+        if parameters.order is not None:
+            others = others[parameters.order.to(others.device)]
+        blocks = {DENSE_BLOCK: EigenKronecker(None, None, others.unsqueeze(1))}
+        if not structure.is_dense:
+            blocks = {}
+            parts = others.split([block.size for block in parameters.blocks])
+            for block, part in zip(parameters.blocks, parts, strict=True):
+                magnitudes = part.view(*block.groups, *block.shape)
+                blocks[block.name] = EigenKronecker(None, None, magnitudes)
+        return Prior(delta, self.mean.double(), Information(BlockDiagonal(blocks), 1.0))
+
+    def check_parameters(self, parameters: ParameterBlocks) -> None:
+        """Require that a fit's parameters are those of the prior."""
+        names = list(self.param_names)
+        if names != parameters.names or len(self.mean) != parameters.size:
+            raise ValueError(
+                f"The prior is of the {len(self.mean)} entries of {names[:4]}, but the Bayesian "
+                f"parameters are the {parameters.size} of {parameters.names[:4]}. Pass params=, "
+                "the names of the prior, and a model of the same sizes."
+            )

@@ -1,0 +1,93 @@
+"""A posterior as the prior of a network that is trained further."""
+
+from dataclasses import dataclass, field
+
+from laplace_debias.curvature.fits.information import Information
+from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.laplace.gaussian_prior import GaussianPrior
+from laplace_debias.laplace.laplace import Laplace
+from laplace_debias.laplace.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.state import FittedPosterior
+
+
+@dataclass(frozen=True, eq=False)
+class PosteriorPrior(GaussianPrior):
+    """A posterior as a prior; see `posterior_as_prior`.
+
+    Attributes:
+        fitted: The posterior, with its parameters and options.
+    """
+
+    fitted: FittedPosterior = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if self.fitted.thinned_at is not None:
+            raise ValueError(
+                "The posterior is thinned: directions that new data may need were left out. Load "
+                "the posterior that was saved before thin."
+            )
+
+        structure = self.fitted.config.structure
+        if structure.takes_inducing:
+            raise ValueError(
+                f"A posterior with curvature={structure.name!r} cannot be a prior: its directions "
+                "change with the parameters. Use another curvature, such as 'lowrank'."
+            )
+
+    def on(self, parameters: ParameterBlocks, structure: CurvatureStructure) -> Prior:
+        """Return the prior of a fit with the same parameters, blocks and structure.
+
+        Raises:
+            ValueError: If one of them differs.
+        """
+        self.check_parameters(parameters)
+        earlier = self.fitted.config.structure
+        block_names = self.fitted.parameters.block_names
+        if earlier.name != structure.name or block_names != parameters.block_names:
+            raise ValueError(
+                f"The prior is a posterior with curvature={earlier.name!r} and blocks "
+                f"{block_names[:4]}, and this one has curvature={structure.name!r} and blocks "
+                f"{parameters.block_names[:4]}. Use the same curvature=, joint= and params=."
+            )
+        posterior = self.fitted.posterior
+        information = Information(posterior.curvature, posterior.data_weight)
+        return Prior(posterior.prior_precision, self.mean.double(), information)
+
+
+def posterior_as_prior(la: Laplace) -> GaussianPrior:
+    r"""Return a posterior as the prior of a network that is trained further, on new data.
+
+    The prior is $N(\theta^*, P^{-1})$: its mean is that of the posterior, its precision the
+    posterior's. Train with `penalty` and fit with `Laplace(model, prior=...)`, whose precision is
+    $\tfrac NT C + P$ with the curvature C of the new data at the new parameters. Kronecker products
+    and low ranks are added as by `Laplace.update`. To add data without training, use that.
+
+    Args:
+        la: A fitted posterior. It may change later, the prior does not.
+
+    Raises:
+        RuntimeError: Before a fit.
+        ValueError: After `thin`, or for `curvature="gp"`, whose directions change with the
+            parameters.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias import Laplace, posterior_as_prior
+        >>> model = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
+        >>> first, second = [(torch.randn(32, 2), torch.randint(3, (32,))) for _ in range(2)]
+        >>> prior = posterior_as_prior(Laplace(model).fit([first]))
+        >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        >>> for _ in range(10):
+        ...     x, y = second
+        ...     loss = nn.functional.cross_entropy(model(x), y) + prior.penalty(model) / 32
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> la = Laplace(model, prior=prior).fit([second])
+    """
+    fitted = la._fitted
+    posterior = fitted.posterior
+    names = tuple(fitted.parameters.names)
+    return PosteriorPrior(posterior.mean, posterior.precision, names, fitted)
