@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laplace_debias.system.errors import RankError
+from laplace_debias.system.gathering import IS_ALONE, join_others
 
 Key = TypeVar("Key", bound=Hashable)
 # Some tensors for each key; None stands for a missing one.
@@ -31,7 +32,6 @@ Shared = dict[Key, tuple[Tensor | None, ...]]
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, NotImplementedError, RuntimeError)
 }
-_IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
 # An event of the collective call, set once the others have left it and need no error any more.
 _VERB: ContextVar[Event | None] = ContextVar("verb", default=None)
 
@@ -87,6 +87,7 @@ class Group(Ranks):
 
     def exchange(self, value: Any, error: BaseException | None = None) -> list[Any]:
         """Collect a value of every rank; a rank with an error sends that, and raises no other's."""
+        join_others()
         failure = None if error is None else (type(error).__name__, str(error))
         by_rank: list[Any] = [None] * self.size
         with _collective_errors():
@@ -168,7 +169,7 @@ class Group(Ranks):
 
 def process_group() -> Ranks:
     """Return the ranks that share the work: those of torch's process group, or `ALONE`."""
-    if _IS_ALONE.get() or not dist.is_available() or not dist.is_initialized():
+    if IS_ALONE.get() or not dist.is_available() or not dist.is_initialized():
         return ALONE
     if dist.get_world_size() == 1:
         return ALONE
@@ -187,17 +188,17 @@ def alone() -> Iterator[None]:
         >>> with alone():
         ...     pass  # la.fit(loader) here is a fit of this process's loader
     """
-    token = _IS_ALONE.set(True)
+    token = IS_ALONE.set(True)
     try:
         yield
     finally:
-        _IS_ALONE.reset(token)
+        IS_ALONE.reset(token)
 
 
 def check_joined() -> None:
     """Require a process group, or `alone()`, if a launcher has started several processes."""
     size = os.environ.get("WORLD_SIZE", "1")
-    is_joined = _IS_ALONE.get() or (dist.is_available() and dist.is_initialized())
+    is_joined = IS_ALONE.get() or (dist.is_available() and dist.is_initialized())
     if "RANK" in os.environ and size not in ("0", "1") and not is_joined:
         raise RuntimeError(
             f"WORLD_SIZE is {size} in the environment, but there is no process group, so each "

@@ -182,6 +182,15 @@ def test_a_bayesian_parameter_that_is_quantised_is_refused_by_name():
         Laplace(model, params=[name])
 
 
+def test_a_quantised_base_in_half_precision_stays_so():
+    model = with_adapters(int8_by_torchao(base().bfloat16()).bfloat16())
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    assert torch.bfloat16 in dtypes
+    la = Laplace(model).fit(BATCHES, num_data=50)
+    assert la.predict(INPUTS).probs.isfinite().all()
+    assert [parameter.dtype for parameter in model.parameters()] == dtypes
+
+
 def test_operators_leave_a_quantised_base_as_it_is(pair):
     quantised, plain = (la.model for la in pair)
     loss = nn.CrossEntropyLoss()

@@ -91,6 +91,19 @@ def classifier_of_a_user(X, y):
     return integration.LaplaceClassifier(names_of_a_user()["model"]).fit(X, y)
 
 
+@contextlib.contextmanager
+def process_group_of_a_user(folder):
+    """A process group of one process, and what the lines use of `torch.distributed`."""
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    mesh = importlib.import_module("torch.distributed.device_mesh")
+    store = torch.distributed.FileStore(str(folder / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield {"fully_shard": fsdp.fully_shard, "mesh": mesh.init_device_mesh("cpu", (1,))}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("lines", lines_where_you_work())
 def test_the_lines_where_you_work_run(lines, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -123,7 +136,10 @@ def test_the_lines_where_you_work_run(lines, tmp_path, monkeypatch):
     if "accelerate" in lines:
         names["accelerate"] = pytest.importorskip("accelerate")
     assert len(lines.splitlines()) == 2
-    exec(compile(lines, "README.md", "exec"), names)
+    with contextlib.ExitStack() as stack:
+        if "fully_shard" in lines:
+            names |= stack.enter_context(process_group_of_a_user(tmp_path))
+        exec(compile(lines, "README.md", "exec"), names)
 
 
 def test_every_integration_has_lines_in_the_readme():
@@ -145,6 +161,7 @@ def test_every_library_that_tests_use_has_lines_in_the_readme():
         "PEFT, QLoRA",
         "timm",
         "accelerate",
+        "FSDP2",
         "ONNX, torch.export",
         "BoTorch",
     }

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.quantised import plain_parts
+from laplace_debias.system.gathering import full_value, is_sharded
 
 # Integers of as many bytes as an entry; two of eight for a complex one in float64.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -54,6 +55,8 @@ def checksum(model: nn.Module) -> str:
 def sum_of_bits(tensor: Tensor) -> int:
     """Sum the entries of a tensor, reading their bits as integers."""
     total = 0
+    if is_sharded(tensor):
+        tensor = full_value(tensor)
     for values in plain_parts(tensor):
         integer = _INTEGERS.get(values.element_size(), torch.int64)
         total += int(values.flatten().contiguous().view(integer).sum(dtype=torch.int64))

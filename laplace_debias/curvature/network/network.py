@@ -28,6 +28,7 @@ from laplace_debias.curvature.network.selection import (
     check_parameters,
     select_parameters,
 )
+from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.curvature.network.shared_copy import refuse_calls, shared_copy
 from laplace_debias.curvature.network.unwrapping import plain_names, unwrapped
 from laplace_debias.curvature.network.validation import validate_model
@@ -53,6 +54,13 @@ class Network:
         self._user_model = model
         self._read = BatchReader(model, batch)
         plain = validate_model(model)
+        if has_units(model):
+            raise NotImplementedError(
+                "fully_shard has split the model, which Laplace takes and curvature operators do "
+                "not. Build the plain model on each process and load the full state into it: "
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+                "torch.distributed.checkpoint.state_dict."
+            )
         if isinstance(params, (list, tuple)):
             params = plain_names(model, params)
         example = None

@@ -1,18 +1,14 @@
 """Half precision: curvature and predictives are computed in single precision."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-NARROW = (torch.bfloat16, torch.float16)
-"""Dtypes in which neither probabilities nor curvature are computed."""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the curvature of parameters of some dtype is computed."""
-    return torch.float32 if dtype in NARROW else dtype
+from laplace_debias.curvature.network.sharded import NARROW, gather_in_single_precision, wide
+from laplace_debias.system.gathering import is_sharded
 
 
 def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
@@ -27,7 +23,7 @@ def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
     for name in names:
         dtypes.add(network.get_parameter(name).dtype)
     if not dtypes.isdisjoint(NARROW):
-        network._apply(_widen)
+        _widen_tensors(network)
         network.register_forward_pre_hook(
             lambda _, arguments, named: tree_map_only(Tensor, _widen, (arguments, named)),
             prepend=True,
@@ -43,6 +39,27 @@ def coarsest_eps(model: nn.Module) -> float:
         if x.is_floating_point():
             coarsest = max(coarsest, torch.finfo(x.dtype).eps)
     return coarsest
+
+
+def _widen_tensors(network: nn.Module) -> None:
+    """Replace tensors in half precision, each by one: those that are tied stay so.
+
+    `nn.Module.to` would change a quantised parameter, which the copy shares with the user's model.
+    """
+    gather_in_single_precision(network)
+    replaced: dict[int, Tensor] = {}
+    for module in network.modules():
+        for tensors in (module._parameters, module._buffers):
+            state: dict[str, Any] = tensors
+            for name, tensor in state.items():
+                if tensor is None or tensor.dtype not in NARROW or is_sharded(tensor):
+                    continue
+                if id(tensor) not in replaced:
+                    values = _widen(tensor.detach())
+                    if isinstance(tensor, nn.Parameter):
+                        values = nn.Parameter(values, requires_grad=False)
+                    replaced[id(tensor)] = values
+                state[name] = replaced[id(tensor)]
 
 
 def _widen(value: Tensor) -> Tensor:

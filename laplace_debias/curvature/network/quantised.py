@@ -6,9 +6,12 @@ can be run, but not be Bayesian.
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from laplace_debias.system.gathering import is_sharded
 
 
 def is_quantised(tensor: Tensor) -> bool:
@@ -73,11 +76,13 @@ def quantised_state(module: nn.Module) -> Iterator[Tensor]:
 
 
 def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a Bayesian parameter that is quantised or offloaded.
+    """Refuse a Bayesian parameter that is quantised, offloaded or sharded.
 
     Raises:
         NotImplementedError: With the parameter's name and what to do instead.
     """
+    if is_sharded(parameter):
+        raise split_over_processes(name)
     if parameter.is_meta:
         raise NotImplementedError(
             f"{name} is offloaded, and cannot be Bayesian. Keep it on a device (device_map=), or "
@@ -89,6 +94,18 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
             "with requires_grad_(False), name other parameters (params=[...]), or use the model "
             "as it was before quantisation."
         )
+
+
+def split_over_processes(name: str) -> NotImplementedError:
+    """Return the error for a parameter or wrapper that curvature cannot be computed with."""
+    return NotImplementedError(
+        f"{name} is split over processes (fully_shard, tensor parallelism), and each process needs "
+        "all of a Bayesian parameter. Let fully_shard leave out the Bayesian layers "
+        "(ignored_params=, or call it on the others), and pass their parameters, params=[...] or "
+        'params="last_layer". Or build the plain model and load the full state into it, '
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+        "options=StateDictOptions(full_state_dict=True)). Processes may share the data."
+    )
 
 
 def device_of_model(model: nn.Module) -> torch.device:
@@ -118,7 +135,11 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that a tensor consists of: itself, or those of a subclass."""
-    detached = tensor.detach()
+    detached: Any = tensor.detach()
+    if is_sharded(detached):
+        # The part of this process.
+        yield detached.to_local()
+        return
     if detached.is_meta:
         return
     if type(detached) is not nn.Parameter and hasattr(detached, "__tensor_flatten__"):

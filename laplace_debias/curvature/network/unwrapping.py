@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from laplace_debias.curvature.network.sharded import is_unit, plain_unit
+
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
@@ -31,7 +33,7 @@ def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = Non
             )
     if id(model) in plain_modules:
         return plain_modules[id(model)]
-    plain = model
+    plain = plain_unit(model) if is_unit(model) else model
     for name, child in model._modules.items():
         plain_child = None if child is None else unwrapped(child, plain_modules)
         if plain_child is not child:

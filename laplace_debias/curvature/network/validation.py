@@ -4,8 +4,14 @@ import torch
 from torch import nn
 
 from laplace_debias.curvature.layer_rules import layer_rule
-from laplace_debias.curvature.network.quantised import is_kept, offloaded_parameters
+from laplace_debias.curvature.network.quantised import (
+    is_kept,
+    offloaded_parameters,
+    split_over_processes,
+)
+from laplace_debias.curvature.network.sharded import is_unit
 from laplace_debias.curvature.network.unwrapping import unwrapped
+from laplace_debias.system.gathering import is_sharded, number_parameter
 
 
 def validate_model(model: nn.Module) -> nn.Module:
@@ -16,6 +22,7 @@ def validate_model(model: nn.Module) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    sharded = set[int]()
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
@@ -24,12 +31,17 @@ def validate_model(model: nn.Module) -> nn.Module:
                 "the same state_dict."
             )
         # By attributes: to import the classes takes a second.
-        if hasattr(module, "unshard") or hasattr(module, "summon_full_params"):
-            raise _split(path or "The model")
+        if hasattr(module, "summon_full_params"):
+            raise split_over_processes(path or "The model")
+        if is_unit(module):
+            module.reshard()
+            sharded.update(map(id, filter(is_sharded, module.parameters())))
     offloaded = offloaded_parameters(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if hasattr(tensor, "full_tensor"):
-            raise _split(name)
+        if is_sharded(tensor):
+            if id(tensor) not in sharded:
+                raise split_over_processes(name)
+            number_parameter(tensor)
         if tensor.is_nested:
             raise NotImplementedError(
                 f"{name} is a nested tensor, of which curvature is not computed. Hold its parts "
@@ -66,16 +78,6 @@ def validate_model(model: nn.Module) -> nn.Module:
                 "eval mode. Call `model.eval()` first."
             )
     return plain
-
-
-def _split(name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{name} is split over processes (fully_shard, tensor parallelism), while curvature needs "
-        "the whole model on each. Build the plain model and load the full state into it, "
-        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True)). If its posterior is too large, take "
-        'params="last_layer" or adapters. Processes may share the data.'
-    )
 
 
 def check_no_autocast(device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """A network and inputs, prepared for a prediction of the outputs at the requested positions."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,9 @@ from laplace_debias.curvature.network.chosen_positions import (
 )
 from laplace_debias.curvature.network.inputs import Inputs, Record, call
 from laplace_debias.curvature.network.outputs import check_outputs, explain_unbatched
+from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.system.ranks import collective
 
 OutputChoice = Tensor | Sequence[Sequence[int]] | int
 """Indices of outputs, one choice per example `[B, k]`, or the number of the largest ones."""
@@ -112,7 +114,8 @@ def prediction_context(
             all positions.
         keeps_graph: Whether gradients flow back to the inputs.
     """
-    with torch.inference_mode(False):
+    is_collective = has_units(fitted.spec.model)
+    with torch.inference_mode(False), collective("predict") if is_collective else nullcontext():
         device = fitted.posterior.mean.device
         x = fitted.spec.read_batch.inputs(x, device, keeps_graph=keeps_graph)
         if is_tapped and positions is None:

@@ -1,0 +1,152 @@
+"""Modules whose parameters `fully_shard` (FSDP2) has split over processes.
+
+A copy of the network has gathering hooks of its own in place of FSDP's, which need all processes to
+run the same passes. The modules of a unit have whole parameters during the unit's forward pass, and
+those that its backward pass needs are gathered again then.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from laplace_debias.system.gathering import full_value, is_sharded
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Dtypes in which neither probabilities nor curvature are computed."""
+_FSDP = "torch.distributed.fsdp"
+_ENTERED = "_entered_gathering"
+_IS_WIDE = "_gathers_single_precision"
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which the curvature of parameters of some dtype is computed."""
+    return torch.float32 if dtype in NARROW else dtype
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module. By an attribute: importing takes a second."""
+    return hasattr(module, "unshard") and hasattr(module, "reshard")
+
+
+def has_units(model: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a part of the model."""
+    return any(is_unit(module) for module in model.modules())
+
+
+def plain_unit(module: Any) -> nn.Module:
+    """Make a module of the class before `fully_shard` around the same parameters and submodules.
+
+    Its hooks gather the parameters.
+    """
+    # After a forward pass FSDP may leave the parameters of the outermost unit whole.
+    module.reshard()
+    original_class: Any = type(module).__mro__[2]
+    plain: nn.Module = object.__new__(original_class)
+    attributes = vars(module).copy()
+    for name in list(attributes):
+        if name.startswith("__composable_api"):
+            del attributes[name]
+    attributes["_modules"] = module._modules.copy()
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        hooks = OrderedDict(attributes[name])
+        for key, hook in attributes[name].items():
+            if _is_of_fsdp(hook):
+                del hooks[key]
+        attributes[name] = hooks
+    for name in vars(module):
+        if name.startswith("_forward") and name.endswith(("_with_kwargs", "_always_called")):
+            attributes[name] = OrderedDict(attributes[name])
+    plain.__dict__ = attributes
+    plain.register_forward_pre_hook(_enter, prepend=True)
+    plain.register_forward_hook(_leave, always_call=True)
+    return plain
+
+
+def gather_in_single_precision(network: nn.Module) -> None:
+    """Let the units of a working copy have parameters in single precision or wider."""
+    for module in network.modules():
+        if _is_plain_unit(module):
+            setattr(module, _IS_WIDE, True)
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    owner = type(getattr(hook, "__self__", hook))
+    return any(str(part.__module__).startswith(_FSDP) for part in (owner, hook))
+
+
+def _is_plain_unit(module: nn.Module) -> bool:
+    return _enter in module._forward_pre_hooks.values()
+
+
+def _modules_of_unit(unit: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a unit that belong to no unit inside it."""
+    yield unit
+    for child in unit.children():
+        if not _is_plain_unit(child):
+            yield from _modules_of_unit(child)
+
+
+def _enter(unit: nn.Module, _: Any) -> None:
+    """Give the unit's modules whole parameters."""
+    sharded = []
+    for module in _modules_of_unit(unit):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_sharded(parameter):
+                sharded.append((module, name, parameter))
+    is_wide = getattr(unit, _IS_WIDE, False)
+    gathered: dict[int, Any] = {}
+    for module, name, parameter in sharded:
+        value = _value(parameter, is_wide)
+        module._parameters[name] = nn.Parameter(value, requires_grad=False)
+        gathered[value.untyped_storage().data_ptr()] = parameter
+    hooks = None
+    # Transforms of torch.func forbid such hooks.
+    autograd: Any = torch._C._autograd
+    if autograd._saved_tensors_hooks_is_enabled():
+        hooks = _RegatheredTensors(gathered, is_wide)
+        hooks.__enter__()
+    vars(unit)[_ENTERED] = (sharded, hooks)
+
+
+def _leave(unit: nn.Module, _: Any, __: Any) -> None:
+    """Give the unit's modules their sharded parameters again."""
+    sharded, hooks = vars(unit).pop(_ENTERED, ((), None))
+    if hooks is not None:
+        hooks.__exit__()
+    for module, name, parameter in sharded:
+        module._parameters[name] = parameter
+
+
+def _value(parameter: Tensor, is_wide: bool) -> Tensor:
+    value = full_value(parameter).contiguous()
+    return value.to(wide(value.dtype)) if is_wide else value
+
+
+class _RegatheredTensors(saved_tensors_hooks):
+    """Keeps gathered parameters out of the graph; the backward pass gathers them again.
+
+    Args:
+        gathered: The sharded parameters by the addresses of their whole values.
+        is_wide: Whether the values are in single precision or wider.
+    """
+
+    def __init__(self, gathered: dict[int, Tensor], is_wide: bool) -> None:
+        def pack(tensor: Tensor) -> Any:
+            if type(tensor) not in (Tensor, nn.Parameter):
+                return tensor
+            parameter = gathered.get(tensor.untyped_storage().data_ptr())
+            if parameter is None:
+                return tensor
+            return parameter, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            parameter, shape, stride, offset = packed
+            return _value(parameter, is_wide).as_strided(shape, stride, offset)
+
+        super().__init__(pack, unpack)

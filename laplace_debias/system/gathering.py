@@ -1,0 +1,114 @@
+"""Parameters that are sharded over processes, whole for a moment.
+
+A sharded parameter becomes whole by a collective operation, which all processes must join. They
+read different data, so that they need their parameters in different orders and numbers of times.
+So whoever needs one first announces its number, and all processes join for the first number that is
+announced, until each has what it needs. Processes that need none wait, and join for the others.
+"""
+
+import weakref
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
+"""Whether this process works for itself, although there is a process group."""
+
+# Announced in place of the number of a parameter.
+_WAITS = -1
+
+
+class _Gatherings:
+    """The sharded parameters of a process group, numbered in the same order on all processes."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.parameters: list[weakref.ref[Tensor]] = []
+        self.numbers: dict[int, int] = {}
+        self.device = torch.device("cpu")
+
+    def number(self, parameter: Tensor) -> int | None:
+        """Return the number of a parameter; None if it has none."""
+        number = self.numbers.get(id(parameter))
+        if number is not None and self.parameters[number]() is parameter:
+            return number
+        return None
+
+    def add(self, parameter: Tensor) -> None:
+        if self.number(parameter) is None:
+            self.numbers[id(parameter)] = len(self.parameters)
+            self.parameters.append(weakref.ref(parameter))
+            self.device = parameter.device
+
+    def join(self, number: int) -> tuple[int, Tensor | None]:
+        """Announce a number, and gather the first announced one; `_WAITS` if all processes wait."""
+        mine = torch.tensor([number], device=self.device)
+        announced = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(announced, mine)
+        first = next((int(a) for a in announced if int(a) != _WAITS), _WAITS)
+        if first == _WAITS:
+            return first, None
+        parameter: Any = self.parameters[first]()
+        return first, parameter.full_tensor()
+
+
+_CURRENT: list[_Gatherings] = []
+
+
+def _gatherings() -> _Gatherings:
+    group = dist.group.WORLD
+    if not _CURRENT or _CURRENT[0].group is not group:
+        _CURRENT[:] = [_Gatherings(group)]
+    return _CURRENT[0]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a `DTensor`, of which each process holds a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def number_parameter(parameter: Tensor) -> None:
+    """Give a sharded parameter its number, in the same order on all processes."""
+    _gatherings().add(parameter)
+
+
+def full_value(parameter: Tensor) -> Tensor:
+    """Gather a sharded parameter, while other processes gather it or wait in an exchange.
+
+    Raises:
+        RuntimeError: If the parameter has no number, or within `alone`.
+    """
+    sharded: Any = parameter
+    with torch.no_grad():
+        if dist.get_world_size() == 1:
+            return sharded.full_tensor()
+        if IS_ALONE.get():
+            raise RuntimeError(
+                "The model's parameters are sharded, so that no process can run it within alone(). "
+                "Call the method on all processes, outside of alone()."
+            )
+        gatherings = _gatherings()
+        number = gatherings.number(parameter)
+        if number is None:
+            raise RuntimeError(
+                "A parameter was sharded or moved after Laplace had been built. Call fully_shard "
+                "first, and then build Laplace."
+            )
+        while True:
+            gathered, value = gatherings.join(number)
+            if gathered == number and value is not None:
+                return value
+
+
+def join_others() -> None:
+    """Join the other processes' gatherings, until all processes wait here."""
+    if not _CURRENT or _CURRENT[0].group is not dist.group.WORLD:
+        return
+    with torch.no_grad():
+        while True:
+            gathered, _ = _CURRENT[0].join(_WAITS)
+            if gathered == _WAITS:
+                return

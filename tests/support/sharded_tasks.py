@@ -1,0 +1,178 @@
+"""What the processes of `processes.py` do with a model that `fully_shard` has split."""
+
+import gc
+from pathlib import Path
+
+import torch
+from spectra import generator
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace, ShardedBatches, alone
+from laplace_debias.curvature import GGN
+
+SIZE = 19
+BATCH = 7
+WIDTH = 11
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank adapter."""
+
+    def __init__(self, d_in, d_out):
+        super().__init__()
+        self.base = nn.Linear(d_in, d_out)
+        self.down = nn.Linear(d_in, 2, bias=False)
+        self.up = nn.Linear(2, d_out, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    """A normalisation, an adapted layer, and a frozen weight that is used without its module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.adapted = Adapted(WIDTH, WIDTH)
+        self.mixing = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        hidden = self.adapted(self.norm(x)).tanh()
+        return x + nn.functional.linear(hidden, self.mixing.weight.T, self.mixing.bias)
+
+
+def whole_network(dtype=torch.float64):
+    torch.manual_seed(5)
+    layers = [nn.Linear(4, WIDTH), nn.Tanh(), Block(), Block(), nn.Linear(WIDTH, 3)]
+    model = nn.Sequential(*layers).to(dtype).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_bayesian(name))
+    return model
+
+
+def is_bayesian(name):
+    return "down" in name or "up" in name or name.startswith("4.")
+
+
+def sharded(num_ranks, dtype=torch.float64):
+    """The network with its blocks and the rest sharded, without adapters and head."""
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    model = whole_network(dtype)
+    replicated = {p for name, p in model.named_parameters() if is_bayesian(name)}
+    for part in (model[2], model[3], model):
+        fully_shard(part, mesh=mesh, ignored_params=replicated)
+    return model
+
+
+def examples(dtype=torch.float64):
+    x = torch.randn(SIZE, 4, generator=generator(7), dtype=dtype)
+    return TensorDataset(x, torch.randint(3, (SIZE,), generator=generator(8)))
+
+
+def numbers(la, x, folder, name):
+    """What a fit, its tuning, its predictions and its file have."""
+    la.save(Path(folder) / f"{name}.safetensors")
+    again = Laplace.load(Path(folder) / f"{name}.safetensors", la.model)
+    mean, covariance = la.functional(x)
+    return {
+        "mean": la.mean,
+        "precision": la.posterior.precision.to_dense(),
+        "prior": la.prior_precision,
+        "evidence": la.log_marginal_likelihood().detach(),
+        "outputs": mean,
+        "covariance": covariance,
+        "probs": la.predict(x).probs,
+        "loaded": again.predict(x).probs,
+    }
+
+
+def verbs(rank, num_ranks, curvature, mode, folder, dtype=torch.float64):
+    """All verbs with the sharded model; the inputs of predictions differ between the ranks."""
+    data = examples(dtype)
+    if num_ranks:
+        model = sharded(num_ranks, dtype)
+        parameters = {name: id(p) for name, p in model.named_parameters()}
+        outputs = model(data[:2][0])
+        loader = DataLoader(data, batch_sampler=ShardedBatches(data, BATCH))
+    else:
+        model = whole_network(dtype)
+        loader = DataLoader(data, batch_size=BATCH)
+    la = Laplace(model, curvature=curvature).fit(loader, mode=mode, generator=generator(2))
+    la.tune(loader, grid=[0.1, 1.0, 10.0])
+    result = numbers(la, data[: 3 + 2 * rank][0], folder, curvature)
+    result["fingerprint"] = la._state.frozen_fingerprint
+    result["nll"] = torch.tensor(la.evaluate(loader)["nll"].value)
+    if num_ranks:
+        # Of the same file: fits of several processes have other vectors in a common eigenspace.
+        file = Path(folder) / f"{curvature}.safetensors"
+        whole = Laplace.load(file, whole_network(dtype))
+        tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+        drawn = {"method": "nn", "samples": 3}
+        samples = [
+            m.predict(data[:3][0], generator=generator(1), **drawn).probs for m in (la, whole)
+        ]
+        torch.testing.assert_close(samples[0], samples[1], rtol=tolerance, atol=tolerance)
+        assert {name: id(p) for name, p in model.named_parameters()} == parameters
+        assert torch.equal(model(data[:2][0]), outputs)
+    return result
+
+
+def unequal_parts(rank, num_ranks):
+    """A fit in which the last process has a batch less, and the first one other sizes."""
+    data = examples()
+    parts = [[(0, 1), (1, 6), (6, 7)], [(7, 12), (12, 16)], [(16, 19)]]
+    if num_ranks == 0:
+        batches = [data[a:b] for part in parts for a, b in part]
+        la = Laplace(whole_network()).fit(batches)
+    else:
+        la = Laplace(sharded(num_ranks)).fit([data[a:b] for a, b in parts[rank]])
+    return la.posterior.precision.to_dense()
+
+
+def count_whole_weights():
+    """How many tensors have the shape of a whole weight, and memory of their own."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+    shape = (WIDTH, WIDTH)
+    return sum(x.shape == shape and x.untyped_storage().nbytes() > 0 for x in tensors)
+
+
+def whole_weights_in_graph(rank, num_ranks):
+    """How many whole weights of the base are alive between the forward and the backward pass."""
+    la = Laplace(sharded(num_ranks))
+    network = la._state.spec.network(la.param_names)
+    for name, parameter in network.named_parameters():
+        if is_bayesian(name):
+            parameter.requires_grad_()
+    before = count_whole_weights()
+    outputs = network(examples()[:3][0])
+    count = count_whole_weights() - before
+    outputs.sum().backward()
+    plain = whole_network()
+    plain(examples()[:3][0]).sum().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    return count, gradients, expected
+
+
+def refused(rank, num_ranks, case):
+    model = sharded(num_ranks)
+    data = [examples()[:4]]
+    if case == "bayesian":
+        Laplace(model, params=["4.weight", "2.mixing.weight"])
+    if case == "trainable":
+        for parameter in model.parameters():
+            parameter.requires_grad_()
+        Laplace(model)
+    if case == "operator":
+        GGN(model, nn.CrossEntropyLoss(), data)
+    if case == "alone":
+        with alone():
+            Laplace(model).fit(data)
+    return "accepted"
