@@ -5,24 +5,42 @@ Code that was written for laplace-torch runs with one changed import:
 equivalent raise a `NotImplementedError` that names what to use.
 """
 
+import tempfile
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, BatchHook
+from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.subnetwork import Subnetwork
+from laplace_debias.laplace import evidence
 from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.links import BRIDGES, Link
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod
 from laplace_debias.linalg import diagonal
 from laplace_debias.operators import LinearOperator
 
-STRUCTURES = {"kron": "kfac", "full": "full", "diag": "diag", "lowrank": "lowrank"}
-LIKELIHOODS = ("classification", "regression")
+__all__ = ["Laplace"]
+
+STRUCTURES = {
+    "kron": "kfac",
+    "full": "full",
+    "diag": "diag",
+    "lowrank": "lowrank",
+    "gp": "gp",
+}
+LIKELIHOODS = {
+    "classification": "classification",
+    "regression": "regression",
+    "reward_modeling": "binary",
+}
+STATE = "laplace_debias"
+"""The entry of a `state_dict` that holds a posterior's file."""
 SUBSETS = ("last_layer", "all", "subnetwork")
 LINKS = ("probit", "mc", *BRIDGES)
 
@@ -33,15 +51,18 @@ class Laplace:
     Args:
         model: The trained network, which stays as it is: draws of the parameters are evaluated on a
             copy.
-        likelihood: `"classification"` or `"regression"`.
+        likelihood: `"classification"`, `"regression"` or `"reward_modeling"`: a network with one
+            output, fitted to pairs `[B, 2, ...]` and the index of the preferred input.
         subset_of_weights: `"last_layer"`, `"all"` or `"subnetwork"`.
-        hessian_structure: `"kron"`, `"full"`, `"diag"` or `"lowrank"`.
+        hessian_structure: `"kron"`, `"full"`, `"diag"`, `"lowrank"` or `"gp"`.
         sigma_noise: Standard deviation of a regression's noise.
         prior_precision: One number, or one per block (laplace-torch's layers).
         prior_mean: One number, or one per parameter.
         temperature: T.
+        enable_backprop: Whether gradients of predictions flow back to the inputs.
         subnetwork_indices: For `"subnetwork"`: indices of entries.
         last_layer_name: Name of the last layer; None to find it.
+        n_subset: For `"gp"`: how many training examples span the posterior; None for all.
         backend: A backend of laplace-torch, or its name: one that ends with `GGN` for the exact
             Fisher matrix, with `EF` for the empirical one.
         backend_kwargs: `{"stochastic": True}` for the Fisher matrix of drawn labels.
@@ -77,9 +98,11 @@ class Laplace:
         prior_precision: float | Tensor = 1.0,
         prior_mean: float | Tensor = 0.0,
         temperature: float = 1.0,
+        enable_backprop: bool = False,
         *,
         subnetwork_indices: Tensor | None = None,
         last_layer_name: str | None = None,
+        n_subset: int | None = None,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -91,38 +114,56 @@ class Laplace:
                 'subset_of_weights="subnetwork" and subnetwork_indices belong together. Pass both, '
                 "or neither."
             )
+        if n_subset is not None and hessian_structure != "gp":
+            raise ValueError(
+                f'n_subset applies to hessian_structure="gp", not to {hessian_structure!r}. '
+                "Remove it."
+            )
         network = model
+        batch: BatchHook | None = None
+        if likelihood == "reward_modeling":
+            network = BradleyTerry(model)
+            batch = _first_is_preferred
         params: Any = "last_layer" if subset_of_weights == "last_layer" else "all"
-        if subnetwork_indices is not None:
-            network = Subnetwork(model, subnetwork_indices)
         if last_layer_name is not None:
             if subset_of_weights != "last_layer":
                 raise ValueError(
                     f'last_layer_name applies to subset_of_weights="last_layer", not to '
                     f"{subset_of_weights!r}. Remove it."
                 )
+            layer = model.get_submodule(last_layer_name)
+            layer_parameters = set(layer.parameters())
             params = [
                 name
-                for name, _ in model.named_parameters()
-                if name.startswith(f"{last_layer_name}.")
+                for name, parameter in network.named_parameters()
+                if parameter in layer_parameters
             ]
+        if subnetwork_indices is not None:
+            network = Subnetwork(network, subnetwork_indices)
         options: dict[str, Any] = {}
         if likelihood == "regression":
-            options["sigma"] = sigma_noise
+            options["sigma"] = _scalar_or_vector(sigma_noise)
         elif float(torch.as_tensor(sigma_noise)) != 1.0:
             raise ValueError("sigma_noise applies only to regression. Remove it.")
+        if n_subset is not None:
+            options["inducing"] = n_subset
         self.model = model
         self.likelihood = likelihood
+        self.enable_backprop = enable_backprop
         self._structure = hessian_structure
+        self._subset = subset_of_weights
+        self._network = network
+        self._batch = batch
         self.posterior = Posterior(
             network,
-            likelihood,
+            LIKELIHOODS[likelihood],
             curvature=STRUCTURES[hessian_structure],
             params=params,
             prior_precision=_scalar_or_vector(prior_precision),
             prior_mean=_scalar_or_vector(prior_mean),
             temperature=temperature,
             fisher=_fisher(backend, backend_kwargs or {}),
+            batch=batch,
             **options,
         )
 
@@ -155,15 +196,27 @@ class Laplace:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Predict: probabilities `[B, C]`, or a regression's mean and covariance without noise.
 
+        Rewards are predicted for single inputs, as a regression's outputs.
+
+        Args:
+            x: Inputs, `[B, ...]`.
+            pred_type: `"glm"` for the linearised network, `"nn"` for networks with drawn weights,
+                `"gp"` for a `hessian_structure="gp"`, where it is the same as `"glm"`.
+            joint: Whether to return the covariance between all outputs of all inputs.
+            link_approx: `"probit"`, `"bridge"`, `"bridge_norm"` or `"mc"`.
+            n_samples: Draws of `"mc"` and `"nn"`.
+            diagonal_output: Whether to leave out covariances between outputs.
+            generator: Seeds the draws.
+
         Returns:
             For classification probabilities `[B, C]`. For regression the mean `[B, C]` and with
             `"glm"` the covariance `[B, C, C]`, with `diagonal_output` the variances `[B, C]`, with
             `joint` the mean `[B·C]` and the covariance `[B·C, B·C]`; with `"nn"` mean and variances
             over the draws, `[B, C]`.
         """
-        _check_name("pred_type", pred_type, ("glm", "nn"))
+        self._check_pred_type(pred_type)
         _check_name("link_approx", link_approx, LINKS)
-        if self.likelihood == "regression":
+        if self.likelihood != "classification":
             return self._regression(x, pred_type, joint, n_samples, diagonal_output, generator)
         if pred_type == "nn" and link_approx != "mc":
             raise ValueError(
@@ -172,7 +225,10 @@ class Laplace:
         if pred_type == "nn" or link_approx == "mc":
             draws = self.predictive_samples(x, pred_type, n_samples, diagonal_output, generator)
             return draws.mean(0)
-        return self.posterior.predict(x, link=Link(link_approx)).probs  # type: ignore[attr-defined]
+        predictive = self.posterior.predict(
+            x, link=Link(link_approx), differentiable=self.enable_backprop
+        )
+        return predictive.probs  # type: ignore[attr-defined]
 
     def _regression(
         self,
@@ -187,7 +243,10 @@ class Laplace:
             draws = self.functional_samples(x, "nn", n_samples, generator=generator)
             return draws.mean(0), draws.var(0)
         mean, covariance = self.posterior.functional(
-            x, diagonal=diagonal_output and not joint, joint=joint
+            x,
+            diagonal=diagonal_output and not joint,
+            joint=joint,
+            differentiable=self.enable_backprop,
         )
         if joint:
             return mean.flatten(), covariance.flatten(2).flatten(0, 1)
@@ -202,7 +261,9 @@ class Laplace:
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw outputs of the linearised network, or of the network with drawn weights."""
-        _check_name("pred_type", pred_type, ("glm", "nn"))
+        self._check_pred_type(pred_type)
+        if pred_type == "gp":
+            pred_type = "glm"
         method = PredictionMethod(pred_type, n_samples, generator)
         fit = LinkedFit(self.posterior._fitted, None)
         if pred_type == "nn" or not diagonal_output:
@@ -220,7 +281,7 @@ class Laplace:
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw probabilities of classes, or outputs of a regression."""
         draws = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator)
-        return draws if self.likelihood == "regression" else draws.softmax(-1)
+        return draws.softmax(-1) if self.likelihood == "classification" else draws
 
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
@@ -238,22 +299,35 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Compute the log marginal likelihood, after setting the prior precision if one is passed.
-
-        Raises:
-            NotImplementedError: For `sigma_noise`, which changes the curvature here.
-        """
+        """Compute the log marginal likelihood, after setting the arguments that are passed."""
         if sigma_noise is not None:
-            raise NotImplementedError(
-                "sigma_noise= is not supported. Set the noise before the fit, or tune it with "
-                "la.posterior.tune_evidence(sigma=True)."
-            )
+            self.sigma_noise = sigma_noise
         if prior_precision is None:
             return self.posterior.log_marginal_likelihood()
         precision = _scalar_or_vector(prior_precision)
         value = self.posterior.log_marginal_likelihood(precision)
         self.prior_precision = precision
         return value
+
+    def functional_variance(
+        self, Js: Float[Tensor, "batch outputs parameters"]
+    ) -> Float[Tensor, "batch outputs outputs"]:
+        """Compute J Σ Jᵀ per input, with the posterior covariance Σ."""
+        return torch.einsum("bkd,bcd->bkc", self._times_covariance(Js), Js)
+
+    def functional_covariance(
+        self, Js: Float[Tensor, "batch outputs parameters"]
+    ) -> Float[Tensor, "entries entries"]:
+        """Compute J Σ Jᵀ between all outputs of all inputs, `[B·C, B·C]`."""
+        return self._times_covariance(Js).flatten(0, 1) @ Js.flatten(0, 1).T
+
+    def _times_covariance(self, Js: Tensor) -> Tensor:
+        rows = Js.flatten(0, 1)
+        return (self.posterior.posterior.covariance @ rows.T).T.reshape(Js.shape)
+
+    def _check_pred_type(self, pred_type: str) -> None:
+        pred_types = ("glm", "gp") if self._structure == "gp" else ("glm", "nn")
+        _check_name("pred_type", pred_type, pred_types)
 
     def optimize_prior_precision(
         self,
@@ -281,7 +355,7 @@ class Laplace:
         _check_name("method", method, ("marglik", "gridsearch"))
         _check_name("prior_structure", prior_structure, ("scalar", "layerwise", "diag"))
         _check_name("link_approx", link_approx, LINKS)
-        _check_name("pred_type", pred_type, ("glm", "nn"))
+        self._check_pred_type(pred_type)
         if prior_structure == "diag":
             raise NotImplementedError(
                 'prior_structure="diag" is not supported. Use "layerwise" or "scalar".'
@@ -338,11 +412,59 @@ class Laplace:
         self.posterior.prior_precision = _scalar_or_vector(value)
 
     @property
+    def prior_precision_diag(self) -> Float[Tensor, " parameters"]:
+        """The prior precision of each parameter."""
+        posterior = self.posterior.posterior
+        sizes = torch.tensor(posterior.curvature.sizes, device=posterior.mean.device)
+        by_block = posterior.deltas().repeat_interleave(sizes)
+        if posterior.order is None:
+            return by_block
+        return torch.empty_like(by_block).index_copy_(0, posterior.order, by_block)
+
+    @property
+    def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
+        """The mean of the prior, one number or one per parameter."""
+        return self.posterior.prior_mean
+
+    @property
+    def scatter(self) -> Float[Tensor, ""]:
+        """The squared distance of the parameters from the prior's mean, times its precision."""
+        displacement = self.posterior.posterior.displacement
+        return (self.prior_precision_diag * displacement.square()).sum()
+
+    @property
+    def log_likelihood(self) -> Float[Tensor, ""]:
+        """The log-likelihood of the training data, in nats, divided by the temperature."""
+        fitted = self.posterior._fitted
+        return torch.tensor(-fitted.nll / fitted.temperature, dtype=torch.float64)
+
+    @property
     def sigma_noise(self) -> Tensor:
-        """The standard deviation of a regression's noise; 1 for classification."""
+        """The standard deviation of a regression's noise; 1 for the other likelihoods.
+
+        Setting it after a fit scales the curvature.
+
+        Raises:
+            ValueError: For another likelihood, or `backend` of the empirical Fisher matrix, whose
+                curvature is not proportional to the inverse variance.
+        """
         if self.likelihood == "regression":
             return self.posterior.sigma
         return torch.ones(())
+
+    @sigma_noise.setter
+    def sigma_noise(self, value: float | Tensor) -> None:
+        fitted = self.posterior._fitted
+        evidence.tunes_noise(fitted, True)
+        sigma = torch.as_tensor(value, dtype=torch.float64)
+        if sigma.numel() != 1 or self.posterior.sigma.numel() != 1:
+            raise ValueError(
+                "sigma_noise has several entries. After a fit, set it to one number, for a "
+                "regression with one sigma_noise."
+            )
+        factor = float(sigma) / float(self.posterior.sigma)
+        scaled, _ = evidence.rescaled(fitted, factor, 1.0)
+        self.posterior = Posterior.from_posterior(scaled.changed(prior=fitted.prior))
 
     @property
     def temperature(self) -> float:
@@ -376,18 +498,57 @@ class Laplace:
         return diagonal(operator).value if self._structure == "diag" else operator
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise an error that recommends saving to a file instead.
+        """Return the options, and the posterior's file as a tensor of bytes, for `torch.save`."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "posterior.safetensors"
+            self.posterior.save(path)
+            content = bytearray(path.read_bytes())
+        return {**self._options, STATE: torch.frombuffer(content, dtype=torch.uint8)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the posterior of a `state_dict`, which must have this object's options.
 
         Raises:
-            NotImplementedError: Always.
+            ValueError: If the state is not one of `state_dict`, belongs to another model, or has
+                another likelihood, structure or subset of the parameters.
         """
-        raise NotImplementedError(
-            "state_dict is not supported. Save with la.posterior.save(path), and load with "
-            "laplace_debias.Laplace.load(path, model)."
-        )
+        if STATE not in state_dict:
+            raise ValueError(
+                f"The state has the entries {sorted(state_dict)}. Pass what state_dict of this "
+                "class returned; states of laplace-torch cannot be read."
+            )
+        for name, value in self._options.items():
+            if state_dict.get(name) != value:
+                raise ValueError(
+                    f"The state has {name}={state_dict.get(name)!r}, and this object {value!r}. "
+                    "Pass the same to the constructor."
+                )
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "posterior.safetensors"
+            path.write_bytes(state_dict[STATE].cpu().numpy().tobytes())
+            self.posterior = Posterior.load(path, self._network, batch=self._batch)
+
+    @property
+    def _options(self) -> dict[str, str]:
+        """The options that a state must share with the object that loads it."""
+        return {
+            "likelihood": self.likelihood,
+            "hessian_structure": self._structure,
+            "subset_of_weights": self._subset,
+        }
 
     def __repr__(self) -> str:
         return repr(self.posterior)
+
+
+def _first_is_preferred(batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Read pairs `[B, 2, ...]` and the indices of the preferred inputs."""
+    pairs, preferred = batch
+    if pairs.ndim < 2 or pairs.shape[1] != 2:
+        raise ValueError(
+            f"Inputs of reward_modeling have shape {tuple(pairs.shape)}. Pass pairs, [B, 2, ...]."
+        )
+    return (pairs[:, 0], pairs[:, 1]), (preferred == 0).long()
 
 
 def _fisher(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:

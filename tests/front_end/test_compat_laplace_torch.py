@@ -187,9 +187,15 @@ def test_what_has_no_equivalent_is_refused():
     la = Laplace(network(), "classification")
     la.fit(data)
     calls = [
-        (lambda: Laplace(network(), "reward_modeling"), ValueError, "Use one of 'classification'"),
+        (lambda: Laplace(network(), "counts"), ValueError, "Use one of 'classification'"),
         (lambda: Laplace(network(), "classification", "some"), ValueError, "subset_of_weights="),
-        (lambda: Laplace(network(), "regression", "all", "gp"), ValueError, "hessian_structure="),
+        (lambda: Laplace(network(), "regression", "all", "some"), ValueError, "hessian_structure="),
+        (
+            lambda: Laplace(network(), "regression", "all", n_subset=3),
+            ValueError,
+            "n_subset applies",
+        ),
+        (lambda: setattr(la, "sigma_noise", 2.0), ValueError, "tunes the noise of Gaussian"),
         (lambda: Laplace(network(), "classification", "subnetwork"), ValueError, "Pass both"),
         (
             lambda: Laplace(network(), "classification", sigma_noise=2.0),
@@ -214,7 +220,6 @@ def test_what_has_no_equivalent_is_refused():
             'Use "layerwise"',
         ),
         (lambda: la.optimize_prior_precision(method="gridsearch"), ValueError, "Pass val_loader"),
-        (la.state_dict, NotImplementedError, r"la\.posterior\.save"),
     ]
     for call, error, message in calls:
         with pytest.raises(error, match=message):

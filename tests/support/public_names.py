@@ -16,6 +16,7 @@ MODULES = (
     "laplace_debias.training",
     "laplace_debias.metrics",
     "laplace_debias.sources",
+    "laplace_debias.compat.laplace_torch",
     "laplace_debias.integrations.lightning",
     "laplace_debias.integrations.sklearn",
     "laplace_debias.integrations.transformers",

@@ -1,0 +1,270 @@
+"""The calls of laplace-torch's own tests, made on both libraries and compared."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias.compat.laplace_torch import Laplace
+
+laplace = pytest.importorskip("laplace", reason="compares with laplace-torch")
+
+LIKELIHOODS = ["classification", "regression"]
+STRUCTURES = ["diag", "full", "kron"]
+SUBSETS = ["all", "last_layer"]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double().eval()
+
+
+class Rewards(nn.Module):
+    """A reward of each input `[B, 1]`, or of both inputs of each pair `[B, 2]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x):
+        rewards = self.layers(x)
+        return rewards.squeeze(-1) if x.ndim == 3 else rewards
+
+
+def loader(likelihood, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(10, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(2, (10,), generator=generator)
+    if likelihood == "regression":
+        y = torch.randn(10, 2, generator=generator, dtype=torch.float64)
+    if likelihood == "reward_modeling":
+        x = torch.randn(10, 2, 3, generator=generator, dtype=torch.float64)
+    # laplace-torch averages Kronecker factors over batches, which is another matrix.
+    return DataLoader(TensorDataset(x, y), batch_size=10)
+
+
+def both(likelihood, model=None, **options):
+    if likelihood == "regression":
+        options.setdefault("sigma_noise", 0.3)
+    options.setdefault("prior_precision", 0.7)
+    model = network() if model is None else model
+    return [library(model, likelihood, **options) for library in (Laplace, laplace.Laplace)]
+
+
+def fitted(likelihood, model=None, **options):
+    pair = both(likelihood, model, **options)
+    for la in pair:
+        la.fit(loader(likelihood))
+    return pair
+
+
+def close(actual, expected):
+    # laplace-torch computes some of it in single precision.
+    expected = expected.to(actual)
+    torch.testing.assert_close(actual, expected.reshape(actual.shape), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_terms_of_the_marginal_likelihood(likelihood, structure, subset):
+    ours, theirs = fitted(likelihood, subset_of_weights=subset, hessian_structure=structure)
+    for la in (ours, theirs):
+        if likelihood == "regression":
+            close(la.sigma_noise.double(), torch.tensor(0.3))
+            la.sigma_noise = 0.72
+    assert ours.n_data == theirs.n_data == 10
+    for name in ("mean", "log_likelihood", "prior_precision_diag", "scatter"):
+        close(getattr(ours, name), getattr(theirs, name))
+    close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+    Js = torch.randn(4, 2, ours.n_params, dtype=torch.float64)
+    close(ours.functional_variance(Js), theirs.functional_variance(Js))
+    close(ours.functional_covariance(Js), theirs.functional_covariance(Js))
+    if likelihood == "regression":
+        pair = [
+            la.log_marginal_likelihood(torch.tensor(0.4), torch.tensor(1.3))
+            for la in (ours, theirs)
+        ]
+        close(*pair)
+
+
+@pytest.mark.parametrize("structure", ["diag", "full"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_a_temperature_and_means_of_the_prior(likelihood, structure):
+    num_params = len(parameters_to_vector(network().parameters()))
+    for mean in (1.0, torch.ones(1), torch.ones(()), torch.ones(num_params)):
+        options = {"prior_mean": mean, "temperature": 1.1, "prior_precision": 1e-2}
+        ours, theirs = fitted(
+            likelihood, subset_of_weights="all", hessian_structure=structure, **options
+        )
+        assert ours.temperature == theirs.temperature == 1.1
+        close(ours.prior_mean, torch.as_tensor(mean))
+        for name in ("scatter", "posterior_precision"):
+            close(getattr(ours, name), getattr(theirs, name))
+        if likelihood == "classification":  # For regression theirs has the normaliser of T = 1.
+            close(ours.log_likelihood, theirs.log_likelihood)
+
+
+@pytest.mark.parametrize(
+    "precision", [10.6, torch.tensor(10.6), torch.tensor([10.6]), torch.rand(4) + 1]
+)
+@pytest.mark.parametrize("structure", ["diag", "kron"])
+def test_prior_precisions_of_all_and_of_each_layer(structure, precision):
+    ours, theirs = fitted(
+        "regression",
+        subset_of_weights="all",
+        hessian_structure=structure,
+        prior_precision=precision,
+    )
+    close(ours.prior_precision_diag, theirs.prior_precision_diag)
+    x = loader("regression").dataset.tensors[0]
+    for actual, expected in zip(ours(x), theirs(x), strict=True):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_named_last_layer(structure):
+    ours, theirs = fitted("classification", hessian_structure=structure, last_layer_name="1")
+    assert ours.n_params == theirs.n_params == 12
+    x = loader("classification").dataset.tensors[0]
+    for link in ("probit", "bridge", "bridge_norm"):
+        close(ours(x, pred_type="glm", link_approx=link), theirs(x, link_approx=link))
+
+
+@pytest.mark.parametrize(
+    "mask", ["LargestMagnitudeSubnetMask", "RandomSubnetMask", "ModuleNameSubnetMask"]
+)
+@pytest.mark.parametrize("structure", ["diag", "full"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_masks_of_subnetworks(likelihood, structure, mask):
+    model = network()
+    options = {"module_names": ["0"]} if mask.startswith("Module") else {"n_params_subnet": 6}
+    subnetmask = getattr(laplace.utils, mask)(model, **options)
+    subnetmask.select(loader(likelihood))
+    ours, theirs = fitted(
+        likelihood,
+        model,
+        subset_of_weights="subnetwork",
+        hessian_structure=structure,
+        subnetwork_indices=subnetmask.indices,
+    )
+    assert ours.n_params == len(subnetmask.indices)
+    x = loader(likelihood).dataset.tensors[0]
+    if likelihood == "classification":
+        close(ours(x), theirs(x))
+    else:
+        for actual, expected in zip(ours(x), theirs(x), strict=True):
+            close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        torch.tensor([0, -1]),
+        torch.tensor([32, 40]),
+        torch.tensor([0, 0, 5]),
+        torch.tensor([], dtype=torch.long),
+    ],
+    ids=["negative", "too_large", "twice", "empty"],
+)
+def test_bad_indices_are_refused_by_both(indices):
+    for library in (Laplace, laplace.Laplace):
+        with pytest.raises(ValueError, match=r".+"):
+            library(
+                network(),
+                "regression",
+                subset_of_weights="subnetwork",
+                hessian_structure="full",
+                subnetwork_indices=indices,
+            )
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_reward_models(structure):
+    torch.manual_seed(0)
+    ours, theirs = fitted(
+        "reward_modeling",
+        Rewards().double().eval(),
+        subset_of_weights="all",
+        hessian_structure=structure,
+    )
+    close(ours.log_likelihood, theirs.log_likelihood)
+    x = torch.randn(6, 3, dtype=torch.float64)
+    mean, variance = ours(x)
+    their_mean, their_variance = theirs(x)
+    close(mean, their_mean)
+    if structure == "kron":
+        # laplace-torch has other factors for a network that is called twice per example.
+        return
+    close(variance, their_variance)
+    close(ours.posterior_precision, theirs.posterior_precision)
+    assert ours.predictive_samples(x, n_samples=7).shape == (7, 6, 1)
+
+
+def test_function_space_with_all_data():
+    ours, theirs = fitted(
+        "regression", subset_of_weights="all", hessian_structure="gp", n_subset=10
+    )
+    x = torch.randn(6, 3, dtype=torch.float64)
+    for actual, expected in zip(ours(x, pred_type="gp"), theirs(x, pred_type="gp"), strict=True):
+        close(actual, expected)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_gradients_with_respect_to_the_inputs(likelihood):
+    gradients = []
+    for la in fitted(
+        likelihood, subset_of_weights="all", hessian_structure="full", enable_backprop=True
+    ):
+        x = loader(likelihood).dataset.tensors[0].clone().requires_grad_()
+        prediction = la(x)
+        if likelihood == "regression":
+            prediction = prediction[1]
+        (gradient,) = torch.autograd.grad(prediction.square().sum(), x)
+        gradients.append(gradient)
+    close(*gradients)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"subset_of_weights": "all", "hessian_structure": "kron"},
+        {"subset_of_weights": "last_layer", "hessian_structure": "full"},
+        {"subset_of_weights": "subnetwork", "subnetwork_indices": torch.tensor([1, 8, 11])},
+    ],
+    ids=["all", "last_layer", "subnetwork"],
+)
+def test_a_state_dict_is_saved_and_loaded(options, tmp_path):
+    la = Laplace(network(), "regression", **options)
+    la.fit(loader("regression"))
+    la.optimize_prior_precision()
+    la.sigma_noise = 1231
+    torch.save(la.state_dict(), tmp_path / "state.bin")
+    loaded = Laplace(network(), "regression", **options)
+    loaded.load_state_dict(torch.load(tmp_path / "state.bin"))
+    assert loaded.sigma_noise == la.sigma_noise == 1231
+    x = loader("regression").dataset.tensors[0]
+    for actual, expected in zip(loaded(x), la(x), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    before = la.posterior.posterior.curvature.to_dense() * 10
+    loaded.fit(loader("regression"), override=False)
+    torch.testing.assert_close(loaded.posterior.posterior.curvature.to_dense() * 20, 2 * before)
+
+
+def test_a_state_dict_of_other_options_is_refused():
+    la = Laplace(network(), "regression", "all", "diag")
+    la.fit(loader("regression"))
+    state = la.state_dict()
+    wide = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2)).double().eval()
+    others = [
+        Laplace(wide, "regression", "all", "diag"),
+        Laplace(network(), "regression", "all", "kron"),
+        Laplace(network(), "regression", "last_layer", "diag"),
+        Laplace(network(), "classification", "all", "diag"),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match=r"parameters|The state has"):
+            other.load_state_dict(state)
+    with pytest.raises(ValueError, match="states of laplace-torch cannot be read"):
+        la.load_state_dict({"mean": la.mean})
