@@ -91,6 +91,15 @@ class OutputLoss(ABC):
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute the sum over the batch, a scalar; differentiable in the outputs."""
 
+    @abstractmethod
+    def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
+        """Compute each example's part of `value`; differentiable in the outputs."""
+
+    def counts(self, targets: Tensor) -> Float[Tensor, " batch"]:
+        """Compute each example's part of `count`, float64."""
+        counts = [self.count(example) for example in targets.split(1)]
+        return torch.tensor(counts, dtype=torch.float64, device=targets.device)
+
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute the gradient of `value` in the outputs."""
         with torch.enable_grad():
@@ -118,6 +127,35 @@ class OutputLoss(ABC):
         a log-likelihood; see `has_distribution`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no distribution of the labels.")
+
+
+class WeightedLoss(OutputLoss):
+    """A loss whose examples count by their weights, the last entry of its labels."""
+
+    def __init__(self, loss: OutputLoss) -> None:
+        self._loss = loss
+        self.is_recordable = loss.is_recordable
+
+    def count(self, targets: Tensor) -> float:
+        """Count the examples, each once."""
+        return self._loss.count(targets)
+
+    def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
+        """The examples' losses, times their weights."""
+        *loss_labels, weights = labels
+        losses = self._loss.values(outputs, tuple(loss_labels))
+        return losses * weights.to(losses)
+
+    def value(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """Σ w ℓ."""
+        return self.values(outputs, labels).sum()
+
+    def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
+        """Return the map of v to the examples' Hessians times v, times their weights."""
+        *loss_labels, weights = labels
+        product = self._loss.hessian(outputs, tuple(loss_labels))
+        example_weights = weights.to(outputs).view(-1, *[1] * (outputs.ndim - 1))
+        return lambda v: example_weights * product(v)
 
 
 class NegativeLogLikelihood(OutputLoss):
@@ -171,7 +209,8 @@ class NegativeLogLikelihood(OutputLoss):
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """Compute ℓ of each example, float64."""
-        losses = self.likelihood.nll(outputs.flatten(0, -2), labels[0]).double()
+        terms = outputs.movedim(self.class_dim, -1).flatten(0, -2)
+        losses = self.likelihood.nll(terms, labels[0]).double()
         return losses.reshape(len(outputs), -1).sum(1)
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:

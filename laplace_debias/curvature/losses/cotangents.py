@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fisher import FisherType
-from laplace_debias.curvature.losses.base import NegativeLogLikelihood, OutputLoss, Uniforms
+from laplace_debias.curvature.losses.base import OutputLoss, Uniforms
 from laplace_debias.curvature.network.outputs import targets_classes_last
 
 
@@ -53,8 +53,8 @@ class Cotangents:
         if weights is None:
             value = self.loss.value(outputs, labels).double()
         else:
-            assert isinstance(self.loss, NegativeLogLikelihood)
-            value = self.loss.values(outputs, labels) @ weights.to(outputs.device).double()
+            losses = self.loss.values(outputs, labels).double()
+            value = losses @ weights.to(outputs.device).double()
         if self.fisher.kind == "exact":
             return self.loss.root(outputs, labels), value
         if self.fisher.kind == "empirical":

@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.losses.base import (
@@ -171,6 +172,10 @@ class SquaredError(OutputLoss):
         # Not `F.mse_loss`: recording a derivative of its derivative crashes torch (2.15).
         return (outputs - labels[0].to(outputs.dtype)).square().sum()
 
+    def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
+        """Compute Σ (f − y)² per example."""
+        return (outputs - labels[0].to(outputs.dtype)).square().flatten(1).sum(1)
+
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute 2 (f − y)."""
         return 2 * (outputs - labels[0].to(outputs.dtype))
@@ -242,11 +247,19 @@ class BinaryCrossEntropy(OutputLoss):
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute T softplus(f) − w π y f without overflow."""
+        return self._terms(outputs, labels).sum()
+
+    def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
+        """Compute the sum of the terms per example."""
+        return self._terms(outputs, labels).flatten(1).sum(1)
+
+    @staticmethod
+    def _terms(outputs: Tensor, labels: Labels) -> Tensor:
         targets, total, positive = (x.to(outputs.dtype) for x in labels)
         # Each where its second derivative keeps its digits; torch's softplus is a straight line
         # from 20 on.
         softplus = torch.where(outputs > 0, -F.logsigmoid(-outputs), F.softplus(outputs))
-        return (total * softplus - positive * targets * outputs).sum()
+        return total * softplus - positive * targets * outputs
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute T p − w π y."""
@@ -323,6 +336,11 @@ class AnyLoss(OutputLoss):
                 "with `.mean()` or `.sum()`, and state which with `reduction=`."
             )
         return value * outputs.shape[0] if self.reduction == "mean" else value
+
+    def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
+        """Compute the callable's value of each example by itself."""
+        examples = zip(outputs.split(1), labels[0].split(1), strict=True)
+        return torch.stack([self.value(output, (target,)) for output, target in examples])
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """By differentiating the gradient once more."""

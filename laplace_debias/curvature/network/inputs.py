@@ -416,10 +416,13 @@ def tensors_of(inputs: Any) -> list[Tensor]:
     return list(filter(torch.is_tensor, inputs))
 
 
-def mark_of(inputs: Inputs, targets: Tensor) -> str:
+def mark_of(inputs: Inputs, targets: Tensor, weights: Tensor | None = None) -> str:
     """Return a text that depends on the order and on every entry of the examples."""
     digest = hashlib.blake2b(digest_size=16)
-    for x in (*tensors_of(inputs), targets):
+    tensors = [*tensors_of(inputs), targets]
+    if weights is not None:
+        tensors.append(weights)
+    for x in tensors:
         digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

@@ -65,7 +65,9 @@ class Network:
             params = plain_names(model, params)
         example = None
         if data is not None and params == LAST_LAYER:
-            example = move(first_inputs(self.stream(data)), device_of_model(plain), None)
+            example = move(
+                first_inputs(self.stream(data, weighs=True)), device_of_model(plain), None
+            )
         self.names = select_parameters(plain, params, example)
         check_parameters(plain, self.names)
         self.layout = ParameterLayout.of({name: plain.get_parameter(name) for name in self.names})
@@ -76,9 +78,11 @@ class Network:
         self.device = first.device
         self.refresh()
 
-    def stream(self, data: Batches, generator: torch.Generator | None = None) -> Stream:
-        """Read data as pairs, without moving them."""
-        return Stream(data, self._read, generator)
+    def stream(
+        self, data: Batches, generator: torch.Generator | None = None, *, weighs: bool = False
+    ) -> Stream:
+        """Read data as pairs, or if it `weighs` as triples too, without moving them."""
+        return Stream(data, self._read, generator, weighs=weighs)
 
     @property
     def model(self) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laplace_debias.curvature.network.batches import Stream
+from laplace_debias.curvature.network.batches import Stream, weight_of
 from laplace_debias.curvature.network.inputs import Inputs, mark_of, move, tensors_of
 from laplace_debias.curvature.network.shards import (
     check_all_different,
@@ -35,6 +35,7 @@ class Batch:
     size: int
     inputs: Inputs
     targets: Tensor
+    weights: Tensor | None = None
 
 
 class Data:
@@ -42,6 +43,10 @@ class Data:
 
     A batch's index, the labels drawn for it and a linearised network belong to that batch for good,
     so a loader that shuffles or augments at random is an error, not noise.
+
+    A batch may have weights of its examples as a third entry, if the stream reads them. An example
+    of weight w counts as w examples in the loss and in `total_weight`, but as one in
+    `num_examples`.
 
     NaN is refused; where Inf among the inputs matters, the outputs are not finite either. The
     `sizes` are of this process's batches; `firsts` and `num_examples` count those of all processes.
@@ -60,16 +65,22 @@ class Data:
         self._device = device
         self._marks: list[str] = []
         self.sizes: list[int] = []
-        for number, (inputs, targets) in enumerate(stream, start=1):
+        weight = 0.0
+        for number, pair in enumerate(stream, start=1):
+            inputs, targets, *_ = pair
             if any(x.isnan().any() for x in (*tensors_of(inputs), targets)):
                 raise ValueError(f"Batch {number} holds NaN. Remove these examples.")
             self.sizes.append(len(targets))
-            self._marks.append(mark_of(inputs, targets))
+            self._marks.append(mark_of(*pair))
+            weight += weight_of(pair)
         if not self.sizes:
             raise ValueError(_EMPTY if ranks.size == 1 else _NO_PART)
         if not is_shared:
             check_all_different(ranks.exchange(self._marks[0]), "begins with the same batch")
         self.num_examples = sum(ranks.exchange(sum(self.sizes)))
+        self.total_weight = sum(ranks.exchange(weight))
+        if not self.total_weight:
+            raise ValueError("The weights of all examples are zero. Give some of them a weight.")
         self.firsts = first_indices_of_batches(ranks, self.sizes)
         if num_data is not None and num_data != self.num_examples:
             raise ValueError(
@@ -80,12 +91,18 @@ class Data:
 
     def __iter__(self) -> Iterator[Batch]:
         index = -1
-        for index, (inputs, targets) in enumerate(self._stream):
-            if index >= len(self.sizes) or mark_of(inputs, targets) != self._marks[index]:
+        for index, pair in enumerate(self._stream):
+            if index >= len(self.sizes) or mark_of(*pair) != self._marks[index]:
                 self._refuse(index)
+            inputs, targets, *weights = pair
             inputs = move(inputs, self._device, None)
             targets = targets.to(self._device, non_blocking=True)
-            yield Batch(index, self.firsts[index], self.sizes[index], inputs, targets)
+            batch_weights = None
+            if weights:
+                batch_weights = weights[0].to(self._device, non_blocking=True)
+            yield Batch(
+                index, self.firsts[index], self.sizes[index], inputs, targets, batch_weights
+            )
         if index == -1:
             raise TypeError(
                 f"{type(self._stream.source).__name__} gave no batch when it was read again: it "
@@ -111,7 +128,7 @@ class Data:
 def first_inputs(stream: Stream) -> Inputs:
     """Return the inputs of the first batch."""
     check_repeatable(stream.source)
-    for x, _ in stream.first:
+    for x, *_ in stream.first:
         return x
     raise ValueError(_EMPTY)
 

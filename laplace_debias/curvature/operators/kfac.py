@@ -59,7 +59,8 @@ class KFAC(Permuted):
         loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, all their arguments
             honoured; with `fisher="empirical"` also a callable `loss(outputs, targets) -> scalar`
             on a batch.
-        data: Batches `(inputs, targets)`, re-iterable: directions, and magnitudes unless there are
+        data: Batches `(inputs, targets)`, or with weights of the examples as a third entry,
+            re-iterable: directions, and magnitudes unless there are
             others for them. As for `GGN`.
         params: As for `GGN`.
         num_data: The number of examples, if known: an error if the data holds another number.
@@ -150,12 +151,20 @@ class KFAC(Permuted):
         network = Network(model, "all" if params is None else params, data, batch)
         tap = Tap(network.model)
         factor_data = LossData(
-            network.stream(data, generator), network, loss, reduction, num_data=num_data
+            network.stream(data, generator, weighs=True),
+            network,
+            loss,
+            reduction,
+            num_data=num_data,
         )
         magnitude_data = factor_data
         if magnitudes is not None:
             magnitude_data = LossData(
-                network.stream(magnitudes, generator), network, loss, reduction, num_data=None
+                network.stream(magnitudes, generator, weighs=True),
+                network,
+                loss,
+                reduction,
+                num_data=None,
             )
         if fisher != "empirical" and not factor_data.loss.has_distribution:
             raise TypeError(
@@ -166,7 +175,7 @@ class KFAC(Permuted):
         cotangents = Cotangents(factor_data.loss, columns.seeded(generator, process_group()))
         with torch.inference_mode(False):
             all_inputs = chain.from_iterable(
-                (x for x, _ in batches) for batches in (factor_data, magnitude_data)
+                (x for x, *_ in batches) for batches in (factor_data, magnitude_data)
             )
             first = factor_data.first.inputs
             with refuse_calls(unwrapped(model), network.names, tap.network):
@@ -193,7 +202,7 @@ class KFAC(Permuted):
         order = parameter_order(tap.network, network.names, blocks)
         Permuted.__init__(
             self,
-            (magnitude_data.data.num_examples * magnitude_data.scale) * fitted.curvature,
+            (magnitude_data.data.total_weight * magnitude_data.scale) * fitted.curvature,
             None if order is None else order.to(network.device),
             network.layout,
         )
@@ -249,5 +258,9 @@ class LossData:
         """Return the number of a batch, from 1."""
         return batch + 1
 
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        return ((batch.inputs, batch.targets) for batch in self.data)
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor] | tuple[Inputs, Tensor, Tensor]]:
+        for batch in self.data:
+            if batch.weights is None:
+                yield batch.inputs, batch.targets
+            else:
+                yield batch.inputs, batch.targets, batch.weights

@@ -8,7 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fisher import FisherType
-from laplace_debias.curvature.losses import Loss, OutputMap, output_loss
+from laplace_debias.curvature.layers.records import scale_examples
+from laplace_debias.curvature.losses import Labels, Loss, OutputLoss, OutputMap, output_loss
+from laplace_debias.curvature.losses.base import WeightedLoss
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.repeatable_data import Batch
@@ -41,8 +43,10 @@ class CurvatureOperator(NetworkOperator):
         loss: `nn.CrossEntropyLoss`, `nn.MSELoss` or `nn.BCEWithLogitsLoss`, all their arguments
             honoured, or any callable `loss(outputs, targets) -> scalar` on a batch that torch can
             differentiate twice.
-        data: Batches `(inputs, targets)`, the same ones every time. They are read for every product
-            whose linearisations are not all kept. Inputs are a tensor, `model(x)`, a tuple or list
+        data: Batches `(inputs, targets)` or `(inputs, targets, weights)`, the same ones every time.
+            An example of weight w counts as w examples, also in what `"mean"` divides by; then a
+            callable must be a sum or a mean over examples. They are read for every product whose
+            linearisations are not all kept. Inputs are a tensor, `model(x)`, a tuple or list
             of tensors, `model(*x)`, or a mapping, `model(**x)`. Batches may also be mappings or
             dataclasses that hold the targets, as collators make them.
         params: `"all"` (also None), `"weights"`, `"last_layer"`, names, or a predicate
@@ -114,6 +118,13 @@ class CurvatureOperator(NetworkOperator):
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         self._loss.check(outputs, targets)
 
+    def _labelled(self, batch: Batch) -> tuple[OutputLoss, Labels]:
+        """Return the loss of a batch and its labels, both with the weights of the examples."""
+        labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
+        if batch.weights is None:
+            return self._loss, labels
+        return WeightedLoss(self._loss), (*labels, batch.weights)
+
     @collective("a curvature operator's product")
     @torch.inference_mode(False)
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
@@ -161,10 +172,10 @@ class Hessian(CurvatureOperator):
     _may_have_norms = True
 
     def _linearise(self, batch: Batch) -> Linearisation:
-        labels = self._loss.labels(batch.targets, self._first_outputs.ndim)
+        loss, labels = self._labelled(batch)
         if self._may_have_norms and batch.index not in self._checked:
-            self._may_have_norms = has_norms(self._network, self._loss, batch.inputs, labels)
-        return self._lineariser.second_order(self._loss, batch.inputs, labels)
+            self._may_have_norms = has_norms(self._network, loss, batch.inputs, labels)
+        return self._lineariser.second_order(loss, batch.inputs, labels)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
         return item.linearisation.maps[0](tensors, batched)
@@ -189,7 +200,8 @@ class GGN(CurvatureOperator):
         return self._loss.is_convex
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        return self._loss.hessian(outputs, self._loss.labels(batch.targets, outputs.ndim)), 2
+        loss, labels = self._labelled(batch)
+        return loss.hessian(outputs, labels), 2
 
 
 class Fisher(CurvatureOperator):
@@ -278,10 +290,10 @@ class Fisher(CurvatureOperator):
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         fisher = self._cotangents.fisher
         if fisher.kind == "exact":
-            labels = self._loss.labels(batch.targets, outputs.ndim)
-            return self._loss.hessian(outputs, labels), 2
+            loss, labels = self._labelled(batch)
+            return loss.hessian(outputs, labels), 2
         gradients, _ = self._cotangents(outputs, batch.targets, batch.first)
-        return _outer_products(gradients), fisher.mc_samples
+        return _outer_products(gradients, batch.weights), fisher.mc_samples
 
 
 class EmpiricalFisher(CurvatureOperator):
@@ -306,16 +318,20 @@ class EmpiricalFisher(CurvatureOperator):
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         labels = self._loss.labels(batch.targets, outputs.ndim)
-        return _outer_products(self._loss.gradient(outputs, labels)[None]), 1
+        return _outer_products(self._loss.gradient(outputs, labels)[None], batch.weights), 1
 
 
-def _outer_products(gradients: Float[Tensor, "samples *outputs"]) -> OutputMap:
-    """Return the map of v to Σ_s g_s (g_sᵀ v), example by example."""
+def _outer_products(
+    gradients: Float[Tensor, "samples *outputs"], weights: Float[Tensor, " batch"] | None
+) -> OutputMap:
+    """Return the map of v to w Σ_s g_s (g_sᵀ v), example by example."""
+    if weights is not None:
+        gradients = scale_examples(gradients, weights.sqrt(), 1)
     rows = gradients.flatten(2) if gradients.ndim > 2 else gradients.unsqueeze(2)
 
     def product(v: Tensor) -> Tensor:
         vectors = v.reshape(-1, *rows.shape[1:])
-        weights = torch.einsum("sbo,kbo->ksb", rows, vectors)
-        return torch.einsum("ksb,sbo->kbo", weights, rows).reshape(v.shape)
+        coefficients = torch.einsum("sbo,kbo->ksb", rows, vectors)
+        return torch.einsum("ksb,sbo->kbo", coefficients, rows).reshape(v.shape)
 
     return product

@@ -42,7 +42,11 @@ def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
         # Sequences of another length are checked when their outputs are there.
         if batch.targets.shape[1:] == like_first:
             loss.check(outputs[:1].expand(batch.size, *outputs.shape[1:]), batch.targets)
-        total += loss.count(batch.targets)
+        if batch.weights is None:
+            total += loss.count(batch.targets)
+        else:
+            counts = loss.counts(batch.targets)
+            total += float(counts @ batch.weights.to(counts))
     total = sum(process_group().exchange(float(total)))
     if total <= 0:
         raise ValueError(
@@ -93,6 +97,8 @@ class NetworkOperator(LinearOperator):
         num_bytes_kept: Bytes of the linearised batches that are kept between products.
     """
 
+    # Whether batches may have weights of their examples.
+    _weighs = True
     # Seeds the order of the data, and the labels of an operator that draws its own.
     _generator: torch.Generator | None = None
 
@@ -117,7 +123,7 @@ class NetworkOperator(LinearOperator):
         network = self._network
         self._ranks = process_group()
         self._ranks.require_same(model=lambda: checksum(network.model))
-        stream = network.stream(data, self._generator)
+        stream = network.stream(data, self._generator, weighs=self._weighs)
         self._data = Data(stream, network.device, num_data, self._ranks)
         self._chunk_size = chunk_size
         self._memory_bound = memory_bound
@@ -247,6 +253,9 @@ class Jacobian(NetworkOperator):
             shape of their outputs.
         TypeError: For an iterator that can be read only once, or inputs that are no tensors.
     """
+
+    # Its rows are the outputs, which no weight multiplies.
+    _weighs = False
 
     def __init__(
         self,
