@@ -268,3 +268,30 @@ def test_draws_of_many_classes_have_the_moments_of_the_dense_posterior(curvature
     products = residuals.unsqueeze(-1) * residuals.unsqueeze(-2)
     standard_errors = products.std(0) / math.sqrt(num_samples)
     assert ((products.mean(0) - covariance) / standard_errors).abs().max() < 4.5
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_a_linear_layer_at_one_position_has_no_jacobian_per_output(rank, diagonal):
+    """All parameters of an MLP, against Jacobians by automatic differentiation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 4)).double().eval()
+    x = torch.randn(20, 40, dtype=torch.float64)
+    la = Laplace(model, rank=rank).fit_batches([(x, torch.randint(4, (20,)))], num_data=20)
+    deltas = torch.logspace(-2, 2, 5, dtype=torch.float64)
+    with LargestTensor() as largest:
+        _, actual = linearised.moments(la._fitted, x, deltas, diagonal=diagonal)
+    # The Jacobians of 20 examples and four outputs would have 80 times 30 × 40 entries.
+    assert largest.entries <= 10 * 30 * 40
+    curvature = la.posterior.curvature.to_dense()
+    identity = torch.eye(len(curvature), dtype=torch.float64)
+    for n in range(3):
+        rows = []
+        for output in model(x[n]):
+            gradients = torch.autograd.grad(output, list(model.parameters()), retain_graph=True)
+            rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+        J = torch.stack(rows)
+        for delta, covariances in zip(deltas, actual, strict=True):
+            dense = J @ torch.linalg.solve(20 * curvature + delta * identity, J.T)
+            expected = dense.diagonal() if diagonal else dense
+            torch.testing.assert_close(covariances[n], expected, rtol=1e-9, atol=1e-12)

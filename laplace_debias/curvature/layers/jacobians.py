@@ -103,6 +103,33 @@ def _rotated_slice(
     return (_along(U_G, J) if is_summed_first else J).movedim(-3, 1)
 
 
+def single_products(
+    record: BlockRecord, U_G: Tensor | None, U_A: Tensor | None
+) -> tuple[Float[Tensor, "batch columns rows"], Float[Tensor, "batch some_d_in"]] | None:
+    r"""Compute the factors of a Jacobian that is one outer product per output of an example.
+
+    A layer that is called once, at one position, has $U_G^\top g_k a^\top U_A$, so that the product
+    itself is never needed.
+
+    Returns:
+        $U_G^\top g_k$ and $U_A^\top a$; in thin directions, their coordinates as in `Rotated`. None
+        if a Jacobian is a sum over positions or calls.
+    """
+    block = record.block
+    is_weight = not (block.is_exact or block.is_one_hot or block.groups or record.replayed)
+    if not is_weight or len(record.inputs) != 1 or record.num_positions != 1:
+        return None
+    ((x, g),) = record.calls()
+    activations = block.rule.activations(record.layer, block, x)
+    gradients = block.rule.output_gradients(record.layer, block, x, g).squeeze(-1).movedim(0, 1)
+    a = _few_coordinates(activations, U_A) if is_thin(U_A) else coordinates(activations, U_A)
+    if is_thin(U_G) and 2 * record.num_columns < block.shape[0]:
+        rows = _few_coordinates(gradients, U_G)
+    else:
+        rows = coordinates(gradients, U_G)
+    return rows, a.squeeze(1)
+
+
 def _few_coordinates(
     rows: Float[Tensor, "batch n *groups d"], U: Float[Tensor, "*groups d rank"] | None
 ) -> Float[Tensor, "batch n *groups few"]:

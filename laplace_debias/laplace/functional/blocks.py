@@ -9,7 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Block, Site
-from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import (
+    Jacobians,
+    rotated_jacobians,
+    single_products,
+)
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.laplace.functional.linear_head import LinearHead
@@ -26,6 +30,8 @@ _TOLERANCE = 0.05
 # Entries in a slice of weighted products, by device type. On a CPU it stays in the cache; on a GPU
 # smaller slices would spend most of the time on calls of a few microseconds.
 _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
+# Entries of the weights 1/P that are used together.
+_WEIGHTS = 2**22
 # Products of this many columns are summed afterwards. Libraries compute each entry of a product on
 # one part of a GPU, however many columns there are.
 _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
@@ -132,6 +138,12 @@ class BlockMoments:
             operator = self._operators[index]
             deltas = self.prior_precisions[:, index]
             curvature = self.posterior.data_weight * operator.in_frame
+            products = None
+            if self._jacobians is rotated_jacobians:
+                products = single_products(record, operator.U_G, operator.U_A)
+            if products is not None:
+                add_single_products(into, *products, curvature, deltas, self._diagonal)
+                continue
             for examples, J, columns in self._jacobians(record, operator.U_G, operator.U_A):
                 column_curvature = curvature if columns is None else curvature[..., columns]
                 column_curvature = column_curvature[..., : J.shape[-2], : J.shape[-1]].flatten()
@@ -152,6 +164,32 @@ class BlockMoments:
                 # Released before the next ones are computed.
                 del J, rows
             del record
+
+
+def add_single_products(
+    into: Float[Tensor, "grid batch columns *again"],
+    gradients: Float[Tensor, "batch columns rows"],
+    activations: Float[Tensor, "batch d_in"],
+    curvature: Float[Tensor, "all_rows all_d_in"],
+    deltas: Float[Tensor, " grid"],
+    diagonal: bool,
+) -> None:
+    r"""Add the covariances, or variances, of Jacobians $\hat J_{c,ij} = \hat g_{ci} \hat a_j$.
+
+    They are $\sum_i \hat g_{ci} \hat g_{ki} w_i$ with $w_i = \sum_j \hat a_j^2 / (\lambda_{ij} +
+    \delta)$, which is the same for all outputs.
+    """
+    num_rows = gradients.shape[-1]
+    curvature = curvature[:num_rows, : activations.shape[-1]]
+    squares = activations.square()
+    step = max(1, _WEIGHTS // len(squares.T))
+    for point, delta in zip(into, deltas, strict=True):
+        sums = [squares @ (c + delta).reciprocal_().mT for c in curvature.split(step)]
+        along = torch.cat(sums, 1).unsqueeze(1)
+        if diagonal:
+            point += (gradients.square() @ along.mT).squeeze(-1)
+        else:
+            point.baddbmm_(gradients * along, gradients.mT)
 
 
 def weighted_squares(
