@@ -168,7 +168,8 @@ def prepare_fit(
         ranks.require_same(model=model, blocks=parameters.block_names)
         if not size.is_shared:
             _check_different_data(ranks, streams[0].first)
-    context = replace(context, num_data=size.num_data)
+    if mode == "full" and size.is_inferred:
+        context = replace(context, num_examples=size.num_data)
     config.structure.check(context)
     purpose = f"Nothing was fitted: the posterior of curvature={config.structure.name!r} takes"
     check_memory(

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -143,6 +143,8 @@ def plan_fit(
         stream = state.spec.fit_stream(loader, state.device)
         _, context = examine(state, selected, [stream], reads_all=False, fisher=fisher)
         ((x, y, *_),) = stream.first
+        if num_batches is not None:
+            context = replace(context, num_examples=num_batches * len(y))
         # A pass reads one fold.
         fold = slice(0, -(-len(y) // num_folds))
         x = move(take(x, fold), context.device, None)

@@ -151,7 +151,7 @@ def test_rows_are_kept_only_within_the_memory_bound():
         rows = [next(iter(blocks.values())) for _, blocks in inducing.rows()]
         assert sum(map(len, rows)) == 10
         assert 2 * row_bytes * max(map(len, rows)) <= bound
-        assert (inducing._kept is not None) == are_kept
+        assert (inducing._rows_in_memory is not None) == are_kept
 
 
 @pytest.mark.parametrize("mode", ["mini", "debiased", "crossfit"])
@@ -293,6 +293,20 @@ def test_the_examples_are_drawn_without_replacement():
         assert matches.sum(0).le(1).all()
 
 
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_each_inducing_example_has_the_rows_that_those_before_leave_most_of(likelihood):
+    model = network(likelihood)
+    x, y = examples(likelihood)
+    la = laplace(model, likelihood, inducing=7).fit(batches(x, y))
+    left = oracle.flat_jacobian(model, x, la.param_names)
+    for chosen in la.posterior.curvature.blocks["parameters"].U.inducing.inputs:
+        example = int((x == chosen).all(1).nonzero())
+        assert example == int(left.square().sum((1, 2)).argmax())
+        _, values, directions = torch.linalg.svd(left[example], full_matrices=False)
+        V = directions[values > 1e-9]
+        left = left - left @ V.T @ V
+
+
 @pytest.mark.parametrize(
     ("inducing", "error", "message"),
     [
@@ -359,3 +373,33 @@ def test_a_kernel_beyond_the_memory_is_refused_with_the_remedy(monkeypatch):
     laplace(model, "classification", inducing=4).fit(data)
     with pytest.raises(ValueError, match=r"Nothing was fitted.*fewer inducing inputs"):
         laplace(model, "classification", inducing=20).fit(data)
+
+
+@pytest.mark.slow
+def test_with_some_inputs_it_is_nearer_to_the_full_posterior_than_laplace_torch():
+    peer = pytest.importorskip("laplace")
+    model = network("classification")
+    x, _ = examples("classification", 64)
+    optimiser = torch.optim.Adam(model.parameters(), 1e-2)
+    labels = (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+    for _ in range(100):
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(x), labels).backward()
+        optimiser.step()
+    new, _ = examples("classification", 40, 2)
+    contrasts = torch.eye(3, dtype=torch.float64) - 1 / 3
+
+    def deviations(covariance):
+        return (contrasts @ covariance @ contrasts).diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+
+    full = laplace(model, "classification", "full").fit([(x, labels)])
+    expected = deviations(full.functional(new)[1])
+    for number in (8, 16, 32):
+        la = laplace(model, "classification", inducing=number).fit([(x, labels)])
+        other = peer.FunctionalLaplace(
+            model, "classification", n_subset=number, prior_precision=DELTA
+        )
+        other.fit(DataLoader(TensorDataset(x, labels), batch_size=number))
+        _, covariance = other._glm_predictive_distribution(new)
+        distance = (deviations(la.functional(new)[1]) - expected).norm()
+        assert distance < 0.7 * (deviations(covariance.double()) - expected).norm()

@@ -66,7 +66,7 @@ def case(request):
     return model(), data()
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full", "lowrank"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full", "lowrank", "gp"])
 def test_bytes_of_the_posterior_are_those_of_the_fitted_tensors(case, curvature):
     model, data = case
     la = Laplace(model, curvature=curvature)
@@ -75,6 +75,8 @@ def test_bytes_of_the_posterior_are_those_of_the_fitted_tensors(case, curvature)
     held = {la.mean.untyped_storage().data_ptr(): la.mean.nbytes}
     for block in la.posterior.curvature.blocks.values():
         parts = [v for v in vars(block).values() if isinstance(v, torch.Tensor)]
+        if curvature == "gp":
+            parts += [block.U.coefficients, block.U.inducing.inputs]
         # An exact block has a 1 for A, and a low rank one number for the rest.
         for part in parts:
             if part.numel() > 1:
@@ -126,7 +128,7 @@ MODES = ("full", "mini", "debiased", "crossfit")
     ("name", "curvature", "mode"),
     [  # Every pair of values.
         (list(CASES)[(i + j) % 3], curvature, mode)
-        for i, curvature in enumerate(("kfac", "ekfac", "diag", "lowrank", "full"))
+        for i, curvature in enumerate(("kfac", "ekfac", "diag", "lowrank", "full", "gp"))
         for j, mode in enumerate(MODES)
     ],
 )

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias import Laplace
 
-CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
+CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full", "gp")
 
 
 def perceptron() -> nn.Module:

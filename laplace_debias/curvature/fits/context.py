@@ -33,7 +33,7 @@ class FitContext:
         ranks: The processes that share the data.
         checkpoint: The folder that saves passes over the data, or none.
         example: The inputs of one example of the data.
-        num_data: N, if it is known before the fit.
+        num_examples: The number of examples that the fit reads; None if it is unknown.
     """
 
     cotangents: Cotangents
@@ -44,7 +44,7 @@ class FitContext:
     ranks: Ranks = ALONE
     checkpoint: Checkpoint | NoCheckpoint = NO_CHECKPOINT
     example: Inputs | None = None
-    num_data: int | None = None
+    num_examples: int | None = None
 
     @cached_property
     def tap(self) -> Tap:

@@ -6,9 +6,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK, RowAccumulator, Rows
 from laplace_debias.curvature.fits.directions import eigh
@@ -33,12 +34,12 @@ def block_rows(
     record: BlockRecord, jacobians: Jacobians = rotated_jacobians
 ) -> Float[Tensor, "examples columns d"]:
     """Compute the Jacobian rows of a block in double precision."""
-    parts = []
+    slices = []
     for _, J, columns in jacobians(record, None, None):
         if columns is not None:
             J = J.new_zeros(*J.shape[:3], record.block.shape[1]).index_add_(3, columns, J)
-        parts.append(J.flatten(2).double())
-    return torch.cat(parts)
+        slices.append(J.flatten(2).double())
+    return torch.cat(slices)
 
 
 class InducingInputs:
@@ -62,7 +63,7 @@ class InducingInputs:
         self.inputs = inputs
         self.memory_bound = memory_bound
         self.num_parameters = sum(block.size for block in blocks)
-        self._kept: list[tuple[slice, BlockRows]] | None = None
+        self._rows_in_memory: list[tuple[slice, BlockRows]] | None = None
 
     @property
     def parameter(self) -> Tensor:
@@ -78,8 +79,8 @@ class InducingInputs:
 
     def rows(self) -> Iterator[tuple[slice, BlockRows]]:
         """Yield the rows of J_Z part by part, with their indices."""
-        if self._kept is not None:
-            yield from self._kept
+        if self._rows_in_memory is not None:
+            yield from self._rows_in_memory
             return
         row_bytes = _DOUBLE_BYTES * self.num_parameters
         bound = granted(
@@ -93,9 +94,9 @@ class InducingInputs:
         if num_rows < self.num_rows:
             yield from self._computed_rows(num_rows)
             return
-        kept = list(self._computed_rows(num_rows))
-        self._kept = kept
-        yield from kept
+        rows = list(self._computed_rows(num_rows))
+        self._rows_in_memory = rows
+        yield from rows
 
     def _computed_rows(self, num_rows: int) -> Iterator[tuple[slice, BlockRows]]:
         size = num_examples(self.inputs)
@@ -114,6 +115,7 @@ class InducingInputs:
                 vectors = units.unflatten(2, outputs.shape[1:])
                 records = tap.backward(outputs, vectors, last < num_outputs)
                 rows = {record.block: block_rows(record).flatten(0, 1) for record in records}
+                check_finite(rows)
                 start = begin * num_outputs + first
                 yield slice(start, start + len(outputs) * (last - first)), rows
         tap.forget()
@@ -263,10 +265,12 @@ class ProjectedCurvature:
     trace: Float[Tensor, ""]
 
     @classmethod
-    def mean(cls, sums: "Sequence[ProjectedMoments]", weight: float) -> "ProjectedCurvature":
+    def mean(
+        cls, accumulators: "Sequence[ProjectedMoments]", weight: float
+    ) -> "ProjectedCurvature":
         """Divide the sums over all data by their total weight."""
-        moments = torch.stack([part.sums for part in sums]).sum(0)
-        trace = torch.stack([part.trace for part in sums]).sum()
+        moments = torch.stack([accumulator.sums for accumulator in accumulators]).sum(0)
+        trace = torch.stack([accumulator.trace for accumulator in accumulators]).sum()
         return cls(moments / weight, trace / weight)
 
     def remainder(self, values: Float[Tensor, " k"], size: int) -> Float[Tensor, ""]:
@@ -316,6 +320,40 @@ def rotate_to_eigenvectors(
     return eigenvalues, InducingDirections(basis.inducing, coefficients)
 
 
+def leading_examples(
+    kernel: Float[Tensor, "rows rows"], size: int, num_outputs: int
+) -> Int[Tensor, " size"]:
+    """Choose examples one after the other, each with the largest residual of its kernel.
+
+    The residual of an example is the trace of what the span of those before leaves of its Jacobian
+    rows: a pivoted Cholesky decomposition, block by block.
+
+    Args:
+        kernel: The kernel between the rows of all examples.
+        size: The number of examples to choose.
+        num_outputs: C, the number of rows of each example.
+    """
+    residuals = kernel.diagonal().clone()
+    threshold = residuals.max() * len(kernel) * torch.finfo(kernel.dtype).eps
+    columns = kernel.new_zeros(len(kernel), 0)
+    is_left = torch.ones(len(kernel) // num_outputs, dtype=torch.bool, device=kernel.device)
+    chosen = []
+    for _ in range(size):
+        traces = residuals.view(-1, num_outputs).sum(1).where(is_left, -torch.inf)
+        example = int(traces.argmax())
+        chosen.append(example)
+        is_left[example] = False
+        rows = slice(example * num_outputs, (example + 1) * num_outputs)
+        residual_columns = kernel[:, rows] - columns @ columns[rows].T
+        values, vectors = torch.linalg.eigh(residual_columns[rows])
+        is_above = values > threshold
+        scaled = vectors[:, is_above] / values[is_above].sqrt()
+        new_columns = residual_columns @ scaled
+        residuals -= new_columns.square().sum(1)
+        columns = torch.cat([columns, new_columns], dim=1)
+    return torch.tensor(chosen, device=kernel.device)
+
+
 def root_rows(moments: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:
     """Compute rows whose products `rowsᵀ rows` are moments."""
     values, Q = eigh(moments, "the curvature along the inducing directions")
@@ -331,44 +369,66 @@ def joined_folds(folds: Sequence[Fold]) -> Fold:
 
 
 def all_inputs(context: FitContext, data: FitData) -> Inputs:
-    """Join the inputs of all examples of all processes."""
-    batches = [move(x, context.device, None) for x, *_ in data]
-    return _joined(_of_all_ranks(context.ranks, batches, context.device))
+    """Join the inputs of all examples of all processes, without those of weight zero."""
+    batches = []
+    for pair in data:
+        is_weighted = _is_weighted(pair)
+        if is_weighted.any():
+            x = move(pair[0], context.device, None)
+            batches.append(take(x, is_weighted.to(context.device)))
+    return _joined(_gathered(context.ranks, batches, context.device))
 
 
-def drawn_inputs(context: FitContext, data: FitData, size: int) -> Inputs:
+def _is_weighted(pair: tuple[Any, ...]) -> Bool[Tensor, " examples"]:
+    """Whether each example has a weight that is not zero."""
+    if len(pair) > 2:
+        return pair[2] > 0
+    return torch.ones(len(pair[1]), dtype=torch.bool)
+
+
+def drawn_inputs(context: FitContext, data: FitData, least: int, size: int) -> Inputs:
     """Draw inputs of the data without replacement, all with the same probability.
 
     The draw depends only on the places of the examples in the data.
 
+    Args:
+        context: The processes that share the data.
+        data: The data.
+        least: The number of examples that must be there.
+        size: How many are drawn, if there are as many.
+
     Raises:
-        ValueError: If there are fewer examples.
+        ValueError: If there are fewer examples than required.
     """
     keys = torch.zeros(0, dtype=torch.float64)
     drawn: list[Inputs] = []
     num_read = 0
-    for number, (x, *_) in enumerate(data):
-        length = num_examples(x)
+    for number, pair in enumerate(data):
+        length = len(pair[1])
         uniforms = Uniforms(seed=0, sample=0, first=data.first_index(number, num_read))
         num_read += length
-        keys = torch.cat([keys, uniforms(torch.zeros(length))])
-        pool = _joined([*drawn, move(x, context.device, None)])
+        is_weighted = _is_weighted(pair)
+        if not is_weighted.any():
+            continue
+        keys = torch.cat([keys, uniforms(torch.zeros(length))[is_weighted.cpu()]])
+        x = take(move(pair[0], context.device, None), is_weighted.to(context.device))
+        pool = _joined([*drawn, x])
         order = keys.argsort()[:size]
         keys = keys[order]
         drawn = [take(pool, order.to(context.device))]
     ranks = context.ranks
     num_drawn = sum(ranks.exchange(len(keys)))
-    if num_drawn < size:
+    if num_drawn < least:
         raise ValueError(
-            f"inducing={size} is more than the {num_drawn} examples of the data. Pass a smaller "
+            f"inducing={least} is more than the {num_drawn} examples of the data. Pass a smaller "
             "number, or None for all of them."
         )
     all_keys = torch.cat(ranks.exchange(keys))
-    pool = _joined(_of_all_ranks(ranks, drawn, context.device))
+    pool = _joined(_gathered(ranks, drawn, context.device))
     return take(pool, all_keys.argsort()[:size].to(context.device))
 
 
-def _of_all_ranks(ranks: Ranks, batches: list[Inputs], device: torch.device) -> list[Inputs]:
+def _gathered(ranks: Ranks, batches: list[Inputs], device: torch.device) -> list[Inputs]:
     if ranks.size == 1:
         return batches
     cpu = torch.device("cpu")

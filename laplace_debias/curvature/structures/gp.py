@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
@@ -20,6 +20,7 @@ from laplace_debias.curvature.fits.inducing import (
     drawn_inputs,
     independent_rows,
     joined_folds,
+    leading_examples,
     root_rows,
     rotate_to_eigenvectors,
 )
@@ -27,7 +28,8 @@ from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
-from laplace_debias.curvature.network.inputs import Inputs, move
+from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
+from laplace_debias.curvature.network.outputs import MEMORY_BOUND
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.structures.base import (
     EIGH_MATRICES,
@@ -39,8 +41,11 @@ from laplace_debias.curvature.structures.base import (
 from laplace_debias.curvature.structures.dense import DenseCurvature, num_parameters
 from laplace_debias.operators import BlockDiagonal, LowRankPlusDiagonal
 from laplace_debias.system.checks import whole
+from laplace_debias.system.memory import ROOM
 
 _DOUBLE_BYTES = 8
+# Examples among which one inducing input is chosen.
+_CANDIDATES = 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ class GpCurvature(DenseCurvature):
     then a lower bound of the full posterior's. If all examples are inducing, both are the same.
 
     Attributes:
-        inducing: How many of the data's examples are inducing, or their inputs; None for all.
+        inducing: How many of the data's examples are inducing, or their inputs; None for all. A
+            number of examples is chosen among four times as many that are drawn, so that the span
+            leaves little of the others' Jacobian rows.
     """
 
     name = "gp"
@@ -169,7 +176,34 @@ class GpCurvature(DenseCurvature):
             return all_inputs(context, data)
         if isinstance(self.inducing, Tensor):
             return move(self.inducing, context.device, None)
-        return drawn_inputs(context, data, self.inducing)
+        num_candidates = self._num_candidates(context)
+        candidates = drawn_inputs(context, data, self.inducing, num_candidates)
+        if num_examples(candidates) == self.inducing:
+            return candidates
+        return take(candidates, self._chosen(context, candidates))
+
+    def _num_candidates(self, context: FitContext) -> int:
+        """Count the examples that inducing inputs are chosen among, at most."""
+        if not isinstance(self.inducing, int):
+            return 0
+        num_candidates = _CANDIDATES * self.inducing
+        return (
+            num_candidates
+            if context.num_examples is None
+            else min(num_candidates, context.num_examples)
+        )
+
+    def _chosen(self, context: FitContext, candidates: Inputs) -> Int[Tensor, " M"]:
+        """Choose the examples among candidates that leave the least of the others' rows."""
+        assert isinstance(self.inducing, int)
+        pairs = {}
+        if context.ranks.rank == 0:
+            kernel = self._inducing_inputs(context, candidates).own_kernel()
+            num_outputs = len(kernel) // num_examples(candidates)
+            pairs[DENSE_BLOCK] = (leading_examples(kernel, self.inducing, num_outputs),)
+        (indices,) = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
+        assert indices is not None
+        return indices
 
     def check(self, context: FitContext) -> None:
         """Require inducing inputs like those of the data, and no more than there are examples."""
@@ -192,10 +226,10 @@ class GpCurvature(DenseCurvature):
                     "Convert inducing."
                 )
             return
-        num_data = context.num_data
-        if self.inducing is not None and num_data is not None and self.inducing > num_data:
+        num_read = context.num_examples
+        if self.inducing is not None and num_read is not None and self.inducing > num_read:
             raise ValueError(
-                f"inducing={self.inducing} is more than the {num_data} examples of the data. "
+                f"inducing={self.inducing} is more than the {num_read} examples of the data. "
                 "Pass a smaller number, or None for all of them."
             )
 
@@ -203,17 +237,19 @@ class GpCurvature(DenseCurvature):
         """M·C, the rows of the Jacobian at the inducing inputs; None if it is unknown."""
         num_inputs = self.num_inducing
         if num_inputs is None:
-            num_inputs = context.num_data
+            num_inputs = context.num_examples
         return None if num_inputs is None else num_inputs * context.num_outputs
 
     def posterior_bytes(self, context: FitContext, num_rows: NumRows = NO_ROWS) -> int:
-        """Count the bytes of the coefficients and the inducing inputs; 0 if N is unknown."""
+        """Count the bytes of coefficients, magnitudes and inputs; 0 if N is unknown."""
         size = self._num_rows(context)
         if size is None:
             return 0
         assert isinstance(context.example, Tensor)
         input_bytes = context.example.nbytes * size // context.num_outputs
-        return _DOUBLE_BYTES * size * min(size, num_parameters(context)) + input_bytes
+        num_directions = min(size, num_parameters(context))
+        direction_bytes = _DOUBLE_BYTES * size + context.dtype.itemsize
+        return num_directions * direction_bytes + input_bytes
 
     def least_bytes(self, context: FitContext) -> int:
         """Count the bytes of the posterior, and of the kernel while it is decomposed."""
@@ -221,13 +257,17 @@ class GpCurvature(DenseCurvature):
 
     def _decomposition_bytes(self, context: FitContext) -> int:
         size = self._num_rows(context) or 0
-        return EIGH_MATRICES * _DOUBLE_BYTES * size**2
+        num_candidates = self._num_candidates(context) * context.num_outputs
+        return _DOUBLE_BYTES * max(EIGH_MATRICES * size**2, num_candidates**2 + size**2)
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
         """Count the bytes of the kernel's decomposition, and of the passes over the data."""
+        num_rows = self._num_rows(context) or 0
+        bound = context.memory_bound or MEMORY_BOUND * ROOM[context.device.type]
+        row_bytes = min(_DOUBLE_BYTES * num_rows * num_parameters(context), bound // 2)
         return {
-            "kernel": self._decomposition_bytes(context),
-            "curvature": self.posterior_bytes(context) + workload.working_bytes,
+            "kernel": row_bytes + self._decomposition_bytes(context),
+            "curvature": row_bytes + self.posterior_bytes(context) + workload.working_bytes,
         }
 
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
