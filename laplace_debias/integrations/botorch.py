@@ -1,5 +1,7 @@
 """A regression as a model of BoTorch: `pip install laplace-debias[botorch]`."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -12,6 +14,7 @@ with imports_of_extra("botorch", "botorch"):
     from botorch.acquisition.objective import PosteriorTransform
     from botorch.models.model import Model
     from botorch.posteriors import GPyTorchPosterior, Posterior
+    from botorch.sampling import MCSampler
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
 
 
@@ -19,9 +22,8 @@ class LaplaceModel(Model):
     """A fitted regression as BoTorch's `Model`, for acquisition functions.
 
     The posterior at q points is the Gaussian of the linearised network's outputs there, including
-    the covariances between points. It cannot be differentiated in the points: candidates are chosen
-    from a set (`optimize_acqf_discrete`), or without gradients
-    (`optimize_acqf(..., options={"with_grad": False})`).
+    the covariances between points. Gradients flow back to the points if they require them, as in
+    `optimize_acqf`; the Jacobians of the q points are then kept.
 
     Args:
         la: A fitted `Laplace` with a `Gaussian` likelihood, from points `[B, d]` to `[B, C]`.
@@ -71,18 +73,13 @@ class LaplaceModel(Model):
         Raises:
             ValueError: If the number of outputs is not `num_outputs`. Otherwise this raises what
                 `Laplace.functional` raises.
-            NotImplementedError: For points that require gradients, or a noise for each point.
+            NotImplementedError: For a noise for each point.
         """
         if isinstance(observation_noise, Tensor):
             raise NotImplementedError(
                 "The noise of a regression is its sigma. Pass observation_noise=True or False."
             )
-        if X.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "The posterior cannot be differentiated in the points. Choose candidates with "
-                'optimize_acqf_discrete, or pass options={"with_grad": False} to optimize_acqf.'
-            )
-        mean, covariance = joint_moments(self._la, X, observation_noise)
+        mean, covariance = self._moments(X, observation_noise)
         if mean.shape[-1] != self._num_outputs:
             raise ValueError(
                 f"The network has {mean.shape[-1]} outputs, but num_outputs={self._num_outputs}. "
@@ -104,6 +101,116 @@ class LaplaceModel(Model):
             return posterior
         return posterior_transform(posterior)
 
+    def condition_on_observations(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
+    ) -> "ConditionedModel":
+        """Add observations to the model, without a new fit.
+
+        Args:
+            X: Points, `[..., n, d]`.
+            Y: Observations at them, `[..., n, C]`; further dimensions in front are a batch of
+                models, as that of fantasies.
+            noise: None, since the noise of a regression is its sigma.
+            **kwargs: None, either.
+
+        Raises:
+            NotImplementedError: For a noise or another argument.
+            ValueError: If the shapes do not match.
+        """
+        if noise is not None:
+            raise NotImplementedError("The noise of a regression is its sigma. Remove noise=.")
+        if kwargs:
+            raise NotImplementedError(
+                f"Observations are conditioned on without options. Remove {', '.join(kwargs)}."
+            )
+        if Y.shape[-2:] != (X.shape[-2], self._num_outputs):
+            raise ValueError(
+                f"Y has shape {tuple(Y.shape)}. Pass observations [..., {X.shape[-2]}, "
+                f"{self._num_outputs}] at the points."
+            )
+        return ConditionedModel(self._la, X, Y)
+
+    def fantasize(self, X: Tensor, sampler: MCSampler) -> "ConditionedModel":
+        """Condition on observations at points that are drawn from the posterior there.
+
+        Args:
+            X: Points, `[..., q, d]`.
+            sampler: A sampler of BoTorch; its number of samples is that of fantasies.
+        """
+        Y = sampler(self.posterior(X, observation_noise=True))
+        return self.condition_on_observations(X, Y)
+
+    def _moments(self, X: Tensor, observation_noise: bool) -> tuple[Tensor, Tensor]:
+        """Compute mean and covariance at q points jointly, as `joint_moments`."""
+        return joint_moments(self._la, X, observation_noise)
+
+
+class ConditionedModel(LaplaceModel):
+    r"""A `LaplaceModel` with further observations, a Gaussian conditioned on others.
+
+    With the covariance K of the outputs at the points and at the observed ones, the mean is
+    $m + K_{xo}(K_{oo} + \sigma^2 I)^{-1}(y - m_o)$. This is the update of the parameters' Gaussian
+    with the linearised network, its mean included, exact for any curvature.
+
+    Args:
+        la: The fitted regression.
+        X: Observed points, `[..., n, d]`.
+        Y: Observations at them, `[..., n, C]`.
+    """
+
+    def __init__(self, la: Laplace, X: Tensor, Y: Tensor) -> None:
+        super().__init__(la, Y.shape[-1])
+        self._X = X
+        self._Y = Y
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The shape of a batch of models: that of the observations."""
+        return self._Y.shape[:-2]
+
+    def condition_on_observations(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
+    ) -> "ConditionedModel":
+        """Add observations to those of the model; see `LaplaceModel`."""
+        added = super().condition_on_observations(X, Y, noise, **kwargs)
+        points = _joined(self._X, added._X)
+        return ConditionedModel(self._la, points, _joined(self._Y, added._Y))
+
+    def _moments(self, X: Tensor, observation_noise: bool) -> tuple[Tensor, Tensor]:
+        mean, covariance = joint_moments(self._la, _joined(X, self._X))
+        num_rows = X.shape[-2] * self._num_outputs
+        K, K_cross, K_observed = (
+            covariance[..., :num_rows, :num_rows],
+            covariance[..., :num_rows, num_rows:],
+            covariance[..., num_rows:, num_rows:],
+        )
+        K_observed = K_observed + _noise(self._la, self._X.shape[-2], mean)
+        gains = torch.linalg.solve(K_observed, K_cross.mT).mT
+        mean_at_points, mean_observed = mean.split([X.shape[-2], self._X.shape[-2]], -2)
+        residuals = (self._Y - mean_observed).flatten(-2).unsqueeze(-1)
+        change = (gains @ residuals).squeeze(-1).unflatten(-1, mean_at_points.shape[-2:])
+        conditional = K - gains @ K_cross.mT
+        if observation_noise:
+            conditional = conditional + _noise(self._la, X.shape[-2], mean)
+        conditional = (conditional + conditional.mT) / 2
+        mean_at_points = mean_at_points + change
+        batch = mean_at_points.shape[:-2]
+        return mean_at_points, conditional.expand(*batch, *conditional.shape[-2:])
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    """Join the rows of two batches of matrices, whose batch dimensions are broadcast."""
+    batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
+    parts = [rows.expand(*batch, *rows.shape[-2:]) for rows in (first, second)]
+    return torch.cat(parts, -2)
+
+
+def _noise(la: Laplace, num_points: int, mean: Tensor) -> Float[Tensor, "rows rows"]:
+    """Return the covariance of the noise at points, `[q·C, q·C]`."""
+    assert isinstance(la.likelihood, Gaussian)
+    variance = la.likelihood.sigma.square().to(mean).expand(mean.shape[-1])
+    return torch.diag(variance.repeat(num_points))
+
 
 def joint_moments(
     la: Laplace, X: Tensor, observation_noise: bool = False
@@ -112,7 +219,7 @@ def joint_moments(
 
     Args:
         la: A fitted approximation of a network from `[B, d]` to `[B, C]`.
-        X: Points `[..., q, d]`, in sets of q.
+        X: Points `[..., q, d]`, in sets of q. If they require gradients, these flow back to them.
         observation_noise: Whether to add the noise σ² of a `Gaussian` likelihood.
 
     Returns:
@@ -127,13 +234,16 @@ def joint_moments(
         raise ValueError(
             f"Points must have shape [..., q, d], got {tuple(X.shape)}. Pass X[None] for one point."
         )
-    sets = X.detach().reshape(-1, *X.shape[-2:])
+    differentiable = X.requires_grad and torch.is_grad_enabled()
+    sets = X.reshape(-1, *X.shape[-2:])
     if sets.shape[1] == 1:
         # Sets of one point have no covariance between points, so one pass is enough for all.
-        mean, covariance = la.functional(sets[:, 0])
+        mean, covariance = la.functional(sets[:, 0], differentiable=differentiable)
         mean = mean.unsqueeze(1)
     else:
-        moments = [la.functional(points, joint=True) for points in sets]
+        moments = [
+            la.functional(points, joint=True, differentiable=differentiable) for points in sets
+        ]
         mean = torch.stack([set_mean for set_mean, _ in moments])
         covariance = torch.stack(
             [set_covariance.flatten(2).flatten(0, 1) for _, set_covariance in moments]
@@ -144,8 +254,7 @@ def joint_moments(
                 f"observation_noise=True needs a Gaussian likelihood, which has a σ, got "
                 f"{type(la.likelihood).__name__}. Remove observation_noise=True."
             )
-        variance = la.likelihood.sigma.square().to(mean).expand(mean.shape[-1])
-        covariance = covariance + torch.diag(variance.repeat(sets.shape[1]))
+        covariance = covariance + _noise(la, sets.shape[1], mean)
     if X.ndim == 2:
         return mean[0], covariance[0]
     return mean.unflatten(0, X.shape[:-2]), covariance.unflatten(0, X.shape[:-2])

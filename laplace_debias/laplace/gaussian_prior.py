@@ -75,7 +75,7 @@ class GaussianPrior:
         r"""Compute $\tfrac12(\theta - \mu)^\top P_0 (\theta - \mu)$ in nats, differentiable in θ.
 
         It is the negative logarithm of the prior's density, without its constant, and belongs to
-        the sum of the examples' losses. Divide it by N beside a mean loss.
+        the sum of the examples' losses. Divide it by N if the loss is a mean.
 
         Args:
             model: A model with parameters of these names.

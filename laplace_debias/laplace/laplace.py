@@ -786,8 +786,8 @@ class Laplace(Predictor):
                 is the covariance of output i at input n and output j at input m.
             positions: Only some positions of outputs `[B, T, C]`, as in `predict`: the mean is
                 `[B, p, C]` (`[B, C]` for one). `outputs` are then those at each position.
-            differentiable: Whether gradients flow back to the inputs. Without the other options;
-                the Jacobians of all inputs are kept, `[B, C, D]`.
+            differentiable: Whether gradients flow back to the inputs. Of the other options only
+                `joint`; the Jacobians of all inputs are kept, `[B, C, D]`.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`
@@ -803,12 +803,12 @@ class Laplace(Predictor):
             )
         state = self._unchanged_fit
         if differentiable:
-            if diagonal or joint or outputs is not None or positions is not None:
+            if diagonal or outputs is not None or positions is not None:
                 raise ValueError(
                     "differentiable=True computes the mean and the covariance of all outputs. "
-                    "Remove diagonal=, outputs=, joint= and positions=."
+                    "Remove diagonal=, outputs= and positions=."
                 )
-            return differentiable_moments(state, x)
+            return differentiable_moments(state, x, joint)
         if joint:
             return joint_moments(state, x, outputs, positions)
         mean, covariances = moments(

@@ -83,6 +83,16 @@ def test_examples_of_linear_algebra_run_at_reduced_size(name, example, tmp_path)
     check_pictures(name, tmp_path, printed)
 
 
+@pytest.mark.slow
+def test_the_posterior_as_prior_remembers_more_tasks(example):
+    options = ["--tasks", "3", "--seeds", "1", "--steps", "150", "--methods", "fine-tuning", "kfac"]
+    curves, _ = example("continual_learning", options)
+    (forgets,), (remembers,) = curves["fine-tuning"], curves["kfac"]
+    assert len(forgets) == len(remembers) == 3
+    assert forgets[0] == remembers[0]  # the first task has no earlier one
+    assert remembers[-1] > forgets[-1] + 0.1
+
+
 def test_every_example_is_run():
     tested = set(re.findall(r'example\(\s*"(\w+)"', Path(__file__).read_text(encoding="utf-8")))
     assert tested | set(CONSTANTS) == {path.stem for path in EXAMPLES}

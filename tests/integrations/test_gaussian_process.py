@@ -91,8 +91,92 @@ def test_botorch_chooses_candidates(botorch_model):
     acquisition = UpperConfidenceBound(model, beta=4.0)
     _, found = optimize_acqf(acquisition, bounds, 1, num_restarts=1, raw_samples=8, options=options)
     assert found.isfinite()
-    with pytest.raises(NotImplementedError, match="with_grad"):
-        optimize_acqf(acquisition, bounds, 1, num_restarts=1, raw_samples=8)
+
+
+@pytest.mark.parametrize("q", [1, 2])
+def test_gradients_in_the_points_are_finite_differences(q):
+    la = fitted()
+    X = torch.randn(2, q, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda X: joint_moments(la, X), X.requires_grad_())
+    with torch.no_grad():
+        for actual, expected in zip(
+            joint_moments(la, X), joint_moments(la, X.detach()), strict=True
+        ):
+            torch.testing.assert_close(actual, expected)
+
+
+def test_botorch_climbs_by_gradients(botorch_model):
+    from botorch.acquisition import UpperConfidenceBound, qUpperConfidenceBound
+    from botorch.optim import optimize_acqf
+
+    model = botorch_model(fitted(1))
+    bounds = torch.tensor([[-1.0] * 3, [1.0] * 3]).double()
+    acquisition = UpperConfidenceBound(model, beta=4.0)
+    torch.manual_seed(1)
+    options = {"maxiter": 20}
+    best, value = optimize_acqf(
+        acquisition, bounds, 1, num_restarts=2, raw_samples=8, options=options
+    )
+    grid = torch.rand(500, 1, 3, generator=torch.Generator().manual_seed(2)).double() * 2 - 1
+    assert value >= acquisition(grid).max() - 1e-6
+    torch.testing.assert_close(acquisition(best), value[None])
+    pair, _ = optimize_acqf(
+        qUpperConfidenceBound(model, beta=4.0), bounds, 2, num_restarts=1, raw_samples=4,
+        options={"maxiter": 3},
+    )  # fmt: skip
+    assert pair.shape == (2, 3)
+
+
+def test_fantasies_are_the_update_of_the_dense_gaussian(botorch_model):
+    from botorch.sampling import SobolQMCNormalSampler
+
+    la = fitted(2, sigma=[0.3, 0.7])
+    model = botorch_model(la, 2)
+    g = torch.Generator().manual_seed(4)
+    observed = torch.randn(3, 3, generator=g, dtype=torch.float64)
+    points = torch.randn(4, 3, generator=g, dtype=torch.float64)
+    fantasies = model.fantasize(observed, SobolQMCNormalSampler(torch.Size([5]), seed=1))
+    assert fantasies.batch_shape == (5,)
+    J, J_observed = (
+        oracle.flat_jacobian(la.model, x, la.param_names).flatten(0, 1) for x in (points, observed)
+    )
+    weights = torch.tensor([0.3, 0.7] * 3).double() ** -2
+    P = la.posterior.precision.to_dense() + J_observed.T @ (weights[:, None] * J_observed)
+    residuals = (fantasies._Y - la.model(observed)).flatten(1)
+    steps = torch.linalg.solve(P, J_observed.T @ (weights * residuals).T).T
+    posterior = fantasies.posterior(points)
+    mean = la.model(points) + (steps @ J.T).unflatten(1, (4, 2))
+    torch.testing.assert_close(posterior.mean, mean)
+    expected = J @ torch.linalg.solve(P, J.T)
+    actual = posterior.distribution.covariance_matrix
+    torch.testing.assert_close(actual, expected.expand(5, 8, 8))
+    twice = model.condition_on_observations(observed[:1], fantasies._Y[:, :1])
+    twice = twice.condition_on_observations(observed[1:], fantasies._Y[:, 1:])
+    torch.testing.assert_close(twice.posterior(points).mean, mean)
+    # With the full curvature, whose targets do not matter, an update has the same covariance.
+    la.update([(observed, torch.zeros(3, 2).double())])
+    torch.testing.assert_close(joint_moments(la, points)[1], expected)
+
+
+def test_botorch_computes_the_knowledge_gradient(botorch_model):
+    from botorch.acquisition import qKnowledgeGradient
+
+    model = botorch_model(fitted(1))
+    acquisition = qKnowledgeGradient(model, num_fantasies=3)
+    X = torch.rand(2, 4, 3, generator=torch.Generator().manual_seed(5)).double().requires_grad_()
+    values = acquisition(X)
+    (gradient,) = torch.autograd.grad(values.sum(), X)
+    assert gradient.isfinite().all()
+    assert (gradient != 0).any()
+
+
+def test_observations_of_another_shape_are_refused(botorch_model):
+    model = botorch_model(fitted(1))
+    X = torch.randn(2, 3).double()
+    with pytest.raises(ValueError, match=r"Pass observations \[\.\.\., 2, 1\]"):
+        model.condition_on_observations(X, torch.zeros(3, 1).double())
+    with pytest.raises(NotImplementedError, match="Remove noise="):
+        model.condition_on_observations(X, torch.zeros(2, 1).double(), torch.ones(2, 1))
 
 
 def test_botorch_model_refuses_what_is_no_regression(botorch_model):

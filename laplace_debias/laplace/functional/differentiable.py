@@ -19,11 +19,17 @@ from laplace_debias.laplace.state import FittedPosterior
 
 
 def differentiable_moments(
-    fitted: FittedPosterior, x: Inputs | Record
-) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch outputs outputs"]]:
+    fitted: FittedPosterior, x: Inputs | Record, joint: bool = False
+) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch *covariance"]]:
     r"""Mean and covariance $J P^{-1} J^\top$ of the outputs, with a graph back to the inputs.
 
     The Jacobians `[B, C, D]` are kept: this is for few inputs, as in a search for the best one.
+
+    Args:
+        fitted: The fit.
+        x: Inputs, `[B, ...]`.
+        joint: Whether the covariance is between all inputs, `[B, C, B, C]`, instead of
+            `[B, C, C]`.
 
     Raises:
         NotImplementedError: If outputs have further positions.
@@ -49,7 +55,13 @@ def differentiable_moments(
     J = torch.cat([jacobians[name].flatten(2) for name in trained], dim=2)
     rows = J.flatten(0, 1)
     products = (fitted.posterior.covariance @ rows.T).T.view_as(J)
-    covariance = J @ products.mT
+    if joint:
+        products = products.flatten(0, 1)
+        covariance = rows @ products.mT
+    else:
+        covariance = J @ products.mT
     covariance = (covariance + covariance.mT) / 2
     check_covariance(covariance.detach(), fitted.posterior.deltas()[:1])
+    if joint:
+        covariance = covariance.unflatten(1, mean.shape).unflatten(0, mean.shape)
     return mean, covariance

@@ -1,0 +1,147 @@
+"""Continual learning: the posterior of the tasks so far is the prior of the next one.
+
+Each task shows the digits with their pixels in another order. A network that is only trained on,
+from task to task, forgets the earlier ones. Here `posterior_as_prior(la).penalty(model)` joins the
+loss of the next task, and `Laplace(model, prior=prior)` adds the curvature of its data to the prior
+(Ritter et al., 2018, "Online structured Laplace approximations for overcoming catastrophic
+forgetting"). No earlier image is kept. With `--methods "laplace-torch, diag"` laplace-torch does
+the same with one precision per parameter, the only precision matrix that its prior takes.
+
+Run with `python examples/continual_learning.py`.
+"""
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace, posterior_as_prior
+
+Penalty = Callable[[nn.Module], Tensor]
+"""The negative logarithm of the prior's density, in nats, without its constant."""
+Task = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Images and labels for training, images and labels for the test."""
+
+PRIOR_PRECISION = 1.0
+PEER = "laplace-torch, diag"
+METHODS = ("fine-tuning", "diag", "ekfac", "kfac")
+"""Plain training from task to task, and the curvatures of the posterior."""
+
+
+def permuted_digits(num_tasks: int, seed: int) -> list[Task]:
+    """The digits, with the pixels of each task in another order."""
+    pixels, digits = load_digits(return_X_y=True)
+    x, y = torch.tensor(pixels / 16).float(), torch.tensor(digits)
+    g = torch.Generator().manual_seed(seed)
+    train, test = torch.randperm(len(x), generator=g).split([1200, len(x) - 1200])
+    tasks = []
+    for _ in range(num_tasks):
+        images = x[:, torch.randperm(64, generator=g)]
+        tasks.append((images[train], y[train], images[test], y[test]))
+    return tasks
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, penalty: Penalty, steps: int) -> None:
+    """Train on a task, from the present weights on."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(x), y) + penalty(model) / len(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def first_penalty(model: nn.Module) -> Tensor:
+    """The penalty of the prior of the first task, N(0, 1 / PRIOR_PRECISION)."""
+    return PRIOR_PRECISION / 2 * parameters_to_vector(model.parameters()).square().sum()
+
+
+def fitted(
+    model: nn.Module, data: DataLoader, curvature: str, earlier: Laplace | None
+) -> tuple[Laplace, Penalty]:
+    """The posterior after a task, and the penalty of the next one."""
+    if earlier is None:
+        la = Laplace(model, curvature=curvature, prior_precision=PRIOR_PRECISION)
+    else:
+        la = Laplace(model, curvature=curvature, prior=posterior_as_prior(earlier))
+    la.fit(data)
+    return la, posterior_as_prior(la).penalty
+
+
+def fitted_by_laplace_torch(
+    model: nn.Module, data: DataLoader, earlier: Any
+) -> tuple[Any, Penalty]:
+    """The same with laplace-torch's diagonal posterior."""
+    from laplace import DiagLaplace
+
+    prior: dict[str, Any] = {"prior_precision": PRIOR_PRECISION}
+    if earlier is not None:
+        prior = {"prior_precision": earlier.posterior_precision, "prior_mean": earlier.mean}
+    la = DiagLaplace(model, "classification", **prior)
+    la.fit(data)
+    mean = la.mean.clone()
+    precision = la.posterior_precision.clone()
+
+    def penalty(model: nn.Module) -> Tensor:
+        steps = parameters_to_vector(model.parameters()) - mean
+        return (precision * steps.square()).sum() / 2
+
+    return la, penalty
+
+
+def accuracy_over(tasks: Sequence[Task], model: nn.Module) -> float:
+    """Mean test accuracy over tasks."""
+    with torch.no_grad():
+        accuracies = [(model(x).argmax(1) == y).float().mean() for *_, x, y in tasks]
+    return float(torch.stack(accuracies).mean())
+
+
+def learn(method: str, seed: int, options: argparse.Namespace) -> list[float]:
+    """Mean test accuracy over the tasks so far, after each task."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 100), nn.ReLU(), nn.Linear(100, 10)).eval()
+    tasks = permuted_digits(options.tasks, seed)
+    penalty = first_penalty
+    la: Any = None
+    curve = []
+    for index, (x, y, *_) in enumerate(tasks):
+        train(model, x, y, penalty, options.steps)
+        data = DataLoader(TensorDataset(x, y), batch_size=300)
+        if method == PEER:
+            la, penalty = fitted_by_laplace_torch(model, data, la)
+        elif method != "fine-tuning":
+            la, penalty = fitted(model, data, method, la)
+        curve.append(accuracy_over(tasks[: index + 1], model))
+    return curve
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, list[list[float]]]:
+    """Learn the tasks by every method with several seeds; returns curves, `[seeds][tasks]`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="repetitions with other orders")
+    parser.add_argument("--tasks", type=int, default=5, help="tasks, one after the other")
+    parser.add_argument("--steps", type=int, default=200, help="steps of training on a task")
+    parser.add_argument("--methods", nargs="+", choices=(*METHODS, PEER), default=METHODS)
+    options = parser.parse_args(arguments)
+    if PEER in options.methods and importlib.util.find_spec("laplace") is None:
+        parser.error("laplace-torch is not installed. Run pip install laplace-torch.")
+    curves = {}
+    print("mean test accuracy over all tasks, after the last one")
+    for method in options.methods:
+        curves[method] = [learn(method, seed, options) for seed in range(options.seeds)]
+        last = torch.tensor(curves[method])[:, -1]
+        by_seed = ", ".join(f"{value:.3f}" for value in last)
+        print(f"{method}: {last.mean():.3f}, by seed {by_seed}")
+    return curves
+
+
+if __name__ == "__main__":
+    main()
