@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         HeteroscedasticGaussian,
         Likelihood,
         MultiLabel,
+        Ordinal,
         Poisson,
     )
     from laplace_debias.curvature.network.inputs import OneArgument
@@ -48,6 +49,7 @@ __all__ = [
     "Mixture",
     "MultiLabel",
     "OneArgument",
+    "Ordinal",
     "Plan",
     "Poisson",
     "Quadratic",
@@ -67,6 +69,7 @@ __getattr__ = attributes_from(
             "HeteroscedasticGaussian",
             "Likelihood",
             "MultiLabel",
+            "Ordinal",
             "Poisson",
         ),
         "laplace_debias.curvature.network.inputs": ("OneArgument",),

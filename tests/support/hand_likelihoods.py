@@ -10,6 +10,7 @@ from laplace_debias import (
     Gaussian,
     HeteroscedasticGaussian,
     MultiLabel,
+    Ordinal,
     Poisson,
 )
 
@@ -60,6 +61,17 @@ def poisson(f, y):
     return total
 
 
+THRESHOLDS = (-1.0, 0.3, 2.0)
+
+
+def ordinal(f, y):
+    """−log(σ(t_y − f) − σ(t_{y−1} − f)) of one output."""
+    y = int(y)
+    at_most = torch.sigmoid(THRESHOLDS[y] - f[0]) if y < 3 else 1.0
+    below = torch.sigmoid(THRESHOLDS[y - 1] - f[0]) if y > 0 else 0.0
+    return -(at_most - below).log()
+
+
 def gaussian(*sigma):
     def of_one(f, y):
         total = 0.0
@@ -96,6 +108,10 @@ def reals(size):
     return lambda *shape, generator: torch.randn(
         *shape, size, generator=generator, dtype=torch.float64
     )
+
+
+def classes(number):
+    return lambda *shape, generator: torch.randint(number, shape, generator=generator)
 
 
 def counts(size):
@@ -143,12 +159,18 @@ CASES = {
         lambda f, y: binary(f, y, W3, (2.5,) * 3),
     ),
     "heteroscedastic": (HeteroscedasticGaussian(), 4, reals(2), normal),
+    "ordered classes": (Ordinal(THRESHOLDS), 1, classes(4), ordinal),
     "counts": (Poisson(), 2, counts(2), poisson),
 }  # fmt: skip
 
 
 def hessian(ell, f, y):
-    """∇²_f ℓ of one example; of a normal with a variance of its own its expectation over y."""
+    """∇²_f ℓ of one example, or its expectation over y where the likelihood has that."""
+    if ell is ordinal:
+        labels = torch.arange(4)
+        hessians = [torch.autograd.functional.hessian(lambda g, y=y: ell(g, y), f) for y in labels]
+        probabilities = [(-ell(f, y)).exp() for y in labels]
+        return sum(p * h for p, h in zip(probabilities, hessians, strict=True))
     if ell is not normal:
         return torch.autograd.functional.hessian(lambda g: ell(g, y), f)
     size = len(f) // 2

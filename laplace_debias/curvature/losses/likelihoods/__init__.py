@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         HeteroscedasticGaussian,
     )
     from laplace_debias.curvature.losses.likelihoods.named import likelihood_from
+    from laplace_debias.curvature.losses.likelihoods.ordinal import Ordinal
     from laplace_debias.curvature.losses.likelihoods.poisson import Poisson
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Likelihood",
     "LikelihoodName",
     "MultiLabel",
+    "Ordinal",
     "Poisson",
     "likelihood_from",
 ]
@@ -40,6 +42,7 @@ __getattr__ = attributes_from(
             "HeteroscedasticGaussian",
         ),
         "laplace_debias.curvature.losses.likelihoods.named": ("likelihood_from",),
+        "laplace_debias.curvature.losses.likelihoods.ordinal": ("Ordinal",),
         "laplace_debias.curvature.losses.likelihoods.poisson": ("Poisson",),
     },
 )

@@ -16,6 +16,7 @@ LIKELIHOODS: LazyRegistry["Likelihood"] = LazyRegistry(
         "binary": "bernoulli.Bernoulli",
         "multilabel": "bernoulli.MultiLabel",
         "poisson": "poisson.Poisson",
+        "ordinal": "ordinal.Ordinal",
     },
 )
 """The likelihoods by the names that a user passes as `likelihood`, or as `--task`."""

@@ -1,0 +1,178 @@
+"""Ordered classes: cumulative logits with fixed thresholds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
+
+from laplace_debias.curvature.losses.likelihoods.base import Likelihood
+from laplace_debias.curvature.network.outputs import require
+
+
+class Ordinal(Likelihood):
+    r"""Ordered classes `[B]`, 0 … K−1, by cumulative logits; the network has one output f.
+
+    With thresholds $t_0 < \dots < t_{K-2}$ and the logistic function σ,
+    $p(y \le k) = \sigma(t_k - f)$, as in the proportional odds model (statsmodels' `OrderedModel`).
+    A loss Hessian that depends on the target is replaced by its expectation, the Fisher information
+    $\sum_k p_k (1 - \sigma(t_k - f) - \sigma(t_{k-1} - f))^2$.
+
+    For a Gaussian output N(m, v) the predictive shrinks $t_k - m$ by $\sqrt{1 + \pi v / 8}$.
+
+    Args:
+        thresholds: The K−1 thresholds that the network was trained with, in increasing order. They
+            are fixed: the posterior is over the network's parameters.
+
+    Raises:
+        ValueError: If the thresholds are missing, not finite, or not increasing.
+
+    Reference:
+        McCullagh (1980), "Regression models for ordinal data".
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from laplace_debias import Laplace, Ordinal
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).eval()
+        >>> grades = torch.randint(3, (64,))
+        >>> la = Laplace(model, Ordinal([-1.0, 1.0])).fit([(torch.randn(64, 4), grades)])
+        >>> la.predict(torch.randn(5, 4)).probs.shape
+        torch.Size([5, 3])
+    """
+
+    name = "ordinal"
+    targets = "class"
+    outputs_meaning = "the position on the scale of the thresholds"
+    variances_suffice = True
+
+    def __init__(self, thresholds: Sequence[float] | Tensor | None = None) -> None:
+        if thresholds is None:
+            raise ValueError(
+                "The thresholds of the ordinal likelihood are missing. Pass "
+                "likelihood=Ordinal([t_0, ..., t_{K-2}]), those that the network was trained with."
+            )
+        values = torch.as_tensor(thresholds, dtype=torch.float64).detach().cpu()
+        is_increasing = values.ndim == 1 and len(values) > 0 and bool((values.diff() > 0).all())
+        if not is_increasing or not values.isfinite().all():
+            raise ValueError(
+                f"thresholds are {values.tolist()}. Pass one or more finite numbers in increasing "
+                "order."
+            )
+        self.thresholds = values
+
+    def options(self) -> dict[str, Any]:
+        """Return the thresholds."""
+        return {"thresholds": self.thresholds.tolist()}
+
+    def num_outputs(self, num_targets: int) -> int:
+        """Return 1; the number of classes must be that of the thresholds plus one."""
+        if num_targets != self.num_classes:
+            raise ValueError(
+                f"The data have {num_targets} classes, and {len(self.thresholds)} thresholds "
+                f"separate {self.num_classes}. Pass {num_targets - 1} thresholds."
+            )
+        return 1
+
+    @property
+    def num_classes(self) -> int:
+        """K."""
+        return len(self.thresholds) + 1
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Require a single output, and class indices `[B]` in `0 … K−1`."""
+        if outputs.shape[1] != 1:
+            raise ValueError(
+                f"An ordinal likelihood needs one output, the model has {outputs.shape[1]}. Use "
+                'likelihood="classification" for one output per class.'
+            )
+        self._check_labels(targets, outputs)
+
+    def check_predicted(self, values: Tensor, targets: Tensor) -> None:
+        """Require class indices `[B]` for probabilities `[B, K]`."""
+        self._check_labels(targets, values)
+
+    def _check_labels(self, targets: Tensor, outputs: Tensor) -> None:
+        if targets.shape != outputs.shape[:1]:
+            raise ValueError(
+                f"Expected one class label per example, shape ({outputs.shape[0]},), got "
+                f"{tuple(targets.shape)}. Reshape the targets, as by `targets.squeeze(1)`."
+            )
+        self.check_targets(targets)
+
+    def check_targets(self, targets: Tensor) -> None:
+        """Require class indices in `0 … K−1`."""
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            raise TypeError(
+                f"Class labels must be integers, got {targets.dtype}. Pass class indices, "
+                "`targets.long()`."
+            )
+        num_classes = self.num_classes
+        require(
+            ((targets >= 0) & (targets < num_classes)).all(),
+            lambda: ValueError(
+                f"Class labels must lie in 0 … {num_classes - 1} for {num_classes - 1} thresholds, "
+                f"got {int(targets.min())} … {int(targets.max())}. Pass one threshold between each "
+                "two neighbouring classes."
+            ),
+        )
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, " batch"]:
+        r"""Compute −log p(y | f), by $\sigma(a) - \sigma(b) = \sigma(a)\sigma(-b)(1 - e^{b-a})$."""
+        log_probs = self._log_probs(outputs)
+        return -log_probs.gather(1, targets.long().unsqueeze(1)).squeeze(1)
+
+    def _log_probs(
+        self, outputs: Float[Tensor, "*batch 1"], scale: Tensor | float = 1.0
+    ) -> Float[Tensor, "*batch classes"]:
+        """Log-probabilities of all classes, with the scale of the logistic distribution."""
+        thresholds = self.thresholds.to(outputs)
+        distances = (thresholds - outputs) / scale
+        below = F.pad(F.logsigmoid(distances), (0, 1))
+        above = F.pad(F.logsigmoid(-distances), (1, 0))
+        gaps = F.pad(torch.log(-torch.expm1(-distances.diff(dim=-1))), (1, 1))
+        if len(thresholds) == 1:
+            gaps = torch.zeros_like(below)
+        return below + above + gaps
+
+    def _scores(self, outputs: Float[Tensor, "batch 1"]) -> Float[Tensor, "batch classes"]:
+        """The derivative of ℓ in f for each class, 1 − σ(t_k − f) − σ(t_{k−1} − f)."""
+        cumulative = (self.thresholds.to(outputs) - outputs).sigmoid()
+        upper = F.pad(cumulative, (0, 1), value=1.0)
+        lower = F.pad(cumulative, (1, 0), value=0.0)
+        return 1 - upper - lower
+
+    def hessian_root(self, outputs: Tensor) -> Float[Tensor, "1 batch 1"]:
+        """Compute the root of the Fisher information, one column."""
+        information = (self._log_probs(outputs).exp() * self._scores(outputs).square()).sum(1)
+        return information.sqrt().reshape(1, -1, 1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, "batch 1"]:
+        """Compute the derivative of ℓ in f."""
+        return self._scores(outputs).gather(1, targets.long().unsqueeze(1))
+
+    def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
+        """Draw classes by inversion of the cumulative probabilities."""
+        cumulative = (self.thresholds.to(outputs) - outputs).sigmoid()
+        return (cumulative <= uniforms.to(cumulative)).sum(-1)
+
+    def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
+        """Return the distribution of the class, `[B]`, by the probit approximation."""
+        if covariance is None:
+            return CategoricalDistribution(logits=self._log_probs(mean))
+        is_matrix = covariance.ndim > mean.ndim
+        variances = covariance.squeeze(-1) if is_matrix else covariance
+        scale = (1 + torch.pi / 8 * variances).sqrt()
+        return CategoricalDistribution(logits=self._log_probs(mean, scale))
+
+    def mixture(self, samples: Tensor) -> CategoricalDistribution:
+        """Average the probabilities of the sampled outputs."""
+        return CategoricalDistribution(probs=self._log_probs(samples).exp().mean(0))
+
+    def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
+        """Return the `probs` of the classes."""
+        scale = (1 + torch.pi / 8 * covariance).sqrt()
+        return {"probs": self._log_probs(mean, scale).exp()}
