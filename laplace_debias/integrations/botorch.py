@@ -179,11 +179,9 @@ class ConditionedModel(LaplaceModel):
     def _moments(self, X: Tensor, observation_noise: bool) -> tuple[Tensor, Tensor]:
         mean, covariance = joint_moments(self._la, _joined(X, self._X))
         num_rows = X.shape[-2] * self._num_outputs
-        K, K_cross, K_observed = (
-            covariance[..., :num_rows, :num_rows],
-            covariance[..., :num_rows, num_rows:],
-            covariance[..., num_rows:, num_rows:],
-        )
+        K = covariance[..., :num_rows, :num_rows]
+        K_cross = covariance[..., :num_rows, num_rows:]
+        K_observed = covariance[..., num_rows:, num_rows:]
         K_observed = K_observed + _noise(self._la, self._X.shape[-2], mean)
         gains = torch.linalg.solve(K_observed, K_cross.mT).mT
         mean_at_points, mean_observed = mean.split([X.shape[-2], self._X.shape[-2]], -2)
@@ -201,8 +199,9 @@ class ConditionedModel(LaplaceModel):
 def _joined(first: Tensor, second: Tensor) -> Tensor:
     """Join the rows of two batches of matrices, whose batch dimensions are broadcast."""
     batch = torch.broadcast_shapes(first.shape[:-2], second.shape[:-2])
-    parts = [rows.expand(*batch, *rows.shape[-2:]) for rows in (first, second)]
-    return torch.cat(parts, -2)
+    first = first.expand(*batch, *first.shape[-2:])
+    second = second.expand(*batch, *second.shape[-2:])
+    return torch.cat([first, second], -2)
 
 
 def _noise(la: Laplace, num_points: int, mean: Tensor) -> Float[Tensor, "rows rows"]:

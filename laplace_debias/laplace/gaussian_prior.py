@@ -115,15 +115,15 @@ class GaussianPrior:
             )
         assert isinstance(self.precision, Tensor)
         delta = self.precision.double().min()
-        others = self.precision.double() - delta
+        excess = self.precision.double() - delta
         if parameters.order is not None:
-            others = others[parameters.order.to(others.device)]
-        blocks = {DENSE_BLOCK: EigenKronecker(None, None, others.unsqueeze(1))}
+            excess = excess[parameters.order.to(excess.device)]
+        blocks = {DENSE_BLOCK: EigenKronecker(None, None, excess.unsqueeze(1))}
         if not structure.is_dense:
             blocks = {}
-            parts = others.split([block.size for block in parameters.blocks])
-            for block, part in zip(parameters.blocks, parts, strict=True):
-                magnitudes = part.view(*block.groups, *block.shape)
+            by_block = excess.split([block.size for block in parameters.blocks])
+            for block, entries in zip(parameters.blocks, by_block, strict=True):
+                magnitudes = entries.view(*block.groups, *block.shape)
                 blocks[block.name] = EigenKronecker(None, None, magnitudes)
         return Prior(delta, self.mean.double(), Information(BlockDiagonal(blocks), 1.0))
 

@@ -5,6 +5,7 @@ import math
 import oracle
 import pytest
 import torch
+from cases import others_slow
 from torch import nn
 
 from laplace_debias import GaussianPrior, Laplace, Split, posterior_as_prior
@@ -182,7 +183,7 @@ def test_one_precision_per_parameter_with_blocks_in_another_order():
     oracle.close(precision(la).diagonal(), expected, 1e-10)
 
 
-@pytest.mark.parametrize("curvature", STRUCTURES)
+@pytest.mark.parametrize("curvature", others_slow(STRUCTURES, "kfac", "full"))
 def test_files_keep_the_prior(curvature, tmp_path):
     la = laplace(curvature).fit([FIRST])
     model = moved()

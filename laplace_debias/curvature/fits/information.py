@@ -42,7 +42,7 @@ class ExampleCounts:
     read: float
 
     @classmethod
-    def of_update(
+    def for_update(
         cls, information: Information, num_data: int | None, totals: DataTotals
     ) -> "ExampleCounts":
         """Count the new examples: as passed, or by the weights of those that were read."""

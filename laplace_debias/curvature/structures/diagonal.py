@@ -65,7 +65,7 @@ class DiagonalCurvature(CurvatureStructure):
     ) -> CurvatureFit:
         """Add the diagonal of new data to that of earlier data; exact."""
         new = self.fit(context, data)
-        counts = ExampleCounts.of_update(information, num_data, new.totals)
+        counts = ExampleCounts.for_update(information, num_data, new.totals)
         blocks = {}
         for name, block in new.curvature.blocks.items():
             earlier = information.curvature.blocks[name].magnitudes

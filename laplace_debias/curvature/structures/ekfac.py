@@ -75,7 +75,7 @@ class EkfacCurvature(FactoredCurvature):
             kronecker = earlier[block.name]
             bases[block] = coordinate_axes()._replace(U_G=kronecker.U_G, U_A=kronecker.U_A)
         table, totals = exact_sums(context, bases, data, 0)
-        counts = ExampleCounts.of_update(information, num_data, totals)
+        counts = ExampleCounts.for_update(information, num_data, totals)
         for block, squares in table.items():
             table[block] = counts.mean(earlier[block.name].magnitudes, squares)
         return CurvatureFit(assemble(context, bases, table), totals)

@@ -68,7 +68,7 @@ class FullCurvature(DenseCurvature):
         """Add the matrix of new data to that of earlier data, and decompose the sum; exact."""
         accumulator = MomentMatrix(context)
         totals = DataPass(accumulator).run(data)
-        counts = ExampleCounts.of_update(information, num_data, totals)
+        counts = ExampleCounts.for_update(information, num_data, totals)
         earlier = information.curvature.blocks[DENSE_BLOCK]
         accumulator.scale_and_add(counts.scale, counts.earlier, earlier)
         eigenvalues, U = accumulator.decompose(counts.total)

@@ -145,7 +145,7 @@ class GpCurvature(DenseCurvature):
         U = InducingDirections(inducing, earlier.U.coefficients)
         accumulator = ProjectedMoments(context, U)
         totals = DataPass(accumulator).run(data)
-        counts = ExampleCounts.of_update(information, num_data, totals)
+        counts = ExampleCounts.for_update(information, num_data, totals)
         remainder = earlier.diagonal.double()
         earlier_values = earlier.magnitudes.double() + remainder
         num_remaining = earlier.shape[0] - len(earlier_values)

@@ -70,7 +70,7 @@ class KfacCurvature(FactoredCurvature):
         all data, if the earlier curvature is that of a fit to one set of data, without a rank.
         """
         sums, totals = factor_sums(context, data)
-        counts = ExampleCounts.of_update(information, num_data, totals)
+        counts = ExampleCounts.for_update(information, num_data, totals)
         add_earlier_factors(sums, information, counts)
         bases = eigenbases(context, sums, counts.total)
         return self.leading(CurvatureFit(assemble(context, bases, None), totals))

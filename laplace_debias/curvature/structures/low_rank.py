@@ -105,7 +105,7 @@ class LowRankCurvature(DenseCurvature):
         rank = self.num_directions
         accumulator = LeadingRows(context, rank)
         totals = DataPass(accumulator).run(data)
-        counts = ExampleCounts.of_update(information, num_data, totals)
+        counts = ExampleCounts.for_update(information, num_data, totals)
         rows = [accumulator.joined * counts.scale**0.5]
         if context.ranks.rank == 0:
             earlier = information.curvature.blocks[DENSE_BLOCK]
