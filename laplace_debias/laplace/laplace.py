@@ -103,8 +103,8 @@ class Laplace(Predictor):
             layer that is not supported has an exact block, which is dense up to 1,024 entries and
             diagonal above.
         prior_precision: δ, one number or one per block (see `block_names`).
-        backend: `"backpack"`, `"hooks"`, or `"auto"`, which uses BackPACK where it can. The factors
-            are the same.
+        backend: `"backpack"`, `"hooks"`, or `"auto"`, which uses BackPACK where it can, except for
+            convolutions on a processor. The factors are the same.
         fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels sampled from the model)
             or `"empirical"` (the true labels).
         factor_dtype: The dtype in which curvature is summed and decomposed.

@@ -8,6 +8,8 @@ from backpack.extensions import KFLR
 from torch import nn
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.layers.backends import BackpackTap, choose_backend
+from laplace_debias.curvature.layers.tap import Tap
 
 
 def test_a_convolution_with_36_positions_has_the_trace_of_the_exact_ggn():
@@ -27,6 +29,14 @@ def test_a_convolution_with_36_positions_has_the_trace_of_the_exact_ggn():
     # The loss has twice the curvature of ℓ, and is summed over 5 examples instead of averaged.
     ratio = torch.kron(G, A).trace() / (2 * 5 * exact.trace())
     assert ratio.item() == pytest.approx(36)
+
+
+def test_auto_takes_backpack_unless_convolutions_run_on_a_processor():
+    assert choose_backend(nn.Sequential(nn.Linear(3, 2)), "auto") is BackpackTap
+    convolutional = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten())
+    assert choose_backend(convolutional, "auto") == Tap.attach
+    assert choose_backend(convolutional, "backpack") is BackpackTap
+    assert choose_backend(convolutional.to("meta"), "auto") is BackpackTap
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,32 @@ def test_keyed_uniforms_are_uniform_and_independent_of_the_cut():
         assert torch.corrcoef(torch.stack([a, b]))[0, 1].abs() < 4.5 / 20_000**0.5
 
 
+def split_mix(seed, keys):
+    """SplitMix64's finaliser once per key, in Python's integers: a number in (0, 1)."""
+    state = seed % 2**64
+    for key in keys:
+        state = (state + (key + 1) * 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return ((state >> 11) + 0.5) / 2**53
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**63 - 1, -7])
+def test_keyed_uniforms_are_those_of_splitmix64(seed):
+    expected = [[split_mix(seed, (2, row, column)) for column in range(4)] for row in range(3, 8)]
+    numbers = Uniforms(seed, 2, 3)(torch.empty(5, 4))
+    assert numbers.tolist() == expected
+
+
+def test_keyed_uniforms_of_entries_that_count_are_those_without_the_others():
+    counted = torch.tensor([[True, False, True, True], [False, True, False, True]])
+    numbers = Uniforms(5, 0, 0)(torch.empty(2, 4), counted)
+    without_others = Uniforms(5, 0, 0)(torch.empty(2, 3))
+    assert torch.equal(numbers[0, counted[0]], without_others[0])
+    assert torch.equal(numbers[1, counted[1]], without_others[1, :2])
+
+
 def test_probit_predictive_of_a_logit_is_close_to_the_integral():
     """MacKay's approximation of E[sigmoid(f)] is known to be good to about 0.02."""
     mean = torch.linspace(-4, 4, 9).double()[:, None]

@@ -70,6 +70,31 @@ def test_activations_and_factor_equal_torch_unfold(case):
         torch.testing.assert_close(factor[at], rows.T @ rows, rtol=1e-10, atol=1e-10)
 
 
+@settings(max_examples=30, deadline=None)
+@given(convolutions())
+def test_output_positions_are_counted_from_shapes(case):
+    layer, x = case
+    (block,) = curvature_blocks(layer, ["weight"])
+    assert block.rule.num_positions(layer, x) == layer(x).shape[2:].numel()
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.ConvTranspose2d(2, 3, (3, 2), (2, 3), (1, 0), (1, 2), dilation=(2, 1)), (7, 5)),
+        (nn.ConvTranspose1d(2, 3, 4, 3, 2), (6,)),
+        (nn.Conv3d(2, 3, (2, 3, 1), (1, 2, 2), (1, 0, 2), dilation=(2, 1, 1)), (5, 6, 4)),
+        (nn.Conv1d(2, 3, 4, padding="same"), (9,)),
+        (nn.Linear(4, 3), (5, 4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_positions_of_further_layers_are_counted_from_shapes(layer, shape):
+    x = torch.randn(2, 2, *shape)
+    (block,) = curvature_blocks(layer, ["weight"])
+    assert block.rule.num_positions(layer, x) == layer(x).numel() // (2 * 3)
+
+
 @settings(max_examples=60, deadline=None)
 @given(convolutions())
 def test_displaced_products_equal_unfolding(case):

@@ -85,6 +85,8 @@ class GramFactor:
 
 def moments(rows: Float[Tensor, "n *groups d"]) -> Float[Tensor, "*groups d d"]:
     """Compute `rowsᵀ rows`."""
+    if rows.ndim == 2 and rows.shape[1] < _SYMMETRIC_FROM:
+        return rows.T @ rows
     total = rows.new_zeros(*rows.shape[1:], rows.shape[-1])
     add_moments(total, rows)
     return total

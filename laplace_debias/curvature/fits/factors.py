@@ -114,7 +114,7 @@ def input_factors(
     d_in = block.shape[1]
     if as_rows:
         return map(GramFactor, rows_by_slice)
-    num_positions = sum(block.rule.activations(layer, block, x[:1]).shape[1] for x in inputs)
+    num_positions = sum(block.rule.num_positions(layer, x) for x in inputs)
     num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
     if d_in >= _WIDE and num_rows <= d_in // 2 and not block.has_diagonal_A:
         return [GramFactor(torch.cat(list(rows_by_slice)))]
@@ -122,13 +122,16 @@ def input_factors(
         second_moments = block.rule.second_moments(layer, block, inputs)
         if second_moments is not None:
             return second_moments
-    weight = layer.get_parameter(block.rule.weight_name)
-    A = weight.new_zeros(block.factor_shapes[1])
+    A: Tensor | None = None
     for rows in rows_by_slice:
         if block.has_diagonal_A:
-            A += rows.square().sum(0)
+            squares = rows.square().sum(0)
+            A = squares if A is None else A.add_(squares)
+        elif A is None:
+            A = moments(rows)
         else:
             add_moments(A, rows)
+    assert A is not None
     return [A]
 
 

@@ -269,6 +269,10 @@ class LayerRule:
         """
         return x.reshape(x.shape[0], -1, x.shape[-1])
 
+    def num_positions(self, layer: nn.Module, x: Tensor) -> int:
+        """Count the rows of `unfold` for one example, T."""
+        return x.shape[1:-1].numel()
+
     def unfolded_size(self, layer: nn.Module, block: Block, x: Tensor) -> int:
         """Count the numbers in one example's rows of `unfold`, or estimate them from above."""
         return x[0].numel()

@@ -50,6 +50,17 @@ class ConvolutionRule(LayerRule):
         patches = _patches(_pad(layer, x), layer, layer.stride)
         return _flatten_patches(patches)
 
+    def num_positions(self, layer: Any, x: Float[Tensor, "batch channels *space"]) -> int:
+        """Count the output positions."""
+        # As F.pad takes it: the last dimension first.
+        padding = layer._reversed_padding_repeated_twice
+        number = 1
+        for dim, size in enumerate(reversed(x.shape[2:]), start=1):
+            reach = (layer.kernel_size[-dim] - 1) * layer.dilation[-dim]
+            padded_size = size + padding[2 * dim - 2] + padding[2 * dim - 1]
+            number *= (padded_size - reach - 1) // layer.stride[-dim] + 1
+        return number
+
     def unfolded_size(self, layer: nn.Module, block: Block, x: Tensor) -> int:
         """Estimate from above, as if each pixel were an output position."""
         return x[0, 0].numel() * _patch_size(block)
@@ -184,6 +195,16 @@ class TransposedConvolutionRule(ConvolutionRule):
             margins += [margin, margin + layer.output_padding[dim]]
         patches = _patches(F.pad(stuffed, margins), layer, (1,) * dims)
         return _flatten_patches(patches.flip(tuple(range(2 + dims, 2 + 2 * dims))))
+
+    def num_positions(self, layer: Any, x: Float[Tensor, "batch channels *space"]) -> int:
+        """Count the output positions."""
+        number = 1
+        for dim, size in enumerate(x.shape[2:]):
+            reach = (layer.kernel_size[dim] - 1) * layer.dilation[dim]
+            stuffed_size = (size - 1) * layer.stride[dim] + 1
+            margins = reach - 2 * layer.padding[dim] + layer.output_padding[dim]
+            number *= stuffed_size + margins
+        return number
 
     def unfolded_size(self, layer: Any, block: Block, x: Tensor) -> int:
         """Estimate from above, with as many output positions per pixel as the stride makes."""

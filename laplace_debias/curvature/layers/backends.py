@@ -149,9 +149,16 @@ def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:
     # The layer's own forward, without hooks around it.
     with torch.enable_grad():
         outputs = layer.forward(x)
+    if len(gradients) == 1:
+        (product,) = torch.autograd.grad(outputs, x, gradients[0])
+        return product.unsqueeze(0)
     with quiet():
         (product,) = torch.autograd.grad(outputs, x, gradients, is_grads_batched=True)
     return product
+
+
+def _differentiates_one_by_one(layer: nn.Module) -> bool:
+    return layer_rule(layer).differentiates_one_by_one(layer)
 
 
 Backend = Tap | BackpackTap
@@ -163,12 +170,15 @@ def choose_backend(
 ) -> Callable[[Tap, Sequence[Block]], Backend]:
     """Choose a backend by its name.
 
-    `"auto"` is BackPACK where it can be trusted, hooks elsewhere.
+    `"auto"` is BackPACK where it can be trusted, and hooks elsewhere and for convolutions on a
+    processor, whose cotangents they push back in less time.
     """
     if name == "hooks":
         return Tap.attach
     if name not in ("auto", "backpack"):
         raise ValueError(f"Unknown backend={name!r}. Use 'auto', 'backpack' or 'hooks'.")
+    if name == "auto" and any(map(_differentiates_one_by_one, model.modules())):
+        return Tap.attach
     obstacle = why_not_backpack(model)
     for block in blocks:
         if obstacle is None and block.rule.is_generic:

@@ -403,7 +403,9 @@ class Tap:
         """
         if not outputs.requires_grad or not targets:
             return {}
-        passes = list(columns) if self.one_by_one else [columns]
+        # One cotangent needs no `vmap`, which takes longer than a small network.
+        is_one_by_one = self.one_by_one or len(columns) == 1
+        passes = list(columns) if is_one_by_one else [columns]
         gradients: dict[int, Tensor] = {}
         if len(passes) > 1:
             # Before the first pass, whose memory would lie between. An example's columns lie one
@@ -417,7 +419,7 @@ class Tap:
                     outputs,
                     list(targets.values()),
                     grad_outputs=cotangents,
-                    is_grads_batched=not self.one_by_one,
+                    is_grads_batched=not is_one_by_one,
                     allow_unused=True,
                     retain_graph=again or index + 1 < len(passes),
                 )
@@ -429,7 +431,7 @@ class Tap:
                     reached[target] = gradient
             if len(passes) == 1:
                 for target, gradient in reached.items():
-                    gradients[target] = gradient.unsqueeze(0) if self.one_by_one else gradient
+                    gradients[target] = gradient.unsqueeze(0) if is_one_by_one else gradient
             elif reached:
                 column = [gradients[target][index] for target in reached]
                 torch._foreach_copy_(column, list(reached.values()))

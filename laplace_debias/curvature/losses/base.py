@@ -4,11 +4,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 
 
 class Uniforms:
@@ -27,24 +32,22 @@ class Uniforms:
         Numbers at entries that count are those of an example without the others.
         """
         seed, sample, first = self._key
-        rows = torch.arange(first, first + len(like), device=like.device)[:, None]
-        if counted is None:
-            columns = torch.arange(like[:1].numel(), device=like.device)[None, :]
-        else:
+        rows = np.arange(first, first + len(like), dtype=np.uint64)[:, None]
+        columns = np.arange(like[:1].numel(), dtype=np.uint64)
+        state = np.array([seed % 2**64], dtype=np.uint64)
+        # On the host: on an accelerator a copy takes less time than fifty operations.
+        for key in (np.uint64(sample), rows, columns):
+            state = state + (key + np.uint64(1)) * _INCREMENT
+            state = (state ^ (state >> np.uint64(30))) * _FIRST_MULTIPLIER
+            state = (state ^ (state >> np.uint64(27))) * _SECOND_MULTIPLIER
+            state = state ^ (state >> np.uint64(31))
+        uniforms = ((state >> np.uint64(11)) + 0.5) / 2**53
+        numbers = torch.from_numpy(uniforms).to(like.device, non_blocking=True)
+        if counted is not None:
             # The number of an entry among those of its row that count; anything for the others.
-            columns = (counted.expand_as(like).flatten(1).cumsum(1) - 1).clamp_min(0)
-        state = torch.full_like(rows, seed)
-        for key in (torch.full_like(rows, sample), rows, columns):
-            state = state + (key + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15, signed
-            state = (state ^ _shift(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-            state = (state ^ _shift(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-            state = state ^ _shift(state, 31)
-        return ((_shift(state, 11).double() + 0.5) / 2**53).reshape(like.shape)
-
-
-def _shift(values: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right of int64."""
-    return (values >> bits) & ((1 << (64 - bits)) - 1)
+            places = counted.expand_as(like).flatten(1).cumsum(1) - 1
+            numbers = numbers.gather(1, places.clamp_min(0))
+        return numbers.reshape(like.shape)
 
 
 LossFunction = Callable[[Any, Tensor], Tensor]
