@@ -371,6 +371,9 @@ def ekfac_magnitudes(
         ]
         for _, J, columns in rotated_jacobians(record, U_G, U_A):
             squares = J.square().sum((0, 1))
+            if total is None and columns is None and list(squares.shape[-2:]) == frame:
+                total = squares
+                continue
             if total is None:
                 total = squares.new_zeros(*squares.shape[:-2], *frame)
             if columns is None:

@@ -147,7 +147,10 @@ class SquaredGradients(Accumulator):
 
     def add(self, block: Block, measured: Tensor) -> None:
         """Add the squares of a chunk."""
-        add_to(self.squares, block, measured.to(self.context.factor_dtype))
+        # The sum has the dtype of the first.
+        if block not in self.squares:
+            measured = measured.to(self.context.factor_dtype)
+        add_to(self.squares, block, measured)
 
     def add_zero(self, block: Block, num_examples: int, num_columns: int) -> None:
         """Begin the sum of a block if there is none."""

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_weight
 
 from laplace_debias.curvature.layer_rules.base import Block, LayerRule, ModuleTypes
 from laplace_debias.curvature.layer_rules.patches import (
@@ -100,10 +99,23 @@ class ConvolutionRule(LayerRule):
         padded_x = _pad(layer, x)
         gradients = g.transpose(0, 1).flatten(1, 2)
         size = (gradients.shape[1], *layer.weight.shape[1:])
-        pairs = zip(padded_x.split(1), gradients.split(1), strict=True)
+        # `conv2d_weight` without a placeholder of the kernel for each example.
+        kernel = padded_x.new_empty(1).expand(size)
         examples = [
-            conv2d_weight(image, size, gradient, layer.stride, 0, layer.dilation)
-            for image, gradient in pairs
+            torch.ops.aten.convolution_backward(
+                gradient,
+                image,
+                kernel,
+                bias_sizes=None,
+                stride=layer.stride,
+                padding=(0, 0),
+                dilation=layer.dilation,
+                transposed=False,
+                output_padding=(0, 0),
+                groups=1,
+                output_mask=(False, True, False),
+            )[1]
+            for image, gradient in zip(padded_x.split(1), gradients.split(1), strict=True)
         ]
         rows = torch.stack(examples).flatten(2)
         if not block.is_joint:
