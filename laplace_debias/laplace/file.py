@@ -34,6 +34,7 @@ _EARLIER = (
     "and la.save(path) of version 0.2.0."
 )
 _USER_CLASS = "own"
+_INPUTS = "inputs"
 # Begins the names of the tensors of the information that a prior has.
 _PRIOR = "prior."
 
@@ -45,7 +46,8 @@ class Header:
     The `nll` is summed over the N examples, in nats. The `rank` is the requested one, a number or a
     fraction: data of lower rank give fewer directions. The `others` are the fingerprint of the
     tensors that are not Bayesian. The `noise` of a regression are `FittedPosterior.num_targets`
-    and 2, the power of 1/σ that the curvature is proportional to.
+    and 2, the power of 1/σ that the curvature is proportional to. `inducing` is the requested
+    number of inputs, or `"inputs"` if those of the file were passed.
     """
 
     likelihood: dict[str, Any]
@@ -65,7 +67,7 @@ class Header:
     temperature: float = 1.0
     link: dict[str, Any] | None = None
     thinned_at: list[float] | None = None
-    inducing: int | None = None
+    inducing: int | str | None = None
     prior_weight: float | None = None
 
     @classmethod
@@ -77,6 +79,9 @@ class Header:
         noise = None
         if fitted.num_targets is not None:
             noise = {"num_targets": fitted.num_targets, "power": 2}
+        inducing = config.structure.inducing_mark
+        if isinstance(inducing, str):
+            inducing = _INPUTS
         return cls(
             likelihood=likelihood_to_json(fitted.likelihood, own_likelihood),
             curvature=config.structure.name,
@@ -95,7 +100,7 @@ class Header:
             temperature=fitted.posterior.temperature,
             link=None if fitted.link is None else asdict(fitted.link),
             thinned_at=None if fitted.thinned_at is None else list(fitted.thinned_at),
-            inducing=config.structure.num_inducing,
+            inducing=inducing,
             prior_weight=None if information is None else float(information.weight),
         )
 
@@ -151,7 +156,8 @@ def load(
     header, tensors = read(path)
     # Without factors, the sharing in an earlier version's file had no effect. `joint` also decides
     # how the entries are ordered in one block of all parameters.
-    structure = curvature_structure(header.curvature, header.rank, header.inducing)
+    inducing = tensors["0.inputs"] if header.inducing == _INPUTS else header.inducing
+    structure = curvature_structure(header.curvature, header.rank, inducing)
     sharing = header.sharing if structure.has_factors else "expand"
     config = CurvatureConfig(
         structure=structure,

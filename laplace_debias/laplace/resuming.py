@@ -62,6 +62,7 @@ def fit_identity(
         "blocks": {block.name: list(block.shape) for block in context.blocks},
         "curvature": config.structure.name,
         "rank": config.structure.rank,
+        "inducing": config.structure.inducing_mark,
         "fisher": str(config.fisher),
         "factor_dtype": str(config.factor_dtype),
         "joint": str(config.joint),

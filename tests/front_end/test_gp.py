@@ -403,3 +403,25 @@ def test_with_some_inputs_it_is_nearer_to_the_full_posterior_than_laplace_torch(
         _, covariance = other._glm_predictive_distribution(new)
         distance = (deviations(la.functional(new)[1]) - expected).norm()
         assert distance < 0.7 * (deviations(covariance.double()) - expected).norm()
+
+
+def test_a_later_fit_of_a_loaded_posterior_has_the_same_inputs(tmp_path):
+    model = network("classification")
+    x, y = examples("classification")
+    inputs, _ = examples("classification", 5, 3)
+    for inducing in (inputs, 5, None):
+        la = laplace(model, "classification", inducing=inducing).fit(batches(x, y))
+        la.save(tmp_path / "posterior")
+        loaded = Laplace.load(tmp_path / "posterior", model).fit(batches(x, y))
+        blocks = [each.posterior.curvature.blocks["parameters"] for each in (la, loaded)]
+        assert torch.equal(*[block.U.inducing.inputs for block in blocks])
+
+
+def test_the_identity_of_a_fit_changes_with_the_inducing_inputs():
+    model = network("classification")
+    x, _ = examples("classification")
+    marks = [
+        laplace(model, "classification", inducing=inducing)._state.config.structure.inducing_mark
+        for inducing in (None, 4, x[:4], x[1:5])
+    ]
+    assert len(set(marks)) == 4

@@ -112,6 +112,16 @@ def test_a_fit_goes_on_to_the_same_bits(folder, skipped, options, before):
     assert not folder.exists()
 
 
+def test_a_fit_goes_on_behind_the_draw_of_inducing_inputs(folder, skipped):
+    options = {"curvature": "gp", "inducing": 3}
+    expected = fit(loader(), **options)
+    broken_off(folder, NUM_BATCHES + 4, **options)
+    la = fit(loader(), folder, **options)
+    x, _ = next(iter(loader()))
+    assert torch.equal(la.functional(x)[1], expected.functional(x)[1])
+    assert len(skipped) == 4
+
+
 def test_it_can_be_broken_off_again_and_again(folder, skipped):
     expected = fit(loader(), curvature="ekfac")
     for before in (2, 5, NUM_BATCHES + 1, NUM_BATCHES + 4):

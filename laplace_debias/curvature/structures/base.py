@@ -133,6 +133,11 @@ class CurvatureStructure(ABC):
         return None
 
     @property
+    def inducing_mark(self) -> int | str | None:
+        """The number of inducing inputs, or a text that changes with them."""
+        return None
+
+    @property
     def directions_per_factor(self) -> int | None:
         """The number of directions of each Kronecker factor, at most; None for all."""
         return None

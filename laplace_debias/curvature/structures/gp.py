@@ -28,7 +28,7 @@ from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import FitData
-from laplace_debias.curvature.network.inputs import Inputs, move, num_examples, take
+from laplace_debias.curvature.network.inputs import Inputs, mark_of, move, num_examples, take
 from laplace_debias.curvature.network.outputs import MEMORY_BOUND
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.structures.base import (
@@ -88,6 +88,13 @@ class GpCurvature(DenseCurvature):
     def num_inducing(self) -> int | None:
         """The number of inducing inputs; None for all examples."""
         return len(self.inducing) if isinstance(self.inducing, Tensor) else self.inducing
+
+    @property
+    def inducing_mark(self) -> int | str | None:
+        """The number of inducing inputs, or a text that changes with them."""
+        if isinstance(self.inducing, Tensor):
+            return mark_of(self.inducing, self.inducing)
+        return self.inducing
 
     def fit(
         self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
