@@ -1,15 +1,18 @@
 """A posterior at the end of a training run: fitted, tuned and evaluated on the run's loaders."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.shards import ShardedBatches
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.laplace import Laplace
 from laplace_debias.metrics import Report
+from laplace_debias.system.ranks import process_group
 
 NO_VALIDATION_DATA = (
     "The posterior is tuned on validation data, and the run has none. Pass some to the trainer, or "
@@ -23,6 +26,24 @@ def copy_in_eval_mode(network: nn.Module) -> nn.Module:
     for parameter, original in zip(copied.parameters(), network.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad)
     return copied
+
+
+def _shared(loader: Any) -> Any:
+    """Return a loader of which several processes read every example once.
+
+    The samplers of training repeat examples, so that all processes have equally many.
+    """
+    num_ranks = process_group().size
+    if num_ranks == 1 or not isinstance(getattr(loader, "dataset", None), Sized):
+        return loader
+    batch_size = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
+    batches = ShardedBatches(loader.dataset, num_ranks * batch_size)
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=batches,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+    )
 
 
 @dataclass(frozen=True)
@@ -54,10 +75,12 @@ class PosteriorAtEnd:
             Numbers to log by name, and the evaluation on the validation data, which were used for
             tuning. Without tuning there are no numbers and no evaluation.
         """
+        train_loader = _shared(train_loader)
         num_data = None if self.mode == "full" else len(train_loader.dataset)
         la.fit(train_loader, mode=self.mode, num_data=num_data)
         if not self.tune:
             return {}, None
+        validation_loader = _shared(validation_loader)
         network_report = la.evaluate(validation_loader, method="map", intervals=False)
         tuning = la.tune(validation_loader)
         report = la.evaluate(validation_loader)
