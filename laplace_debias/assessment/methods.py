@@ -13,6 +13,7 @@ from laplace_debias.system.settings import check_at_least
 if TYPE_CHECKING:
     from laplace_debias.sources.loaded import Loaded
 
+RecalibrationName = Literal["vector", "platt", "isotonic"]
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
@@ -65,6 +66,8 @@ class Method:
             neither fitted nor tuned; None for the network itself.
         has_temperature: Whether a temperature is fitted on the validation examples and divides the
             network's logits; only for the network itself.
+        recalibration: A map of the network's logits, fitted on the validation examples; only for
+            the network itself.
         examples: How many examples of each set it predicts, chosen at random, the same ones for
             every method of that many. If None all; of a posterior over more than the last layer as
             many as take about ten minutes. The validation set is limited likewise.
@@ -80,6 +83,7 @@ class Method:
     describes: str
     posterior: PosteriorChoice | Path | None = None
     has_temperature: bool = False
+    recalibration: RecalibrationName | None = None
     examples: int | None = None
     uses_all_checkpoints: bool = False
 
@@ -99,6 +103,33 @@ TEMPERATURE = Method(
     label="Temperature scaling",
     describes="The network's logits divided by one number, fitted on the validation examples.",
     has_temperature=True,
+)
+VECTOR = Method(
+    key="vector",
+    label="Vector scaling",
+    describes=(
+        "The network's logits, each multiplied by a number and shifted by one, which are fitted on "
+        "the validation examples."
+    ),
+    recalibration="vector",
+)
+PLATT = Method(
+    key="platt",
+    label="Platt scaling",
+    describes=(
+        "The network's logit, multiplied by a number and shifted by one, which are fitted on the "
+        "validation examples."
+    ),
+    recalibration="platt",
+)
+ISOTONIC = Method(
+    key="isotonic",
+    label="Isotonic regression",
+    describes=(
+        "A monotone function of the network's probability of each class, fitted on the validation "
+        "examples."
+    ),
+    recalibration="isotonic",
 )
 LAST_LAYER = Method(
     key="last-layer",
@@ -130,7 +161,10 @@ MIXTURE = Method(
 )
 
 
-BUILT_IN = {method.key: method for method in (NETWORK, TEMPERATURE, LAST_LAYER, LAPLACE)}
+BUILT_IN = {
+    method.key: method
+    for method in (NETWORK, TEMPERATURE, VECTOR, PLATT, ISOTONIC, LAST_LAYER, LAPLACE)
+}
 """Methods that have names."""
 
 
@@ -144,7 +178,7 @@ def default_methods(loaded: "Loaded") -> tuple[Method, ...]:
     in any case.
     """
     has_temperature = loaded.likelihood.activation is not None and loaded.validation is not None
-    default = (method for method in BUILT_IN.values() if method is not LAPLACE)
+    default = (NETWORK, TEMPERATURE, LAST_LAYER)
     return tuple(method for method in default if has_temperature or not method.has_temperature)
 
 
@@ -207,3 +241,20 @@ def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
             f"{', '.join(scaled)}: a temperature is fitted on validation examples, and there are "
             "none; give some, or leave the method out"
         )
+    recalibrated = [method for method in methods if method.recalibration is not None]
+    names = ", ".join(method.key for method in recalibrated)
+    if recalibrated and (
+        loaded.likelihood.activation is None or loaded.likelihood.targets != "class"
+    ):
+        raise ValueError(
+            f"{names}: the task {loaded.task} has no logits of classes. Leave out these methods."
+        )
+    if recalibrated and loaded.validation is None:
+        raise ValueError(
+            f"{names}: these are fitted on validation examples, and there are none. Pass some, or "
+            "leave out these methods."
+        )
+    unfit = "platt" if loaded.likelihood.activation == "softmax" else "vector"
+    if any(method.recalibration == unfit for method in recalibrated):
+        fit = "vector" if unfit == "platt" else "platt"
+        raise ValueError(f"{unfit} does not apply to the task {loaded.task}. Use {fit}.")

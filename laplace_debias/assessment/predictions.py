@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from laplace_debias import metrics
 from laplace_debias.assessment.numbers import gaussian_draws, number_columns
+from laplace_debias.assessment.recalibration import Recalibration
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.batches import Batches, BatchReader
 from laplace_debias.curvature.network.inputs import Inputs, call, move, num_examples, take
@@ -231,6 +232,25 @@ def scaled_by_temperature(
     if likelihood.activation == "softmax":
         log_probs = log_probs.log_softmax(1)
     return predictions | {"log_probs": log_probs} | _unknown_scores(len(log_probs))
+
+
+def recalibrated(
+    predictions: Predictions, recalibration: Recalibration, likelihood: Likelihood
+) -> Predictions:
+    """Apply a map to the network's logits; its scores are no longer known."""
+    log_probs = recalibration(network_logits(predictions))
+    if likelihood.activation == "softmax":
+        log_probs = log_probs.log_softmax(1)
+    return predictions | {"log_probs": log_probs} | _unknown_scores(len(log_probs))
+
+
+def network_logits(predictions: Predictions) -> Float[Tensor, "n outputs"]:
+    """Return the logits of a network's predictions, whose log-probabilities may be of a softmax."""
+    log_probs = predictions["log_probs"].double()
+    if predictions["energy"].isnan().all():
+        return log_probs
+    # The energy is minus the logarithm of the sum that the softmax divides by.
+    return log_probs - predictions["energy"].double().unsqueeze(1)
 
 
 def mean_of_members(members: Sequence[Predictions], likelihood: Likelihood) -> Predictions:

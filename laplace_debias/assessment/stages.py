@@ -27,11 +27,14 @@ from laplace_debias.assessment.predictions import (
     SelectedBatches,
     columns_to_write,
     mean_of_members,
+    network_logits,
     posterior_predictions,
     predict_set,
+    recalibrated,
     scaled_by_temperature,
     subset_indices,
 )
+from laplace_debias.assessment.recalibration import Recalibration, fit_recalibration
 from laplace_debias.assessment.run_writer import RunWriter
 from laplace_debias.assessment.temperature import BOUNDS, fit_temperature
 from laplace_debias.curvature.network.batches import Batches
@@ -46,10 +49,11 @@ from laplace_debias.system.ranks import alone, process_group
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A network with its data and, if it was fitted, its posterior."""
+    """A network with its data and, if it was fitted, its posterior or a map of its logits."""
 
     loaded: Loaded
     posterior: Laplace | None
+    recalibration: Recalibration | None = None
 
 
 ANNOUNCED_SECONDS = 60.0
@@ -88,6 +92,10 @@ def fit(run: RunWriter) -> dict[str, list[Member]]:
             ]
             if method.has_temperature and run.method_record(method).temperature is None:
                 _find_temperature(run, method)
+            if method.recalibration is not None:
+                (member,) = members[method.key]
+                recalibration = _recalibration(run, method)
+                members[method.key] = [replace(member, recalibration=recalibration)]
             run.write()
     return members
 
@@ -242,6 +250,16 @@ def _find_temperature(run: RunWriter, method: Method) -> None:
         )
 
 
+def _recalibration(run: RunWriter, method: Method) -> Recalibration:
+    """Fit a method's map of the network's logits on the validation examples."""
+    assert run.loaded.validation is not None
+    assert method.recalibration is not None
+    with run.stage("tune", method):
+        predictions, _ = predict_set(run.loaded, run.loaded.validation, None, None)
+        logits = network_logits(predictions)
+        return fit_recalibration(method.recalibration, logits, predictions["targets"])
+
+
 def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
     """Measure the seconds that a prediction takes per example, on the first test batch.
 
@@ -280,6 +298,9 @@ def predict(run: RunWriter, members: Mapping[str, Sequence[Member]]) -> None:
                     )
                 if is_network:
                     network_predictions = predictions, seconds
+                recalibration = members[method.key][0].recalibration
+                if recalibration is not None:
+                    predictions = recalibrated(predictions, recalibration, run.loaded.likelihood)
                 _write_predictions(run, method, dataset.name, predictions, seconds)
             summary = run.summary(run.methods[0], dataset.name)
             assert summary is not None
