@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Laplace
+from laplace_debias import Laplace, posterior_as_prior
 from laplace_debias.curvature.structures import STRUCTURES
 
 PAGE = Path(__file__).parents[2] / "docs" / "choosing.md"
@@ -53,6 +53,7 @@ def test_each_cell_of_the_table_is_true(curvature, tmp_path):
         la = fitted(mode=mode)
         la.tune(loader)
         la.tune_evidence()
+    la.update(loader)
     la.save(tmp_path / "posterior.safetensors")
     for method in ("glm", "glm-mc", "nn", "map"):
         la.predict(inputs, method)
@@ -62,5 +63,8 @@ def test_each_cell_of_the_table_is_true(curvature, tmp_path):
         "one prior precision per block": lambda: fitted("all").tune_evidence(per="block"),
         "thin": lambda: fitted("all").thin(inputs),
         "export (last layer)": lambda: la.export(tmp_path / "program.pt2", inputs),
+        "prior of further training": lambda: Laplace(
+            network, curvature=curvature, params=la.param_names, prior=posterior_as_prior(la)
+        ).fit(loader),
     }
     assert table()[curvature] == {name: is_possible(action) for name, action in actions.items()}
