@@ -27,7 +27,8 @@ class Settings(SourceSettings):
         params: Bayesian parameters; `all` takes longer, see docs/choosing.md.
         fisher: Labels that the curvature is taken at: the exact expectation, drawn ones (`mc`) or
             the true ones (`empirical`).
-        joint: Put a layer's weight and bias into one block; not for `lowrank` and `full`.
+        joint: Put a layer's weight and bias into one block; not for `lowrank`, `full` and `gp`.
+        inducing: For `gp` how many examples span the directions; all if left out.
         sharing: Approximation for weights that several positions share, in convolutions and
             sequences.
         prior_precision: Prior precision δ, before it is tuned.
@@ -46,6 +47,7 @@ class Settings(SourceSettings):
             "params",
             "fisher",
             "joint",
+            "inducing",
             "sharing",
             "prior_precision",
             "sigma",
@@ -69,6 +71,7 @@ class Settings(SourceSettings):
     params: Literal["all", "weights", "supported", "last_layer"] = "last_layer"
     fisher: Literal["exact", "mc", "empirical"] = "exact"
     joint: bool = False
+    inducing: int | None = None
     sharing: Literal["expand", "reduce"] = "expand"
     prior_precision: float = 1.0
     sigma: float | None = None
@@ -83,6 +86,12 @@ class Settings(SourceSettings):
             names = " and ".join(name for name, scheme in MODES.items() if scheme.takes_folds)
             raise ValueError(
                 f"folds is {self.folds} with mode={self.mode}; it belongs to mode={names}"
+            )
+
+        if self.inducing is not None and self.curvature != "gp":
+            raise ValueError(
+                f"inducing is {self.inducing} with curvature={self.curvature}; it belongs to "
+                "curvature=gp"
             )
 
     def without_effect(self) -> dict[str, str]:
@@ -117,6 +126,7 @@ def run(settings: Settings) -> "Laplace | Plan":
         prior_precision=settings.prior_precision,
         fisher=settings.fisher,
         joint=settings.joint,
+        inducing=settings.inducing,
         sharing=settings.sharing,
     )
     train = share(loaded.train, loaded.model)

@@ -112,7 +112,8 @@ class Laplace(Predictor):
             a fit warns, and assumes 1.0 for a single output or estimates the noise of each of
             several outputs from their residuals; `tune` then scales it.
         mc_samples: Labels per example for `fisher="mc"`.
-        joint: Whether a layer's weight and bias make one block. Not for `"lowrank"` and `"full"`.
+        joint: Whether a layer's weight and bias make one block. Not for `"lowrank"`, `"full"` and
+            `"gp"`.
         sharing: How positions share a weight, `"expand"` or `"reduce"`: one for all, or a mapping
             from layers' paths. Only for `"kfac"` and `"ekfac"`.
         rank: For `"lowrank"` the number of directions, 20 if None. For `"kfac"` and `"ekfac"` how

@@ -64,6 +64,16 @@ def test_fit_saves_what_laplace_fits_to_the_same_images(
     assert f"N = {number:,}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_fit_takes_a_number_of_inducing_inputs(checkpoint, tmp_path, capsys):
+    output = tmp_path / "posterior.safetensors"
+    options = [f"--output={output}", "--mode=mini", "--batch_size=6", "--inducing=2"]
+    assert main(command("fit", checkpoint, *options)) == 2
+    assert "inducing is 2 with curvature=kfac" in " ".join(capsys.readouterr().err.split())
+    assert main(command("fit", checkpoint, *options, "--curvature=gp")) == 0
+    la = Laplace.load(output, network(checkpoint))
+    assert len(la.posterior.curvature.blocks["parameters"].U.inducing.inputs) == 2
+
+
 @pytest.fixture(scope="module")
 def posterior(checkpoint, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("posterior") / "posterior.safetensors"
