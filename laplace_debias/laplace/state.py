@@ -15,7 +15,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprints import ChangeDetector
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import LAST_LAYER
-from laplace_debias.curvature.network.unwrapping import plain_names
+from laplace_debias.curvature.network.unwrapping import plain_names, without_outer_wrappers
 from laplace_debias.curvature.network.validation import check_no_autocast
 from laplace_debias.laplace.curvature_config import CurvatureConfig
 from laplace_debias.laplace.fit_report import FitReport
@@ -23,8 +23,8 @@ from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.posterior import GaussianPosterior
+from laplace_debias.laplace.prediction_cache import PredictionCache
 from laplace_debias.laplace.prior import Prior, check_prior_precision
-from laplace_debias.laplace.tapped_copies import TappedCopies
 from laplace_debias.system.checks import real
 
 
@@ -81,7 +81,7 @@ class FittedPosterior:
             number of entries of the targets of the N examples.
         link: How logits become probabilities; None for the default.
         change_detector: Detects changes of the tensors that are not Bayesian.
-        tapped_copies: Working copies of the model that predictions use.
+        prediction_cache: What predictions keep from one call to the next.
         report: The estimated error of a fit of `mode="auto"`, compared with a fit to all data.
         thinned_at: For each block the smallest prior precision for which the error reported by
             `thin` is valid; None for a posterior with all its directions.
@@ -97,7 +97,7 @@ class FittedPosterior:
     num_targets: float | None = None
     link: Link | None = None
     change_detector: ChangeDetector = field(default_factory=ChangeDetector, repr=False)
-    tapped_copies: TappedCopies = field(default_factory=TappedCopies, repr=False)
+    prediction_cache: PredictionCache = field(default_factory=PredictionCache, repr=False)
     report: FitReport | None = None
     thinned_at: tuple[float, ...] | None = None
 
@@ -161,6 +161,9 @@ class FittedPosterior:
         mean = self.posterior.mean
         names = self.parameters.names
         check_no_autocast(mean.device)
+        model = without_outer_wrappers(self.spec.model)
+        if self.change_detector.is_unchanged(model, mean):
+            return
         plain = self.spec.plain_model
         parameters = [plain.get_parameter(name).detach() for name in names]
         dtypes = {wide(parameter.dtype) for parameter in parameters}
@@ -187,6 +190,8 @@ class FittedPosterior:
                 f"{changed_names[0]} has changed since the fit, so the posterior is not that of "
                 "this model. Fit again."
             )
+        if plain is model:
+            self.change_detector.remember(plain, names, mean)
 
     def network(self) -> nn.Module:
         """Copy the model's modules around its own parameters; see `ModelSpec.network`."""

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -241,7 +242,7 @@ def test_copies_and_pickles_keep_no_working_copy():
     la, x = fitted()
     expected = la.predict(x).probs
     for other in (copy.deepcopy(la), pickle.loads(pickle.dumps(la))):
-        assert not other._state.tapped_copies._idle
+        assert not other._state.prediction_cache._idle
         assert torch.equal(other.predict(x).probs, expected)
 
 
@@ -261,3 +262,134 @@ def test_inputs_of_a_last_layer_of_many_classes_run_together():
     by_example = [la.functional(x[i : i + 1], diagonal=True) for i in range(12)]
     torch.testing.assert_close(mean, torch.cat([m for m, _ in by_example]))
     torch.testing.assert_close(variances, torch.cat([v for _, v in by_example]))
+
+
+def fresh_probs(la, x):
+    """A posterior with the same numbers that has predicted nothing yet."""
+    return copy.deepcopy(la).predict(x).probs
+
+
+def set_prior_precision(la):
+    la.prior_precision = 0.01
+
+
+def set_prior_precision_per_block(la):
+    la.prior_precision = torch.linspace(0.01, 0.05, len(la.block_names), dtype=torch.float64)
+
+
+@torch.no_grad()
+def prior_precision_in_place(la):
+    la.prior_precision.mul_(0.01)
+
+
+def set_temperature(la):
+    la.temperature = 0.01
+
+
+@torch.no_grad()
+def magnitudes_in_place(la):
+    for block in la.posterior.curvature.blocks.values():
+        block.magnitudes.mul_(0.01)
+
+
+def magnitudes_assigned(la):
+    for block in la.posterior.curvature.blocks.values():
+        block.magnitudes = block.magnitudes * 0.01
+
+
+def tune(la):
+    torch.manual_seed(1)
+    batch = (torch.randn(20, 4, dtype=torch.float64), torch.randint(3, (20,)))
+    la.tune([batch], grid=torch.tensor([0.01, 0.02]))
+
+
+def thin(la):
+    la.prior_precision = 0.01
+    la.thin(torch.randn(8, 4, dtype=torch.float64))
+
+
+POSTERIOR_CHANGES = [
+    set_prior_precision,
+    set_prior_precision_per_block,
+    prior_precision_in_place,
+    set_temperature,
+    magnitudes_in_place,
+    magnitudes_assigned,
+    tune,
+    thin,
+]
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("change", POSTERIOR_CHANGES)
+def test_a_change_of_the_posterior_is_noticed(change, params):
+    """What a prediction keeps is that of the posterior as it is now."""
+    la, x = fitted(params=params)
+    before = [la.predict(x).probs for _ in range(2)][-1]
+    change(la)
+    expected = fresh_probs(la, x)
+    assert torch.equal(la.predict(x).probs, expected)
+    assert not torch.allclose(expected, before, rtol=1e-3)
+
+
+@pytest.mark.parametrize("change", [set_prior_precision, prior_precision_in_place])
+@pytest.mark.parametrize("curvature", ["diag", "lowrank", "full"])
+def test_a_change_of_the_prior_is_noticed_under_every_curvature(change, curvature):
+    torch.manual_seed(0)
+    model = Scaled().double().eval()
+    x = torch.randn(20, 4, dtype=torch.float64)
+    la = Laplace(model, curvature=curvature).fit_batches([(x, torch.randint(3, (20,)))])
+    before = [la.predict(x).probs for _ in range(2)][-1]
+    change(la)
+    expected = fresh_probs(la, x)
+    assert torch.equal(la.predict(x).probs, expected)
+    assert not torch.allclose(expected, before, rtol=1e-3)
+
+
+def test_a_change_of_the_noise_is_noticed():
+    torch.manual_seed(0)
+    model = Scaled().double().eval()
+    x = torch.randn(20, 4, dtype=torch.float64)
+    la = Laplace(model, "regression", sigma=1.0)
+    la.fit_batches([(x, torch.randn(20, 3, dtype=torch.float64))])
+    before = [la.predict(x).covariance_matrix for _ in range(2)][-1]
+    la.tune_evidence(sigma=True)
+    expected = copy.deepcopy(la).predict(x).covariance_matrix
+    assert torch.equal(la.predict(x).covariance_matrix, expected)
+    assert not torch.allclose(expected, before, rtol=1e-3)
+
+
+def test_threads_that_predict_and_set_the_prior_get_the_numbers_of_one_prior_or_the_other():
+    la, x = fitted()
+    expected = []
+    for prior_precision in (0.1, 10.0):
+        la.prior_precision = prior_precision
+        expected.append(fresh_probs(la, x))
+    wrong = []
+
+    def predict():
+        for _ in range(20):
+            probs = la.predict(x).probs
+            if not any(torch.equal(probs, values) for values in expected):
+                wrong.append(probs)
+
+    threads = [threading.Thread(target=predict) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        la.prior_precision = 0.1
+        la.prior_precision = 10.0
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_inputs_of_several_shapes_have_chunks_of_their_own():
+    """The size of a chunk is kept for inputs of one shape, not for others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten()).double()
+    x = torch.randn(6, 2, 9, dtype=torch.float64)
+    la = Laplace(model).fit_batches([(x, torch.randint(3, (6,)))])
+    for length in (9, 40, 9, 5):
+        inputs = torch.randn(7, 2, length, dtype=torch.float64)
+        assert torch.equal(la.predict(inputs).probs, fresh_probs(la, inputs))

@@ -24,7 +24,11 @@ from laplace_debias.curvature.layers.recorder import (
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, quiet, take
 from laplace_debias.curvature.network.selection import leaving_out
-from laplace_debias.curvature.network.shared_copy import preserve_attributes, requiring_grad
+from laplace_debias.curvature.network.shared_copy import (
+    SavedAttributes,
+    preserve_attributes,
+    requiring_grad,
+)
 from laplace_debias.system.memory import is_out_of_memory
 
 # Rounds in which the forms of calls are learned, with copies of what examples have in common.
@@ -51,6 +55,7 @@ class Tap:
             self.one_by_one |= rule.differentiates_one_by_one(module)
             rule.prepare(module)
         self._modules = list(network.modules())
+        self._saved_attributes: SavedAttributes | None = None
         self._names: dict[Site, list[str]] = {}
         self._batch = 0
         self._has_graph = True
@@ -104,6 +109,13 @@ class Tap:
         """Whether the dimensions of the examples are learned from the first inputs."""
         return self._needs_dims
 
+    def save_attributes(self) -> None:
+        """Save the modules' attributes, to which every pass from now on restores them.
+
+        Without it each pass saves them anew.
+        """
+        self._saved_attributes = SavedAttributes(self._modules)
+
     def start_anew(self) -> None:
         """Forget the calls of the last `forward`, and which sites were not called."""
         self.forget()
@@ -147,14 +159,12 @@ class Tap:
         at_operands: AbstractContextManager = nullcontext()
         if self._operands:
             at_operands = OperandRecorder(self._operands, self.layer_calls)
+        saved_attributes = self._saved_attributes or SavedAttributes(self._modules)
         try:
-            with (
-                torch.set_grad_enabled(self._has_graph),
-                preserve_attributes(self._modules),
-                at_operands,
-            ):
+            with torch.set_grad_enabled(self._has_graph), at_operands:
                 outputs = call(self.network, x)
         finally:
+            saved_attributes.restore()
             for handle in handles:
                 handle.remove()
         if self._recorder is not None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from laplace_debias.curvature.network.module_snapshot import (
+    ModuleSnapshot,
+    UncomparableAttributeError,
+)
 from laplace_debias.curvature.network.quantised import plain_parts
 from laplace_debias.system.gathering import full_value, is_sharded
 
@@ -99,6 +104,73 @@ class _Trace:
         return self.sample.equal(entries)
 
 
+@dataclass(frozen=True, eq=False)
+class _CheckedModel:
+    """A model that was found unchanged, and what to compare to see that it still is.
+
+    Attributes:
+        snapshot: The modules, and where their tensors lie.
+        mean: The posterior's mean.
+        parameters: The Bayesian parameters, each with its part of the mean.
+        versions: The other tensors, each with its version.
+        samples: Sampled entries of the other tensors, as lists of one dtype, with their values.
+    """
+
+    snapshot: ModuleSnapshot
+    mean: Tensor
+    parameters: list[tuple[Tensor, Tensor]]
+    versions: list[tuple[Tensor, int]]
+    samples: list[tuple[list[Tensor], Tensor]]
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        names: Collection[str],
+        mean: Tensor,
+        traces: Mapping[str, list[_Trace]],
+    ) -> "_CheckedModel | None":
+        """Prepare the comparison; None if all of the model has to be read every time."""
+        try:
+            snapshot = ModuleSnapshot(model)
+        except UncomparableAttributeError:
+            return None
+        values = [model.get_parameter(name).detach() for name in names]
+        parts = mean.split([parameter.numel() for parameter in values])
+        parameters = []
+        for parameter, part in zip(values, parts, strict=True):
+            if parameter.dtype != mean.dtype or not parameter.is_contiguous():
+                return None
+            parameters.append((parameter.view(-1), part))
+        versions = []
+        entries = defaultdict[torch.dtype, list[Tensor]](list)
+        sampled_values = defaultdict[torch.dtype, list[Tensor]](list)
+        for name, tensor in _state(model):
+            if name in names:
+                continue
+            if tensor.is_inference():
+                return None
+            versions.append((tensor, tensor._version))
+            for trace in traces[name]:
+                if trace.entries is None:
+                    return None
+                entries[trace.entries.dtype].append(trace.entries)
+                sampled_values[trace.entries.dtype].append(trace.sample)
+        samples = [(part, torch.cat(sampled_values[dtype])) for dtype, part in entries.items()]
+        return cls(snapshot, mean, parameters, versions, samples)
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether the model is still the same."""
+        if not self.snapshot.is_current(model):
+            return False
+        if any(tensor._version != version for tensor, version in self.versions):
+            return False
+        # Writing through `.data` leaves the version as it is.
+        if not all(torch.cat(entries).equal(values) for entries, values in self.samples):
+            return False
+        return all(parameter.equal(values) for parameter, values in self.parameters)
+
+
 @dataclass
 class ChangeDetector:
     """A detector of changes in a model's state outside of the Bayesian parameters.
@@ -107,6 +179,30 @@ class ChangeDetector:
     """
 
     traces: dict[str, list[_Trace]] = field(default_factory=dict, repr=False)
+    _checked: _CheckedModel | None = field(default=None, repr=False)
+
+    def is_unchanged(self, model: nn.Module, mean: Tensor) -> bool:
+        """Whether nothing has changed since `remember` was called.
+
+        The modules' attributes and the versions of the tensors are compared, and of the values only
+        the Bayesian parameters and a sample of each other tensor.
+
+        Args:
+            model: The model.
+            mean: The posterior's mean.
+        """
+        checked = self._checked
+        return checked is not None and checked.mean is mean and checked.is_current(model)
+
+    def remember(self, model: nn.Module, names: Collection[str], mean: Tensor) -> None:
+        """Remember that a model was found unchanged.
+
+        Args:
+            model: The model, which `changed` has compared.
+            names: The Bayesian parameters, whose values are the posterior's mean.
+            mean: The posterior's mean.
+        """
+        self._checked = _CheckedModel.build(model, names, mean, self.traces)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChangeDetector, ()

@@ -5,6 +5,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -133,15 +135,47 @@ def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     The next pass would take them for its own, with the numbers of other examples.
     """
-    saved = []
-    for module in modules:
-        attributes = vars(module).copy()
-        for name, value in attributes.items():
-            if type(value) in (dict, list):
-                attributes[name] = value.copy()
-        saved.append((module, attributes))
+    saved = SavedAttributes(modules)
     try:
         yield
     finally:
-        for module, attributes in saved:
-            module.__dict__ = attributes
+        saved.restore()
+
+
+class SavedAttributes:
+    """The attributes of modules, to which they can be restored.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._saved = []
+        for module in modules:
+            attributes = vars(module)
+            names = tuple(attributes)
+            values = tuple(attributes.values())
+            containers = [(value, value.copy()) for value in values if type(value) in (dict, list)]
+            self._saved.append((module, names, values, containers))
+
+    def restore(self) -> None:
+        """Restore the attributes that have changed, and the entries of dictionaries and lists."""
+        for module, names, values, containers in self._saved:
+            attributes = vars(module)
+            if tuple(attributes) != names or not all(map(is_, attributes.values(), values)):
+                module.__dict__ = dict(zip(names, values, strict=True))
+            for container, entries in containers:
+                if not _has_entries(container, entries):
+                    container.clear()
+                    extend = container.extend if type(container) is list else container.update
+                    extend(entries)
+
+
+def _has_entries(container: Any, entries: Any) -> bool:
+    """Whether a dictionary or list has the same objects as another one, in the same order."""
+    if len(container) != len(entries):
+        return False
+    if type(container) is list:
+        return all(map(is_, container, entries))
+    is_same = all(map(is_, container.values(), entries.values()))
+    return is_same and tuple(container) == tuple(entries)

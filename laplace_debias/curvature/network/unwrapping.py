@@ -21,16 +21,7 @@ def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = Non
     were unwrapped before, by their `id`.
     """
     plain_modules = {} if plain_modules is None else plain_modules
-    inside: nn.Module | None = model
-    while inside is not None:
-        model = inside
-        # A compiled module by its attribute: to import torch's compiler takes a second.
-        inside = model._modules.get("module" if isinstance(model, _PARALLEL) else "_orig_mod")
-        if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
-            raise ValueError(
-                f"The {type(model).__name__} around {type(inside).__name__} has forward hooks, "
-                "which would be lost with it. Register them on the module inside."
-            )
+    model = without_outer_wrappers(model)
     if id(model) in plain_modules:
         return plain_modules[id(model)]
     plain = plain_unit(model) if is_unit(model) else model
@@ -43,6 +34,21 @@ def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = Non
             plain._modules[name] = plain_child
     plain_modules[id(model)] = plain
     return plain
+
+
+def without_outer_wrappers(model: nn.Module) -> nn.Module:
+    """Remove the wrappers around a model, and not those around its submodules."""
+    inside: nn.Module | None = model
+    while inside is not None:
+        model = inside
+        # A compiled module by its attribute: to import torch's compiler takes a second.
+        inside = model._modules.get("module" if isinstance(model, _PARALLEL) else "_orig_mod")
+        if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
+            raise ValueError(
+                f"The {type(model).__name__} around {type(inside).__name__} has forward hooks, "
+                "which would be lost with it. Register them on the module inside."
+            )
+    return model
 
 
 def plain_names(model: nn.Module, names: Sequence[str]) -> list[str]:

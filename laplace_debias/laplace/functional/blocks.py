@@ -68,6 +68,8 @@ class BlockMoments:
             assert isinstance(operator, EigenKronecker)
             self._operators.append(operator)
         self._runs: dict[int, ColumnRuns] = {}
+        # 1/(N Λ + δ) of the blocks, for a single prior precision.
+        self._weights: dict[int, Tensor] = {}
         # The blocks of the last layer, and the weights that are the same for every chunk of inputs.
         self._heads: dict[int, LinearHead] = {}
         self._head_weights: dict[int, Tensor] = {}
@@ -113,14 +115,14 @@ class BlockMoments:
             squares = head.rotated_inputs(phi).square()
             # One prior precision after the other: the weights, or the covariances, of all of them
             # may not fit into memory.
-            if self._diagonal:
+            if self._diagonal and len(deltas) > 1:
                 along = [squares @ head.variances(delta).mT for delta in deltas]
                 into += head.covariance(torch.stack(along), chosen, diagonal=True)
                 continue
             if index not in self._head_weights:
                 self._head_weights[index] = head.variances(deltas)
             for total, weights in zip(into, self._head_weights[index], strict=True):
-                total += head.covariance(squares @ weights.mT, chosen)
+                total += head.covariance(squares @ weights.mT, chosen, self._diagonal)
 
     def add(
         self,
@@ -133,6 +135,9 @@ class BlockMoments:
             into: The sums.
             records: The records of a backward pass.
         """
+        if len(self.prior_precisions) == 1:
+            self._add_weighted(into[0], records)
+            return
         for record in records:
             index = self._indices[record.block]
             operator = self._operators[index]
@@ -164,6 +169,45 @@ class BlockMoments:
                 # Released before the next ones are computed.
                 del J, rows
             del record
+
+    def _add_weighted(
+        self, into: Float[Tensor, "batch columns *again"], records: Iterable[BlockRecord]
+    ) -> None:
+        """Add the covariances, or variances, at a single prior precision."""
+        for record in records:
+            index = self._indices[record.block]
+            operator = self._operators[index]
+            if index not in self._weights:
+                precisions = self.posterior.data_weight * operator.in_frame
+                precisions += self.prior_precisions[0, index]
+                self._weights[index] = precisions.reciprocal_()
+            block_weights = self._weights[index]
+            for examples, J, columns in self._jacobians(record, operator.U_G, operator.U_A):
+                weights = block_weights if columns is None else block_weights[..., columns]
+                weights = weights[..., : J.shape[-2], : J.shape[-1]].flatten()
+                add_weighted_products(into[examples], J.flatten(2), weights, self._diagonal)
+                # Released before the next ones are computed.
+                del J
+            del record
+
+
+def add_weighted_products(
+    into: Float[Tensor, "batch outputs *again"],
+    rows: Float[Tensor, "batch outputs d"],
+    weights: Float[Tensor, " d"],
+    diagonal: bool,
+) -> None:
+    r"""Add `Σ_i Ĵ_ci w_i Ĵ_ki` for every two outputs, or for every output and itself.
+
+    Columns are taken in slices that stay in the processor's cache.
+    """
+    device_type = rows.device.type
+    width = max(1, _SLICE[device_type] // (rows.shape[0] * rows.shape[1]))
+    for columns, w in zip(rows.split(width, 2), weights.split(width), strict=True):
+        if diagonal:
+            into += columns.square() @ w
+        else:
+            add_products(into, columns * w, columns, _SPLIT[device_type])
 
 
 def add_single_products(

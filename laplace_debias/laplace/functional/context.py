@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import (
     ChosenPositions,
     Positions,
@@ -17,6 +16,7 @@ from laplace_debias.curvature.network.chosen_positions import (
 from laplace_debias.curvature.network.inputs import Inputs, Record, call
 from laplace_debias.curvature.network.outputs import check_outputs, explain_unbatched
 from laplace_debias.curvature.network.sharded import has_units
+from laplace_debias.laplace.prediction_cache import PreparedModel
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.system.ranks import collective
 
@@ -34,14 +34,14 @@ class PredictionContext:
         positions: The positions; None for all.
         head: Path of the linear layer that is only applied at the chosen positions; None if the
             positions are chosen from all outputs.
-        tap: The tap on the network, if there is one already.
+        prepared: The working copy whose network it is, if that is kept between predictions.
     """
 
     network: nn.Module
     x: Inputs
     positions: ChosenPositions | None = None
     head: str | None = None
-    tap: Tap | None = None
+    prepared: PreparedModel | None = None
 
     def output_indices(self, outputs: OutputChoice) -> Int[Tensor, "batch k"]:
         """Compute indices of requested outputs among an example's flattened ones.
@@ -99,7 +99,6 @@ def prediction_context(
     x: Inputs | Record,
     positions: Positions | None = None,
     restricts_head: Callable[[str], bool] = lambda path: False,
-    is_tapped: bool = False,
     keeps_graph: bool = False,
 ) -> Iterator[PredictionContext]:
     """Prepare the network and the inputs; an error within is explained if x has no batch dimension.
@@ -110,20 +109,20 @@ def prediction_context(
         positions: The positions; None for all.
         restricts_head: Whether the linear layer at a path may be applied only at the chosen
             positions, if the outputs are its own. Layers that are measured one by one may not.
-        is_tapped: Whether to use a working copy with a tap that is kept between predictions, for
-            all positions.
-        keeps_graph: Whether gradients flow back to the inputs.
+        keeps_graph: Whether gradients flow back to the inputs. Then the network, which is part of
+            the graph, is not used again.
     """
     is_collective = has_units(fitted.spec.model)
     with torch.inference_mode(False), collective("predict") if is_collective else nullcontext():
         device = fitted.posterior.mean.device
         x = fitted.spec.read_batch.inputs(x, device, keeps_graph=keeps_graph)
-        if is_tapped and positions is None:
-            with fitted.tapped_copies.borrow(fitted.spec, fitted.parameters) as tap:
+        if positions is None and not keeps_graph:
+            with fitted.prediction_cache.borrow(fitted.spec, fitted.parameters) as prepared:
+                network = prepared.tap.network
                 try:
-                    yield PredictionContext(tap.network, x, tap=tap)
+                    yield PredictionContext(network, x, prepared=prepared)
                 except Exception as error:
-                    explain_unbatched(error, tap.network, x)
+                    explain_unbatched(error, network, x)
                     raise
             return
         network = fitted.network()

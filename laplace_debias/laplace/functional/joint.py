@@ -52,7 +52,8 @@ def joint_moments(
     deltas = posterior.prior_precision.expand(len(blocks)).to(posterior.mean)
     with prediction_context(fitted, x, positions) as context:
         indices = None if outputs is None else context.output_indices(outputs)
-        tap = Tap(context.network, blocks)
+        prepared = context.prepared
+        tap = Tap(context.network, blocks) if prepared is None else prepared.tap
         # One example shows how much memory each needs.
         tap.forward(take(context.x, slice(0, 1)))
         gradient_bytes = tap.output_bytes

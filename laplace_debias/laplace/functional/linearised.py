@@ -13,7 +13,7 @@ from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import LinearCalls, Positions
-from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take
+from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take, tensors_of
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.laplace.functional.blocks import BlockMoments
 from laplace_debias.laplace.functional.context import (
@@ -82,19 +82,23 @@ def moments(
             requested does not fit into the memory bound.
     """
     posterior = fitted.posterior
-    parameters = fitted.parameters
-    if prior_precisions is None:
-        prior_precisions = posterior.prior_precision.unsqueeze(0)
-    deltas = prior_precisions.reshape(len(prior_precisions), -1).to(posterior.mean)
-    deltas = deltas.expand(-1, len(parameters.block_names))
-    restricts_head = partial(acts_through_head, parameters.blocks, posterior)
-    with prediction_context(fitted, x, positions, restricts_head, is_tapped=True) as context:
+    blocks = fitted.parameters.blocks
+    restricts_head = partial(acts_through_head, blocks, posterior)
+    with prediction_context(fitted, x, positions, restricts_head) as context:
         indices = None if outputs is None else context.output_indices(outputs)
         request = CovarianceRequest(diagonal, indices, fitted.config.memory_bound, differences)
-        accumulator = accumulator_of(posterior)(parameters.blocks, posterior, deltas, diagonal)
+
+        def sums() -> BlockMoments | DenseMoments:
+            deltas = _deltas_per_block(fitted, prior_precisions)
+            return accumulator_of(posterior)(blocks, posterior, deltas, diagonal)
+
+        if prior_precisions is None and context.prepared is not None:
+            accumulator = context.prepared.compute_once(posterior, diagonal, sums)
+        else:
+            accumulator = sums()
         mean, covariances = _moments_in_chunks(context, accumulator, request)
     if not may_overflow:
-        check_covariance(covariances, deltas)
+        check_covariance(covariances, accumulator.prior_precisions)
     num_outputs = None if indices is None else indices.shape[1]
     if diagonal:
         covariances = context.by_position(covariances, num_outputs)
@@ -130,12 +134,13 @@ def last_layer_outputs(
         return None
     deltas = posterior.prior_precision.expand(len(blocks)).to(posterior.mean)
     accumulator = BlockMoments(blocks, posterior, deltas.unsqueeze(0), diagonal=True)
-    with prediction_context(fitted, x, is_tapped=True) as context:
-        assert context.tap is not None
-        outputs = context.tap.forward(context.x)
+    with prediction_context(fitted, x) as context:
+        assert context.prepared is not None
+        tap = context.prepared.tap
+        outputs = tap.forward(context.x)
         check_outputs(outputs)
-        inputs = accumulator.last_layer_inputs(context.tap, outputs)
-        context.tap.forget()
+        inputs = accumulator.last_layer_inputs(tap, outputs)
+        tap.forget()
     if len(inputs) < len(blocks):
         return None
     factors = []
@@ -145,6 +150,18 @@ def last_layer_outputs(
         factors.append(CovarianceFactor(head.U_G, variances))
         check_covariance(variances, deltas)
     return FactoredOutputs(outputs.detach(), factors)
+
+
+def _deltas_per_block(
+    fitted: FittedPosterior,
+    prior_precisions: Float[Tensor, " grid"] | Float[Tensor, "grid blocks"] | None,
+) -> Float[Tensor, "grid blocks"]:
+    """Return δ of every block at every grid point; None is the fit's own."""
+    posterior = fitted.posterior
+    if prior_precisions is None:
+        prior_precisions = posterior.prior_precision.unsqueeze(0)
+    deltas = prior_precisions.reshape(len(prior_precisions), -1).to(posterior.mean)
+    return deltas.expand(-1, len(fitted.parameters.block_names))
 
 
 def accumulator_of(posterior: GaussianPosterior) -> type[BlockMoments] | type[DenseMoments]:
@@ -175,14 +192,15 @@ def _moments_in_chunks(
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     """Compute the moments of as many examples at a time as fit into the memory bound."""
     # The blocks are the parameters' also where the posterior has a single block for all.
-    tap = context.tap or Tap(context.network, accumulator.blocks)
+    prepared = context.prepared
+    tap = Tap(context.network, accumulator.blocks) if prepared is None else prepared.tap
     method: _Differentiation = _OfOutputs(tap, accumulator, request)
     if context.head is not None:
         assert isinstance(accumulator, BlockMoments)
         method = _ThroughHead(tap, accumulator, request, context.head)
     means = []
     covariances = []
-    for examples, outputs, size in _forward_in_chunks(context.x, tap, method):
+    for examples, outputs, size in _forward_in_chunks(context, tap, method, request):
         indices = None if request.outputs is None else request.outputs[examples]
         mean = outputs.detach().flatten(1)
         means.append(mean if indices is None else mean.gather(1, indices))
@@ -203,22 +221,35 @@ def _moments_in_chunks(
 
 
 def _forward_in_chunks(
-    x: Inputs, tap: Tap, method: "_Differentiation"
+    context: PredictionContext,
+    tap: Tap,
+    method: "_Differentiation",
+    request: CovarianceRequest,
 ) -> Iterator[tuple[slice, Float[Tensor, "batch *outputs"], ChunkSize]]:
-    """Run the network on one chunk of examples after the other; the first example sets their size.
+    """Run the network on one chunk of examples after the other.
+
+    The first inputs of a shape set the size of the chunks, by a pass over the first example.
 
     Yields:
         The indices of a chunk's examples, their outputs, and the size.
     """
+    x = context.x
     batch = num_examples(x)
-    examples = slice(0, 1)
-    outputs = tap.forward(take(x, examples))
-    check_outputs(outputs)
-    size = method.chunk_size(outputs)
+    num_outputs = None if request.outputs is None else request.outputs.shape[1]
+    shapes = [(tensor.shape[1:], tensor.dtype) for tensor in tensors_of(x)]
+    key = (request.diagonal, request.differences, num_outputs, *shapes)
+    size = None if context.prepared is None else context.prepared.sizes.get(key)
     start = 0
-    if min(batch, size.examples) == 1:
-        yield examples, outputs, size
-        start = 1
+    if size is None:
+        examples = slice(0, 1)
+        outputs = tap.forward(take(x, examples))
+        check_outputs(outputs)
+        size = method.chunk_size(outputs)
+        if context.prepared is not None:
+            context.prepared.keep_size(key, size)
+        if min(batch, size.examples) == 1:
+            yield examples, outputs, size
+            start = 1
     for begin in range(start, batch, size.examples):
         examples = slice(begin, begin + size.examples)
         outputs = tap.forward(take(x, examples))

@@ -1,5 +1,6 @@
 """The requested part of the outputs' covariance, and how much of it is computed together."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -106,11 +107,7 @@ class CovarianceRequest:
             bound = self.granted_bytes(num_columns, bytes_per_column, device, remedy=remedy)
             columns = min(num_columns, bound // bytes_per_column)
         bound = min(bound, _CHUNK_BYTES_PER_BLOCK * ROOM[device.type] * num_blocks)
-        bytes_per_example = gradient_bytes * columns
-        if bytes_per_column is None and self.diagonal:
-            # There are no output gradients, and as many variances as outputs.
-            bytes_per_example = gradient_bytes
-        return ChunkSize(max(1, bound // bytes_per_example), columns)
+        return ChunkSize(max(1, bound // (gradient_bytes * columns)), columns)
 
     def kept_rows(self, num_columns: int, row_bytes: int, device: torch.device) -> ChunkSize:
         """Decide how many examples have their Jacobian rows in memory together.
@@ -191,7 +188,8 @@ def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
         ValueError: If they are not: the posterior is in range, but its products with the Jacobian
             of these inputs are not.
     """
-    if not torch.stack(torch.aminmax(covariance)).isfinite().all():
+    extremes = torch.stack(torch.aminmax(covariance)).tolist()
+    if not all(map(math.isfinite, extremes)):
         raise ValueError(
             f"The covariance of the outputs overflows {covariance.dtype}: the squared Jacobian of "
             f"these inputs over the prior precision (from {float(prior_precisions.min()):.3g}) is "

@@ -1,0 +1,176 @@
+"""Working copies of a model, and weights, that are kept between predictions."""
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.module_snapshot import (
+    ModuleSnapshot,
+    UncomparableAttributeError,
+)
+from laplace_debias.curvature.network.precision import NARROW
+from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
+from laplace_debias.laplace.model_spec import ModelSpec
+from laplace_debias.laplace.parameter_blocks import ParameterBlocks
+from laplace_debias.laplace.posterior import GaussianPosterior
+
+# Copies that are kept for predictions of several threads.
+_MOST_IDLE = 4
+# Bytes of the largest posterior whose weights are kept: they take as much once more per thread.
+_MOST_KEPT = 2**26
+# Sizes that are kept: inputs may have many shapes.
+_MOST_SIZES = 64
+
+Value = TypeVar("Value")
+
+
+class PreparedModel:
+    """A tapped working copy of a model, which one prediction at a time uses.
+
+    Attributes:
+        tap: The tap, on the copy.
+        sizes: Sizes of the chunks of inputs, by what they depend on.
+    """
+
+    def __init__(self, spec: ModelSpec, parameters: ParameterBlocks) -> None:
+        model = spec.plain_model
+        self._model_snapshot = _snapshot(model)
+        self.tap = Tap(spec.network(parameters.names), parameters.blocks)
+        is_narrow = any(parameter.dtype in NARROW for parameter in model.parameters())
+        self._copy_snapshot: ModuleSnapshot | None = None
+        # The copy of a model in half precision has values of its own.
+        if not (self.tap.learns_dims or is_narrow or self._model_snapshot is None):
+            self._copy_snapshot = _snapshot(self.tap.network)
+            self.tap.save_attributes()
+        self.sizes: dict[Hashable, Any] = {}
+        self._values: dict[Hashable, Any] = {}
+        self._posterior_snapshot: _PosteriorSnapshot | None = None
+
+    def is_current(self, model: nn.Module) -> bool:
+        """Whether the user's modules are what they were when they were copied."""
+        return self._model_snapshot is not None and self._model_snapshot.is_current(model)
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether the copy can be compared with the model, and passes have left it as it was."""
+        snapshot = self._copy_snapshot
+        return snapshot is not None and snapshot.is_current(self.tap.network)
+
+    def refresh_buffers(self) -> None:
+        """Copy the values of the user's buffers, which forward passes may overwrite."""
+        assert self._model_snapshot is not None
+        assert self._copy_snapshot is not None
+        if self._copy_snapshot.buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copy_snapshot.buffers, self._model_snapshot.buffers)
+
+    def compute_once(
+        self, posterior: GaussianPosterior, key: Hashable, compute: Callable[[], Value]
+    ) -> Value:
+        """Return a value that depends on the posterior, such as its weights; compute it once.
+
+        It is computed anew for another posterior, as after a change of the prior precision or the
+        temperature, and after a change of the posterior's tensors in place.
+        """
+        if posterior.mean.nbytes > _MOST_KEPT:
+            return compute()
+        snapshot = self._posterior_snapshot
+        if snapshot is None or not snapshot.is_current(posterior):
+            self._values.clear()
+            self._posterior_snapshot = _PosteriorSnapshot(posterior)
+        if key not in self._values:
+            self._values[key] = compute()
+        return self._values[key]
+
+    def keep_size(self, key: Hashable, size: Any) -> None:
+        """Keep the size of the chunks of some inputs in `sizes`."""
+        if len(self.sizes) >= _MOST_SIZES:
+            self.sizes.clear()
+        self.sizes[key] = size
+
+
+class PredictionCache:
+    """The prepared working copies of a model that are not in use.
+
+    A prediction takes one for itself, since threads cannot share the hooks of a tap, and returns it
+    after its last pass. A copy is dropped if the user's modules have changed: an attribute, a hook,
+    a submodule, or the place of a tensor. The parameters of the copy are the user's, and the
+    buffers are read at every prediction. Models whose modules hold anything else that may change
+    are copied every time. A copy of this object, or what comes out of a pickle, is empty.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[PreparedModel] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PredictionCache, ()
+
+    @contextmanager
+    def borrow(self, spec: ModelSpec, parameters: ParameterBlocks) -> Iterator[PreparedModel]:
+        """Return a prepared model that is not in use, with a tap of the blocks."""
+        prepared = self._take_current(spec)
+        if prepared is None:
+            prepared = PreparedModel(spec, parameters)
+        else:
+            prepared.tap.attach(parameters.blocks)
+        yield prepared
+        # An exception drops the copy, whose state may be anything.
+        prepared.tap.start_anew()
+        if prepared.is_reusable and len(self._idle) < _MOST_IDLE:
+            self._idle.append(prepared)
+
+    def _take_current(self, spec: ModelSpec) -> PreparedModel | None:
+        """Take an idle copy of the model as it is now; drop those that are out of date."""
+        while True:
+            try:
+                prepared = self._idle.pop()
+            except IndexError:
+                return None
+            if prepared.is_current(without_outer_wrappers(spec.model)):
+                prepared.refresh_buffers()
+                return prepared
+
+
+class _PosteriorSnapshot:
+    """A posterior, and the versions of its tensors, which its owner may change in place.
+
+    Args:
+        posterior: The posterior.
+    """
+
+    def __init__(self, posterior: GaussianPosterior) -> None:
+        self._posterior = posterior
+        self._tensors = _tensors(posterior)
+        self._has_versions = not any(tensor.is_inference() for tensor in self._tensors)
+        if self._has_versions:
+            self._versions = [tensor._version for tensor in self._tensors]
+
+    def is_current(self, posterior: GaussianPosterior) -> bool:
+        """Whether it is the same posterior, and its tensors are as they were."""
+        if posterior is not self._posterior or not self._has_versions:
+            return False
+        tensors = _tensors(posterior)
+        if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
+            return False
+        return [tensor._version for tensor in tensors] == self._versions
+
+
+def _tensors(posterior: GaussianPosterior) -> list[Tensor]:
+    """List the tensors that weights are computed from."""
+    tensors: list[Tensor] = [posterior.prior_precision]
+    for block in posterior.curvature.blocks.values():
+        tensors += [value for value in vars(block).values() if isinstance(value, Tensor)]
+    return tensors
+
+
+def _snapshot(model: nn.Module) -> ModuleSnapshot | None:
+    """Take a snapshot; None for modules of which changes cannot be detected."""
+    try:
+        return ModuleSnapshot(model)
+    except UncomparableAttributeError:
+        return None
