@@ -1,0 +1,17 @@
+"""Training tools in a process group: each process by itself, or an error."""
+
+import torch
+import training_tasks as tasks
+
+
+def test_each_process_collects_the_curvature_of_its_own_batches(processes, tmp_path):
+    for rank, precisions in enumerate(processes.run(2, tasks.online, str(tmp_path))):
+        expected, _ = tasks.online(rank, str(tmp_path))
+        for precision in precisions:
+            torch.testing.assert_close(precision, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_training_by_the_marginal_likelihood_is_refused(processes):
+    for name, message in processes.run(2, tasks.marginal_likelihood):
+        assert name == "NotImplementedError", message
+        assert "not supported for data that several processes share" in message
