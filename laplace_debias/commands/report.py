@@ -24,8 +24,10 @@ class Settings(SourceSettings):
         from_run: Run folder whose page is drawn again, without computing.
         title: Title of the page; the network's name by default.
         more_checkpoints: Weights of the further networks.
-        methods: Methods to compare: `network`, `temperature`, `last-layer`, `laplace` (all
-            parameters, minutes to hours); by default all but the last that the data allows.
+        methods: Methods to compare: `network`, `temperature`, `vector` (scaling of each logit),
+            `platt` (a single logit), `isotonic`, `last-layer`, `laplace` (all parameters, minutes
+            to hours); by default those of `network`, `temperature` and `last-layer` that the data
+            allows.
         posteriors: More posteriors by name, each as JSON such as '{"params": "all", "mode":
             "debiased", "fit_examples": 256}', or in a YAML file.
         examples: Number of examples of each set, chosen at random, that posteriors over more than

@@ -1,6 +1,6 @@
 """A report on predictions: the metrics of a predictive over loaders."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch.distributions import Bernoulli, Distribution, MultivariateNormal, Nor
 from laplace_debias import metrics
 from laplace_debias.curvature.losses.base import flat_terms
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.network.batches import Batches, Stream
 from laplace_debias.curvature.network.dataset_size import check_sampler
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.outputs import targets_classes_last
 from laplace_debias.curvature.network.shards import check_shared
 from laplace_debias.laplace.intervals import interval_levels, single_targets
@@ -31,6 +31,32 @@ def check_held_out(*data: Batches) -> None:
         for loader in data:
             check_shared(ranks, loader)
             check_sampler(loader)
+
+
+class RepeatedExamples:
+    """Pairs in which an example of weight w occurs w times.
+
+    Args:
+        stream: Pairs `(x, y)`, or triples `(x, y, w)`.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        for x, y, *weights in self._stream:
+            if not weights:
+                yield x, y
+                continue
+            if (weights[0] != weights[0].floor()).any():
+                raise ValueError(
+                    "The weights of examples have fractions. Pass whole numbers: evaluate counts "
+                    "an example of weight w as w examples."
+                )
+            indices = torch.arange(len(y)).repeat_interleave(weights[0].long().cpu())
+            if len(indices):
+                indices = indices.to(y.device)
+                yield take(x, indices), y[indices]
 
 
 def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[Tensor]:

@@ -88,6 +88,8 @@ class ModelSpec:
         device: torch.device,
         generator: torch.Generator | None = None,
         progress: str | None = None,
+        *,
+        weighs: bool = False,
     ) -> Stream:
         """Read data as pairs on a device; see `Stream` for the arguments."""
         return Stream(
@@ -97,6 +99,7 @@ class ModelSpec:
             device=device,
             target_device=device,
             progress=progress,
+            weighs=weighs,
         )
 
     def fit_stream(

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.network.batches import Batches, Stream
+from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.decomposition import uncertainty
-from laplace_debias.laplace.evaluation import check_held_out, evaluate_predictions
+from laplace_debias.laplace.evaluation import RepeatedExamples, check_held_out, evaluate_predictions
 from laplace_debias.laplace.functional.differentiable import differentiable_moments
 from laplace_debias.laplace.laplace_torch_names import explains_laplace_torch_arguments
 from laplace_debias.laplace.links import Link, link_from, predictive
@@ -213,7 +213,8 @@ class Predictor(ABC):
         Each metric has a confidence interval over the targets that count, taken as independent.
 
         Args:
-            loader: Labelled batches `(x, y)`.
+            loader: Labelled batches `(x, y)`, or `(x, y, w)` with whole weights of the examples: an
+                example of weight w counts as w examples.
             ood: Out-of-distribution batches by name; their labels are ignored. Each gives
                 `auroc_<name>` and the like (in-distribution = 0, OOD = 1).
             method: How to predict; this, `samples` and `link` are those of `predict`.
@@ -265,8 +266,9 @@ class Predictor(ABC):
         state = self._states[0]
         bar = "evaluate" if progress else None
 
-        def read(data: Batches) -> Stream:
-            return state.spec.stream(data, state.device, generator, bar)
+        def read(data: Batches) -> RepeatedExamples:
+            stream = state.spec.stream(data, state.device, generator, bar, weighs=True)
+            return RepeatedExamples(stream)
 
         return evaluate_predictions(
             predict,

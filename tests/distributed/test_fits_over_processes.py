@@ -179,6 +179,13 @@ def test_evaluation_where_some_processes_have_no_example(processes):
         check(found, expected)
 
 
+@pytest.mark.slow
+def test_conformal_sets_are_calibrated_on_the_examples_of_all_processes(processes):
+    expected = tasks.conformal_sets(0)
+    for sets in processes.run(2, tasks.conformal_sets):
+        check(sets, expected)
+
+
 def test_one_process_saves_and_the_others_wait(processes, tmp_path):
     expected = tasks.fit(0, "ekfac", "full", {}, {})
     for found in processes.run(3, tasks.save, str(tmp_path)):

@@ -6,7 +6,7 @@ import torch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tasks.OPERATORS)
+@pytest.mark.parametrize("name", [*tasks.OPERATORS, *tasks.WEIGHTED_OPERATORS])
 def test_products_and_estimates(processes, name):
     expected = tasks.products(0, name)
     for found in processes.run(3, tasks.products, name):

@@ -182,3 +182,26 @@ def test_a_fit_in_rounds_asks_for_the_number_that_weights_stand_for():
     loader = DataLoader(TensorDataset(x, y, torch.ones(400).double()), 40, shuffle=True)
     with pytest.raises(ValueError, match=r'mode="auto".*examples have weights'):
         Laplace(perceptron()).fit(loader, mode="auto")
+
+
+@pytest.mark.parametrize("likelihood", ["classification", "regression"])
+def test_an_evaluation_with_whole_weights_is_that_of_repeated_examples(likelihood: str):
+    x, y = data()
+    if likelihood == "regression":
+        y = torch.randn(12, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    la = Laplace(perceptron(), likelihood, sigma=0.5 if likelihood == "regression" else None)
+    la.fit_batches([(x, y)])
+    triples = [(x[:5], y[:5], COUNTS[:5].double()), (x[5:], y[5:], COUNTS[5:].double())]
+    ood = {"shifted": [(x + 3, y)]}
+    weighted = la.evaluate(triples, ood=ood)
+    expected = la.evaluate([repeated(x, y)], ood=ood)
+    assert weighted.keys() == expected.keys()
+    for name, value in expected.items():
+        assert weighted[name].value == pytest.approx(value.value, rel=1e-10, nan_ok=True)
+        assert weighted[name].low == pytest.approx(value.low, rel=1e-10, nan_ok=True)
+    with pytest.raises(ValueError, match="have fractions"):
+        la.evaluate([(x, y, COUNTS.double() / 2)])
+    with pytest.raises(ValueError, match="not negative"):
+        la.evaluate([(x, y, -COUNTS.double())])
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        la.evaluate([(x, y, 0 * COUNTS.double())])

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 from laplace_debias import (
     Auto,
     Categorical,
+    Conformal,
     Laplace,
     Quadratic,
     ShardedBatches,
@@ -75,6 +76,13 @@ def examples(size=SIZE):
 def loader(size=SIZE, batch=BATCH, **options):
     data = examples(size)
     return DataLoader(data, batch_sampler=ShardedBatches(data, batch, **options))
+
+
+def weighted_loader():
+    weights = torch.rand(SIZE, generator=generator(8), dtype=torch.float64)
+    weights[0] = 0.0
+    data = TensorDataset(*examples()[:], weights)
+    return DataLoader(data, batch_sampler=ShardedBatches(data, BATCH))
 
 
 def a_batch():
@@ -158,10 +166,12 @@ OPERATORS = {
     "kfac": (KFAC, {"fisher": "mc"}),
     "ekfac": (EKFAC, {}),
 }
+# The same with weights of the examples.
+WEIGHTED_OPERATORS = [f"weighted {name}" for name in OPERATORS]
 
 
 def operator(name, data):
-    kind, options = OPERATORS[name]
+    kind, options = OPERATORS[name.removeprefix("weighted ")]
     if "fisher" in options:
         options = {**options, "generator": generator(3)}
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64))
@@ -170,7 +180,7 @@ def operator(name, data):
 
 def products(rank, name):
     """Products, and estimates that draw the same vectors on all processes."""
-    A = operator(name, loader())
+    A = operator(name, weighted_loader() if name.startswith("weighted") else loader())
     V = torch.randn(A.shape[0], 3, generator=generator(4), dtype=torch.float64)
     return {
         "N": A.num_data,
@@ -196,6 +206,15 @@ def tune_and_evaluate(rank, metric, size=SIZE):
         "marginal": la.prior_precision,
         **report,
     }
+
+
+def conformal_sets(rank):
+    """Class sets by scores of examples that the processes share."""
+    la = laplace().fit(loader())
+    conformal = Conformal(la).calibrate(loader(), level=0.8)
+    x, _ = examples()[:]
+    sets = conformal.predict(x)
+    return {"quantiles": torch.stack(list(conformal.quantiles.values())), "sizes": sets.sizes}
 
 
 def shifted(size):
