@@ -1,4 +1,4 @@
-"""Time of both ways to a convolution's input factor, for 40 shapes, and the way that is chosen.
+"""Time of both ways to a convolution's input factor, for 54 shapes, and the way that is chosen.
 
 `python -m benchmarks.patch_shapes` prints a table: medians in milliseconds of one thread. With
 `--docs` it writes `docs/patch_shapes.md`.
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,11 @@ from torch import Tensor, nn
 from benchmarks.report import markdown_table
 from laplace_debias.curvature.fits.directions import add_moments
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layer_rules.patches import displacements_are_faster, patch_moments
+from laplace_debias.curvature.layer_rules.patches import (
+    displacements_are_faster,
+    has_displacements,
+    patch_moments,
+)
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 
 # Channels, kernel, image size, stride, padding.
@@ -63,6 +68,24 @@ SHAPES = (
     (384, 3, 13, 1, 1),
     (512, 3, 7, 1, 1),
 )
+# Number of dimensions, channels, kernel, image size, stride, padding, dilation, groups.
+FURTHER_SHAPES = (
+    (2, 16, 3, 28, 1, 2, 2, 1),
+    (2, 64, 3, 14, 1, 2, 2, 1),
+    (2, 64, 3, 28, 1, 4, 4, 1),
+    (2, 16, 5, 28, 1, 4, 2, 1),
+    (2, 64, 3, 14, 1, 1, 1, 4),
+    (2, 128, 3, 14, 1, 1, 1, 32),
+    (2, 96, 3, 28, 2, 1, 1, 8),
+    (1, 1, 7, 128, 1, 3, 1, 1),
+    (1, 32, 3, 128, 1, 1, 1, 1),
+    (1, 64, 9, 256, 1, 4, 1, 1),
+    (1, 64, 3, 256, 1, 4, 4, 1),
+    (1, 64, 5, 128, 2, 2, 1, 2),
+    (3, 1, 3, 16, 1, 1, 1, 1),
+    (3, 16, 3, 8, 1, 1, 1, 1),
+)
+_LAYER_TYPES: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NUM_REPETITIONS = 5
 
 
@@ -80,36 +103,61 @@ def median_time(function: Callable[[], object]) -> float:
 
 def unfolded_moments(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
     """The input factor from unfolded patches, a slice of the examples at a time."""
-    factor = x.new_zeros(block.shape[1], block.shape[1])
+    factor = x.new_zeros(block.factor_shapes[1])
     for examples in block.rule.slices(layer, block, x):
         rows = block.rule.activations(layer, block, x[examples])
         add_moments(factor, rows.flatten(0, 1))
     return factor
 
 
+def displaced_moments(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> list[Tensor]:
+    """The input factors of all groups from products with displaced images."""
+    return [patch_moments(layer, channels) for channels in x.chunk(layer.groups, dim=1)]
+
+
 def measure_shapes() -> tuple[list[dict[str, object]], float]:
     """Measure every shape; returns the rows and the worst ratio of the choice to the best."""
     rows: list[dict[str, object]] = []
     worst = 1.0
-    for channels, kernel, size, stride, padding in SHAPES:
-        layer = nn.Conv2d(channels, 8, kernel, stride, padding, bias=False)
+    shapes = [(2, *shape, 1, 1) for shape in SHAPES]
+    for dims, channels, kernel, size, stride, padding, dilation, groups in (
+        *shapes,
+        *FURTHER_SHAPES,
+    ):
+        layer = _LAYER_TYPES[dims](
+            channels,
+            8 * groups,
+            kernel,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias=False,
+        )
         (block,) = curvature_blocks(layer, ["weight"])
-        batch = 64 if channels * size**2 < 40_000 else 16
-        x = torch.randn(batch, channels, size, size)
-        displaced = median_time(partial(patch_moments, layer, x))
+        batch = 64 if channels * size**dims < 40_000 else 16
+        x = torch.randn(batch, channels, *[size] * dims)
         unfolded = median_time(partial(unfolded_moments, layer, block, x))
-        is_displaced = displacements_are_faster(layer, 1, x)
-        chosen = displaced if is_displaced else unfolded
-        ratio = chosen / min(displaced, unfolded)
+        displaced: float | None = None
+        is_displaced = False
+        if has_displacements(layer):
+            displaced = median_time(partial(displaced_moments, layer, x))
+            is_displaced = displacements_are_faster(layer, groups, x)
+        ratio = 1.0
+        if displaced is not None:
+            chosen = displaced if is_displaced else unfolded
+            ratio = chosen / min(displaced, unfolded)
         worst = max(worst, ratio)
         row: dict[str, object] = {
             "channels": channels,
-            "kernel": f"{kernel} × {kernel}",
-            "image": f"{size} × {size}",
+            "kernel": " × ".join([str(kernel)] * dims),
+            "image": " × ".join([str(size)] * dims),
             "stride": stride,
             "padding": padding,
+            "dilation": dilation,
+            "groups": groups,
             "examples": batch,
-            "displaced, ms": f"{displaced:.2f}",
+            "displaced, ms": "–" if displaced is None else f"{displaced:.2f}",
             "unfolded, ms": f"{unfolded:.2f}",
             "choice": "displaced" if is_displaced else "unfolded",
             "choice / best": f"{ratio:.2f}",
@@ -124,8 +172,9 @@ def page(rows: list[dict[str, object]], worst: float) -> str:
         "# Shapes of convolutions\n\n"
         "The input factor of a convolution is computed by unfolding the patches, or from products "
         "of the image with its displaced copies, corrected at the border. A cost model counts the "
-        "operations of both from the shapes and chooses the cheaper one. For 40 shapes "
-        "the table shows the time of each way, and the one that the cost model chooses.\n\n"
+        "operations of both from the shapes and chooses the cheaper one. For 54 shapes "
+        "the table shows the time of each way, and the one that the cost model chooses. "
+        "In three dimensions patches are always unfolded.\n\n"
         "Written by `python -m benchmarks.patch_shapes --docs`. Medians of processor time, one "
         "thread of an AMD EPYC with 2 cores, float32. The choice takes at most "
         f"{worst:.2f} times the better time.\n\n{markdown_table(rows)}\n"
