@@ -127,11 +127,14 @@ def _page(folder: Path) -> str | None:
     machines = sorted({_set_up(result) for _, result in measured.values()})
     parts = [
         "# Benchmarks",
-        "Written by `python -m benchmarks --publish`. Every comparison runs in a process of its "
-        "own (rounds added by `--append` in further ones), its contenders in turn, round after "
-        "round in alternating order. Times are medians over rounds, ratios medians of the ratios "
-        "within a round. Added memory is the peak above the memory in use before the call, its "
-        "result included. The goals are those that the project set itself.",
+        "`python -m benchmarks --publish` writes this page. Each comparison runs in a process of "
+        "its own, in which the contenders take turns; the order alternates from round to round. "
+        "(`--append` adds rounds from further processes.)",
+        "- **Times** are medians over rounds.\n"
+        "- **Ratios** are medians of the ratios within a round.\n"
+        "- **Added memory** is the peak above the memory in use before the call, including the "
+        "result.\n"
+        "- **Goals** are those that the project set itself.",
         *machines,
         *([goals] if goals else []),
     ]

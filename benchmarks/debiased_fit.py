@@ -15,7 +15,7 @@ GOALS = (Goal(DEBIASED, MINI, at_most=1.1),)
 
 
 def compare(settings: Settings) -> list[Row]:
-    """Factors, eigendecompositions and magnitudes, with the defaults of `Laplace`."""
+    """The time includes factors, eigendecompositions and the curvature along them."""
     contenders = [
         Contender(MINI, _fit(settings, parts=1)),
         Contender(DEBIASED, _fit(settings, parts=2)),

@@ -16,5 +16,8 @@ GOALS = (
 
 
 def compare(settings: Settings) -> list[Row]:
-    """Factors of weights and biases on one batch, float32, eigendecompositions left out."""
+    """The factors of weights and biases are computed on one batch, in float32.
+
+    Eigendecompositions are not included.
+    """
     return compare_factors(settings, "exact")

@@ -20,7 +20,10 @@ GOALS = (
 
 
 def compare(settings: Settings) -> list[Row]:
-    """Closed-form predictives (ours pairwise, laplace-torch's probit), and whole covariances."""
+    """The predictives are closed forms: ours is pairwise, and laplace-torch's is the probit.
+
+    `functional` returns full covariances.
+    """
     contenders = [
         Contender("gradient", ours.gradient(settings)),
         Contender("ours, predict", _ours(settings, lambda la, x: la.predict(x))),

@@ -16,7 +16,7 @@ _SAMPLES = 10
 
 
 def compare(settings: Settings) -> list[Row]:
-    """Ten samples at once."""
+    """Ten samples are drawn at once."""
     contenders = [
         Contender("ours", _sample(lambda: ours.fitted(settings))),
         Contender(

@@ -51,9 +51,10 @@ def _images(part: str, size: int) -> tuple[Tensor, Tensor]:
 
 
 def compare(settings: Settings) -> list[Row]:
-    """Fitted to 1,024 training images, made thin for 64 validation images, predicting test images.
+    """The posterior is fitted to 1,024 training images, and predicts test images.
 
-    They are random ones where `LAPLACE_DEBIAS_DATA` and `LAPLACE_DEBIAS_CHECKPOINT` are not set.
+    `la.thin` compresses it with 64 validation images. All images are random if
+    `LAPLACE_DEBIAS_DATA` and `LAPLACE_DEBIAS_CHECKPOINT` are not set.
     """
     of_images = ImageSettings(**vars(settings))
     whole, thin = (ours.fitted(of_images) for _ in range(2))

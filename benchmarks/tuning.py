@@ -21,7 +21,10 @@ _POINTS = 21
 
 
 def compare(settings: Settings) -> list[Row]:
-    """Our one pass against one prediction, and against laplace-torch's grid search."""
+    """Our tuning needs one pass.
+
+    It is compared with one prediction, and with laplace-torch's grid search.
+    """
     contenders = [
         Contender("ours, one predict", _predict(settings)),
         Contender("ours, tune", _tune(settings)),

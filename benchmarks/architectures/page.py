@@ -12,25 +12,29 @@ from benchmarks.report import markdown_table
 
 _TUPLES = ("fit", "further", "predict")
 _ABOUT = f"""\
-`Laplace(model).fit(loader)` with no other argument, on networks of torchvision, timm and Hugging
-Face with random weights, reduced in width and depth. Batches of {EXAMPLES} examples, three classes
-(thirteen tokens for language models). Every trainable parameter has a block, and all probabilities
-are finite, unless a line below the table says otherwise.
+Each network is fitted by `Laplace(model).fit(loader)` with no other argument. The networks are from
+torchvision, timm and Hugging Face. They have random weights, and are reduced in width and depth.
+Batches have {EXAMPLES} examples, and there are three classes (thirteen tokens for language models).
+Every trainable parameter has a block, and all probabilities are finite, unless a line below the
+table states otherwise.
 
-- **blocks**: blocks of layers + blocks that are computed from the gradients of each example
-  (class tokens, position tables, tied weights, layers of a library's own).
-- **fit**: the time of a fit to one batch with `fisher="mc"`, divided by that of the batch's
-  gradient. It includes what is done once per fit: the check of every block and the
+- **blocks**: the number of blocks that belong to supported layers, plus the number of blocks that
+  are computed from the gradients of each example. The latter are for class tokens, position tables,
+  tied weights, and layers that a library defines itself.
+- **fit**: the time of a fit to one batch with `fisher="mc"`, divided by the time of the batch's
+  gradient. It includes two steps that are needed once per fit: the check of every block, and the
   eigendecompositions.
-- **each further batch**: a quarter of the extra time of a fit to five batches, divided by the
-  same. [Benchmarks](benchmarks.md) measure larger networks.
-- **predict**: the time to predict the batch, with exact functional variances, divided by the same.
+- **each further batch**: the additional time of a fit to five batches instead of one, divided by
+  four, and then by the time of a gradient. [Benchmarks](benchmarks.md) measure larger networks.
+- **predict**: the time to predict the batch with exact functional variances, divided by the time of
+  a gradient.
 
 Times are medians of three rounds with one thread.
 
-The error is the largest relative difference between the functional variances with
-`curvature="diag"` and Σ_d J_cd² / (N·C_dd + δ) by automatic differentiation, in double precision,
-for two examples. Llama and its relatives normalise in single precision, which explains 1e-8."""
+The error compares the functional variances with `curvature="diag"` to Σ_d J_cd² / (N·C_dd + δ),
+computed by automatic differentiation in double precision. It is the largest relative difference for
+two examples. Llama and its relatives normalise in single precision, which explains errors of
+1e-8."""
 
 
 def write(path: Path, row: Row, machine: str, versions: Mapping[str, str]) -> None:
@@ -61,9 +65,9 @@ def page(rows: Sequence[Row], set_ups: Sequence[str]) -> str:
     errors = [row.disagreement for row in rows if row.disagreement is not None]
     parts = [
         "# Architectures",
-        "Written by `python -m benchmarks.architectures --docs`. "
+        "`python -m benchmarks.architectures --docs` writes this page. "
         f"{working} of {len(rows)} architectures work with the defaults."
-        + (f" The largest error of all is {max(errors):.1e}." if errors else ""),
+        + (f" The largest error is {max(errors):.1e}." if errors else ""),
         _ABOUT,
         *sorted(set(set_ups)),
     ]
