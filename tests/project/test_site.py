@@ -1,5 +1,6 @@
 """The documentation site has every page, each public module one; CI builds it strictly."""
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -54,7 +55,23 @@ def test_every_public_module_has_a_reference_page():
     pages = {reference_page(module): module for module in MODULES}
     assert set((DOCS / "reference").glob("*.md")) == set(pages)
     for page, module in pages.items():
-        assert page.read_text(encoding="utf-8").startswith(f"# {module}\n\n::: {module}\n")
+        text = page.read_text(encoding="utf-8")
+        assert text.startswith(f"# {module}\n\n")
+        assert f"\n::: {module}\n" in text
+
+
+def test_every_public_name_is_on_one_reference_page():
+    """A page of a module lists its members, or has all of them; the others have a page each."""
+    for module in MODULES:
+        text = reference_page(module).read_text(encoding="utf-8")
+        listed = re.findall(r"^ +- (\w+)$", text, re.MULTILINE)
+        with_pages = re.findall(r"\]\(classes/(\w+)\.md\)", text)
+        names = importlib.import_module(module).__all__
+        if listed:
+            assert sorted(listed + with_pages) == sorted(names)
+        for name in with_pages:
+            page = DOCS / "reference" / "classes" / f"{name}.md"
+            assert f"\n::: {module}.{name}\n" in page.read_text(encoding="utf-8")
 
 
 def test_ci_builds_the_site():
