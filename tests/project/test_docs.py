@@ -272,7 +272,6 @@ HARD_TO_READ = {
 # Where such words are meant: names in code, and quotations of them.
 EXCEPTIONS = {
     "CONTRIBUTING": ["alone", "tells", "less"],
-    "laplace_debias": ["alone"],
 }
 
 

@@ -60,15 +60,13 @@ def test_every_public_module_has_a_reference_page():
         assert f"\n::: {module}\n" in text
 
 
-def test_every_public_name_is_on_one_reference_page():
-    """A page of a module lists its members, or has all of them; the others have a page each."""
+def test_classes_with_a_page_of_their_own_are_left_out_of_the_page_of_their_module():
     for module in MODULES:
         text = reference_page(module).read_text(encoding="utf-8")
-        listed = re.findall(r"^ +- (\w+)$", text, re.MULTILINE)
         with_pages = re.findall(r"\]\(classes/(\w+)\.md\)", text)
-        names = importlib.import_module(module).__all__
-        if listed:
-            assert sorted(listed + with_pages) == sorted(names)
+        assert set(with_pages) <= set(importlib.import_module(module).__all__)
+        if with_pages:
+            assert f"!^({'|'.join(with_pages)})$" in text
         for name in with_pages:
             page = DOCS / "reference" / "classes" / f"{name}.md"
             assert f"\n::: {module}.{name}\n" in page.read_text(encoding="utf-8")
