@@ -126,6 +126,7 @@ lint: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python website/word_rules.py
 
 format: .venv/.installed
 	$(BIN)/ruff format .

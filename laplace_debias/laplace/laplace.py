@@ -787,8 +787,8 @@ class Laplace(Predictor):
                 is the covariance of output i at input n and output j at input m.
             positions: Only some positions of outputs `[B, T, C]`, as in `predict`: the mean is
                 `[B, p, C]` (`[B, C]` for one). `outputs` are then those at each position.
-            differentiable: Whether gradients flow back to the inputs. Of the other options only
-                `joint`; the Jacobians of all inputs are kept, `[B, C, D]`.
+            differentiable: Whether gradients flow back to the inputs. It can only be combined
+                with `joint`; the Jacobians of all inputs are kept, `[B, C, D]`.
 
         Raises:
             ValueError: If the inputs or outputs are not finite, or of the wrong rank; if `outputs`

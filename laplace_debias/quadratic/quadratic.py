@@ -157,7 +157,7 @@ class Quadratic:
             curvature: `"ggn"` or `"hessian"`.
             params: Which parameters are θ, as for `GGN`.
             weight_decay: β; adds ½ β ‖θ‖² (Eq. 1). For a prior precision δ it is δ/N.
-            decay_biases: Whether β acts on all parameters; if not, on weights alone (those of
+            decay_biases: Whether β acts on all parameters; if not, only on weights (those of
                 more than one dimension), neither on biases nor on the scales of normalisations.
             num_data: The number of examples if known, as for `GGN`.
             reduction: `"mean"` or `"sum"` for a function that does not say it, as for `GGN`.

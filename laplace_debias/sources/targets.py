@@ -42,7 +42,7 @@ def _classes(array: np.ndarray, task: str, source: str) -> Tensor:
     if array.ndim != 1 or (array != np.rint(array)).any() or array.min(initial=0) < 0:
         raise ValueError(
             f"{source} has shape {list(array.shape)} and values {array.min(initial=0):g} … "
-            f"{array.max(initial=0):g}; expected class numbers 0, 1, 2, …, one an example, "
+            f"{array.max(initial=0):g}; expected class numbers 0, 1, 2, …, one per example, "
             f"for task={task}"
         )
     return torch.from_numpy(array.astype(np.int64))

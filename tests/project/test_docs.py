@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from examples.paper.__main__ import main as paper
 from laplace_debias import Laplace
 from laplace_debias.cli import main
+from website import word_rules
 
 ROOT = Path(__file__).parents[2]
 COMMAND_LINE = ROOT / "docs" / "how-to" / "command-line.md"
@@ -313,6 +314,21 @@ def test_what_is_hard_to_read_is_reported():
     ):
         assert hard_to_read(sentence), sentence
     assert hard_to_read("Only the first of several processes writes, once a minute.") == []
+
+
+def test_the_lint_of_words_finds_what_breaks_a_rule(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Of several processes one writes.\n\nIt is one label an example, alone.\n")
+    (start, text), *_ = word_rules.texts(page)
+    found = [rule for rule, pattern in word_rules.RULES.items() if re.search(pattern, text, re.M)]
+    assert (start, len(found)) == (1, 3)
+    module = tmp_path / "module.py"
+    module.write_text('def f():\n    """As `g`."""\n')
+    assert [text for _, text in word_rules.texts(module)] == ["As `."]
+
+
+def test_words_of_pages_docstrings_and_messages_keep_the_rules():
+    assert word_rules.main() == 0
 
 
 MODULES_WITH_EXAMPLES = [

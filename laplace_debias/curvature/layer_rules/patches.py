@@ -1,9 +1,9 @@
 """Second moments of a convolution's patches, without the patches.
 
 `A = Σ_n Σ_t a aᵀ` over unfolded patches pairs every kernel offset with every other: 81 products of
-channel vectors a position for a 3×3 kernel. With stride 1, the product of two offsets depends on
-their displacement alone, up to the border: one product of the image with a shifted copy of itself
-serves every pair of offsets at that displacement, and displacements come in pairs that are each
+channel vectors a position for a 3×3 kernel. With stride 1, the product of two offsets only
+depends on their displacement, up to the border: one product of the image with a shifted copy of
+itself serves every pair of offsets at that displacement, and displacements come in pairs that are each
 other's transposes, so 13 products are enough. The products that a pair must not count lie in a
 few rows and columns at the border, which are subtracted.
 

@@ -2,7 +2,7 @@
 
 A class token, a position table, a learned scale, a recurrent layer, a weight that several layers
 share: what a call of a module gives depends on such a parameter in a way that its inputs and output
-gradients alone do not determine. Given both, the call of one example is run once more and
+gradients do not fully determine. Given both, the call of one example is run once more and
 differentiated. The sum over all calls that read the parameter is its Jacobian row.
 """
 

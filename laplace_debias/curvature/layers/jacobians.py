@@ -223,7 +223,7 @@ def _distinct(
 def _along(
     U: Float[Tensor, "*groups d r"] | None, columns: Float[Tensor, "batch *groups n d k"]
 ) -> Float[Tensor, "batch *groups n rows k"]:
-    """As `coordinates`, of columns `[b, *groups, n, d, k]`."""
+    """Do the same as `coordinates`, of columns `[b, *groups, n, d, k]`."""
     if U is None:
         return columns
     if U.ndim == 2 and columns.shape[-1] < _FEW_POSITIONS:

@@ -11,7 +11,7 @@ of a layer's output takes no part if its gradient vanishes for every cotangent t
   padding: tokens, masks or lengths, which are integers or bools, or several tensors. In a single
   tensor of features it is a position whose features are all zero.
 
-The first condition alone would not do. The last block of a classifier on its first token has no
+The first condition would not suffice. The last block of a classifier on its first token has no
 gradient at any other position, and still these are positions of the example.
 
 The gradients are those of one cotangent with generic numbers at all outputs that count, in a pass

@@ -106,7 +106,7 @@ def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _only_rescales(module: nn.Module) -> bool:
-    """Whether a module only rescales: a normalisation, or one with single numbers alone."""
+    """Whether a module only rescales: a normalisation, or one with only single numbers."""
     rule = layer_rule(module)
     if rule.only_rescales:
         return True

@@ -71,8 +71,8 @@ class KFAC(Permuted):
             `"empirical"`: gradients at the true labels, which approximates `EmpiricalFisher`.
         mc_samples: For `"mc"`: labels per example (1 if not given).
         generator: For `"mc"`: fixes the labels. An example's labels depend on it and on the
-            example's place in the data alone. torch's global generator is left alone then, by what
-            loaders draw too.
+            example's index in the data. torch's global generator is then not used, not even by
+            loaders.
         reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or

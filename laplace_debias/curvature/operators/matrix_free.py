@@ -227,8 +227,8 @@ class Fisher(CurvatureOperator):
             drawn labels.
         mc_samples: For `"mc"`: labels drawn for every example (1 if not given).
         generator: For `"mc"`: fixes the labels. An example's labels depend on it and on the
-            example's place in the data alone, and are the same in every product. torch's global
-            generator is left alone then, by what the loader draws in each pass too.
+            example's index in the data, and are the same in every product. torch's global
+            generator is then not used, not even by the loader.
 
     Raises:
         ValueError: For an unknown kind, or arguments of `"mc"` with `"exact"`.

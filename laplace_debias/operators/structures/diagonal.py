@@ -79,7 +79,7 @@ class Identity(Symmetric):
     """The identity.
 
     Without a dtype or device it takes those of the first operator or tensor that it meets, so that
-    `H + 0.1 * Identity(n)` needs neither; alone it has torch's defaults.
+    `H + 0.1 * Identity(n)` needs neither; by itself it has torch's defaults.
 
     Args:
         n: The number of rows and columns, at least 1.

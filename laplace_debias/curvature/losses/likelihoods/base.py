@@ -67,7 +67,7 @@ class Likelihood(ABC):
         """Raise a `ValueError` or `TypeError` if the targets do not fit the outputs.
 
         It is called for every batch. On an accelerator the host waits for numbers that it looks at:
-        those of this package's likelihoods are read once a fit.
+        those of this package's likelihoods are read once per fit.
         """
 
     @abstractmethod
