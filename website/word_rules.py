@@ -19,7 +19,8 @@ RULES = {
     '"a" for "per"': r"\b(?:\d|one|two|three|labels?|pass|passes|seconds?|once)"
     r" an? (?:batch|draw|example|factor|fit|image|key|pass|probe|query|sample|sequence|step)\b",
     '"less" for "minus"': r"\bless (?:that|those)\b",
-    '"ahead" or "behind" for a difference': r"\b(?:is|are|was|were) (?:ahead|behind)\b(?! (?:the|them)\b)",
+    '"ahead" or "behind" for a difference': r"\b(?:is|are) (?:ahead|behind)\b"
+    r"(?! (?:the|them)\b)",
 }
 
 
@@ -28,9 +29,7 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         for pattern in (r"```.*?```", r"`[^`\n]+`", r"\]\([^)]*\)", r"<!--.*?-->"):
-            text = re.sub(
-                pattern, lambda match: "\n" * match[0].count("\n") or "`", text, flags=re.S
-            )
+            text = re.sub(pattern, _blank, text, flags=re.DOTALL)
         yield 1, text
         return
     for node in ast.walk(ast.parse(text)):

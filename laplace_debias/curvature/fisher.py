@@ -15,8 +15,8 @@ class FisherType:
     r"""How the loss Hessian of an example becomes a sum of outer products $\sum_k s_k s_k^\top$.
 
     `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`: gradients at
-    `mc_samples` labels per example, drawn from the model (type-I); `"empirical"`: the gradient at the
-    true label. Drawn labels depend on the seed and the example's position in the data, and not on
+    `mc_samples` labels per example, drawn from the model (type-I); `"empirical"`: the gradient at
+    the true label. Drawn labels depend on the seed and the example's position in the data, and not on
     how the data is cut into batches, nor on how far it is padded.
     """
 

@@ -3,8 +3,8 @@
 `A = Σ_n Σ_t a aᵀ` over unfolded patches pairs every kernel offset with every other: 81 products of
 channel vectors a position for a 3×3 kernel. With stride 1, the product of two offsets only
 depends on their displacement, up to the border: one product of the image with a shifted copy of
-itself serves every pair of offsets at that displacement, and displacements come in pairs that are each
-other's transposes, so 13 products are enough. The products that a pair must not count lie in a
+itself serves every pair of offsets at that displacement, and displacements come in pairs that are
+each other's transposes, so 13 products are enough. The products that a pair must not count lie in a
 few rows and columns at the border, which are subtracted.
 
 With stride s an offset sees every s-th pixel, those of one phase. The same then holds of the
