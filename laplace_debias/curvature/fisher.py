@@ -16,8 +16,8 @@ class FisherType:
 
     `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`: gradients at
     `mc_samples` labels per example, drawn from the model (type-I); `"empirical"`: the gradient at
-    the true label. Drawn labels depend on the seed and the example's position in the data, and not on
-    how the data is cut into batches, nor on how far it is padded.
+    the true label. Drawn labels depend on the seed and the example's position in the data. They do
+    not depend on how the data is cut into batches, nor on how far it is padded.
     """
 
     kind: str = "exact"
