@@ -51,7 +51,7 @@ class PosteriorChoice:
     def __post_init__(self) -> None:
         check_at_least(self, 2, "fit_examples")
         if self.fit_examples is not None and self.mode == "auto":
-            raise ValueError("mode=auto finds how many examples it takes: leave out fit_examples")
+            raise ValueError("mode=auto decides how many examples it reads; leave out fit_examples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
     scaled = [method.key for method in methods if method.has_temperature]
     if scaled and loaded.likelihood.activation is None:
         raise ValueError(
-            f"task {loaded.task} has no logits that a temperature divides: leave out "
+            f"task {loaded.task} has no logits that a temperature could divide; leave out "
             f"{', '.join(scaled)}"
         )
     if scaled and loaded.validation is None:

@@ -93,7 +93,9 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
             "outputs per example, [B, C]"
         )
     if not outputs.isfinite().all():
-        raise ValueError("the network gives outputs that are not finite: check inputs and weights")
+        raise ValueError(
+            "the outputs of the network are not finite; check its inputs and its weights"
+        )
     return outputs.double().cpu()
 
 
@@ -215,7 +217,7 @@ def predict_set(
     own_predictions = {name: torch.cat(columns) for name, columns in batch_columns.items()}
     gathered = [columns for columns in process_group().exchange(own_predictions) if columns]
     if not gathered:
-        raise ValueError("a set holds no example: give it some, or leave it out")
+        raise ValueError("a data set has no example; add examples, or leave it out")
     predictions = {name: torch.cat([columns[name] for columns in gathered]) for name in gathered[0]}
     order = predictions["index"].argsort()
     predictions = {name: column[order] for name, column in predictions.items()}

@@ -85,7 +85,8 @@ class Settings(SourceSettings):
         if self.folds is not None and not MODES[self.mode].takes_folds:
             names = " and ".join(name for name, scheme in MODES.items() if scheme.takes_folds)
             raise ValueError(
-                f"folds is {self.folds} with mode={self.mode}; it belongs to mode={names}"
+                f"folds={self.folds} has no effect with mode={self.mode}; it belongs to "
+                f"mode={names}"
             )
 
         if self.inducing is not None and self.curvature != "gp":

@@ -216,8 +216,8 @@ class CommandLine(Generic[Settings]):
         content = _yaml(path.read_text(encoding="utf-8"), str(path))
         if not isinstance(content, Mapping):
             raise ValueError(
-                f"{path} has no options, but {str(content)[:60]!r}. Write `OPTION: VALUE`, a line "
-                "for each."
+                f"{path} must contain options, got {str(content)[:60]!r}. Write `OPTION: "
+                "VALUE` for each option, on a line of its own."
             )
         for name, value in content.items():
             option = self._by_name.get(str(name))
@@ -548,7 +548,7 @@ def _yaml(text: str, path: str | None = None) -> Any:
         reason = " ".join(str(error).split())
         if path is None:
             raise UnexpectedValueError(f"YAML or JSON ({reason})") from error
-        raise ValueError(f"{path} is no YAML file ({reason}). Correct it.") from error
+        raise ValueError(f"{path} is not a valid YAML file ({reason}). Correct it.") from error
 
 
 def _plain(value: Any) -> Any:

@@ -53,7 +53,9 @@ class Settings(SourceSettings):
         if self.output.suffix not in _SUFFIXES:
             raise ValueError(f"output is {self.output}; expected a .parquet or .csv file")
         if self.samples is not None and self.method == "map":
-            raise ValueError("samples is given with method=map, which draws none: leave it out")
+            raise ValueError(
+                "samples has no effect with method=map, which draws nothing; leave it out"
+            )
 
     def without_effect(self) -> dict[str, str]:
         """Return options that have no effect with these settings, and why."""

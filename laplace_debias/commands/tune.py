@@ -54,8 +54,8 @@ class Settings(SourceSettings):
         takes_data = self.prior_precisions is not None or self.validation_examples is not None
         if self.method == "marglik" and (takes_data or self.metric != "nll"):
             raise ValueError(
-                "method=marglik needs no data: leave out metric, prior_precisions "
-                "and validation_examples"
+                "method=marglik reads no data; leave out metric, prior_precisions and "
+                "validation_examples"
             )
         if self.method == "grid" and self.per is not None:
             raise ValueError(f"per is {self.per} with method=grid; it belongs to method=marglik")

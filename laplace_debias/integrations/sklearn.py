@@ -254,8 +254,8 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         classes, indices = np.unique(y, return_inverse=True)
         if len(classes) < 2:
             raise ValueError(
-                f"A classifier needs labels of two classes or more, and y has 1 class, "
-                f"{classes[0]}. Pass examples of other classes."
+                "A classifier needs labels of two classes or more, and y has only 1 "
+                f"class, {classes[0]}. Pass examples of other classes too."
             )
         network, likelihood = self._trained_network(X, indices, len(classes))
         self._fit_laplace(network, likelihood, X, indices)
@@ -290,7 +290,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 
 
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
-    """A scikit-learn regressor whose deviations come from a Laplace approximation.
+    """A scikit-learn regressor whose standard deviations come from a Laplace approximation.
 
     The network returns an output per target, `[n, C]`, or `[n]` for a single one. It is copied and
     trained as by `LaplaceClassifier`.

@@ -153,9 +153,9 @@ class Auto(Scheme):
             )
         if _is_in_order(self.data):
             raise ValueError(
-                'mode="auto" reads the first examples, but this loader yields them in the order of '
-                "the data set. Use DataLoader(..., shuffle=True); with several processes, "
-                "ShardedBatches(..., shuffle=True)."
+                'mode="auto" reads only the first examples, but this loader yields them '
+                "in the order of the data set. Use DataLoader(..., shuffle=True), or with "
+                "several processes ShardedBatches(..., shuffle=True)."
             )
 
     def estimate_noise(self, context: FitContext) -> Gaussian:

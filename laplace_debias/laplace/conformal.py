@@ -343,9 +343,9 @@ class Conformal:
         )
         if not (is_exclusive or isinstance(predictive, Normal | MultivariateNormal)):
             raise NotImplementedError(
-                f"A predictive of type {type(predictive).__name__} is not supported: it must be of "
-                "exclusive classes, of two classes, or normal. For several labels make one "
-                "Conformal per label."
+                f"A predictive of type {type(predictive).__name__} is not supported. Use a "
+                "likelihood with exclusive classes, with two classes, or with normal "
+                "targets; for several labels, make one Conformal for each label."
             )
         return predictive
 

@@ -73,7 +73,8 @@ def export(
         chosen_link = chosen_link or default_link(fitted, inputs)
         if chosen_link is not None and chosen_link.name == "exact":
             raise NotImplementedError(
-                'link="exact" decomposes covariances, which is not exported. Use "pairwise".'
+                'link="exact" decomposes covariances, and this operation cannot be '
+                'exported. Use link="pairwise".'
             )
         program = _trace(_Predictive(fitted, inputs, chosen_link), inputs)
         expected = LinkedFit(fitted, chosen_link).predictive(inputs, PredictionMethod())
@@ -197,9 +198,9 @@ def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram
             raise
         reason = str(error).strip().partition("\n")[0]
         raise NotImplementedError(
-            f"torch.export cannot trace the model's forward pass for any number of examples "
-            f"({type(error).__name__}: {reason}). Take out what depends on the values of tensors "
-            "(`if`, `.item()`, loops) or on a fixed number of examples."
+            "torch.export cannot trace the model's forward pass with a variable number of "
+            f"examples ({type(error).__name__}: {reason}). Remove what depends on the "
+            "values of tensors (`if`, `.item()`, loops) or on a fixed number of examples."
         ) from error
 
 

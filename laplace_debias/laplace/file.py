@@ -297,10 +297,10 @@ def likelihood_to_json(likelihood: Likelihood, may_be_own: bool = False) -> dict
         return {"name": likelihood.name, **likelihood.options()}
     if not may_be_own:
         raise ValueError(
-            f"A {type(likelihood).__name__} cannot be written to a file: only "
-            f"{', '.join(map(repr, LIKELIHOODS))} can. To write the import path of a "
-            "class of your own, which `Laplace.load(..., likelihood=)` must then be given an "
-            "instance of, use `save(path, own_likelihood=True)`."
+            f"A {type(likelihood).__name__} cannot be written to a file, only "
+            f"{', '.join(map(repr, LIKELIHOODS))}. To save the import path of your own "
+            "class, use `save(path, own_likelihood=True)`; an instance of the class must "
+            "then be passed to `Laplace.load(..., likelihood=)`."
         )
     class_path = f"{type(likelihood).__module__}:{type(likelihood).__qualname__}"
     return {"name": _USER_CLASS, "class": class_path, "options": _json_options(likelihood)}
@@ -321,7 +321,7 @@ def likelihood_from_json(
         if user_likelihood is None:
             return LIKELIHOODS[name].from_options(options)
         raise ValueError(
-            f"The file has a likelihood of its own, {name!r}. Remove "
+            f"The file contains the likelihood {name!r}. Remove "
             f"likelihood={type(user_likelihood).__name__}(...)."
         )
     # The module is not compared: a script's classes have another one where it is imported.

@@ -191,9 +191,9 @@ def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ran
         return size
     if mode != "full":
         raise ValueError(
-            f'mode="{mode}" uses only part of the data, and the examples have weights, whose sum '
-            "over the training set the loader does not show. Pass num_data=, the number of "
-            "training examples that the weights stand for."
+            f'mode="{mode}" uses only part of the data, and the loader does not show the '
+            "sum of the weights over the training set. Pass num_data=, the number of "
+            "training examples that the weights represent."
         )
     return replace(size, num_data=None)
 

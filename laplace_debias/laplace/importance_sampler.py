@@ -295,8 +295,8 @@ def _first_batches(
         sizes = ranks.exchange(0 if pair is None else len(pair[1]))
         if not any(sizes):
             raise ValueError(
-                'mode="auto" compares fits at inputs that it sets aside, for which it needs two '
-                'examples or more. Use mode="full".'
+                'mode="auto" sets inputs aside to compare fits, and needs two examples or '
+                'more for them. Use mode="full".'
             )
         batches.append(pair)
         steps.append(sizes)

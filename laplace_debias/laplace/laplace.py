@@ -658,7 +658,7 @@ class Laplace(Predictor):
         report = self._fitted.report
         if report is None:
             raise RuntimeError(
-                'Only a fit with mode="auto" has a report, and files do not hold it.'
+                'Only a fit with mode="auto" has a report, and a report is not saved to files.'
             )
         return report
 
@@ -1005,7 +1005,7 @@ class Laplace(Predictor):
         *,
         link: str | Link | None = None,
     ) -> None:
-        """Write the predictive as a program that runs without this package, atomically.
+        """Write the predictive, atomically, as a program that runs without this package.
 
         It is the closed form for a posterior over the last layer, an `nn.Linear`, with curvature
         `"kfac"`, `"ekfac"` or `"diag"`. The program includes the network. Call it as the model,

@@ -310,8 +310,8 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
     checked = link if isinstance(link, Link) else Link(link)
     if likelihood.activation is None:
         raise ValueError(
-            f"link={link!r} gives probabilities of classes or labels, not of a "
-            f"{type(likelihood).__name__}. Leave link out."
+            f"link={link!r} computes probabilities of classes or labels, which a "
+            f"{type(likelihood).__name__} does not have. Remove link=."
         )
     if checked.name in BRIDGES and likelihood.activation != "softmax":
         raise ValueError(

@@ -241,8 +241,9 @@ def check_memory(
     """
     if available is not None and needed > available:
         raise ValueError(
-            f"{subject} {_size(needed)} ({needed:,} bytes), and {_size(available)} are available. "
-            f"Less take {less_memory}; `plan` counts the bytes of each."
+            f"{subject} {_size(needed)} ({needed:,} bytes), and only {_size(available)} "
+            f"are available. To need less memory, use {less_memory}. `plan` reports how "
+            "many bytes each option needs."
         )
 
 

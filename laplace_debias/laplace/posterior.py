@@ -285,9 +285,9 @@ def _largest_curvature(name: str, block: CurvatureBlock) -> float:
         if not (math.isfinite(lowest) and math.isfinite(highest)):
             subject = "curvature of {} holds" if is_magnitude else "directions of {} hold"
             raise ValueError(
-                f"The {subject.format(name)} NaN or Inf in {block.dtype}. Look for Inf among the "
-                "inputs and for targets or a sigma that are far from 1 in size, rescale them, or "
-                "convert the model to a wider dtype."
+                f"The {subject.format(name)} NaN or Inf in {block.dtype}. Check the inputs "
+                "for Inf. If the targets or sigma are far from 1 in size, rescale them. "
+                "Otherwise convert the model to a wider dtype."
             )
         if is_magnitude and lowest < 0:
             raise ValueError(

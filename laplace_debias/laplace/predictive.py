@@ -68,7 +68,8 @@ class PredictionMethod:
         check_generator(generator)
         if samples is not None and whole(samples, "samples") and name == "map":
             raise ValueError(
-                f'samples={samples}. Give them to "glm", "glm-mc" or "nn", none to "map".'
+                f'samples={samples} does not fit this method. Pass samples to "glm", '
+                '"glm-mc" or "nn", and none to "map".'
             )
         self.name = name
         self.samples = samples

@@ -130,9 +130,9 @@ class Predictor(ABC):
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed:
             raise ValueError(
-                f'link={link!r} belongs to the closed form of method="glm" without samples. Leave '
-                "link out, or method and samples. The temperature of la.link divides the logits of "
-                "every method."
+                f'link={link!r} applies to the closed form of method="glm" without '
+                "samples. Remove link=, or remove method= and samples=. The temperature "
+                "of la.link divides the logits of every method."
             )
         return checked
 
@@ -188,8 +188,8 @@ class Predictor(ABC):
         """Compute the uncertainty by a method and a link that were checked."""
         if method.name == "map":
             raise ValueError(
-                'method="map" has one setting of the parameters and no uncertainty about them. Use '
-                "'glm', 'glm-mc' or 'nn'."
+                'method="map" predicts with one setting of the parameters, so their '
+                "uncertainty is not known. Use 'glm', 'glm-mc' or 'nn'."
             )
         return uncertainty(self._linked_fits(x, method, link), x, method)
 
@@ -260,7 +260,7 @@ class Predictor(ABC):
             scores = self._uncertainty(x, prediction, checked_link).scores
             if score is None or score not in scores:
                 names = ", ".join(scores) or "none"
-                raise ValueError(f"There is no score={score!r} of these predictions; use {names}.")
+                raise ValueError(f"These predictions have no score={score!r}. Use one of {names}.")
             return scores[score]
 
         state = self._states[0]

@@ -163,9 +163,10 @@ def check_first_batch(
     fits_both = len(shape) > 2 and y.shape == shape[:-1] == shape[:1] + shape[2:]
     if class_dim is None and fits_both and shape[1] > 1:
         raise ValueError(
-            f"Outputs of shape {tuple(shape)} with targets of shape {tuple(y.shape)} may "
-            "have the classes in the last dimension or in dimension 1. Say which: "
-            "Laplace(..., class_dim=-1) for [B, ..., C], class_dim=1 for [B, C, ...]."
+            f"With outputs of shape {tuple(shape)} and targets of shape {tuple(y.shape)}, "
+            "the classes may be in the last dimension or in dimension 1. Pass "
+            "class_dim=-1 to Laplace for outputs [B, ..., C], or class_dim=1 for [B, C, "
+            "...]."
         )
     likelihood.warn_of_outputs(network, outputs)
     if likelihood.activation == "softmax":

@@ -77,17 +77,19 @@ def thin_posterior(
     """
     bound = real(error, "error")
     if bound.ndim or not 0 < float(bound) < math.inf:
-        raise ValueError(f"error must be one positive finite number, got {error}: 1e-3, say.")
+        raise ValueError(
+            f"error must be one positive finite number, got {error}. Pass for example 1e-3."
+        )
     if not fitted.config.structure.has_factors:
         raise ValueError(
-            f"Only curvature 'kfac' and 'ekfac' have directions that can be left out, this is "
-            f"{fitted.config.structure.name!r}. Fit one of these."
+            "Only curvature 'kfac' and 'ekfac' have directions that can be left out, and "
+            f"this posterior has {fitted.config.structure.name!r}. Fit with one of them."
         )
     inputs = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
     if num_examples(inputs) < 2:
         raise ValueError(
-            "Directions are chosen on half of the inputs and the error is measured on the others. "
-            "Pass two inputs or more."
+            "Directions are chosen on half of the inputs, and the error is measured on "
+            "the other half. Pass two inputs or more."
         )
     inputs_have_positions = positions is not None and torch.as_tensor(positions).ndim == 2
 

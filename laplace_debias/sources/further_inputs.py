@@ -87,8 +87,8 @@ def _from_archive(
     if x.dtype == torch.uint8 and x.ndim == 4:
         if splits.pixels is None:
             raise ValueError(
-                f"{option}: {path} holds images of bytes, but how the network's are normalised "
-                "is not known; give --mean and --std"
+                f"{option}: {path} holds images as bytes, and it is not known how the "
+                "inputs of the network are normalised; give --mean and --std"
             )
         pixels = splits.pixels
     if shape is not None and tuple(x.shape[1:]) != shape:

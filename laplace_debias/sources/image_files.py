@@ -140,8 +140,8 @@ def view_of(
     channels = 1 if is_grey else 3
     if not counts <= {1, channels}:
         raise ValueError(
-            f"--mean and --std have {max(counts)} numbers, the network takes {channels} channels: "
-            "give as many numbers in --mean and --std, or one for all channels"
+            f"--mean and --std have {max(counts)} numbers, and the network takes "
+            f"{channels} channels; give one number per channel, or one for all channels"
         )
     view = View(unchanged, pixels, is_grey)
     size = settings.image_size

@@ -131,8 +131,9 @@ def _images(splits: Splits, shape: tuple[int, ...] | None, option: str) -> Pixel
     """How images are made of pixels, where inputs are images of one or three channels."""
     if splits.pixels is None or shape is None:
         raise ValueError(
-            f"{option}: these need images, and how they are normalised; for images of loaders of "
-            "your own give --mean and --std, for other inputs leave the option out"
+            f"{option}: this option needs images and their normalisation; give --mean and "
+            "--std for images from your own loaders, or leave the option out for other "
+            "inputs"
         )
     if shape[0] not in (1, 3):
         raise ValueError(f"{option}: the images have {shape[0]} channels; expected 1 or 3")

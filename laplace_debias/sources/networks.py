@@ -41,8 +41,7 @@ def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
     pretrained = settings.pretrained
     if settings.checkpoint is None and not pretrained:
         raise ValueError(
-            f"{name} has no trained weights; give --checkpoint, or --pretrained for the published "
-            "ones"
+            f"{name} is not trained; give --checkpoint, or --pretrained for the published weights"
         )
     if settings.timm:
         import timm

@@ -70,8 +70,8 @@ def check_complete(table: Any, names: Iterable[str], source: str) -> None:
     # Rows are counted from 1, without the header.
     first_row = int(is_bad.any(axis=1).to_numpy().argmax())
     raise ValueError(
-        f"{source} has values that are missing or infinite: {listed}; the first is in data row "
-        f"{int(table.index[first_row]) + 1}. Fill them in or remove these rows."
+        f"{source} has values that are missing or infinite: {listed}; the first is in data "
+        f"row {int(table.index[first_row]) + 1}. Fill in these values, or remove the rows."
     )
 
 
@@ -150,8 +150,8 @@ def split_by_seed(
     num_train = number - 2 * num_held_out
     if num_held_out < 1 or num_train < 1:
         raise ValueError(
-            f"{number} examples are too few to hold out {held_out:g} of them twice; give more, or "
-            "data in parts"
+            f"{number} examples are too few to hold out {held_out:g} of them twice; give "
+            "more examples, or data that is split already"
         )
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
     train, validation, test = order.split([num_train, num_held_out, num_held_out])

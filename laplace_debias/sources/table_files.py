@@ -110,8 +110,8 @@ def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSett
     names = list(next(iter(tables.values())).columns)
     if settings.target is None:
         raise ValueError(
-            f"which column of {next(iter(files.values()))} is predicted is not known; give "
-            f"--target, one of {', '.join(names[:20])}"
+            f"it is not known which column of {next(iter(files.values()))} is the target; "
+            f"give --target, one of {', '.join(names[:20])}"
         )
     for split, table in tables.items():
         if settings.target not in table.columns:
@@ -142,7 +142,7 @@ def _classes(column: Any, likelihood: Likelihood, name: str) -> list[Any] | None
     """The classes of a target's training rows; None if it is a number."""
     task = task_name(likelihood)
     if likelihood.targets == "labels":
-        raise ValueError("a table has one target; give several labels as a .npz file")
+        raise ValueError("a table can have only one target; use a .npz file for several labels")
     if likelihood.targets != "class":
         if column.dtype.kind not in "iuf":
             raise ValueError(f"target {name} holds {column.dtype}; expected numbers ({task})")

@@ -43,7 +43,7 @@ def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
             raise TypeError
         return torch.as_tensor(value, dtype=torch.float64, device=device)
     except OverflowError as error:
-        raise ValueError(f"{name} is too large for float64. Pass a finite number.") from error
+        raise ValueError(f"{name} is too large for float64. Pass a smaller number.") from error
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must be a real number, or several, got {reprlib.repr(value)} of type "

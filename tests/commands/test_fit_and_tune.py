@@ -107,7 +107,7 @@ def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric
         ("fit", ["--mode=ful"], "mode"),
         ("tune", ["--validation_examples=0"], "validation_examples is 0"),
         ("tune", ["--validation_examples=100000"], "validation data has 297 examples"),
-        ("tune", ["--method=marglik", "--metric=brier"], "needs no data"),
+        ("tune", ["--method=marglik", "--metric=brier"], "reads no data"),
         ("tune", ["--prior_precisions=[0.0]"], "positive"),
     ],
 )

@@ -274,7 +274,7 @@ OF_A_LOSS = {
     "weight": (CE(weight=W[:2]), LABELS, ValueError, "weight of shape"),
     "negative weight": (CE(weight=-W), LABELS, ValueError, "weight must be"),
     "pos_weight": (BCE(pos_weight=W[:2]), zero_one(3), ValueError, "pos_weight of shape"),
-    "weight rows": (BCE(weight=W[:2, None]), zero_one(3), ValueError, "weights of examples belong"),
+    "weight rows": (BCE(weight=W[:2, None]), zero_one(3), ValueError, "To weight examples"),
     "ignored": (CE(ignore_index=1), probabilities(3), ValueError, "ignore_index=1"),
     "shape": (nn.MSELoss(), inputs(1), ValueError, "outputs' shape"),
     "integers": (nn.MSELoss(), random_labels(3), TypeError, "float"),

@@ -151,7 +151,7 @@ def own_norm(z):
 )
 def test_statistics_over_the_batch_are_refused(normalise, use):
     """Otherwise the matrix depends on how the data are cut into batches."""
-    with pytest.raises(ValueError, match="mixes the examples"):
+    with pytest.raises(ValueError, match="change with the other examples"):
         use(OverTheBatch(normalise), [(inputs(), LABELS)])
 
 

@@ -137,7 +137,7 @@ def test_every_score_separates_foreign_inputs(likelihood):
 
 def test_a_score_that_there_is_not_is_refused():
     la, far = classification(), {"far": [(X, LABELS)]}
-    with pytest.raises(ValueError, match=r"no score='margin'.*use entropy"):
+    with pytest.raises(ValueError, match=r"no score='margin'.*Use one of entropy"):
         la.evaluate([(X, LABELS)], far, score="margin")
     with pytest.raises(ValueError, match="Give `ood`"):
         la.evaluate([(X, LABELS)], score="energy")
@@ -180,7 +180,7 @@ def test_uncertainty_of_one_and_of_several_labels():
 
 
 def test_the_trained_network_alone_has_no_epistemic_uncertainty():
-    with pytest.raises(ValueError, match="no uncertainty about them"):
+    with pytest.raises(ValueError, match="their uncertainty is not known"):
         classification().uncertainty(X, "map")
     with pytest.raises(ValueError, match="samples"):
         classification().uncertainty(X, samples=0)

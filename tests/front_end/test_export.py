@@ -220,7 +220,7 @@ def test_a_program_that_gives_other_numbers_is_not_written(tmp_path, monkeypatch
     ("options", "error", "message"),
     [
         ({"link": "logit"}, ValueError, "Unknown link"),
-        ({"link": "exact"}, NotImplementedError, 'Use "pairwise"'),
+        ({"link": "exact"}, NotImplementedError, 'Use link="pairwise"'),
         ({"path": "predictive.pt"}, ValueError, r"ends in '\.pt'. Name it \*\.pt2"),
         ({"path": "nowhere/predictive.pt2"}, FileNotFoundError, "There is no folder"),
     ],

@@ -256,7 +256,7 @@ def test_a_link_that_has_no_use_is_refused():
         with pytest.raises(ValueError, match="Give a positive number"):
             Link("probit", wrong)
     for options in ({"method": "nn"}, {"samples": 5}, {"method": "map"}):
-        with pytest.raises(ValueError, match="belongs to the closed form"):
+        with pytest.raises(ValueError, match="applies to the closed form"):
             la.predict(x, link="probit", **options)
     regression, x, y = fitted("regression")
     for call in (
@@ -265,5 +265,5 @@ def test_a_link_that_has_no_use_is_refused():
         lambda: regression.evaluate([(x, y)], link="probit"),
         lambda: setattr(regression, "link", "probit"),
     ):
-        with pytest.raises(ValueError, match="not of a Gaussian"):
+        with pytest.raises(ValueError, match="a Gaussian does not have"):
             call()

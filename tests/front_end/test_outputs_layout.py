@@ -53,7 +53,9 @@ def same(one, two):
 
 
 def test_where_both_readings_fit_the_user_is_asked():
-    with pytest.raises(ValueError, match=r"class_dim=-1\) for .* class_dim=1 for") as caught:
+    with pytest.raises(
+        ValueError, match=r"class_dim=-1 to Laplace for .* class_dim=1 for"
+    ) as caught:
         Laplace(build()).fit_batches([(inputs(), labels())])
     assert "(6, 5, 5)" in str(caught.value)
     assert "(6, 5)" in str(caught.value)
@@ -254,7 +256,9 @@ def test_what_is_no_dimension_of_classes_is_refused(class_dim, error, says, unch
 
 @pytest.mark.parametrize("class_dim", [3, -3, -4])
 def test_a_dimension_that_the_outputs_do_not_have_is_refused(class_dim):
-    with pytest.raises(ValueError, match=rf"class_dim={class_dim}, but .* shape \[batch, 5, 5\]"):
+    with pytest.raises(
+        ValueError, match=rf"class_dim={class_dim} does not fit .* shape \[batch, 5, 5\]"
+    ):
         Laplace(build(), class_dim=class_dim).fit_batches([(inputs(), labels())])
 
 

@@ -142,12 +142,12 @@ class Centred(Mlp):
 
 @pytest.mark.parametrize("curvature", ["kfac", "full"])
 def test_a_model_that_mixes_the_examples_is_refused(curvature):
-    with pytest.raises(ValueError, match="mixes the examples"):
+    with pytest.raises(ValueError, match="change with the other examples"):
         Laplace(Centred().eval(), curvature=curvature).fit_batches([examples()])
 
 
 def test_a_random_model_is_told_from_one_that_mixes():
-    with pytest.raises(ValueError, match="draws random numbers"):
+    with pytest.raises(ValueError, match="is not deterministic"):
         Laplace(Mlp(F.dropout).eval()).fit_batches([examples()])
 
 

@@ -137,5 +137,5 @@ def test_rows_have_no_corruptions(images):
     bring.archive(images / "d.npz")
     options = {"model": "nets:rows", "data": images / "d.npz", "mean": None, "std": None}
     for change in ({"corruptions": (1,)}, {"ood": {"p": "builtin:patches"}}):
-        with pytest.raises(ValueError, match="these need images"):
+        with pytest.raises(ValueError, match="this option needs images"):
             loaded(**options, **change)

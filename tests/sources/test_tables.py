@@ -124,7 +124,7 @@ def test_out_of_distribution_rows_need_no_target(here):
         ({"price": range(40)}, {"features": ("age",)}, "24 different whole numbers; say what"),
         ({}, {"features": ("agee",)}, "no column agee; did you mean age"),
         ({}, {"features": ("price",)}, "target price is one of the features"),
-        ({}, {"features": ("age",), "task": "multilabel"}, "a table has one target"),
+        ({}, {"features": ("age",), "task": "multilabel"}, "a table can have only one target"),
         ({}, {"target": "kind", "features": ("age",), "task": "regression"}, "expected numbers"),
         ({}, {"features": ("age",), "image_size": 3}, "image_size given with a table"),
     ],

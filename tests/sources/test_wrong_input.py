@@ -65,7 +65,7 @@ WRONG = {
     ),
     "no weights": (
         ["--timm=test_resnet", "--data=images"],
-        "no trained weights; give --checkpoint",
+        "is not trained; give --checkpoint",
     ),
     "no checkpoint": (
         [*ROWS, "--checkpoint=none.pt"],
@@ -86,17 +86,20 @@ WRONG = {
     "ood value": ([*IMAGES, "--ood"], "--ood: expected --ood NAME=PATH"),
     "severity": ([*IMAGES, "--corruptions=[6]"], "expected severities in 1 … 5"),
     "std": ([*IMAGES, "--std=[0.0]"], "expected positive numbers"),
-    "mean": ([*IMAGES, "--mean=[0.5, 0.5]", "--std=1,1,1"], "as many numbers in --mean"),
-    "channels": ([*IMAGES, "--mean=0.5,0.5", "--std=1,1"], "as many numbers in --mean"),
+    "mean": ([*IMAGES, "--mean=[0.5, 0.5]", "--std=1,1,1"], "one number per channel"),
+    "channels": ([*IMAGES, "--mean=0.5,0.5", "--std=1,1"], "one number per channel"),
     "limit": ([*ROWS, "--train_examples=31"], "train data has 30 examples: lower it"),
     "target": ([*ROWS, "--target=y"], "target given with a .npz file"),
     "standardise": (
         [*ROWS, "--standardise=false"],
         "standardise given with a .npz file: leave it out",
     ),
-    "no images": ([*ROWS, "--mean=[0.5]"], "mean and std are of images; d.npz has inputs of shape"),
+    "no images": (
+        [*ROWS, "--mean=[0.5]"],
+        "mean and std apply to images, and d.npz has inputs of shape",
+    ),
     "task": ([*IMAGES, "--task=regression"], "class folders make a classification"),
-    "two classes": ([*IMAGES, "--task=binary"], "3 classes, binary classification two"),
+    "two classes": ([*IMAGES, "--task=binary"], "3 classes, and binary classification needs two"),
     "held out": ([*ROWS, "--held_out=0.6"], "expected a share between 0 and 0.5"),
     "pretrained": ([*ROWS, "--pretrained"], "pretrained is for --timm and --torchvision"),
 }

@@ -218,9 +218,9 @@ class Checkpoint:
 
     def _raise_different_batches(self, difference: str) -> None:
         raise ValueError(
-            f"{self._folder} holds a fit of other batches (in pass {self._number} {difference}). "
-            "Give the same data in the same order, which a loader that shuffles has by the fit's "
-            "generator=, or another folder."
+            f"{self._folder} holds a fit of other batches (in pass {self._number} "
+            f"{difference}). Give the same data in the same order, or another folder. If "
+            "the loader shuffles, pass generator= to the fit to get the same order."
         )
 
 

@@ -217,8 +217,9 @@ class Tap:
         faults: dict[Site, Exception] = {}
         for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
-                f"{sorted(self._dims.uncopied)} look up entries once for all examples. Look up "
-                "[batch, positions] instead, or leave their parameters out with params=."
+                f"{sorted(self._dims.uncopied)} look up the same entries for all examples "
+                "at once. Give each example its own indices, of shape [batch, positions], "
+                "or leave out these parameters with params=."
             )
         for layer_call in self.layer_calls:
             if layer_call.x._version != layer_call.version:

@@ -59,7 +59,8 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
         stated = "mean"
     if stated not in REDUCTIONS:
         raise ValueError(
-            f'{name} has reduction={stated!r}: an operator needs a scalar loss, "mean" or "sum".'
+            f"{name} has reduction={stated!r}, and an operator needs a scalar loss. Use "
+            '"mean" or "sum".'
         )
     for kind, in_closed_form in (
         (nn.CrossEntropyLoss, CrossEntropy),
@@ -220,9 +221,10 @@ class BinaryCrossEntropy(OutputLoss):
         for name, weight in (("weight", self._weight), ("pos_weight", self._pos_weight)):
             if weight is not None and not _broadcasts(weight, example_shape):
                 raise ValueError(
-                    f"BCEWithLogitsLoss has {name} of shape {tuple(weight.shape)}, which does not "
-                    f"broadcast to the outputs of one example, {tuple(shape[1:])}. Give one for "
-                    "every output; weights of examples belong to a loss of your own."
+                    f"BCEWithLogitsLoss has {name} of shape {tuple(weight.shape)}, which "
+                    "does not broadcast to the outputs of one example, of shape "
+                    f"{tuple(shape[1:])}. Give one weight per output. To weight examples, "
+                    "use batches (x, y, weights)."
                 )
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:

@@ -509,10 +509,10 @@ class Stream:
                 marks.add(mark_of(x, y))
                 if len(marks) < number:
                     raise ValueError(
-                        f"The {num_workers} workers that read the stream begin with the same "
-                        "examples, so that every example would count several times. Let each "
-                        "yield a part of them, by torch.utils.data.get_worker_info(), or set "
-                        "num_workers=1."
+                        f"The {num_workers} workers that read the stream begin with the "
+                        "same examples, so every example would count several times. Let "
+                        "each worker yield its own part of the examples by "
+                        "torch.utils.data.get_worker_info(), or set num_workers=1."
                     )
             x = move(x, self.device, self.dtypes)
             if self.target_device is not None:

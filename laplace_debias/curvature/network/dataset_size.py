@@ -61,8 +61,8 @@ def training_size(
         raise ValueError(
             f'mode="{mode}" reads all data, but every pass of this loader leaves out '
             f"{inferred % batch_size} of its {inferred} examples (drop_last=True). Use "
-            f"drop_last=False, or pass num_data={inferred} to scale the curvature of the examples "
-            "that are read to all of them."
+            f"drop_last=False, or pass num_data={inferred} to scale the curvature to all "
+            "examples."
         )
     return TrainingSize(inferred, is_inferred=True, is_shared=is_shared)
 

@@ -111,9 +111,10 @@ def returned_outputs(
 def mixing_error() -> ValueError:
     """Make the error for a model in which an example's outputs depend on other examples."""
     return ValueError(
-        "An example's outputs change with the other examples of the batch: the model mixes the "
-        "examples (statistics over the batch, attention along the wrong dimension, ...), and "
-        "curvature per example is not defined. Let every example have outputs of its own."
+        "The outputs of an example change with the other examples of the batch, so "
+        "curvature per example is not defined. Look for statistics over the batch or "
+        "attention along the wrong dimension, and compute the outputs of each example "
+        "from this example only."
     )
 
 

@@ -173,9 +173,9 @@ def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outpu
         again = call(network, x)
     if again.shape != outputs.shape or not torch.allclose(outputs, again, 1e-3, 1e-5 * largest):
         raise ValueError(
-            "Two forward passes give different outputs: the model draws random numbers "
-            "(`F.dropout` without `training=self.training`, noise, ...), and curvature is that of "
-            "a function. Make its forward pass deterministic in eval mode."
+            "Two forward passes give different outputs, so the model is not deterministic "
+            "(`F.dropout` without `training=self.training`, added noise, ...). Make its "
+            "forward pass deterministic in eval mode."
         )
     # Other sizes of a batch have other roundings.
     eps = max(coarsest_eps(network), torch.finfo(outputs.dtype).eps)
@@ -200,8 +200,8 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
             # How many examples a probe had is none of the user's business.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
-                f"class_dim={class_dim}, but the model's outputs have shape [{shape}]. Give a "
-                "dimension of theirs that is not the first."
+                f"class_dim={class_dim} does not fit the model's outputs, of shape "
+                f"[{shape}]. Pass one of their dimensions except the first."
             )
         return outputs.movedim(class_dim, -1)
 

@@ -50,9 +50,9 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
     chosen = names if inside and names else "[...]"
     raise ValueError(
-        f'params="{LAST_LAYER}" needs exactly one layer from which differentiable operations '
-        f'compute the outputs. Found {" and ".join(titles) or "none"}. Pass params="all", or name '
-        f"the parameters, params={chosen}."
+        f'params="{LAST_LAYER}" needs exactly one layer whose output becomes the model\'s '
+        f"output by differentiable operations. Found {' and '.join(titles) or 'none'}. "
+        f'Pass params="all", or the names of the parameters, params={chosen}.'
     )
 
 
@@ -176,9 +176,9 @@ def select_parameters(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ValueError(
-            f"The model ({type(model).__name__}) is frozen: it has no trainable parameter "
-            "(requires_grad). Call requires_grad_(True) on it, or on the layers that shall be "
-            "Bayesian."
+            f"The model ({type(model).__name__}) is frozen, so it has no trainable "
+            "parameter (requires_grad). Call requires_grad_(True) on it, or on the layers "
+            "that are to be Bayesian."
         )
     names = list(trainable)
     if selection == "weights":

@@ -102,10 +102,10 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
         name = names_by_module.get(id(module))
         if name is not None and threading.get_ident() == thread:
             raise NotImplementedError(
-                f"The model calls the {type(module).__name__} of {name} by a reference that is no "
-                "submodule, such as a lambda's or a list's, so that no derivative in its "
-                "parameters can be computed. Call it as an attribute of the module whose forward "
-                "pass needs it, or leave its parameters out."
+                f"The model calls {name}, a {type(module).__name__}, by a reference that "
+                "is not a submodule, for example in a lambda or a list. Derivatives with "
+                "respect to its parameters cannot be computed. Call it as an attribute of "
+                "the module whose forward pass needs it, or leave out its parameters."
             )
 
     # Hooks of the user's own modules would be in the copies that other threads make meanwhile.

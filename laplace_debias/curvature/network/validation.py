@@ -65,9 +65,9 @@ def validate_model(model: nn.Module) -> nn.Module:
         # By its module: to import the classes takes long, and torchao is to replace them.
         if ".quantized.dynamic." in type(module).__module__:
             raise ValueError(
-                f"{name} is dynamically quantised: it rounds by the largest input of the batch, so "
-                "an example's output depends on the others. Use the model as it was before "
-                "quantize_dynamic."
+                f"{name} is dynamically quantised. It rounds by the largest input of the "
+                "batch, so the output of an example depends on the other examples. Use "
+                "the model as it was before quantize_dynamic."
             )
         if problem := layer_rule(module).problem(module):
             raise ValueError(f"{name} {problem}")

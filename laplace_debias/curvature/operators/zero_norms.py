@@ -35,10 +35,11 @@ def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
         zero_norms = [node for node in norms if _is_zero(node).any()]
         if zero_norms and _is_differentiated(value, leaves, zero_norms):
             raise ValueError(
-                "The network takes a norm or a distance that is exactly 0, for example that of an "
-                "input to a prototype that lies on it. It has no second derivative there, and "
-                "torch computes with 0 instead. Move the parameters off the inputs; where the norm "
-                "is squared afterwards, add up squares instead: `(a - b).square().sum(-1)`."
+                "The network computes a norm or a distance that is exactly 0, for example "
+                "the distance of an input from a prototype at the same place. There is no "
+                "second derivative there, and torch computes with 0 instead. Change the "
+                "parameters slightly; if the norm is squared afterwards, add up squares "
+                "instead: `(a - b).square().sum(-1)`."
             )
     return bool(norms)
 

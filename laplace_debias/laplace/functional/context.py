@@ -63,7 +63,8 @@ class PredictionContext:
         if isinstance(outputs, int):
             if not 1 <= outputs <= num_outputs:
                 raise ValueError(
-                    f"outputs={outputs}: the model has {num_outputs} outputs per example."
+                    f"outputs={outputs} is too large. The model has {num_outputs} outputs "
+                    "per example."
                 )
             indices = rows.topk(outputs, dim=1).indices
         else:

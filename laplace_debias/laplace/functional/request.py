@@ -191,8 +191,8 @@ def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
     extremes = torch.stack(torch.aminmax(covariance)).tolist()
     if not all(map(math.isfinite, extremes)):
         raise ValueError(
-            f"The covariance of the outputs overflows {covariance.dtype}: the squared Jacobian of "
-            f"these inputs over the prior precision (from {float(prior_precisions.min()):.3g}) is "
-            "too large. Rescale the inputs, use a larger prior precision, or convert the model to "
-            "a wider dtype."
+            f"The covariance of the outputs overflows {covariance.dtype}: for these "
+            "inputs, the squared Jacobian divided by the prior precision (at least "
+            f"{float(prior_precisions.min()):.3g}) is too large. Rescale the inputs, use a "
+            "larger prior precision, or convert the model to a wider dtype."
         )

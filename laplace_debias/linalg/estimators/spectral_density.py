@@ -255,9 +255,9 @@ def quadrature_error(
     total = float(error.sum() * (grid[1] - grid[0]))
     if total > _TOLERATED:
         warn(
-            f"`width` is {width:.3g}, finer than {steps} steps resolve: the density is off by "
-            f"about {min(total, 2):.0%} of its integral, as its standard error says. Raise `width` "
-            "or `num_steps`.",
+            f"`width` is {width:.3g}, which is less than {steps} steps can resolve, so the "
+            f"density is wrong by about {min(total, 2):.0%} of its integral, as its "
+            "standard error shows. Raise `width` or `num_steps`.",
             RuntimeWarning,
         )
     return error

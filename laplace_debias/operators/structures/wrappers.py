@@ -114,17 +114,17 @@ class SubMatrix(Wrapper):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the operator has the property, and the same rows and columns are selected."""
+        """Whether the operator is symmetric, and the selected rows are the selected columns."""
         return self.operator.is_symmetric and self.rows.equal(self.columns)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the operator has the property, and the same rows and columns are selected."""
+        """Whether the operator is positive semi-definite, and rows and columns are the same."""
         return self.operator.is_positive_semidefinite and self.rows.equal(self.columns)
 
     @property
     def layout(self) -> None:
-        """None, because only part of a parameter may be selected."""
+        """Always None, because the selection can contain a part of a parameter."""
 
     @property
     def T(self) -> "SubMatrix":  # noqa: N802

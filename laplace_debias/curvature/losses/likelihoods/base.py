@@ -240,7 +240,8 @@ class Likelihood(ABC):
             ValueError: If the likelihood has no `sigma`.
         """
         raise ValueError(
-            f"sigma is the noise of a regression, {self.describe()} has none. Leave sigma out."
+            f"sigma is the noise of a regression, which {self.describe()} does not have. "
+            "Remove sigma=."
         )
 
     @property

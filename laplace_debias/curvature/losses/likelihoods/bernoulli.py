@@ -113,8 +113,8 @@ class Bernoulli(_Sigmoids):
         """Return 1: a single logit describes two classes."""
         if num_targets > 2:
             raise ValueError(
-                f"The data has {num_targets} classes, binary classification two. Use "
-                "classification."
+                f"The data has {num_targets} classes, and binary classification needs two. "
+                "Use classification."
             )
         return 1
 

@@ -152,9 +152,10 @@ class Categorical(Likelihood):
             (are_right | ~self._not_ignored(targets)).all(),
             # One-hot targets are probabilities: here they never are.
             lambda: TypeError(
-                f"Class labels must be integers, got {dtype} of shape {shape}, which are no class "
-                "probabilities either: those are not negative and sum to 1 for every example. Pass "
-                f"class indices or probabilities{_OF_SEVERAL_LABELS}."
+                f"Class labels must be integers, got {dtype} of shape {shape}. They are no "
+                "class probabilities either, because these are not negative and sum to 1 "
+                "for every example. Pass class indices or "
+                f"probabilities{_OF_SEVERAL_LABELS}."
             ),
         )
 
