@@ -260,7 +260,9 @@ class Predictor(ABC):
             scores = self._uncertainty(x, prediction, checked_link).scores
             if score is None or score not in scores:
                 names = ", ".join(scores) or "none"
-                raise ValueError(f"These predictions have no score={score!r}. Use one of {names}.")
+                raise ValueError(
+                    f"These predictions have no score={score!r}. Available scores: {names}."
+                )
             return scores[score]
 
         state = self._states[0]

@@ -137,11 +137,11 @@ def test_every_score_separates_foreign_inputs(likelihood):
 
 def test_a_score_that_there_is_not_is_refused():
     la, far = classification(), {"far": [(X, LABELS)]}
-    with pytest.raises(ValueError, match=r"no score='margin'.*Use one of entropy"):
+    with pytest.raises(ValueError, match=r"no score='margin'.*scores: entropy"):
         la.evaluate([(X, LABELS)], far, score="margin")
     with pytest.raises(ValueError, match="Give `ood`"):
         la.evaluate([(X, LABELS)], score="energy")
-    with pytest.raises(ValueError, match=r"score='energy'.*use none"):
+    with pytest.raises(ValueError, match=r"score='energy'.*scores: none"):
         regression().evaluate([(X, Y)], far, score="energy")
 
 
