@@ -65,7 +65,7 @@ class Predictor(ABC):
                 outputs. `"glm-mc"`: the linearised network at samples of the parameters (Eq. 18).
                 `"nn"`: the network itself at samples of the parameters. `"map"`: the trained
                 network, without uncertainty of the parameters. In all of them the temperature of
-                `la.link` divides the logits (after `tune`, `"map"` is temperature scaling).
+                `la.link` divides the logits.
             samples: Number of draws; None for the closed form of `"glm"`, and for 100 draws of
                 `"glm-mc"` and `"nn"`.
             generator: Seeds the draws; None for torch's global generator. The closed form and
