@@ -80,6 +80,11 @@ def fit_of_an_iterator(generator):
     return Laplace(network()).fit_batches(read(), generator=generator).sample(1, seed(0))
 
 
+def update(generator):
+    la = Laplace(network()).fit_batches([(Augmented().x, LABELS)])
+    return la.update(shuffled(), generator=generator).sample(1, seed(0))
+
+
 def predict(method, samples=None):
     def result(generator):
         x = Augmented().x
@@ -157,6 +162,7 @@ CASES = {
         "crossfit": fit("crossfit"),
     },
     Laplace.fit_batches: {"two loaders": fit_batches, "an iterator": fit_of_an_iterator},
+    Laplace.update: {"": update},
     Laplace.sample: {"": lambda generator: fitted().sample(3, generator)},
     Laplace.predict: {method: predict(method) for method in ("glm", "glm-mc", "nn")},
     Laplace.marginals: {method: marginals(method) for method in ("glm", "glm-mc", "nn")},

@@ -243,7 +243,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
         ({"joint": True}, "joint"),
         ({"sharing": "reduce"}, "sharing"),
         ({"memory_bound": 5000}, "memory_bound"),
-        ({"backend": "hooks"}, "backend"),
+        ({"backend": "backpack"}, "backend"),
         ({"params": "last_layer"}, "blocks"),
         ({"likelihood": "multilabel"}, "likelihood"),
     ],

@@ -23,6 +23,7 @@ from laplace_debias.curvature.network.inputs import Inputs, join, move, num_exam
 from laplace_debias.curvature.network.outputs import check_outputs, granted
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.operators import LinearOperator
+from laplace_debias.operators import eigh as decomposition
 from laplace_debias.system.ranks import Ranks
 
 BlockRows = Mapping[Block, Float[Tensor, "rows d"]]
@@ -345,7 +346,7 @@ def leading_examples(
         is_left[example] = False
         rows = slice(example * num_outputs, (example + 1) * num_outputs)
         residual_columns = kernel[:, rows] - columns @ columns[rows].T
-        values, vectors = torch.linalg.eigh(residual_columns[rows])
+        values, vectors = decomposition.eigh(residual_columns[rows], "the kernel of an example")
         is_above = values > threshold
         scaled = vectors[:, is_above] / values[is_above].sqrt()
         new_columns = residual_columns @ scaled
