@@ -1,9 +1,13 @@
 """Adapters on a frozen base that is quantised or offloaded, against the plain base."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from laplace_debias import Laplace
@@ -200,6 +204,52 @@ def test_operators_leave_a_quantised_base_as_it_is(pair):
         operator = GGN(model, loss, BATCHES, params=names)
         products.append(operator @ torch.ones(operator.shape[1]))
     assert_close(products[0], products[1], 2e-5)
+
+
+def adapted_layers(number):
+    """Linear layers of 24 x 40 and 40 x 24, each with an adapter, and a head."""
+    torch.manual_seed(0)
+    sizes = [24, 40] * (number // 2) + [24]
+    layers = [nn.Linear(*shape, bias=False) for shape in pairwise(sizes)]
+    base = nn.Sequential(*layers, nn.Linear(24, 3)).requires_grad_(False)
+    config = LoraConfig(r=2, target_modules=[str(n) for n in range(number)])
+    return base, config
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the storages of a number of bytes that are alive at once."""
+
+    def __init__(self, num_bytes):
+        super().__init__()
+        self.num_bytes = num_bytes
+        self.storages = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if type(result) is Tensor and result.untyped_storage().nbytes() == self.num_bytes:
+            storage = StorageWeakRef(result.untyped_storage())
+            self.storages[storage.cdata] = storage
+            is_alive = [not storage.expired() for storage in self.storages.values()]
+            self.most = max(self.most, sum(is_alive))
+        return result
+
+
+def test_a_pass_holds_one_dequantised_layer_at_once():
+    quantization = pytest.importorskip("torchao.quantization")
+    base, config = adapted_layers(20)
+    quantization.quantize_(
+        base[:20], quantization.Int8WeightOnlyConfig(), filter_fn=lambda m, _: type(m) is nn.Linear
+    )
+    model = get_peft_model(base, config).eval()
+    x = torch.randn(5, 24)
+    with LiveStorages(24 * 40 * torch.float32.itemsize) as live:
+        model(x)
+    assert live.most >= 19, "the graph of the user's own pass keeps the dequantised weights"
+    with LiveStorages(24 * 40 * torch.float32.itemsize) as live:
+        Laplace(model).fit([(x, torch.arange(5) % 3)]).predict(x)
+    assert 1 <= live.most <= 2
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_a_changed_quantised_base_is_noticed():

@@ -5,11 +5,12 @@ can be run, but not be Bayesian.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from laplace_debias.system.gathering import is_sharded
 
@@ -61,6 +62,57 @@ def keep_differentiable(network: nn.Module) -> None:
         quant_state = getattr(module.weight, "quant_state", None)
         if getattr(quant_state, "packing_format_for_cpu", False):
             module.state_dict()
+
+
+def recompute_weights(network: nn.Module) -> None:
+    """Let the quantised layers of a working copy dequantise anew in backward passes.
+
+    The graph of a forward pass would keep the dequantised weights of torchao's layers. That of
+    bitsandbytes' layers keeps the quantised ones.
+    """
+    for module in network.modules():
+        is_copy_of_copy = isinstance(vars(module).get("forward"), _RecomputedForward)
+        has_children = next(module.children(), None) is not None
+        if is_copy_of_copy or has_children:
+            continue
+        for parameter in module.parameters():
+            if hasattr(parameter, "__tensor_flatten__") and not is_sharded(parameter):
+                vars(module)["forward"] = _RecomputedForward(module, module.forward)
+                break
+
+
+class _RecomputedForward:
+    """A layer's forward pass of which the graph keeps only the inputs.
+
+    Args:
+        module: The layer.
+        forward: Its own forward pass.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_recomputable((*args, *kwargs.values())):
+            return self._forward(*args, **kwargs)
+        # The whole pass is run again, for accelerate's hooks to unload what they have loaded.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(
+                self._forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+            )
+
+    def _is_recomputable(self, inputs: tuple[Any, ...]) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+            return False
+        # `functional_call` replaces a Bayesian bias only in the forward pass.
+        if any(parameter.requires_grad for parameter in self._module.parameters()):
+            return False
+        # Transforms of torch.func forbid the hooks by which a pass is recomputed.
+        functorch: Any = torch._C._functorch
+        return functorch.peek_interpreter_stack() is None
 
 
 def quantised_state(module: nn.Module) -> Iterator[Tensor]:

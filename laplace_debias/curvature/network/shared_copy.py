@@ -16,6 +16,7 @@ from laplace_debias.curvature.network.quantised import (
     is_kept,
     keep_differentiable,
     quantised_state,
+    recompute_weights,
     shared_parameter,
 )
 from laplace_debias.system.memory import is_out_of_memory
@@ -72,6 +73,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
                         # A module's cache from one pass to the next is computed anew.
                         vars(copied)[name].pop(key, None)
     keep_differentiable(copied_model)
+    recompute_weights(copied_model)
     return copied_model.eval()
 
 
