@@ -214,7 +214,11 @@ def rare(num_batches, size, takes_rare):
 
 @pytest.mark.parametrize("sees_all", [True, False])
 @pytest.mark.parametrize("curvature", ["kfac", "diag", "full"])
-@pytest.mark.parametrize("takes_rare", [{0: [17]}, {0: [139]}, {2: [5, 7]}, {3: [18]}], ids=str)
+@pytest.mark.parametrize(
+    "takes_rare",
+    [{0: [17]}, pytest.param({0: [139]}, marks=pytest.mark.slow), {2: [5, 7]}, {3: [18]}],
+    ids=str,
+)
 def test_experts_that_the_first_examples_miss_are_part_of_the_posterior(
     takes_rare, curvature, sees_all
 ):

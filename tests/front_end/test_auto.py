@@ -178,6 +178,7 @@ def true_errors(la: Laplace, full: Laplace, x: Tensor) -> Tensor:
     return (found - exact).square().mean((1, 2)).sqrt()
 
 
+@pytest.mark.slow
 def test_told_error_covers_the_true_one():
     model, full = network(), Laplace(network()).fit([data()])
     fresh = 2 * torch.randn(100, 6, generator=torch.Generator().manual_seed(7)).double()

@@ -73,7 +73,11 @@ def dense_curvature(model, batches, names):
 
 @pytest.mark.parametrize(
     "lengths",
-    [[[5, 5, 5], [3, 5, 2, 4]], [[3, 5], [5, 5, 5], [4]], [[5], [2, 5, 3]]],
+    [
+        [[5, 5, 5], [3, 5, 2, 4]],
+        pytest.param([[3, 5], [5, 5, 5], [4]], marks=pytest.mark.slow),
+        pytest.param([[5], [2, 5, 3]], marks=pytest.mark.slow),
+    ],
     ids=["padding later", "padding first", "one example"],
 )
 def test_t5_with_padding_in_some_batches_has_the_dense_curvature(lengths):

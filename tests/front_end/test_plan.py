@@ -126,8 +126,13 @@ MODES = ("full", "mini", "debiased", "crossfit")
 
 @pytest.mark.parametrize(
     ("name", "curvature", "mode"),
-    [  # Every pair of values.
-        (list(CASES)[(i + j) % 3], curvature, mode)
+    [  # Every pair of values; each curvature and each mode once in the tests that are not slow.
+        pytest.param(
+            list(CASES)[(i + j) % 3],
+            curvature,
+            mode,
+            marks=() if mode == "full" or curvature == "kfac" else pytest.mark.slow,
+        )
         for i, curvature in enumerate(("kfac", "ekfac", "diag", "lowrank", "full", "gp"))
         for j, mode in enumerate(MODES)
     ],
