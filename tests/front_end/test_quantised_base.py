@@ -1,5 +1,6 @@
 """Adapters on a frozen base that is quantised or offloaded, against the plain base."""
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -250,6 +251,24 @@ def test_a_pass_holds_one_dequantised_layer_at_once():
         Laplace(model).fit([(x, torch.arange(5) % 3)]).predict(x)
     assert 1 <= live.most <= 2
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_sequential_layers_around_a_quantised_layer_have_the_plain_posterior():
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)).eval()
+    model[2].requires_grad_(False)
+    plain = copy.deepcopy(model)
+    quantization.quantize_(model[2], quantization.Int8WeightOnlyConfig())
+    plain[2].weight.data.copy_(model[2].weight.dequantize())
+    x = torch.randn(7, 6)
+    data = [(x, torch.arange(7) % 3)]
+    with pytest.raises(NotImplementedError, match=r"2.weight is quantised \(Int8Tensor\)"):
+        Laplace(model, backend="backpack")
+    actual = Laplace(model).fit(data)
+    expected = Laplace(plain).fit(data)
+    assert_close(actual.posterior.precision.to_dense(), expected.posterior.precision.to_dense())
+    assert_close(actual.predict(x).probs, expected.predict(x).probs)
 
 
 def test_a_changed_quantised_base_is_noticed():

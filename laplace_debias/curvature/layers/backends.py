@@ -32,6 +32,7 @@ from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap, not_batched
 from laplace_debias.curvature.network.inputs import Inputs, as_columns, quiet
 from laplace_debias.curvature.network.precision import NARROW
+from laplace_debias.curvature.network.quantised import is_quantised
 
 
 @cache
@@ -54,6 +55,8 @@ def why_not_backpack(model: nn.Module) -> str | None:
     for name, parameter in model.named_parameters():
         if parameter.dtype in NARROW:
             return f"{name} is in half precision, and is computed with in single precision"
+        if is_quantised(parameter):
+            return f"{name} is quantised ({type(parameter).__name__})"
     visited: set[nn.Module] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
