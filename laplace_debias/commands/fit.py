@@ -91,8 +91,8 @@ class Settings(SourceSettings):
 
         if self.inducing is not None and self.curvature != "gp":
             raise ValueError(
-                f"inducing is {self.inducing} with curvature={self.curvature}; it belongs to "
-                "curvature=gp"
+                f"inducing={self.inducing} applies only to curvature=gp, got "
+                f"curvature={self.curvature}; leave out inducing"
             )
 
     def without_effect(self) -> dict[str, str]:

@@ -373,7 +373,7 @@ class Laplace:
             )
         if pred_type == "nn" or (link_approx == "mc" and not is_regression):
             raise NotImplementedError(
-                'A grid is searched by closed forms. Use pred_type="glm" with '
+                'A grid search needs closed-form predictions. Use pred_type="glm" with '
                 'link_approx="probit", "bridge" or "bridge_norm".'
             )
         grid = torch.logspace(

@@ -83,8 +83,9 @@ class _LaplaceEstimator(BaseEstimator):
             )
         elif not isinstance(self.network, nn.Module) and self.optimizer is None:
             raise ValueError(
-                "The network that a function returns is not trained. Pass optimizer=, such as "
-                "functools.partial(torch.optim.Adam, lr=1e-2)."
+                "The network is a function that makes an untrained network. Pass "
+                "optimizer= to train it, such as functools.partial(torch.optim.Adam, "
+                "lr=1e-2)."
             )
 
     def _check_skorch_net(self) -> None:

@@ -130,7 +130,7 @@ class Auto(Scheme):
 
     @property
     def sources(self) -> Sequence[Batches]:
-        """The data."""
+        """The data that the fit reads."""
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Auto":
@@ -159,7 +159,7 @@ class Auto(Scheme):
             )
 
     def estimate_noise(self, context: FitContext) -> Gaussian:
-        """Estimate the noise from the first batch, or reuse that of the fit to be continued."""
+        """Estimate the noise from the first batch, or take that of an earlier fit to continue."""
         if self.after is not None:
             _, last_round = self.after.continuation
             likelihood = last_round.fitted.likelihood

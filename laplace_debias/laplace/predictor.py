@@ -109,8 +109,8 @@ class Predictor(ABC):
     ) -> Distribution:
         if not method.is_closed or method.positions is not None:
             raise ValueError(
-                'differentiable=True is for the closed form of method="glm". Remove samples=, '
-                "positions= and other methods."
+                'differentiable=True works only with the closed form of method="glm". Use '
+                'method="glm", and remove samples= and positions=.'
             )
         predictives = []
         for fit in self._linked_fits(x, method, link):

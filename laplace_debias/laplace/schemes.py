@@ -125,7 +125,7 @@ class Full(Scheme):
 
     @property
     def sources(self) -> Sequence[Batches]:
-        """The data."""
+        """The data that the fit reads."""
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Full":
@@ -269,7 +269,7 @@ class CrossFit(Scheme):
 
     @property
     def sources(self) -> Sequence[Batches]:
-        """The data."""
+        """The data that the fit reads."""
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "CrossFit":

@@ -48,8 +48,9 @@ def check_probs(
         error = (probs.sum(dim=1) - 1).abs().max().item()
         if error > tolerance:
             raise ValueError(
-                f"rows of `{name}` miss a sum of 1 by up to {error:.4g}; expected at most "
-                f"{tolerance:.1g}. Apply softmax to logits, or divide each row by its sum."
+                f"the rows of `{name}` must sum to 1, but they are off by up to "
+                f"{error:.4g}, and at most {tolerance:.1g} is allowed. Apply softmax to "
+                "logits, or divide each row by its sum."
             )
     probs = probs.clamp(max=1)
     return torch.stack([1 - probs, probs], dim=1) if probs.ndim == 1 else probs
@@ -73,8 +74,8 @@ def check_classification(
     probs = check_probs(probs)
     if len(probs) != len(labels):
         raise ValueError(
-            f"`probs` has {len(probs)} examples and `labels` {len(labels)}; expected as many. Pass "
-            "both for the same examples, in the same order."
+            f"`probs` has {len(probs)} examples, but `labels` has {len(labels)}; expected "
+            "the same number. Pass both for the same examples, in the same order."
         )
     check_same_device(probs, labels, "probs", "labels")
     lowest, highest = (bound.item() for bound in labels.aminmax())

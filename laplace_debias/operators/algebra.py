@@ -82,7 +82,7 @@ class Scaled(Wrapper):
 
     @property
     def T(self) -> "Scaled":  # noqa: N802
-        """The multiple of the adjoint."""
+        """The adjoint of the operator, multiplied by the same number."""
         return Scaled(self.operator.T, self.scalar)
 
     def _matmat(self, matrix: Tensor) -> Tensor:

@@ -126,8 +126,9 @@ class LinearOperator(ABC):
             return self._multiply_parameters(other)
         if not isinstance(other, Tensor):
             raise TypeError(
-                f"{type(self).__name__} cannot multiply {type(other).__name__}: expected a tensor, "
-                "a LinearOperator or a dict of parameters. NumPy arrays go with `.to_scipy()`."
+                f"{type(self).__name__} cannot multiply {type(other).__name__}: expected a "
+                "tensor, a LinearOperator or a dict of parameters. To multiply NumPy "
+                "arrays, convert the operator with `.to_scipy()`."
             )
         operator = self.adopted(other.dtype, other.device)
         check_operand(operator, other)

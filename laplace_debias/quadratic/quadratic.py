@@ -248,7 +248,8 @@ class Quadratic:
         if at.ndim == 2 and at.shape != direction.shape:
             raise ValueError(
                 f"Positions of shape {tuple(at.shape)} do not fit directions of shape "
-                f"{tuple(direction.shape)}: expected one for all, [D], or one for each."
+                f"{tuple(direction.shape)}: expected one position [D] for all directions, "
+                "or one position for each."
             )
         return _inner(self.gradient_at(at), unit)
 

@@ -82,8 +82,9 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
     for name, split in examples.items():
         if split.inputs.shape[1:] != train.inputs.shape[1:]:
             raise ValueError(
-                f"{path}: x_{name} has inputs of shape {list(split.inputs.shape[1:])}, x_train "
-                f"{list(train.inputs.shape[1:])}; expected the same"
+                f"{path}: the inputs of x_{name} have shape "
+                f"{list(split.inputs.shape[1:])}, but those of x_train have shape "
+                f"{list(train.inputs.shape[1:])}; expected the same shape"
             )
     return Splits(
         train=train,

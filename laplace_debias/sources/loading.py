@@ -55,7 +55,10 @@ def load(settings: SourceSettings) -> Loaded:
     x = first[0] if isinstance(first, Sequence) and len(first) == 2 else None
     shape = tuple(x.shape[1:]) if isinstance(x, Tensor) else None
     if splits.pixels is not None and (shape is None or len(shape) != 3):
-        raise ValueError(f"mean and std are of images [C, H, W]; the inputs are of shape {shape}")
+        raise ValueError(
+            f"mean and std apply only to images [C, H, W], but the inputs have shape {shape}; "
+            "leave out mean and std"
+        )
     validation: Batches | None = None
     if splits.validation is not None:
         validation, _ = batches_of(splits.validation, settings, "validation_examples")

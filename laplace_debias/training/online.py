@@ -183,7 +183,7 @@ class OnlineCurvature:
 
     @torch.inference_mode(False)
     def update(self, x: Inputs, y: Tensor) -> None:
-        """Measure a batch with the present weights, and add it to the running means.
+        """Measure the curvature of a batch at the present weights, and update the running means.
 
         Args:
             x: Inputs, `[B, ...]`.

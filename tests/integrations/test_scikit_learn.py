@@ -347,7 +347,12 @@ def test_skorch_nets_that_do_not_match_are_rejected():
 @pytest.mark.parametrize(
     ("kind", "options", "error", "message"),
     [
-        (LaplaceClassifier, {"network": hidden_layer}, ValueError, "not trained. Pass optimizer="),
+        (
+            LaplaceClassifier,
+            {"network": hidden_layer},
+            ValueError,
+            "untrained network\. Pass optimizer=",
+        ),
         (LaplaceClassifier, {"network": "mlp"}, TypeError, "skorch net, got str. Pass"),
         (LaplaceClassifier, {"network": nn.Linear(4, 2)}, ValueError, r"\(2,\), and y has 3 clas"),
         (LaplaceClassifier, {"network": nn.Linear(4, 1)}, ValueError, r"\(1,\), and y has 3 clas"),

@@ -223,7 +223,7 @@ LABELS = torch.tensor([0, 1, 0, 1])
         (torch.tensor([[1.5, -0.5]] * 4), LABELS, "softmax"),
         (torch.tensor([[-1e-3, 1.0]] * 4), LABELS, "expected probabilities in"),
         (torch.tensor([[math.inf, 0.0]] * 4), LABELS, "expected probabilities in"),
-        (torch.tensor([[0.5, 0.4998]] * 4), LABELS, "miss a sum of 1"),
+        (torch.tensor([[0.5, 0.4998]] * 4), LABELS, "must sum to 1"),
         (torch.ones(4, 2).long(), LABELS, "dtype torch.int64"),
         (torch.ones(4, 1), LABELS, "at least two classes"),
         (torch.full((4, 3, 2), 0.5), LABELS, "Flatten"),

@@ -264,9 +264,9 @@ class Tap:
             names = [n for n in self._names[site] if id(self.network.get_parameter(n)) in read]
             if names:
                 faults[site] = NotImplementedError(
-                    f"The outputs of these examples depend on {names}, but the forward pass does "
-                    f"not call {site}, as it does for other examples. Leave these parameters out "
-                    f"with {leaving_out(names)}."
+                    f"The outputs of these examples depend on {names}, but their forward "
+                    f"pass does not call {site}, although that of other examples does. "
+                    f"Leave these parameters out with {leaving_out(names)}."
                 )
             else:
                 self.conditional.add(site)

@@ -212,8 +212,8 @@ def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any
         )
     if targets.is_nested:
         raise TypeError(
-            "Targets are a nested tensor. Pad them with torch.nested.to_padded_tensor(y, -100), "
-            "which classification ignores."
+            "Targets are a nested tensor. Pad them with torch.nested.to_padded_tensor(y, "
+            "-100); classification ignores targets of -100."
         )
     size = num_examples(inputs)
     if targets.ndim == 0 or size != len(targets):

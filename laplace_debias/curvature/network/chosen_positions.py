@@ -129,8 +129,9 @@ def _as_tensor(positions: Positions) -> Int[Tensor, "*shape"]:
         raise TypeError(f"positions must be integers, got {_shown(positions)}.") from error
     if requested.ndim > 2 or requested.numel() == 0:
         raise ValueError(
-            "positions must be one integer, some for all examples [p] or some for each [batch, p], "
-            f"got shape {tuple(requested.shape)}."
+            "positions must be an integer, a tensor [p] for all examples, or a tensor "
+            "[batch, p] with positions for each example, got shape "
+            f"{tuple(requested.shape)}."
         )
     if requested.is_floating_point() or requested.is_complex() or requested.dtype == torch.bool:
         raise TypeError(

@@ -205,7 +205,7 @@ class GGN(CurvatureOperator):
 
 
 class Fisher(CurvatureOperator):
-    r"""The Fisher information matrix, whose labels follow the model's own distribution.
+    r"""The Fisher information matrix, with labels drawn from the model's own predictions.
 
     $$F = \frac1c \sum_n \omega_n\, \mathbb{E}_{y \sim p(y \mid f_n)}
     [\nabla_\theta \ell(f_n, y)\,\nabla_\theta \ell(f_n, y)^\top]$$

@@ -130,7 +130,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
-        """The magnitudes, in the shape of the coordinates that `to_eigenbasis` returns."""
+        """The eigenvalues, in the shape of the coordinates that `to_eigenbasis` returns."""
         values = self.magnitudes
         for dim, U in ((-2, self.U_G), (-1, self.U_A)):
             if is_thin(U):
@@ -146,7 +146,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether no magnitude is negative."""
+        """Whether all eigenvalues are at least 0."""
         return bool((self.magnitudes >= 0).all())
 
     def _matmat(self, matrix: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class Permuted(Wrapper):
         return self.permuted(self.operator @ matrix[self.order])
 
     def permuted(self, rows: Tensor) -> Tensor:
-        """Move rows from the order of A into the order of this operator, `[n, ...]`."""
+        """Reorder the rows of a tensor `[n, ...]` from the order of A to that of this operator."""
         if self.order is None:
             return rows
         return torch.empty_like(rows).index_copy_(0, self.order, rows)

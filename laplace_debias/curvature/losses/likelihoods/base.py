@@ -83,7 +83,7 @@ class Likelihood(ABC):
     def hessian_root(
         self, outputs: Float[Tensor, "batch outputs"]
     ) -> Float[Tensor, "columns batch outputs"]:
-        """Compute columns `s_k` with `Σ_k s_k s_kᵀ = ∇²_f ℓ`, `[K, B, C]`, in closed form."""
+        """Compute the columns s_k, `[K, B, C]`, for which `Σ_k s_k s_kᵀ = ∇²_f ℓ`."""
 
     @abstractmethod
     def sample(
@@ -234,7 +234,7 @@ class Likelihood(ABC):
         return "mean negative log-likelihood", self
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":
-        """Return the likelihood with another noise.
+        """Return a likelihood with a different standard deviation of the noise.
 
         Raises:
             ValueError: If the likelihood has no `sigma`.

@@ -190,7 +190,7 @@ class Categorical(Likelihood):
         return losses * counted
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Return the mask of targets with a weight that are not `ignore_index`."""
+        """Return the mask of the targets that are not `ignore_index` and have a weight above 0."""
         counted = self._not_ignored(targets)
         weights = self.curvature_weights(targets) if self.class_weights is not None else None
         return counted if weights is None else counted & (weights.reshape(counted.shape) > 0)

@@ -123,7 +123,7 @@ class Gaussian(Likelihood):
         return "mean squared error", nn.MSELoss()
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Gaussian":
-        """Return the likelihood with another noise."""
+        """Return a likelihood with a different standard deviation of the noise."""
         return Gaussian(sigma)
 
     def describe(self) -> str:

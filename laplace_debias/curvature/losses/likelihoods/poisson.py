@@ -54,7 +54,7 @@ class Poisson(Likelihood):
     variances_suffice = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require counts of the outputs' shape, or `[B]` for a single output."""
+        """Require targets that are counts, in the shape of the outputs, or `[B]` for one output."""
         self.check_predicted(outputs, targets)
         largest = outputs.max()
         limit = math.log(torch.finfo(outputs.dtype).max)
@@ -90,7 +90,7 @@ class Poisson(Likelihood):
         )
 
     def num_outputs(self, num_targets: int) -> int:
-        """Return the number of counts."""
+        """Return the number of outputs, one for each count."""
         return num_targets
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
