@@ -68,7 +68,9 @@ def test_fit_takes_a_number_of_inducing_inputs(checkpoint, tmp_path, capsys):
     output = tmp_path / "posterior.safetensors"
     options = [f"--output={output}", "--mode=mini", "--batch_size=6", "--inducing=2"]
     assert main(command("fit", checkpoint, *options)) == 2
-    assert "inducing is 2 with curvature=kfac" in " ".join(capsys.readouterr().err.split())
+    assert "inducing=2 applies only to curvature=gp, got curvature=kfac" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert main(command("fit", checkpoint, *options, "--curvature=gp")) == 0
     la = Laplace.load(output, network(checkpoint))
     assert len(la.posterior.curvature.blocks["parameters"].U.inducing.inputs) == 2

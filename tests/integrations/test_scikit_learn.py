@@ -351,7 +351,7 @@ def test_skorch_nets_that_do_not_match_are_rejected():
             LaplaceClassifier,
             {"network": hidden_layer},
             ValueError,
-            "untrained network\. Pass optimizer=",
+            r"untrained network\. Pass optimizer=",
         ),
         (LaplaceClassifier, {"network": "mlp"}, TypeError, "skorch net, got str. Pass"),
         (LaplaceClassifier, {"network": nn.Linear(4, 2)}, ValueError, r"\(2,\), and y has 3 clas"),

@@ -229,7 +229,7 @@ LABELS = torch.tensor([0, 1, 0, 1])
         (torch.full((4, 3, 2), 0.5), LABELS, "Flatten"),
         (torch.tensor(0.5), LABELS, "has shape"),
         (torch.full((4,), 1.5), LABELS, "sigmoid"),
-        (HALVES, LABELS[:3], "`labels` 3"),
+        (HALVES, LABELS[:3], "`labels` has 3"),
         (HALVES, LABELS + 1, "labels` lie in 1 ... 2"),
         (HALVES, -LABELS, "labels` lie in -1 ... 0"),
         (HALVES, LABELS.float(), "labels.long"),
