@@ -247,5 +247,5 @@ def test_names_of_ood_sets_must_name_files(tmp_path):
 
 def test_an_empty_set_is_refused(tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
-    with pytest.raises(ValueError, match="holds no example"):
+    with pytest.raises(ValueError, match="has no example"):
         assess(replace(loaded, ood={"none": []}), tmp_path / "run", (NETWORK,))

@@ -44,9 +44,9 @@ def test_bad_arguments_end_with_one_line_that_names_them(
     [
         ("batch_szie: 3", "bad.yaml: laplace-debias fit has no option batch_szie; did you mean"),
         ("batch_size: many", "bad.yaml: batch_size many: expected a whole number"),
-        ("{", "bad.yaml is no YAML file ("),
-        ("a: [1,\nb: 2", "bad.yaml is no YAML file ("),
-        ("just words", "bad.yaml has no options, but 'just words'"),
+        ("{", "bad.yaml is not a valid YAML file ("),
+        ("a: [1,\nb: 2", "bad.yaml is not a valid YAML file ("),
+        ("just words", "bad.yaml must contain options, got 'just words'"),
     ],
 )
 def test_bad_config_ends_with_one_line_that_names_it(text, named, capsys, tmp_path):

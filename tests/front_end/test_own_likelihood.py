@@ -117,7 +117,7 @@ def test_one_of_the_package_needs_no_instance(tmp_path):
     la.save(tmp_path / "a.safetensors")
     la.save(tmp_path / "b.safetensors", own_likelihood=True)
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"likelihood of its own, 'classification'"):
+    with pytest.raises(ValueError, match=r"contains the likelihood 'classification'"):
         Laplace.load(tmp_path / "a.safetensors", model, likelihood=Categorical())
 
 

@@ -201,7 +201,7 @@ def test_it_is_evaluated_tuned_and_mixed(la):
     assert result.value == pytest.approx(float(best), rel=1e-9)
     with pytest.raises(ValueError, match="Use one of nll"):
         tuned.tune([(x, y)], metric="brier")
-    with pytest.raises(ValueError, match="link='probit' gives probabilities"):
+    with pytest.raises(ValueError, match="link='probit' computes probabilities"):
         tuned.predict(x, link="probit")
     mixture = Mixture([la, tuned])
     parts = [member.uncertainty(x) for member in mixture.members]

@@ -168,7 +168,7 @@ def test_n_of_a_loader_is_that_of_repeated_examples(mode: str):
     if mode == "full":
         la.fit(weighted, mode)
     else:
-        with pytest.raises(ValueError, match=r"examples have weights.*Pass num_data="):
+        with pytest.raises(ValueError, match=r"sum of the weights.*Pass num_data="):
             la.fit(weighted, mode)
         la.fit(weighted, mode, num_data=18)
     repeats = Laplace(perceptron()).fit(plain, mode)
@@ -180,7 +180,7 @@ def test_n_of_a_loader_is_that_of_repeated_examples(mode: str):
 def test_a_fit_in_rounds_asks_for_the_number_that_weights_stand_for():
     x, y = data(400)
     loader = DataLoader(TensorDataset(x, y, torch.ones(400).double()), 40, shuffle=True)
-    with pytest.raises(ValueError, match=r'mode="auto".*examples have weights'):
+    with pytest.raises(ValueError, match=r'mode="auto".*sum of the weights'):
         Laplace(perceptron()).fit(loader, mode="auto")
 
 

@@ -231,7 +231,7 @@ def test_bad_input_is_named(unchecked):
         q.slope(torch.zeros(9).double())
     with pytest.raises(ValueError, match=r"direction has shape \(4,\)"):
         q.curvature(torch.ones(4).double())
-    with pytest.raises(ValueError, match="one for all"):
+    with pytest.raises(ValueError, match="one position"):
         q.slope(g, at=torch.ones(9, 2).double())
     with pytest.raises(ValueError, match="takes as many coordinates"):
         q.cut(randn(9, 2))(torch.zeros(3))
