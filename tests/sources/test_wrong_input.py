@@ -125,7 +125,10 @@ ARCHIVES = {
         "is of type <U1; expected numbers",
     ),
     "objects": ({"x": np.array([None, 1])}, "holds Python objects, which are not read"),
-    "shapes": (bring.arrays() | {"x_test": np.zeros((9, 5))}, "the inputs of x_test have shape [5]"),
+    "shapes": (
+        bring.arrays() | {"x_test": np.zeros((9, 5))},
+        "the inputs of x_test have shape [5]",
+    ),
     "negative": (bring.arrays() | {"y_train": np.arange(30) - 1}, "expected class numbers 0, 1"),
     "empty": (
         bring.arrays() | {"x_test": np.zeros((0, 4)), "y_test": np.zeros(0, int)},
