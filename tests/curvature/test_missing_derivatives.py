@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from cases import others_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -69,7 +70,7 @@ def test_a_hessian_through_a_norm_that_is_0_is_refused(name):
         H @ torch.ones(H.shape[0], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", others_slow(NORMS, "distance", "deviation"))
 def test_beside_the_inputs_norms_have_their_second_derivatives(name):
     model = Prototype(NORMS[name], value=0.3)
     H = Hessian(model, LOSS, [(inputs()[2:], LABELS[2:]), (inputs()[:2], LABELS[:2])]).to_dense()

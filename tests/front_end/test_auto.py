@@ -223,7 +223,7 @@ def test_an_interrupt_leaves_the_last_round():
 
 
 @pytest.mark.filterwarnings("ignore:The tolerance")
-@pytest.mark.parametrize("fisher", ["exact", "mc"])
+@pytest.mark.parametrize("fisher", [pytest.param("exact", marks=pytest.mark.slow), "mc"])
 def test_a_later_fit_goes_on_where_an_interrupt_ended_one(fisher: str):
     """To the bits of a fit that was never broken off."""
     order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(0))

@@ -82,6 +82,7 @@ def test_more_products_keep_the_coverage(name):
     check_coverage(estimate, truth_of(name, A))
 
 
+@pytest.mark.slow
 def test_the_frobenius_norm_covers_where_one_eigenvalue_is_large():
     """Few squared norms often miss it: intervals of their own spread cover in 90 %."""
     values = torch.cat([torch.tensor([7.0]).double(), uniform(SIZE - 1)])

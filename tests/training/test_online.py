@@ -205,6 +205,7 @@ def test_the_fisher_matrix_is_the_one_that_was_chosen(fisher):
     assert float(block.trace()) == pytest.approx(float(C.trace()), rel=tolerance)
 
 
+@pytest.mark.slow
 def test_with_equal_weights_it_approaches_cross_fitting():
     """With fixed weights and no decay: an average of held-out curvature, as a cross-fit is."""
     model = convolutional()
