@@ -250,7 +250,7 @@ def crossfit_magnitudes(
     factors: Sequence[Factor] | Tensor,
     sizes: Sequence[float],
     mean_pair: Eigenpairs | None = None,
-    precision: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "*groups d"]:
     """Measure the curvature of one Kronecker factor on held-out folds.
 
@@ -267,7 +267,7 @@ def crossfit_magnitudes(
         factors: The factor of each fold, summed over the fold's examples.
         sizes: The number or weight of each fold's examples.
         mean_pair: The eigenpairs of the mean factor; None to compute them.
-        precision: The dtype that the factors were computed in, which decides which curvature is
+        dtype: The dtype that the factors were computed in, which decides which curvature is
             only rounding errors; None for that of the eigenvalues.
     """
     if mean_pair is None:
@@ -275,8 +275,8 @@ def crossfit_magnitudes(
     eigenvalues, U = mean_pair
     if U is None:
         return eigenvalues
-    precision = eigenvalues.dtype if precision is None else precision
-    subspace = _Subspace(eigenvalues, U, precision)
+    dtype = eigenvalues.dtype if dtype is None else dtype
+    subspace = _Subspace(eigenvalues, U, dtype)
     magnitudes = torch.zeros_like(eigenvalues)
     for fold in range(len(sizes)):
         estimate = _estimate_fold(factors, sizes, fold, subspace)
@@ -288,7 +288,7 @@ def crossfit_magnitudes(
 
 
 def _replicates(
-    factors: Sequence[Factor], sizes: Sequence[float], mean_pair: Eigenpairs, precision: torch.dtype
+    factors: Sequence[Factor], sizes: Sequence[float], mean_pair: Eigenpairs, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*groups d"], list[Eigenpairs]]:
     """Compute `crossfit_magnitudes`, and magnitudes and directions without each fold."""
     magnitudes, U = mean_pair
@@ -296,7 +296,7 @@ def _replicates(
     if U is None:
         pairs = [eigh(_other_folds(factors, sizes, fold)) for fold in range(len(sizes))]
     else:
-        subspace = _Subspace(magnitudes, U, precision)
+        subspace = _Subspace(magnitudes, U, dtype)
         magnitudes = torch.zeros_like(magnitudes)
         for fold in range(len(sizes)):
             estimate = _estimate_fold(factors, sizes, fold, subspace)
@@ -304,7 +304,7 @@ def _replicates(
             pairs.append((estimate.eigenvalues, subspace.lift(estimate.directions)))
     mean = torch.stack([eigenvalues for eigenvalues, _ in pairs]).mean(0)
     # Without curvature of the other folds there are only rounding errors to compare.
-    least = resolution(precision) * mean.amax(-1, keepdim=True)
+    least = resolution(dtype) * mean.amax(-1, keepdim=True)
     replicates: list[Eigenpairs] = []
     for eigenvalues, directions in pairs:
         ratios = torch.where(mean > least, eigenvalues / mean, 1.0)
@@ -319,9 +319,7 @@ def _estimate_fold(
     eigenvalues, directions = subspace.eigenpairs(_other_folds(factors, sizes, fold))
     curvature = directional_curvature(subspace.project(factors[fold]), directions)
     magnitudes = subspace.with_remainder(curvature, factors[fold])
-    averaged = average_degenerate(
-        magnitudes, eigenvalues, subspace.precision, subspace.num_remaining
-    )
+    averaged = average_degenerate(magnitudes, eigenvalues, subspace.dtype, subspace.num_remaining)
     return FoldEstimate(eigenvalues, directions, averaged)
 
 
@@ -339,7 +337,7 @@ class _Subspace:
     The factors of groups are small, of different ranks, and stay as they are.
 
     Attributes:
-        precision: The dtype that the factors were computed in.
+        dtype: The dtype that the factors were computed in.
         num_remaining: The number of directions that the last magnitude is for.
     """
 
@@ -347,9 +345,9 @@ class _Subspace:
         self,
         eigenvalues: Float[Tensor, "*groups d"],
         U: Float[Tensor, "*groups d r"],
-        precision: torch.dtype,
+        dtype: torch.dtype,
     ) -> None:
-        self.precision = precision
+        self.dtype = dtype
         self.num_remaining = num_remaining(U)
         self._num_magnitudes = eigenvalues.shape[-1]
         self._basis: Tensor | None = None
@@ -357,7 +355,7 @@ class _Subspace:
         if is_thin(U):
             self._basis = U
         elif U.ndim == 2:
-            rank = max(1, numerical_rank(eigenvalues, precision))
+            rank = max(1, numerical_rank(eigenvalues, dtype))
             if rank <= _MUCH_SMALLER * len(eigenvalues):
                 self._basis = U[:, :rank]
                 self._null_basis = U[:, rank:]
@@ -428,11 +426,11 @@ def exact_crossfit(
     return table
 
 
-def _eigenpairs_within(factor: Factor, mean_pair: Eigenpairs, precision: torch.dtype) -> Eigenpairs:
+def _eigenpairs_within(factor: Factor, mean_pair: Eigenpairs, dtype: torch.dtype) -> Eigenpairs:
     """Eigenpairs of some folds' factor, computed in the range of all folds' factor."""
     eigenvalues, U = mean_pair
     if U is None:
         return eigh(factor)
-    subspace = _Subspace(eigenvalues, U, precision)
+    subspace = _Subspace(eigenvalues, U, dtype)
     own_eigenvalues, directions = subspace.eigenpairs(factor)
     return own_eigenvalues, subspace.lift(directions)

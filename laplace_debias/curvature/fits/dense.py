@@ -222,7 +222,7 @@ def decompose_on_first(
 
 
 def crossfit_rows(
-    rows_by_fold: list[Tensor], weight: float, rank: int | None, precision: torch.dtype
+    rows_by_fold: list[Tensor], weight: float, rank: int | None, dtype: torch.dtype
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
     """Measure the curvature of each fold along the directions of the other folds.
 
@@ -235,27 +235,27 @@ def crossfit_rows(
         rows_by_fold: The Jacobian rows of each fold.
         weight: The sum of all examples' weights.
         rank: The number of directions; None for all.
-        precision: The dtype that the rows were computed in, whose rounding decides which
+        dtype: The dtype that the rows were computed in, whose rounding decides which
             eigenvalues coincide.
     """
-    eigenvalues, U = leading_pairs(torch.cat(rows_by_fold), rank, precision)
+    eigenvalues, U = leading_pairs(torch.cat(rows_by_fold), rank, dtype)
     total = torch.zeros_like(eigenvalues)
     for index, fold_rows in enumerate(rows_by_fold):
         other_rows = torch.cat([*rows_by_fold[:index], *rows_by_fold[index + 1 :]])
-        other_eigenvalues, basis = leading_pairs(other_rows, rank, precision)
+        other_eigenvalues, basis = leading_pairs(other_rows, rank, dtype)
         measured = (fold_rows.to(basis) @ basis).square().sum(0)
-        measured = average_degenerate(measured, other_eigenvalues, precision)
+        measured = average_degenerate(measured, other_eigenvalues, dtype)
         # Fewer rows span fewer directions; along the missing ones there is no curvature.
         total[: len(measured)] += measured[: len(total)]
-    return average_degenerate(total / weight, eigenvalues, precision), U
+    return average_degenerate(total / weight, eigenvalues, dtype), U
 
 
 def leading_pairs(
-    rows: Rows, rank: int | None, precision: torch.dtype
+    rows: Rows, rank: int | None, dtype: torch.dtype
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"]]:
     """Compute leading eigenpairs of `rowsᵀ rows`, or all of them if `rank` is None.
 
-    They come from the smaller of `rowsᵀ rows` and `rows rowsᵀ`. Pairs that rounding in `precision`,
+    They come from the smaller of `rowsᵀ rows` and `rows rowsᵀ`. Pairs that rounding in `dtype`,
     in which the rows were computed, does not determine are left out.
     """
     if rank is None:
@@ -267,7 +267,7 @@ def leading_pairs(
     assert vectors is not None
     # Rows that are all zero, as a saturated network has them, give no direction: the posterior is
     # the prior.
-    k = min(rank, int((values > values[:1] * resolution(precision)).sum()))
+    k = min(rank, int((values > values[:1] * resolution(dtype)).sum()))
     if is_tall:
         return values[:k], vectors[:, :k]
     U, _ = torch.linalg.qr(rows.T @ (vectors[:, :k] / values[:k].sqrt()))

@@ -140,7 +140,7 @@ class Eigenbasis(NamedTuple):
         return (self.eigenvalues_G, self.U_G), (self.eigenvalues_A, self.U_A)
 
     def pooled(
-        self, measured: Float[Tensor, "*groups rows columns"], precision: torch.dtype
+        self, measured: Float[Tensor, "*groups rows columns"], dtype: torch.dtype
     ) -> Float[Tensor, "*groups rows columns"]:
         """Average magnitudes over directions whose eigenvalues nearly coincide.
 
@@ -148,7 +148,7 @@ class Eigenbasis(NamedTuple):
 
         Args:
             measured: Curvature along each pair of directions of G and A.
-            precision: The dtype that the factors were computed in, whose rounding decides which
+            dtype: The dtype that the factors were computed in, whose rounding decides which
                 eigenvalues coincide.
         """
         # Eigenvalues of the block are products of those of G and A.
@@ -157,11 +157,11 @@ class Eigenbasis(NamedTuple):
         if self.U_G is not None:
             eigenvalues = self.eigenvalues_G * largest_A
             remaining = num_remaining(self.U_G)
-            measured = average_degenerate(measured, eigenvalues, precision, remaining)
+            measured = average_degenerate(measured, eigenvalues, dtype, remaining)
         if self.U_A is not None:
             eigenvalues = self.eigenvalues_A * largest_G
             remaining = num_remaining(self.U_A)
-            measured = average_degenerate(measured.mT, eigenvalues, precision, remaining).mT
+            measured = average_degenerate(measured.mT, eigenvalues, dtype, remaining).mT
         # A file stores them contiguously. Products add in the order of memory, so that a posterior
         # and its file give the same bits.
         return measured.contiguous()
@@ -243,26 +243,26 @@ def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r
     return vectors.mul_(torch.where(products < 0, -1.0, 1.0).to(vectors).unsqueeze(-2))
 
 
-def numerical_rank(values: Float[Tensor, " d"], precision: torch.dtype | None = None) -> int:
+def numerical_rank(values: Float[Tensor, " d"], dtype: torch.dtype | None = None) -> int:
     """Count the eigenvalues that exceed the rounding errors of a dtype."""
     if not len(values):
         return 0
     # In units of the largest eigenvalue, sums of rounded products have an error of a few units of
     # rounding, and a decomposition in double precision one that grows as the root of the size.
-    error_of_sums = 8 * torch.finfo(values.dtype if precision is None else precision).eps
+    error_of_sums = 8 * torch.finfo(values.dtype if dtype is None else dtype).eps
     error_of_decomposition = 4 * len(values) ** 0.5 * torch.finfo(torch.float64).eps
     return int((values > max(error_of_sums, error_of_decomposition) * values[0]).sum())
 
 
-def resolution(precision: torch.dtype) -> float:
+def resolution(dtype: torch.dtype) -> float:
     """Return the least relative gap of eigenvalues that determines eigenvectors."""
-    return max(_RESOLUTION, 8 * torch.finfo(precision).eps)
+    return max(_RESOLUTION, 8 * torch.finfo(dtype).eps)
 
 
 def average_degenerate(
     measured: Float[Tensor, "*entries"],
     eigenvalues: Float[Tensor, "*groups d"],
-    precision: torch.dtype,
+    dtype: torch.dtype,
     remaining: int = 1,
 ) -> Float[Tensor, "*entries"]:
     r"""Average curvature along eigenvectors over those whose eigenvalues nearly coincide.
@@ -288,12 +288,12 @@ def average_degenerate(
         return measured
     if eigenvalues.ndim > 1 and measured.ndim == eigenvalues.ndim:
         columns = measured.unsqueeze(-1)
-        return average_degenerate(columns, eigenvalues, precision, remaining).squeeze(-1)
+        return average_degenerate(columns, eigenvalues, dtype, remaining).squeeze(-1)
     counts = torch.ones_like(eigenvalues)
     counts[..., -1] = remaining
     largest = eigenvalues[..., :1]
     column_dims = tuple(range(eigenvalues.ndim - 1, measured.ndim))
-    least = resolution(precision) ** 2 * measured.amax(column_dims)
+    least = resolution(dtype) ** 2 * measured.amax(column_dims)
     is_one_space = largest.squeeze(-1) <= least
     mean = measured.mean(eigenvalues.ndim - 1, keepdim=True).expand_as(measured)
     if remaining > 1:
@@ -301,7 +301,7 @@ def average_degenerate(
         mean = weighted.to(measured).expand_as(measured)
     if bool(is_one_space.all()):
         return mean
-    width = resolution(precision) * largest
+    width = resolution(dtype) * largest
     are_close = (eigenvalues[..., :-1] - eigenvalues[..., 1:] < width).any(-1)
     if not bool((is_one_space | are_close).any()):
         return measured

@@ -288,20 +288,20 @@ def _by_block(rows: Rows, blocks: Sequence[Block]) -> dict[Block, Tensor]:
 
 
 def independent_rows(
-    kernel: Float[Tensor, "rows rows"], precision: torch.dtype
+    kernel: Float[Tensor, "rows rows"], dtype: torch.dtype
 ) -> Float[Tensor, "rows k"]:
     r"""Compute W for which the columns of $J_Z^\top W$ are an orthonormal basis of the rows' span.
 
     Args:
         kernel: J_Z J_Zᵀ, in double precision.
-        precision: The dtype that the rows were computed in. Directions below its rounding are left
+        dtype: The dtype that the rows were computed in. Directions below its rounding are left
             out.
     """
     values, vectors = eigh(kernel, "the kernel at the inducing inputs")
     assert vectors is not None
     rounding = len(values) * torch.finfo(values.dtype).eps
     # Singular values of the rows are the square roots.
-    resolution = max(rounding, (8 * torch.finfo(precision).eps) ** 2)
+    resolution = max(rounding, (8 * torch.finfo(dtype).eps) ** 2)
     k = int((values > values[:1] * resolution).sum())
     return vectors[:, :k] / values[:k].sqrt()
 
