@@ -56,7 +56,7 @@ def fit(
         ValueError: If the options, the data and the model do not fit each other.
         RuntimeError: Under autocast, or with TF32 products.
     """
-    scheme = _with_information(state, scheme, mode, resume)
+    scheme = _with_information(state, scheme, mode)
     check_before_fit(state, scheme, mode, generator=generator, resume=resume)
     with torch.inference_mode(False):
         prepared, scheme = prepare_fit(
@@ -64,7 +64,7 @@ def fit(
         )
         if resume is None:
             return build_posterior(prepared, scheme.fit(prepared))
-        identity = fit_identity(prepared, generator, scheme.num_folds)
+        identity = fit_identity(prepared, generator, scheme)
         context = prepared.context
         checkpoint = Checkpoint(resume, identity, context.ranks)
         prepared = replace(prepared, context=replace(context, checkpoint=checkpoint))
@@ -73,9 +73,7 @@ def fit(
         return fitted
 
 
-def _with_information(
-    state: Unfitted | FittedPosterior, scheme: Scheme, mode: str, resume: Path | None
-) -> Scheme:
+def _with_information(state: Unfitted | FittedPosterior, scheme: Scheme, mode: str) -> Scheme:
     """Return the scheme that adds the data to the information of the prior, if it has some."""
     information = state.prior.information
     if information is None or isinstance(scheme, Added):
@@ -85,8 +83,6 @@ def _with_information(
             f'prior= requires mode="full", which adds all of the data to the prior, got '
             f'mode="{mode}". Use mode="full", or a prior_precision= without prior=.'
         )
-    if resume is not None:
-        raise ValueError("A fit with prior= cannot be resumed. Remove resume=.")
     weight = information.weight * state.temperature
     return Added(scheme.data, replace(information, weight=weight))
 

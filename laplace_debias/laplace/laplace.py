@@ -395,6 +395,8 @@ class Laplace(Predictor):
         num_data: SupportsIndex | None = None,
         generator: torch.Generator | None = None,
         progress: bool = False,
+        *,
+        resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
         r"""Add new training data to the posterior, without the earlier data. Returns the object.
 
@@ -418,6 +420,8 @@ class Laplace(Predictor):
             num_data: The number of examples that they stand for; counted if None.
             generator: Seeds sampled labels (`fisher="mc"`) and what the loader draws; see `fit`.
             progress: Show a progress bar over the batches.
+            resume: Folder for checkpoints, written once a minute. Repeating the same call on the
+                same earlier posterior continues from the last checkpoint; see `fit`.
 
         Raises:
             RuntimeError: Before a fit, or if the model has changed since.
@@ -436,9 +440,14 @@ class Laplace(Predictor):
             >>> la.num_data
             64
         """
-        self._agree(num_data=num_data)
+        self._agree(num_data=num_data, resume=resume)
         updated = update(
-            self._unchanged_fit, loader, num_data, generator=generator, progress=progress
+            self._unchanged_fit,
+            loader,
+            num_data,
+            generator=generator,
+            resume=None if resume is None else Path(resume),
+            progress=progress,
         )
         self._replace(updated)
         return self

@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, Wei
 
 from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.curvature.network.batches import Batches
-from laplace_debias.curvature.network.fingerprints import fingerprint
+from laplace_debias.curvature.network.fingerprints import fingerprint, sum_of_bits
 from laplace_debias.laplace.file import likelihood_to_json
 from laplace_debias.laplace.prepared import PreparedFit
+from laplace_debias.laplace.schemes import Added, Scheme
 
 _RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -46,7 +47,7 @@ def check_resumable(
 
 
 def fit_identity(
-    prepared: PreparedFit, generator: torch.Generator | None, folds: int | None
+    prepared: PreparedFit, generator: torch.Generator | None, scheme: Scheme
 ) -> dict[str, Any]:
     """Collect everything besides the data that the sums of a fit depend on."""
     spec = prepared.state.spec
@@ -81,8 +82,21 @@ def fit_identity(
         "version of torch": torch.__version__,
         "mode": prepared.mode,
         "num_data": prepared.size.num_data,
-        "folds": folds,
+        "folds": scheme.num_folds,
+        "earlier data": _earlier_data_identity(prepared, scheme),
     }
+
+
+def _earlier_data_identity(prepared: PreparedFit, scheme: Scheme) -> dict[str, Any] | None:
+    """Collect the information that new data are added to; None for a fit to new data only."""
+    if not isinstance(scheme, Added):
+        return None
+    structure = prepared.config.structure
+    identity: dict[str, Any] = {"number of examples": scheme.information.weight}
+    for name, block in scheme.information.curvature.blocks.items():
+        tensors = structure.tensors(block)
+        identity[name] = {key: sum_of_bits(tensor) for key, tensor in tensors.items()}
+    return identity
 
 
 def _likelihood_identity(prepared: PreparedFit) -> Any:

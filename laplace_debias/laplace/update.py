@@ -1,6 +1,7 @@
 """Updates of a posterior with new data: the information of the data adds up."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import SupportsIndex
 
 import torch
@@ -36,6 +37,7 @@ def update(
     num_data: SupportsIndex | None,
     *,
     generator: torch.Generator | None,
+    resume: Path | None,
     progress: bool,
 ) -> FittedPosterior:
     """Add the information of new data to a fit; see `Laplace.update`."""
@@ -56,6 +58,7 @@ def update(
         size,
         mode=_MODE,
         generator=generator,
+        resume=resume,
         progress=progress,
     )
     num_targets = None

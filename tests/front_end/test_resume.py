@@ -11,7 +11,7 @@ from breaking import Breaking, BrokenError
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Laplace
+from laplace_debias import Laplace, posterior_as_prior
 from laplace_debias.curvature.fits import checkpoint, dense
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 
@@ -119,6 +119,67 @@ def test_a_fit_goes_on_behind_the_draw_of_inducing_inputs(folder, skipped):
     la = fit(loader(), folder, **options)
     x, _ = next(iter(loader()))
     assert torch.equal(la.functional(x)[1], expected.functional(x)[1])
+    assert len(skipped) == 4
+
+
+def updated(la, batches, folder=None, seed=5):
+    return la.update(batches, SIZE, generator=generator(seed), resume=folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "before"),
+    [
+        ({"curvature": "kfac"}, 4),
+        ({"curvature": "ekfac", "fisher": "mc"}, 4),
+        ({"curvature": "lowrank", "rank": 7}, 4),
+        ({"curvature": "gp", "inducing": 3}, 4),
+        *(
+            pytest.param({"curvature": name}, 4, marks=pytest.mark.slow)
+            for name in ("diag", "full")
+        ),
+    ],
+)
+def test_an_update_goes_on_to_the_same_bits(folder, skipped, options, before):
+    first, second = loader(), loader(seed=2)
+    expected = updated(fit(first, **options), second)
+    la = fit(first, **options)
+    fitted = la.posterior
+    with pytest.raises(BrokenError):
+        updated(la, Breaking(second, before), folder)
+    assert la.posterior is fitted
+    assert_same(updated(la, second, folder), expected)
+    assert la.num_data == 2 * SIZE
+    assert len(skipped) == before
+    assert not folder.exists()
+
+
+def test_an_update_of_other_earlier_data_is_refused(folder):
+    second = loader(seed=2)
+    la = fit(loader())
+    with pytest.raises(BrokenError):
+        updated(la, Breaking(second, 4), folder)
+    with pytest.raises(ValueError, match=r"the state of another fit: .*earlier data"):
+        updated(fit(loader(seed=3)), second, folder)
+    with pytest.raises(ValueError, match=r"the state of another fit: .*earlier data"):
+        Laplace(network()).fit(second, generator=generator(5), resume=folder)
+    assert_same(updated(la, second, folder), updated(fit(loader()), second))
+
+
+def test_an_update_that_cannot_be_repeated_is_refused_before_work(folder):
+    la = fit(loader())
+    with pytest.raises(ValueError, match="shuffles by itself"):
+        la.update(loader(seed=2), resume=folder)
+    assert la.num_data == SIZE
+    assert not folder.exists()
+
+
+def test_a_fit_with_an_earlier_posterior_as_prior_goes_on_to_the_same_bits(folder, skipped):
+    prior = posterior_as_prior(fit(loader()))
+    batches = loader(seed=2)
+    expected = fit(batches, prior=prior)
+    with pytest.raises(BrokenError):
+        fit(Breaking(batches, 4), folder, prior=prior)
+    assert_same(fit(batches, folder, prior=prior), expected)
     assert len(skipped) == 4
 
 
