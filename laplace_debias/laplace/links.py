@@ -110,18 +110,21 @@ def _unshifted_pairwise(
     scaled_variances: Float[Tensor, "block classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures block classes"]:
-    r"""Compute the logits in half the time if no exponential can overflow, without their maximum.
+    r"""Compute the logits without the maximum of the exponents, if no exponential can overflow.
+
+    Powers of 2 take a third of the time of `exp` where that is computed by MKL on AMD processors.
 
     Args:
         differences: $\mu_i - \mu_k$ in row k and column i.
         scaled_variances: $\tfrac\pi8 s_{ki}$.
         temperatures: The temperatures.
     """
+    log_2_differences = differences / math.log(2)
     terms = torch.empty_like(scaled_variances)
     sums = terms.new_empty(len(temperatures), *terms.shape[:-1])
     for temperature, row in zip(temperatures, sums, strict=True):
         torch.add(scaled_variances, temperature**2, out=terms)
-        terms.rsqrt_().mul_(differences).exp_()
+        terms.rsqrt_().mul_(log_2_differences).exp2_()
         torch.sum(terms, -1, out=row)
     return sums.log_().neg_()
 
