@@ -19,11 +19,14 @@ from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.subnetwork import Subnetwork
 from laplace_debias.laplace import evidence
+from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.links import BRIDGES, Link
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod
+from laplace_debias.laplace.prior import prior_precision_from
+from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.linalg import diagonal
-from laplace_debias.operators import LinearOperator
+from laplace_debias.operators import LinearOperator, Permuted
 
 __all__ = ["Laplace"]
 
@@ -41,6 +44,8 @@ LIKELIHOODS = {
 }
 STATE = "laplace_debias"
 """The entry of a `state_dict` that holds a posterior's file."""
+PRECISIONS = "prior_precision"
+"""The entry of a `state_dict` that holds a prior precision per parameter."""
 SUBSETS = ("last_layer", "all", "subnetwork")
 LINKS = ("probit", "mc", *BRIDGES)
 
@@ -56,7 +61,8 @@ class Laplace:
         subset_of_weights: `"last_layer"`, `"all"` or `"subnetwork"`.
         hessian_structure: `"kron"`, `"full"`, `"diag"`, `"lowrank"` or `"gp"`.
         sigma_noise: Standard deviation of a regression's noise.
-        prior_precision: One number, or one per block (laplace-torch's layers).
+        prior_precision: One number, one per block (laplace-torch's layers), or for `"diag"` and
+            `"full"` one per parameter.
         prior_mean: One number, or one per parameter.
         temperature: T.
         enable_backprop: Whether gradients of predictions flow back to the inputs.
@@ -68,7 +74,7 @@ class Laplace:
         backend_kwargs: `{"stochastic": True}` for the Fisher matrix of drawn labels.
 
     Attributes:
-        posterior: The `laplace_debias.Laplace` that does the work.
+        posterior: The `laplace_debias.Laplace` that does the work, under the present prior.
 
     Raises:
         NotImplementedError: For a combination that there is no equivalent of.
@@ -154,18 +160,20 @@ class Laplace:
         self._subset = subset_of_weights
         self._network = network
         self._batch = batch
-        self.posterior = Posterior(
+        self._fit = Posterior(
             network,
             LIKELIHOODS[likelihood],
             curvature=STRUCTURES[hessian_structure],
             params=params,
-            prior_precision=_scalar_or_vector(prior_precision),
             prior_mean=_scalar_or_vector(prior_mean),
             temperature=temperature,
             fisher=_fisher(backend, backend_kwargs or {}),
             batch=batch,
             **options,
         )
+        # A prior precision per parameter, or of a last layer that the first fit determines.
+        self._precisions: Tensor | None = None
+        self.prior_precision = prior_precision
 
     def fit(self, train_loader: Batches, override: bool = True, progress_bar: bool = False) -> None:
         """Fit to all data of a loader.
@@ -180,9 +188,10 @@ class Laplace:
             RuntimeError: For `override=False` before a fit.
         """
         if override:
-            self.posterior.fit(train_loader, progress=progress_bar)
+            self._fit.fit(train_loader, progress=progress_bar)
         else:
-            self.posterior.update(train_loader, progress=progress_bar)
+            self._fit.update(train_loader, progress=progress_bar)
+        self._apply_precisions()
 
     def __call__(
         self,
@@ -305,9 +314,31 @@ class Laplace:
         if prior_precision is None:
             return self.posterior.log_marginal_likelihood()
         precision = _scalar_or_vector(prior_precision)
-        value = self.posterior.log_marginal_likelihood(precision)
         self.prior_precision = precision
-        return value
+        if self._precisions is None:
+            return self._fit.log_marginal_likelihood(precision)
+        assert isinstance(precision, Tensor)
+        return self._log_evidence(precision.to(self._precisions))
+
+    def _log_evidence(self, precisions: Float[Tensor, " parameters"]) -> Float[Tensor, ""]:
+        """Compute the log marginal likelihood, differentiable in the precisions."""
+        data_precision = self._data_precision()
+        if self._structure == "diag":
+            log_det = (data_precision + precisions).log().sum()
+        else:
+            log_det = torch.logdet(data_precision + precisions.diag())
+        scatter = (precisions * self._fit.posterior.displacement.double().square()).sum()
+        return self.log_likelihood - 0.5 * (log_det - precisions.log().sum() + scatter)
+
+    def _data_precision(self) -> Tensor:
+        """Compute the precision that the data add to the prior's: a vector, or a matrix if full."""
+        posterior = self._fit.posterior
+        curvature: LinearOperator = posterior.curvature
+        if posterior.order is not None:
+            curvature = Permuted(curvature, posterior.order)
+        matrix = self._in_shape(curvature)
+        assert isinstance(matrix, Tensor)
+        return posterior.data_weight * matrix.double()
 
     def functional_variance(
         self, Js: Float[Tensor, "batch outputs parameters"]
@@ -349,21 +380,26 @@ class Laplace:
 
         Raises:
             NotImplementedError: For `pred_type="nn"` or `link_approx="mc"` with a grid, and for
-                `prior_structure="diag"`.
+                `prior_structure="diag"` with another structure than `"diag"`.
             ValueError: For an unknown name, or a grid without `val_loader`.
         """
         _check_name("method", method, ("marglik", "gridsearch"))
         _check_name("prior_structure", prior_structure, ("scalar", "layerwise", "diag"))
         _check_name("link_approx", link_approx, LINKS)
         self._check_pred_type(pred_type)
-        if prior_structure == "diag":
+        is_per_parameter = prior_structure == "diag"
+        if is_per_parameter and (self._structure != "diag" or method != "marglik"):
             raise NotImplementedError(
-                'prior_structure="diag" is not supported. Use "layerwise" or "scalar".'
+                'prior_structure="diag" requires hessian_structure="diag" and method="marglik", '
+                f"got {self._structure!r} and {method!r}. "
+                'Use prior_structure="layerwise" or "scalar".'
             )
         is_regression = self.likelihood == "regression"
         if method == "marglik":
-            per = None if prior_structure == "scalar" else "block"
-            self.posterior.tune_evidence(sigma=False if is_regression else None, per=per)
+            per = "block" if prior_structure == "layerwise" else None
+            self._fit.tune_evidence(sigma=False if is_regression else None, per=per)
+            self._precisions = self._best_precisions() if is_per_parameter else None
+            self._apply_precisions()
             return
         if val_loader is None:
             raise ValueError('method="gridsearch" needs held-out data. Pass val_loader.')
@@ -379,13 +415,28 @@ class Laplace:
         grid = torch.logspace(
             log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64
         )
-        self.posterior.tune(
+        self._fit.tune(
             val_loader,
             grid=grid,
             progress=progress_bar,
             link=None if is_regression else Link(link_approx),
             sigma=False if is_regression else None,
         )
+        self._precisions = None
+        self._apply_precisions()
+
+    def _best_precisions(self) -> Float[Tensor, " parameters"]:
+        r"""Compute the prior precision of each parameter that maximises the marginal likelihood.
+
+        With a diagonal precision h of the data and the distance d from the prior's mean, the
+        optimum is the root of $h / (h + \delta) = \delta d^2$. A parameter without curvature has
+        none; it keeps the precision that is best for all parameters together.
+        """
+        h = self._data_precision()
+        product = h * self._fit.posterior.displacement.double().square()
+        root = 2 * h / (product + (product * (product + 4)).sqrt())
+        shared = self._fit.prior_precision.to(h)
+        return torch.where(h > 0, root.clamp(*evidence.BOUNDS), shared)
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
@@ -404,17 +455,60 @@ class Laplace:
 
     @property
     def prior_precision(self) -> Float[Tensor, " precisions"]:
-        """The prior precision, `[1]`, or one per block."""
-        return self.posterior.prior_precision.reshape(-1)
+        """The prior precision, `[1]`, one per block, or one per parameter."""
+        if self._precisions is not None:
+            return self._precisions
+        return self._fit.prior_precision.reshape(-1)
 
     @prior_precision.setter
     def prior_precision(self, value: float | Tensor) -> None:
-        self.posterior.prior_precision = _scalar_or_vector(value)
+        precision = _scalar_or_vector(value)
+        parameters = self._fit._state.parameters
+        num_entries = torch.as_tensor(precision).numel()
+        is_vector = num_entries > 1
+        if not is_vector or (parameters is not None and num_entries == len(parameters.block_names)):
+            self._fit.prior_precision = precision
+            self._precisions = None
+        else:
+            precisions = prior_precision_from(precision, self._fit._state.device)
+            if parameters is not None:
+                self._prior_of(precisions)
+            self._precisions = precisions
+        self._apply_precisions()
+
+    def _apply_precisions(self) -> None:
+        """Set the posterior under the prior precision, as far as the parameters are known."""
+        self.posterior = self._fit
+        parameters = self._fit._state.parameters
+        if self._precisions is None or parameters is None:
+            return
+        if len(self._precisions) == len(parameters.block_names):
+            self._fit.prior_precision = self._precisions
+            self._precisions = None
+            return
+        prior = self._prior_of(self._precisions)
+        if isinstance(self._fit._state, FittedPosterior):
+            self.posterior = Posterior.from_posterior(prior.applied_to(self._fit._state))
+
+    def _prior_of(self, precisions: Float[Tensor, " parameters"]) -> GaussianPrior:
+        """Return the prior with a precision per parameter, after a check of its size."""
+        parameters = self._fit._parameters
+        if self._structure not in ("diag", "full") or len(precisions) != parameters.size:
+            raise ValueError(
+                f"prior_precision has {len(precisions)} entries, for {parameters.size} parameters "
+                f"in {len(parameters.block_names)} blocks and hessian_structure="
+                f'{self._structure!r}. Pass one number or one per block, or for "diag" and "full" '
+                "one per parameter."
+            )
+        mean = self._fit.prior_mean.to(precisions).expand(parameters.size)
+        return GaussianPrior(mean, precisions, parameters.names)
 
     @property
     def prior_precision_diag(self) -> Float[Tensor, " parameters"]:
         """The prior precision of each parameter."""
-        posterior = self.posterior.posterior
+        if self._precisions is not None:
+            return self._precisions
+        posterior = self._fit.posterior
         sizes = torch.tensor(posterior.curvature.sizes, device=posterior.mean.device)
         by_block = posterior.deltas().repeat_interleave(sizes)
         if posterior.order is None:
@@ -429,7 +523,7 @@ class Laplace:
     @property
     def scatter(self) -> Float[Tensor, ""]:
         """The squared distance of the parameters from the prior's mean, times its precision."""
-        displacement = self.posterior.posterior.displacement
+        displacement = self._fit.posterior.displacement
         return (self.prior_precision_diag * displacement.square()).sum()
 
     @property
@@ -454,7 +548,7 @@ class Laplace:
 
     @sigma_noise.setter
     def sigma_noise(self, value: float | Tensor) -> None:
-        fitted = self.posterior._fitted
+        fitted = self._fit._fitted
         evidence.tunes_noise(fitted, True)
         sigma = torch.as_tensor(value, dtype=torch.float64)
         if sigma.numel() != 1 or self.posterior.sigma.numel() != 1:
@@ -464,7 +558,8 @@ class Laplace:
             )
         factor = float(sigma) / float(self.posterior.sigma)
         scaled, _ = evidence.rescaled(fitted, factor, 1.0)
-        self.posterior = Posterior.from_posterior(scaled.changed(prior=fitted.prior))
+        self._fit = Posterior.from_posterior(scaled.changed(prior=fitted.prior))
+        self._apply_precisions()
 
     @property
     def temperature(self) -> float:
@@ -501,9 +596,12 @@ class Laplace:
         """Return the options, and the posterior's file as a tensor of bytes, for `torch.save`."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "posterior.safetensors"
-            self.posterior.save(path)
+            self._fit.save(path)
             content = bytearray(path.read_bytes())
-        return {**self._options, STATE: torch.frombuffer(content, dtype=torch.uint8)}
+        state = {**self._options, STATE: torch.frombuffer(content, dtype=torch.uint8)}
+        if self._precisions is not None:
+            state[PRECISIONS] = self._precisions
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take the posterior of a `state_dict`, which must have this object's options.
@@ -526,7 +624,9 @@ class Laplace:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "posterior.safetensors"
             path.write_bytes(state_dict[STATE].cpu().numpy().tobytes())
-            self.posterior = Posterior.load(path, self._network, batch=self._batch)
+            self._fit = Posterior.load(path, self._network, batch=self._batch)
+        self._precisions = state_dict.get(PRECISIONS)
+        self._apply_precisions()
 
     @property
     def _options(self) -> dict[str, str]:

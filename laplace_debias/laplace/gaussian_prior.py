@@ -1,7 +1,7 @@
 """A Gaussian prior with one precision per parameter."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -12,11 +12,14 @@ from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.structures import CurvatureStructure
+from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.curvature.structures.diagonal import DiagonalCurvature
 from laplace_debias.curvature.structures.full import FullCurvature
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.prior import Prior
+from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.operators import BlockDiagonal, EigenKronecker, LinearOperator
+from laplace_debias.operators.eigh import eigh
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +130,25 @@ class GaussianPrior:
                 blocks[block.name] = EigenKronecker(None, None, magnitudes)
         return Prior(delta, self.mean.double(), Information(BlockDiagonal(blocks), 1.0))
 
+    def applied_to(self, fitted: FittedPosterior) -> FittedPosterior:
+        """Return a fit with this prior in place of its prior precision, without reading data.
+
+        Raises:
+            ValueError: If the parameters are not those of the prior, or the structure has neither
+                a diagonal nor the complete matrix.
+        """
+        posterior = fitted.posterior
+        assert posterior.prior.information is None
+        prior = self.on(fitted.parameters, fitted.config.structure)
+        assert prior.information is not None
+        excess = prior.information.curvature.blocks
+        curvature = posterior.curvature.map(
+            lambda name, block: _with_excess(block, posterior.data_weight, excess[name])
+        )
+        posterior = posterior.changed(curvature=curvature, prior=prior)
+        # The curvature is no longer proportional to σ⁻².
+        return replace(fitted, posterior=posterior, num_targets=None)
+
     def check_parameters(self, parameters: ParameterBlocks) -> None:
         """Require that a fit's parameters are those of the prior."""
         names = list(self.param_names)
@@ -136,3 +158,18 @@ class GaussianPrior:
                 f"parameters are the {parameters.size} of {parameters.names[:4]}. Pass params=, "
                 "the names of the prior, and a model of the same sizes."
             )
+
+
+def _with_excess(
+    block: CurvatureBlock, data_weight: float, excess: CurvatureBlock
+) -> EigenKronecker:
+    """Average a block over the examples and one more, whose curvature is a diagonal matrix."""
+    assert isinstance(block, EigenKronecker)
+    total_weight = data_weight + 1
+    if block.U_G is None:
+        magnitudes = data_weight * block.magnitudes.double() + excess.magnitudes
+        return EigenKronecker(None, None, magnitudes / total_weight).to(block.dtype)
+    matrix = data_weight * block.to_dense().double() + excess.to_dense()
+    eigenvalues, U = eigh(matrix / total_weight, "the curvature and the prior")
+    magnitudes = eigenvalues.clamp_min(0).unsqueeze(1)
+    return EigenKronecker(U, None, magnitudes).to(block.dtype)

@@ -268,3 +268,116 @@ def test_a_state_dict_of_other_options_is_refused():
             other.load_state_dict(state)
     with pytest.raises(ValueError, match="states of laplace-torch cannot be read"):
         la.load_state_dict({"mean": la.mean})
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+@pytest.mark.parametrize("structure", ["diag", "full"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_prior_precisions_of_each_parameter(likelihood, structure, subset):
+    options = {"subset_of_weights": subset, "hessian_structure": structure, "prior_mean": 0.1}
+    num_params = len(parameters_to_vector(network().parameters()))
+    size = num_params if subset == "all" else 12
+    precision = torch.rand(size, generator=torch.Generator().manual_seed(3)).double() + 0.1
+    if subset == "all":
+        pair = fitted(likelihood, prior_precision=precision, **options)
+    else:  # laplace-torch determines the size of the last layer during the fit.
+        pair = fitted(likelihood, **options)
+        for la in pair:
+            la.prior_precision = precision
+    ours, theirs = pair
+    x = loader(likelihood).dataset.tensors[0]
+
+    def assert_same():
+        names = ("prior_precision_diag", "scatter", "posterior_precision", "posterior_variance")
+        for name in names if structure == "diag" else names[:3]:
+            close(getattr(ours, name), getattr(theirs, name))
+        close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+        actual, expected = ours(x), theirs(x)
+        if likelihood == "classification":
+            actual, expected = (actual,), (expected,)
+        for a, b in zip(actual, expected, strict=True):
+            close(a, b)
+
+    assert_same()
+    for value in (2 * precision, torch.tensor(0.7), precision):
+        for la in pair:
+            la.prior_precision = value
+        assert_same()
+    gradients = []
+    for la in pair:
+        value = (3 * precision).requires_grad_()
+        la.log_marginal_likelihood(value).backward()
+        gradients.append(value.grad)
+    close(*gradients)
+    for la in pair:
+        la.prior_precision = precision
+        if likelihood == "regression":
+            la.sigma_noise = 0.8
+    assert_same()
+
+
+def test_the_last_layer_takes_prior_precisions_before_its_first_fit():
+    options = {"subset_of_weights": "last_layer", "hessian_structure": "diag"}
+    precision = torch.rand(12, dtype=torch.float64) + 0.1
+    la = Laplace(network(), "classification", prior_precision=precision, **options)
+    torch.testing.assert_close(la.prior_precision, precision)
+    la.fit(loader("classification"))
+    later = Laplace(network(), "classification", **options)
+    later.fit(loader("classification"))
+    later.prior_precision = precision
+    assert torch.equal(la.posterior_precision, later.posterior_precision)
+    by_block = Laplace(network(), "classification", prior_precision=torch.ones(2), **options)
+    by_block.fit(loader("classification"))
+    torch.testing.assert_close(by_block.prior_precision_diag, torch.ones(12).double())
+
+
+def test_prior_precisions_of_each_parameter_are_saved_and_survive_an_update(tmp_path):
+    precision = torch.rand(32, dtype=torch.float64) + 0.1
+    options = {"subset_of_weights": "all", "hessian_structure": "full"}
+    model = network()
+    pair = fitted("classification", model, prior_precision=precision, **options)
+    ours, theirs = pair
+    torch.save(ours.state_dict(), tmp_path / "state.pt")
+    loaded = Laplace(model, "classification", **options)
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(loaded.posterior_precision, ours.posterior_precision)
+    for la in pair:
+        la.fit(loader("classification", seed=2), override=False)
+    close(ours.posterior_precision, theirs.posterior_precision)
+
+
+def test_the_marginal_likelihood_has_its_optimum_in_each_precision():
+    (ours, _) = fitted("regression", subset_of_weights="all", hessian_structure="diag")
+    ours.optimize_prior_precision(prior_structure="diag")
+    best = ours.prior_precision.clone()
+    assert best.shape == (32,)
+    value = best.clone().requires_grad_()
+    ours.log_marginal_likelihood(value).backward()
+    slopes = best * value.grad
+    torch.testing.assert_close(slopes, torch.zeros_like(slopes), rtol=0, atol=1e-9)
+    for factor in (0.8, 1.25):
+        for index in range(32):
+            moved = best.clone()
+            moved[index] *= factor
+            assert ours.log_marginal_likelihood(moved) < ours.log_marginal_likelihood(best)
+
+
+@pytest.mark.parametrize(
+    ("structure", "precision", "message"),
+    [
+        ("kron", torch.ones(32), r"32 entries, for 32 parameters in 4 blocks"),
+        ("lowrank", torch.ones(32), r"one per block, or for .diag. and .full."),
+        ("diag", torch.ones(31), r"31 entries, for 32 parameters"),
+        ("diag", -torch.ones(32), "must be positive and finite"),
+    ],
+)
+def test_prior_precisions_of_a_wrong_size_are_refused_before_the_fit(structure, precision, message):
+    options = {"subset_of_weights": "all", "hessian_structure": structure}
+    with pytest.raises(ValueError, match=message):
+        Laplace(network(), "classification", prior_precision=precision, **options)
+    la = Laplace(network(), "classification", **options)
+    la.fit(loader("classification"))
+    before = la.posterior_variance
+    with pytest.raises(ValueError, match=message):
+        la.prior_precision = precision
+    assert torch.equal(la.posterior_variance, before)

@@ -217,7 +217,7 @@ def test_what_has_no_equivalent_is_refused():
         (
             lambda: la.optimize_prior_precision(prior_structure="diag"),
             NotImplementedError,
-            'Use "layerwise"',
+            "requires hessian_structure=.*'kron'",
         ),
         (lambda: la.optimize_prior_precision(method="gridsearch"), ValueError, "Pass val_loader"),
     ]
