@@ -569,18 +569,21 @@ def _notes_on_lower_scores(
     lowest = min(comparison, key=itemgetter("difference"))
     if not -lowest["difference"] > _TIE_IN_STANDARD_ERRORS * standard_error:
         return []
-    beginning = f"{lowest['name']} scores lower by {-lowest['difference']:.2g} but is not taken: "
+    lower_score = (
+        f'The score of "{lowest["name"]}" is lower by {-lowest["difference"]:.2g}, but it was not '
+        "chosen."
+    )
     if num_examples < _MIN_EXAMPLES and is_default:
-        reason = (
-            f"with fewer than {_MIN_EXAMPLES} examples (here {num_examples}) the default link at "
-            "temperature 1 is kept."
+        rule = (
+            f"With fewer than {_MIN_EXAMPLES} examples (here {num_examples}), tune keeps the "
+            "default link at temperature 1."
         )
     else:
-        reason = (
-            "settings whose difference is small beside its standard error count as equally good, "
-            "and the simpler one is taken."
+        rule = (
+            "If a difference is small compared with its standard error, tune chooses the simpler "
+            "setting."
         )
-    return [beginning + reason]
+    return [f"{lower_score} {rule}"]
 
 
 def _notes_on_grid_ends(delta: float, *, is_first: bool, is_last: bool) -> list[str]:

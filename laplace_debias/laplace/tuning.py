@@ -105,7 +105,7 @@ class Tuning:
         error = ""
         for row in self.table:
             if row["prior_precision"] == self.prior_precision and "standard_error" in row:
-                error = f" ± {row['standard_error']:.2g}"
+                error = f" (standard error {row['standard_error']:.2g})"
         link = "" if self.link is None else f", link {self.link}"
         return (
             f"Prior precision {self.prior_precision:.3g}{sigma}{link}: "
@@ -135,6 +135,15 @@ class Tuning:
             )
         return sentence
 
+    def _is_chosen(self, row: Row) -> bool:
+        """Whether a row of `compared` is the choice itself."""
+        return (
+            self.link is not None
+            and row["name"].startswith(self.link.name)
+            and row["temperature"] == self.link.temperature
+            and row["prior_precision"] == self.prior_precision
+        )
+
     @property
     def message(self) -> str:
         """The result as a sentence."""
@@ -142,11 +151,14 @@ class Tuning:
         if self._flatness:
             sentences.append(self._flatness)
         if self.compared:
-            rows = [
-                f"{row['name']} {row['difference']:+.2g} ± {row['half_width']:.2g}"
+            differences = [
+                f"{row['name']}: {row['difference']:+.2g} ± {row['half_width']:.2g}"
                 for row in self.compared
+                if not self._is_chosen(row)
             ]
-            sentences.append(f"Differences from it on these data: {', '.join(rows)}.")
+            sentences.append(
+                f"Alternatives minus this choice, with 95 % intervals: {'; '.join(differences)}."
+            )
         return " ".join([*sentences, *self.notes])
 
     def __str__(self) -> str:

@@ -357,14 +357,15 @@ def test_it_reads_well():
     low, high = found.flat
     assert repr(found) == (
         f"<Tuning: Prior precision {found.prior_precision:.3g}, link {found.link}: nll "
-        f"{found.value:.4g} ± {error:.2g}.>"
+        f"{found.value:.4g} (standard error {error:.2g}).>"
     )
     assert found.message.startswith(
-        f"Prior precision {found.prior_precision:.3g}, link {found.link}: nll {found.value:.4g} ± "
-        f"{error:.2g}. Values from {low:.3g} to {high:.3g} score the same, within one "
-        "standard error."
+        f"Prior precision {found.prior_precision:.3g}, link {found.link}: nll {found.value:.4g} "
+        f"(standard error {error:.2g}). Values from {low:.3g} to {high:.3g} score the same, "
+        "within one standard error."
     )
-    assert "Differences from it on these data: network +" in found.message
+    assert "Alternatives minus this choice, with 95 % intervals: network: +" in found.message
+    assert "+0 ± 0" not in found.message  # The choice is not compared with itself.
     assert float(found) == found.prior_precision
 
 
@@ -405,12 +406,13 @@ def test_it_says_why_the_alternative_that_looks_best_is_not_taken():
     assert lowest["difference"] < 0
     assert few.link == Link("pairwise")
     (note,) = few.notes
-    assert note.startswith(f"{lowest['name']} scores lower by {-lowest['difference']:.2g}")
+    score = f'The score of "{lowest["name"]}" is lower by {-lowest["difference"]:.2g}'
+    assert note.startswith(score)
     assert "fewer than 100 examples (here 80)" in note
     assert note in str(few)
     many = la.tune([(x.repeat(20, 1), y.repeat(20))], grid=[1e6])
     assert many.link.temperature > 1
-    assert "not taken" not in many.message
+    assert "not chosen" not in many.message
     # As many labels of each class as the network says, but for two: T = 1 is kept as equally good.
     counts = (100 * model(x).softmax(1)).round().long()
     labels = torch.arange(3).repeat(80).repeat_interleave(counts.flatten())
@@ -419,7 +421,7 @@ def test_it_says_why_the_alternative_that_looks_best_is_not_taken():
     assert alike.link == Link("pairwise")
     lowest = min(row["difference"] for row in alike.compared)
     error = alike.table[0]["standard_error"]
-    assert ("count as equally good" in alike.message) == (-lowest > 1e-3 * error)
+    assert ("chooses the simpler" in alike.message) == (-lowest > 1e-3 * error)
 
 
 # ------------------------------------------------------------- the link and its temperature
