@@ -1,5 +1,7 @@
 """Second moments of patches: the fast product equals unfolding, for every convolution."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -102,6 +104,36 @@ def test_displaced_products_equal_unfolding(case):
     assume(has_displacements(layer) and layer.groups == 1)
     rows = unfolded(layer, x, 0).flatten(0, 1)
     torch.testing.assert_close(patch_moments(layer, x), rows.T @ rows, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("limit", [0, math.inf])
+@pytest.mark.parametrize("joint", [False, True])
+@settings(max_examples=15, deadline=None)
+@given(convolutions(), st.sampled_from(["zeros", "reflect"]))
+def test_kernel_gradients_of_examples_are_products_of_patches(limit, joint, case, padding_mode):
+    layer, x = case
+    assume(layer.groups == 1 and max(layer.kernel_size) > 1)
+    if isinstance(layer.padding, tuple) and padding_mode == "reflect":
+        assume(layer.padding[0] < x.shape[2] and layer.padding[1] < x.shape[3])
+        layer.padding_mode = padding_mode
+        patches_of_images = F.unfold(
+            F.pad(x, layer._reversed_padding_repeated_twice, mode="reflect"),
+            layer.kernel_size,
+            layer.dilation,
+            0,
+            layer.stride,
+        ).mT
+    else:
+        patches_of_images = unfolded(layer, x, 0)
+    g = torch.randn(2, *layer(x).shape, dtype=torch.float64)
+    block = curvature_blocks(layer, ["weight", "bias"], joint=joint)[0]
+    expected = torch.einsum("kbot,btd->bkod", g.flatten(3), patches_of_images)
+    if joint:
+        expected = torch.cat([expected, g.flatten(3).sum(-1).transpose(0, 1).unsqueeze(-1)], -1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(convolution, "_CHEAP_IF_NARROW", limit)
+        rows = block.rule.summed_products(layer, block, x, g)
+    torch.testing.assert_close(rows, expected.flatten(1, 2), rtol=1e-12, atol=1e-12)
 
 
 def test_one_dimensional_convolutions():

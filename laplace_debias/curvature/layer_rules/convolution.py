@@ -17,6 +17,13 @@ from laplace_debias.curvature.layer_rules.patches import (
 )
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
+# Multiplications below which the kernel gradient of an example costs less than calling for it, and
+# the number of input channels that separates the two limits; measured on one thread of a processor
+# with AVX-512.
+_CHEAP_IF_NARROW = 2**19
+_CHEAP_IF_WIDE = 2**22
+_VECTOR_CHANNELS = 8
+
 
 class ConvolutionRule(LayerRule):
     """A convolution: positions are those of the output, and activations the patches they see.
@@ -93,31 +100,20 @@ class ConvolutionRule(LayerRule):
     def summed_products(
         self, layer: Any, block: Block, x: Tensor, g: Tensor
     ) -> Float[Tensor, "batch rows d_in"] | None:
-        """Compute `Σ_t g_t a_tᵀ` without patches, as the gradient of the convolution's kernel."""
-        if not _convolves_faster(layer, block):
+        """Compute `Σ_t g_t a_tᵀ` without patches, as the gradient of the convolution's kernel.
+
+        The patches of a kernel of one pixel are the pixels themselves, so their products are
+        faster.
+        """
+        is_pointwise = all(size == 1 for size in layer.kernel_size)
+        if is_pointwise or not _convolves_faster(layer, block):
             return None
-        padded_x = _pad(layer, x)
         gradients = g.transpose(0, 1).flatten(1, 2)
-        size = (gradients.shape[1], *layer.weight.shape[1:])
-        # `conv2d_weight` without a placeholder of the kernel for each example.
-        kernel = padded_x.new_empty(1).expand(size)
-        examples = [
-            torch.ops.aten.convolution_backward(
-                gradient,
-                image,
-                kernel,
-                bias_sizes=None,
-                stride=layer.stride,
-                padding=(0, 0),
-                dilation=layer.dilation,
-                transposed=False,
-                output_padding=(0, 0),
-                groups=1,
-                output_mask=(False, True, False),
-            )[1]
-            for image, gradient in zip(padded_x.split(1), gradients.split(1), strict=True)
-        ]
-        rows = torch.stack(examples).flatten(2)
+        if _has_cheap_examples(layer, gradients):
+            products = _kernel_gradients_at_once(layer, x, gradients)
+        else:
+            products = _kernel_gradients_one_by_one(layer, x, gradients)
+        rows = products.flatten(2)
         if not block.is_joint:
             return rows
         return torch.cat([rows, gradients.flatten(2).sum(-1, keepdim=True)], -1)
@@ -244,6 +240,70 @@ def _patch_size(block: Block) -> int:
 def _convolves_faster(layer: Any, block: Block) -> bool:
     """Whether convolutions are faster than products of patches: a processor's are."""
     return isinstance(layer, nn.Conv2d) and not block.groups and layer.weight.is_cpu
+
+
+def _has_cheap_examples(layer: Any, gradients: Float[Tensor, "batch rows *space"]) -> bool:
+    """Whether the kernel gradient of one example takes less time than the call that computes it.
+
+    In a convolution with one group for each example, groups of few channels fill no vector register
+    of the processor, so that these examples must be cheaper still.
+    """
+    multiplications = gradients[0].numel() * layer.weight[0].numel()
+    is_narrow = layer.in_channels < _VECTOR_CHANNELS
+    return multiplications < (_CHEAP_IF_NARROW if is_narrow else _CHEAP_IF_WIDE)
+
+
+def _kernel_gradients_at_once(
+    layer: Any,
+    x: Float[Tensor, "batch channels *space"],
+    gradients: Float[Tensor, "batch rows *space_out"],
+) -> Float[Tensor, "batch rows channels *kernel"]:
+    """Compute each example's kernel gradient as that of a convolution with a group for each."""
+    batch, num_rows = gradients.shape[:2]
+    image = x.contiguous().view(1, -1, *x.shape[2:])
+    gradient = gradients.contiguous().view(1, -1, *gradients.shape[2:])
+    kernel = _kernel_gradient(layer, image, gradient, num_groups=batch)
+    return kernel.unflatten(0, (batch, num_rows))
+
+
+def _kernel_gradients_one_by_one(
+    layer: Any,
+    x: Float[Tensor, "batch channels *space"],
+    gradients: Float[Tensor, "batch rows *space_out"],
+) -> Float[Tensor, "batch rows channels *kernel"]:
+    """Compute each example's kernel gradient by itself."""
+    pairs = zip(x.split(1), gradients.split(1), strict=True)
+    return torch.stack([_kernel_gradient(layer, image, gradient) for image, gradient in pairs])
+
+
+def _kernel_gradient(
+    layer: Any,
+    image: Float[Tensor, "batch channels *space"],
+    gradient: Float[Tensor, "batch rows *space_out"],
+    num_groups: int = 1,
+) -> Float[Tensor, "rows channels_of_group *kernel"]:
+    """Compute the gradient of a kernel, summed over the batch."""
+    padding = layer.padding
+    if isinstance(padding, str) or layer.padding_mode != "zeros":
+        image = _pad(layer, image)
+        padding = (0, 0)
+    # `conv2d_weight` without a placeholder of the kernel's size: only its shape is read.
+    shape = (gradient.shape[1], *layer.weight.shape[1:])
+    placeholder = image.as_strided(shape, (0, 0, 0, 0))
+    _, kernel, _ = torch.ops.aten.convolution_backward(
+        gradient,
+        image,
+        placeholder,
+        bias_sizes=None,
+        stride=layer.stride,
+        padding=padding,
+        dilation=layer.dilation,
+        transposed=False,
+        output_padding=(0, 0),
+        groups=num_groups,
+        output_mask=(False, True, False),
+    )
+    return kernel
 
 
 def _pad(layer: Any, x: Float[Tensor, "batch channels *space"]) -> Tensor:

@@ -67,10 +67,11 @@ def _rotated_slice(
     rule = block.rule
     num_columns = record.num_columns
     num_positions = record.num_positions
-    # For many positions the sum over them is rotated, for few each.
+    # For many positions their sum is rotated, for few each. Nothing is rotated without directions.
     is_apart = apart and len(record.inputs) == 1
     has_few_rows = is_apart and is_thin(U_G) and 2 * num_columns * num_positions < block.shape[0]
-    is_summed_first = num_positions > block.shape[1] and not has_few_rows
+    is_rotated = U_G is not None or U_A is not None
+    is_summed_first = not has_few_rows and (num_positions > block.shape[1] or not is_rotated)
     total: Tensor | None = None
     for all_inputs, all_gradients in record.calls():
         x = all_inputs[examples]
