@@ -69,6 +69,7 @@ class Laplace:
         subnetwork_indices: For `"subnetwork"`: indices of entries.
         last_layer_name: Name of the last layer; None to find it.
         n_subset: For `"gp"`: how many training examples span the posterior; None for all.
+        independent_outputs: For `"gp"`: whether each output has a Gaussian process of its own.
         backend: A backend of laplace-torch, or its name: one that ends with `GGN` for the exact
             Fisher matrix, with `EF` for the empirical one.
         backend_kwargs: `{"stochastic": True}` for the Fisher matrix of drawn labels.
@@ -109,6 +110,7 @@ class Laplace:
         subnetwork_indices: Tensor | None = None,
         last_layer_name: str | None = None,
         n_subset: int | None = None,
+        independent_outputs: bool = False,
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -153,6 +155,13 @@ class Laplace:
             raise ValueError("sigma_noise applies only to regression. Remove it.")
         if n_subset is not None:
             options["inducing"] = n_subset
+        if independent_outputs:
+            if hessian_structure != "gp":
+                raise ValueError(
+                    'independent_outputs=True applies to hessian_structure="gp", not to '
+                    f"{hessian_structure!r}. Remove it."
+                )
+            options["independent_outputs"] = True
         self.model = model
         self.likelihood = likelihood
         self.enable_backprop = enable_backprop

@@ -17,6 +17,8 @@ def describe(state: Unfitted | FittedPosterior) -> dict[str, str]:
         "likelihood": state.spec.likelihood.describe(),
         "curvature": state.config.structure.name,
     }
+    if state.config.structure.has_independent_outputs:
+        lines["curvature"] += ", independent outputs"
     if state.parameters is None:
         lines["parameters"] = f"those of the last layer, found at the fit, of {total:,}"
         lines["blocks"] = "found at the fit"

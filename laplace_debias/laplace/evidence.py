@@ -277,8 +277,8 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
         value / posterior.temperature
         for value in (fitted.num_targets, squared_residuals(fitted), fitted.nll)
     )
-    D = len(posterior.mean)
-    S = posterior.displacement.double().square().sum().item()
+    D = sum(posterior.curvature.sizes)
+    S = posterior.num_copies * posterior.displacement.double().square().sum().item()
     table: list[dict[str, float]] = []
 
     def loss(log_gamma: float) -> float:

@@ -47,7 +47,8 @@ class Header:
     fraction: data of lower rank give fewer directions. The `others` are the fingerprint of the
     tensors that are not Bayesian. The `noise` of a regression are `FittedPosterior.num_targets`
     and 2, the power of 1/σ that the curvature is proportional to. `inducing` is the requested
-    number of inputs, or `"inputs"` if those of the file were passed.
+    number of inputs, or `"inputs"` if those of the file were passed. With `independent_outputs` the
+    file has the tensors of one block per output.
     """
 
     likelihood: dict[str, Any]
@@ -69,6 +70,7 @@ class Header:
     thinned_at: list[float] | None = None
     inducing: int | str | None = None
     prior_weight: float | None = None
+    independent_outputs: bool = False
 
     @classmethod
     def from_fit(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
@@ -102,6 +104,7 @@ class Header:
             thinned_at=None if fitted.thinned_at is None else list(fitted.thinned_at),
             inducing=inducing,
             prior_weight=None if information is None else float(information.weight),
+            independent_outputs=config.structure.has_independent_outputs,
         )
 
     def to_json(self) -> str:
@@ -157,7 +160,9 @@ def load(
     # Without factors, the sharing in an earlier version's file had no effect. `joint` also decides
     # how the entries are ordered in one block of all parameters.
     inducing = tensors["0.inputs"] if header.inducing == _INPUTS else header.inducing
-    structure = curvature_structure(header.curvature, header.rank, inducing)
+    structure = curvature_structure(
+        header.curvature, header.rank, inducing, header.independent_outputs
+    )
     sharing = header.sharing if structure.has_factors else "expand"
     config = CurvatureConfig(
         structure=structure,
@@ -192,18 +197,23 @@ def load(
     network = spec.network(parameters.names)
 
     def restore_curvature(prefix: str) -> BlockDiagonal[CurvatureBlock]:
-        blocks: dict[str, CurvatureBlock] = {}
-        for index, name in enumerate(header.block_names):
+        names = header.block_names
+        num_blocks = len(names)
+        if header.independent_outputs:
+            num_blocks = sum(key.endswith(".magnitudes") for key in tensors)
+        block_tensors: list[dict[str, Tensor]] = []
+        for index in range(num_blocks):
             block_prefix = f"{prefix}{index}."
-            block_tensors = {
-                key.removeprefix(block_prefix): tensor
-                for key, tensor in tensors.items()
-                if key.startswith(block_prefix)
-            }
-            blocks[name] = structure.restore(
-                block_tensors, network, parameters.blocks, memory_bound
+            block_tensors.append(
+                {
+                    key.removeprefix(block_prefix): tensor
+                    for key, tensor in tensors.items()
+                    if key.startswith(block_prefix)
+                }
             )
-        return BlockDiagonal(blocks)
+        return BlockDiagonal(
+            structure.restore_all(block_tensors, names, network, parameters.blocks, memory_bound)
+        )
 
     prior = Prior.checked(tensors["prior_precision"], tensors.get("prior_mean", 0.0), mean.device)
     if header.prior_weight is not None:

@@ -123,6 +123,10 @@ class Laplace(Predictor):
             combined with `mode="auto"`; see `thin`.
         inducing: For `"gp"` how many examples of the data span the directions, or the inputs
             themselves, a tensor `[M, ...]`; None for all examples.
+        independent_outputs: For `"gp"`, whether each output has a Gaussian process of its own, with
+            the kernel and the loss Hessian's diagonal entry of this output. Different outputs then
+            have no covariance, and parameters cannot be sampled. The kernels are smaller, but the
+            data are read once per output.
         memory_bound: Bytes of working memory for output gradients. Results do not depend on it.
             None for 128 MiB (2 GiB on a GPU), and up to 4 GiB where one example needs more.
         class_dim: The dimension of the outputs that holds the classes: None or -1 for
@@ -190,6 +194,7 @@ class Laplace(Predictor):
         sharing: Sharing = "expand",
         rank: float | None = None,
         inducing: int | Tensor | None = None,
+        independent_outputs: bool = False,
         memory_bound: int | None = None,
         class_dim: int | None = None,
         batch: BatchHook | None = None,
@@ -203,7 +208,7 @@ class Laplace(Predictor):
                 f'Use curvature="{CURVATURES[curvature]}".'
             )
         config = CurvatureConfig(
-            structure=curvature_structure(curvature, rank, inducing),
+            structure=curvature_structure(curvature, rank, inducing, independent_outputs),
             fisher=FisherType(fisher, mc_samples),
             params=params,
             backend=backend,

@@ -79,6 +79,20 @@ class GaussianPosterior:
         information = self.prior.information
         return weight if information is None else weight + information.weight
 
+    @property
+    def num_copies(self) -> int:
+        """The number of independent Gaussians over all parameters: one, or one per output."""
+        return self.curvature.shape[0] // len(self.mean)
+
+    def _check_is_single(self) -> None:
+        """Require one Gaussian over the parameters."""
+        if self.num_copies > 1:
+            raise ValueError(
+                f"With independent_outputs=True each of the {self.num_copies} outputs has its own "
+                "distribution of the parameters. Use predict and functional, or fit with "
+                "independent_outputs=False."
+            )
+
     @cached_property
     def displacement(self) -> Float[Tensor, " parameters"]:
         """θ* − μ, from the prior's mean to the posterior's, `[D]`."""
@@ -144,11 +158,18 @@ class GaussianPosterior:
         """The symmetric root P^{-1/2}, `[D, D]`, in the order of the parameters."""
         return self._spectral(torch.rsqrt)
 
+    @property
+    def covariances_by_output(self) -> list[LinearOperator]:
+        """The covariance matrices of independent outputs, `[D, D]` each, in the model's order."""
+        blocks = self._blocks(torch.reciprocal).blocks.values()
+        return [self._in_model_order(block) for block in blocks]
+
     def _spectral(self, function: Spectrum) -> LinearOperator:
-        blocks = self._blocks(function)
-        if self.order is None:
-            return blocks
-        return Permuted(blocks, self.order)
+        self._check_is_single()
+        return self._in_model_order(self._blocks(function))
+
+    def _in_model_order(self, operator: LinearOperator) -> LinearOperator:
+        return operator if self.order is None else Permuted(operator, self.order)
 
     def _blocks(self, function: Spectrum) -> BlockDiagonal[CurvatureBlock]:
         """Compute a function of P, block by block."""
@@ -174,6 +195,7 @@ class GaussianPosterior:
         (Appendix A.3.2).
         """
         check_generator(generator)
+        self._check_is_single()
         shape = whole(num_samples, "the number of samples"), len(self.mean)
         noise_by_block = standard_normal(shape, self.mean, generator).split(
             self.curvature.sizes, dim=1
@@ -236,12 +258,13 @@ class GaussianPosterior:
             steps = self._in_block_order(self.displacement).double()
             along = information.curvature.to(torch.float64) @ steps
             quadratic = quadratic + information.weight * steps @ along
-        constant = len(self.mean) * math.log(2 * math.pi)
+        constant = sum(self.curvature.sizes) * math.log(2 * math.pi)
         return 0.5 * (log_det - quadratic - constant)
 
     def squared_distances(self) -> Float[Tensor, " blocks"]:
         """Compute ‖θ* − μ‖² for every block, float64."""
-        by_block = self._in_block_order(self.displacement).split(self.curvature.sizes)
+        displacements = self._in_block_order(self.displacement).repeat(self.num_copies)
+        by_block = displacements.split(self.curvature.sizes)
         return torch.stack([entries.double().square().sum() for entries in by_block])
 
     def _in_block_order(self, vector: Float[Tensor, " parameters"]) -> Float[Tensor, " parameters"]:

@@ -64,6 +64,7 @@ def fit_identity(
         "curvature": config.structure.name,
         "rank": config.structure.rank,
         "inducing": config.structure.inducing_mark,
+        "independent outputs": config.structure.has_independent_outputs,
         "fisher": str(config.fisher),
         "factor_dtype": str(config.factor_dtype),
         "joint": str(config.joint),

@@ -162,14 +162,14 @@ class Added(Full):
         """Add the information of the data."""
         names = prepared.parameters.block_names
         earlier_names = list(self.information.curvature.blocks)
-        if names != earlier_names:
+        structure = prepared.config.structure
+        if names != earlier_names and not structure.has_independent_outputs:
             differing = sorted(set(names) ^ set(earlier_names)) or names
             raise ValueError(
                 f"The new data give other curvature blocks than the earlier data: {differing[:4]} "
                 "differ. Fit to the earlier and the new data together."
             )
         num_data = prepared.size.num_data
-        structure = prepared.config.structure
         return structure.update(prepared.context, self.information, as_stream(self.data), num_data)
 
 

@@ -227,7 +227,7 @@ class FittedPosterior:
         delta = posterior.prior.precision if prior_precision is None else prior_precision
         delta = real(delta, "prior_precision", posterior.mean.device)
         check_prior_precision(delta.detach(), len(self.parameters.block_names))
-        normaliser = 0.5 * len(posterior.mean) * math.log(2 * math.pi)
+        normaliser = 0.5 * sum(posterior.curvature.sizes) * math.log(2 * math.pi)
         return (
             -self.nll / posterior.temperature
             + posterior.log_prior(delta)

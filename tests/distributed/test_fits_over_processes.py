@@ -99,6 +99,7 @@ def test_inducing_inputs_of_all_processes_are_those_of_one(processes, num_ranks,
     cases = [
         ("gp", mode, {"inducing": inducing}, {}) for mode in modes for inducing in (3, None, inputs)
     ]
+    cases += [("gp", mode, {"inducing": 3, "independent_outputs": True}, {}) for mode in modes]
     check_all(processes.run(num_ranks, tasks.fits, cases, 9, 4), cases, 9, 4)
 
 

@@ -202,12 +202,16 @@ def test_reward_models(structure):
     assert ours.predictive_samples(x, n_samples=7).shape == (7, 6, 1)
 
 
-def test_function_space_with_all_data():
-    ours, theirs = fitted(
-        "regression", subset_of_weights="all", hessian_structure="gp", n_subset=10
-    )
+@pytest.mark.parametrize("independent", [False, True])
+def test_function_space_with_all_data(independent):
+    options = {"hessian_structure": "gp", "n_subset": 10, "independent_outputs": independent}
+    ours, theirs = fitted("regression", subset_of_weights="all", **options)
     x = torch.randn(6, 3, dtype=torch.float64)
     for actual, expected in zip(ours(x, pred_type="gp"), theirs(x, pred_type="gp"), strict=True):
+        close(actual, expected)
+    for actual, expected in zip(
+        ours(x, "gp", joint=True), theirs(x, "gp", joint=True), strict=True
+    ):
         close(actual, expected)
 
 

@@ -99,11 +99,12 @@ def laplace(curvature="kfac", **options):
 def numbers(la):
     """What a posterior is, whatever eigenvectors stand for it."""
     g = generator(2)
-    V = torch.randn(len(la.mean), 3, generator=g, dtype=torch.float64)
+    C = la.posterior.curvature
+    V = torch.randn(C.shape[1], 3, generator=g, dtype=torch.float64)
     x, _ = examples(5)[:]
     return {
         "N": la.num_data,
-        "C v": la.posterior.curvature @ V,
+        "C v": C @ V,
         "log evidence": la.log_marginal_likelihood(),
         "covariance": la.functional(x)[1],
     }

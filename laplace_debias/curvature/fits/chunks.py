@@ -212,9 +212,8 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
     Raises:
         ValueError: If these columns take more memory than may be granted.
     """
-    fisher = context.cotangents.fisher
     num_outputs = outputs[0].numel()
-    num_columns = num_outputs if fisher.kind == "exact" else fisher.mc_samples
+    num_columns = context.cotangents.num_columns(num_outputs)
     num_bytes = num_columns * num_outputs * outputs.element_size()
     if num_bytes > MOST_GRANTED:
         raise ValueError(

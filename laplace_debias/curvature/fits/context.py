@@ -1,7 +1,7 @@
 """The context of a fit of the curvature, and its result."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -55,6 +55,10 @@ class FitContext:
     def network(self) -> nn.Module:
         """The working copy of the trained network."""
         return self.tap.network
+
+    def for_output(self, output: int) -> "FitContext":
+        """Return the context of a fit to one output, with that entry of the loss Hessian only."""
+        return replace(self, cotangents=self.cotangents.for_output(output))
 
     @cached_property
     def num_outputs(self) -> int:

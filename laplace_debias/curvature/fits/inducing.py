@@ -1,7 +1,7 @@
 """Inducing inputs: kernels between their Jacobian rows, and directions that these span."""
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,16 +72,27 @@ class InducingInputs:
         return self.network.get_parameter(self.blocks[0].parameters[0])
 
     @cached_property
-    def num_rows(self) -> int:
-        """M·C, the number of inputs times the number of outputs of each."""
+    def num_outputs(self) -> int:
+        """C, the number of outputs of an input."""
         tap = Tap(shared_copy(self.network), self.blocks)
         outputs = tap.forward(take(self.inputs, slice(0, 1)), graph=False)
-        return num_examples(self.inputs) * outputs.numel()
+        return outputs.numel()
 
-    def rows(self) -> Iterator[tuple[slice, BlockRows]]:
-        """Yield the rows of J_Z part by part, with their indices."""
+    def num_rows(self, output: int | None = None) -> int:
+        """Count the rows of all outputs, M·C, or those of one output, M."""
+        num_inputs = num_examples(self.inputs)
+        return num_inputs * self.num_outputs if output is None else num_inputs
+
+    def rows(self, output: int | None = None) -> Iterator[tuple[slice, BlockRows]]:
+        """Yield the rows of J_Z part by part, with their indices.
+
+        Args:
+            output: The output whose rows are required, which are then indexed by the inputs; None
+                for the rows of all outputs, those of an input one after the other.
+        """
         if self._rows_in_memory is not None:
-            yield from self._rows_in_memory
+            for indices, rows in self._rows_in_memory:
+                yield from _rows_of_output(indices, rows, self.num_outputs, output)
             return
         row_bytes = _DOUBLE_BYTES * self.num_parameters
         bound = granted(
@@ -91,49 +102,69 @@ class InducingInputs:
             self.parameter.device,
         )
         # A product takes other rows of the same number of bytes.
-        num_rows = max(1, bound // (2 * row_bytes))
-        if num_rows < self.num_rows:
-            yield from self._computed_rows(num_rows)
+        max_rows = max(1, bound // (2 * row_bytes))
+        if max_rows < self.num_rows():
+            columns = range(self.num_outputs) if output is None else range(output, output + 1)
+            yield from self._computed_rows(max_rows, columns)
             return
-        rows = list(self._computed_rows(num_rows))
-        self._rows_in_memory = rows
-        yield from rows
+        self._rows_in_memory = list(self._computed_rows(max_rows, range(self.num_outputs)))
+        yield from self.rows(output)
 
-    def _computed_rows(self, num_rows: int) -> Iterator[tuple[slice, BlockRows]]:
+    def _computed_rows(
+        self, max_rows: int, output_columns: range
+    ) -> Iterator[tuple[slice, BlockRows]]:
         size = num_examples(self.inputs)
-        num_outputs = self.num_rows // size
-        examples_at_once = max(1, num_rows // num_outputs)
-        columns_at_once = min(num_rows, num_outputs)
+        num_columns = len(output_columns)
+        examples_at_once = max(1, max_rows // num_columns)
+        columns_at_once = min(max_rows, num_columns)
         tap = Tap(shared_copy(self.network), self.blocks)
         for begin in range(0, size, examples_at_once):
             examples = slice(begin, min(begin + examples_at_once, size))
             outputs = tap.forward(take(self.inputs, examples))
             check_outputs(outputs)
-            for first in range(0, num_outputs, columns_at_once):
-                last = min(first + columns_at_once, num_outputs)
-                units = outputs.new_zeros(last - first, len(outputs), num_outputs)
-                units[torch.arange(last - first), :, torch.arange(first, last)] = 1
+            for first in range(0, num_columns, columns_at_once):
+                columns = torch.tensor(output_columns[first : first + columns_at_once])
+                units = outputs.new_zeros(len(columns), len(outputs), self.num_outputs)
+                units[torch.arange(len(columns)), :, columns] = 1
                 vectors = units.unflatten(2, outputs.shape[1:])
-                records = tap.backward(outputs, vectors, last < num_outputs)
+                keeps_graph = first + len(columns) < num_columns
+                records = tap.backward(outputs, vectors, keeps_graph)
                 rows = {record.block: block_rows(record).flatten(0, 1) for record in records}
                 check_finite(rows)
-                start = begin * num_outputs + first
-                yield slice(start, start + len(outputs) * (last - first)), rows
+                start = begin * num_columns + first
+                yield slice(start, start + len(outputs) * len(columns)), rows
         tap.forget()
 
-    def kernel(self, rows: BlockRows) -> Float[Tensor, "rows inducing_rows"]:
-        """Compute J J_Zᵀ for rows of another Jacobian J."""
+    def kernel(
+        self, rows: BlockRows, output: int | None = None
+    ) -> Float[Tensor, "rows inducing_rows"]:
+        """Compute J J_Zᵀ for rows of another Jacobian J; with the rows of one output if passed."""
         first = next(iter(rows.values()))
-        products = first.new_zeros(len(first), self.num_rows)
-        for indices, inducing_rows in self.rows():
+        products = first.new_zeros(len(first), self.num_rows(output))
+        for indices, inducing_rows in self.rows(output):
             for block, block_columns in inducing_rows.items():
                 if block in rows:
                     products[:, indices] += rows[block] @ block_columns.T
         return products
 
-    def own_kernel(self) -> Float[Tensor, "inducing_rows inducing_rows"]:
-        """Compute J_Z J_Zᵀ."""
-        return torch.cat([self.kernel(rows) for _, rows in self.rows()])
+    def own_kernel(self, output: int | None = None) -> Float[Tensor, "inducing_rows inducing_rows"]:
+        """Compute J_Z J_Zᵀ, with the rows of one output if passed."""
+        return torch.cat([self.kernel(rows, output) for _, rows in self.rows(output)])
+
+
+def _rows_of_output(
+    indices: slice, rows: BlockRows, num_outputs: int, output: int | None
+) -> Iterator[tuple[slice, BlockRows]]:
+    """Yield the rows that are those of one output, with the indices of their inputs."""
+    if output is None:
+        yield indices, rows
+        return
+    first = (output - indices.start) % num_outputs
+    start = (indices.start + first) // num_outputs
+    output_rows = {block: values[first::num_outputs] for block, values in rows.items()}
+    num_inputs = len(range(indices.start + first, indices.stop, num_outputs))
+    if num_inputs:
+        yield slice(start, start + num_inputs), output_rows
 
 
 @dataclass(eq=False, repr=False)
@@ -145,10 +176,12 @@ class InducingDirections(LinearOperator):
     Args:
         inducing: Z.
         coefficients: W, in double precision.
+        output: The output whose rows of J_Z span the directions; None for those of all outputs.
     """
 
     inducing: InducingInputs
     coefficients: Float[Tensor, "inducing_rows k"]
+    output: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -172,14 +205,14 @@ class InducingDirections(LinearOperator):
 
     def coordinates(self, rows: BlockRows) -> Float[Tensor, "rows k"]:
         """Compute J U for rows of a Jacobian J, in double precision."""
-        return self.inducing.kernel(rows) @ self.coefficients
+        return self.inducing.kernel(rows, self.output) @ self.coefficients
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         weights = self.coefficients @ matrix.double()
         sums = {
             block: weights.new_zeros(block.size, matrix.shape[1]) for block in self.inducing.blocks
         }
-        for indices, rows in self.inducing.rows():
+        for indices, rows in self.inducing.rows(self.output):
             for block, block_columns in rows.items():
                 sums[block] = sums[block] + block_columns.T @ weights[indices]
         return torch.cat(list(sums.values())).to(matrix)
@@ -318,7 +351,7 @@ def rotate_to_eigenvectors(
     eigenvalues, coefficients = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
     assert eigenvalues is not None
     assert coefficients is not None
-    return eigenvalues, InducingDirections(basis.inducing, coefficients)
+    return eigenvalues, replace(basis, coefficients=coefficients)
 
 
 def leading_examples(

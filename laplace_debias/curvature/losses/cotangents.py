@@ -25,6 +25,18 @@ class Cotangents:
     fisher: FisherType
     class_dim: int | None = None
 
+    def for_output(self, output: int) -> "OutputCotangents":
+        """Return the cotangents that represent one output's entry of the loss Hessian's diagonal.
+
+        Args:
+            output: The index of the output among an example's flattened ones.
+        """
+        return OutputCotangents(self.loss, self.fisher, self.class_dim, output)
+
+    def num_columns(self, num_outputs: int) -> int:
+        """Return the number of columns for an example with a number of outputs."""
+        return num_outputs if self.fisher.kind == "exact" else self.fisher.mc_samples
+
     def counted(self, targets: Tensor, ndim: int) -> Tensor | None:
         """Return the mask of outputs that count, broadcasting to the outputs; None for all."""
         targets = targets_classes_last(targets, ndim, self.class_dim)
@@ -64,3 +76,34 @@ class Cotangents:
             for sample in range(self.fisher.mc_samples)
         ]
         return torch.stack(drawn) / self.fisher.mc_samples**0.5, value
+
+
+@dataclass(frozen=True)
+class OutputCotangents(Cotangents):
+    r"""A single cotangent at one output, the root of that entry of the diagonal loss Hessian.
+
+    From columns s of any cotangents it is $\big(\sum_k s_{kc}^2\big)^{1/2} e_c$.
+
+    Attributes:
+        output: c, the index of the output among an example's flattened ones.
+    """
+
+    output: int = 0
+
+    def num_columns(self, num_outputs: int) -> int:
+        """Return 1."""
+        return 1
+
+    def __call__(
+        self,
+        outputs: Float[Tensor, "batch *outputs"],
+        targets: Tensor,
+        first: int,
+        weights: Float[Tensor, " batch"] | None = None,
+    ) -> tuple[Float[Tensor, "1 batch *outputs"], Tensor]:
+        """Compute a batch's cotangent, `[1, B, ...]`, and its loss, summed over examples, 0-d."""
+        columns, value = super().__call__(outputs, targets, first, weights)
+        entries = columns.flatten(2)[:, :, self.output]
+        cotangent = torch.zeros_like(columns[0].flatten(1))
+        cotangent[:, self.output] = torch.linalg.vector_norm(entries, dim=0)
+        return cotangent.view_as(columns[:1]), value

@@ -34,7 +34,10 @@ __getattr__ = attributes_from(
 
 
 def curvature_structure(
-    name: str, rank: float | None = None, inducing: Any = None
+    name: str,
+    rank: float | None = None,
+    inducing: Any = None,
+    independent_outputs: bool = False,
 ) -> "CurvatureStructure":
     """Return the structure of a name, with a rank or inducing inputs where it takes them."""
     if name not in STRUCTURES:
@@ -49,6 +52,12 @@ def curvature_structure(
     options: dict[str, Any] = {"rank": rank}
     if structure.takes_inducing:
         options["inducing"] = inducing
+        options["independent_outputs"] = independent_outputs
+    elif independent_outputs:
+        raise ValueError(
+            f'independent_outputs=True applies to curvature="gp", not to {name!r}. Remove '
+            "independent_outputs=."
+        )
     elif inducing is not None:
         *names, last = [f'"{key}"' for key, value in STRUCTURES.items() if value.takes_inducing]
         raise ValueError(

@@ -138,6 +138,11 @@ class CurvatureStructure(ABC):
         return None
 
     @property
+    def has_independent_outputs(self) -> bool:
+        """Whether each output has a posterior of its own over all parameters."""
+        return False
+
+    @property
     def directions_per_factor(self) -> int | None:
         """The number of directions of each Kronecker factor, at most; None for all."""
         return None
@@ -242,3 +247,17 @@ class CurvatureStructure(ABC):
             memory_bound: Bytes of working memory.
         """
         return self.from_tensors(tensors)
+
+    def restore_all(
+        self,
+        tensors: Sequence[Mapping[str, Tensor]],
+        names: Sequence[str],
+        network: nn.Module,
+        blocks: Sequence[Block],
+        memory_bound: int | None,
+    ) -> dict[str, CurvatureBlock]:
+        """Return all blocks that a file holds for a network, by name; arguments as `restore`."""
+        return {
+            name: self.restore(block_tensors, network, blocks, memory_bound)
+            for name, block_tensors in zip(names, tensors, strict=True)
+        }

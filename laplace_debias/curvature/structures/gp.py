@@ -1,7 +1,7 @@
 """The posterior in function space: the curvature on the span of the Jacobian at inducing inputs."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -40,12 +40,14 @@ from laplace_debias.curvature.structures.base import (
 )
 from laplace_debias.curvature.structures.dense import DenseCurvature, num_parameters
 from laplace_debias.operators import BlockDiagonal, LowRankPlusDiagonal
-from laplace_debias.system.checks import whole
+from laplace_debias.system.checks import check_is, whole
 from laplace_debias.system.memory import ROOM
 
 _DOUBLE_BYTES = 8
 # Examples among which one inducing input is chosen.
 _CANDIDATES = 4
+# From the context of an output's fit and the output's index, or None for all outputs together.
+FitOutput = Callable[[FitContext, int | None], tuple[LowRankPlusDiagonal, DataTotals]]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class GpCurvature(DenseCurvature):
         inducing: How many of the data's examples are inducing, or their inputs; None for all. A
             number of examples is chosen among four times as many that are drawn, so that the span
             leaves little of the others' Jacobian rows.
+        independent_outputs: Whether each output has a process of its own, with the kernel between
+            the rows of this output only and the diagonal of the loss Hessians. The data are then
+            read once per output.
     """
 
     name = "gp"
@@ -75,7 +80,10 @@ class GpCurvature(DenseCurvature):
     less_memory = "fewer inducing inputs (inducing=)"
     inducing: int | Tensor | None = field(default=None, compare=False)
 
+    independent_outputs: bool = False
+
     def __post_init__(self) -> None:
+        check_is(self.independent_outputs, "independent_outputs", bool)
         if self.inducing is not None and not isinstance(self.inducing, Tensor):
             whole(self.inducing, "inducing")
 
@@ -96,23 +104,35 @@ class GpCurvature(DenseCurvature):
             return mark_of(self.inducing, self.inducing)
         return self.inducing
 
+    @property
+    def has_independent_outputs(self) -> bool:
+        """Whether each output has a posterior of its own over all parameters."""
+        return self.independent_outputs
+
     def fit(
         self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
     ) -> CurvatureFit:
         """Fit directions to some data, and measure magnitudes on other data or the same."""
-        basis = self._basis(context, directions)
-        accumulator = ProjectedMoments(context, basis)
-        totals = DataPass(accumulator).run(directions)
-        projected = ProjectedCurvature.mean([accumulator], totals.weight)
-        values, U = rotate_to_eigenvectors(context, basis, projected.moments)
-        if magnitudes is not None:
-            accumulator = ProjectedMoments(context, U)
-            measured_totals = DataPass(accumulator).run(magnitudes, totals.num_examples)
-            projected = ProjectedCurvature.mean([accumulator], measured_totals.weight)
-            measured = projected.moments.diagonal()
-            values = average_degenerate(measured, values, context.dtype)
-            totals = totals + measured_totals
-        return _assemble(context, projected, values, U=U, totals=totals)
+        inducing = self._inducing_inputs(context, self._inputs(context, directions))
+
+        def fit_output(
+            context: FitContext, output: int | None
+        ) -> tuple[LowRankPlusDiagonal, DataTotals]:
+            basis = _basis(context, inducing, output)
+            accumulator = ProjectedMoments(context, basis)
+            totals = DataPass(accumulator).run(directions)
+            projected = ProjectedCurvature.mean([accumulator], totals.weight)
+            values, U = rotate_to_eigenvectors(context, basis, projected.moments)
+            if magnitudes is not None:
+                accumulator = ProjectedMoments(context, U)
+                measured_totals = DataPass(accumulator).run(magnitudes, totals.num_examples)
+                projected = ProjectedCurvature.mean([accumulator], measured_totals.weight)
+                measured = projected.moments.diagonal()
+                values = average_degenerate(measured, values, context.dtype)
+                totals = totals + measured_totals
+            return _assemble(context, projected, values, U), totals
+
+        return self._fit_all(context, fit_output)
 
     def crossfit(self, context: FitContext, data: FitData, num_folds: int) -> CurvatureFit:
         """Fit directions to all data at hand, and measure magnitudes on held-out folds.
@@ -120,19 +140,26 @@ class GpCurvature(DenseCurvature):
         The inducing inputs are those of all folds.
         """
         folds = split_folds(context.ranks, data, num_folds)
-        basis = self._basis(context, joined_folds(folds))
-        sums_by_fold = []
-        totals = DataTotals()
-        for fold in folds:
-            accumulator = ProjectedMoments(context, basis)
-            totals = totals + DataPass(accumulator).run(fold)
-            sums_by_fold.append(accumulator)
-        projected = ProjectedCurvature.mean(sums_by_fold, totals.weight)
-        # Any rows with these products have the same eigenvectors.
-        rows = [root_rows(accumulator.sums) for accumulator in sums_by_fold]
-        values, Q = crossfit_rows(rows, totals.weight, None, context.dtype)
-        U = InducingDirections(basis.inducing, basis.coefficients @ Q)
-        return _assemble(context, projected, values, U=U, totals=totals)
+        inducing = self._inducing_inputs(context, self._inputs(context, joined_folds(folds)))
+
+        def fit_output(
+            context: FitContext, output: int | None
+        ) -> tuple[LowRankPlusDiagonal, DataTotals]:
+            basis = _basis(context, inducing, output)
+            sums_by_fold = []
+            totals = DataTotals()
+            for fold in folds:
+                accumulator = ProjectedMoments(context, basis)
+                totals = totals + DataPass(accumulator).run(fold)
+                sums_by_fold.append(accumulator)
+            projected = ProjectedCurvature.mean(sums_by_fold, totals.weight)
+            # Any rows with these products have the same eigenvectors.
+            rows = [root_rows(accumulator.sums) for accumulator in sums_by_fold]
+            values, Q = crossfit_rows(rows, totals.weight, None, context.dtype)
+            U = replace(basis, coefficients=basis.coefficients @ Q)
+            return _assemble(context, projected, values, U), totals
+
+        return self._fit_all(context, fit_output)
 
     def update(
         self,
@@ -145,34 +172,44 @@ class GpCurvature(DenseCurvature):
 
         The result is that of a fit to all data with these inducing inputs.
         """
-        earlier = information.curvature.blocks[DENSE_BLOCK]
-        assert isinstance(earlier, LowRankPlusDiagonal)
-        assert isinstance(earlier.U, InducingDirections)
-        inducing = self._inducing_inputs(context, earlier.U.inducing.inputs)
-        U = InducingDirections(inducing, earlier.U.coefficients)
-        accumulator = ProjectedMoments(context, U)
-        totals = DataPass(accumulator).run(data)
-        counts = ExampleCounts.for_update(information, num_data, totals)
-        remainder = earlier.diagonal.double()
-        earlier_values = earlier.magnitudes.double() + remainder
-        num_remaining = earlier.shape[0] - len(earlier_values)
-        earlier_trace = earlier_values.sum() + num_remaining * remainder
-        projected = ProjectedCurvature(
-            moments=counts.mean(earlier_values.diag(), accumulator.sums),
-            trace=counts.mean(earlier_trace, accumulator.trace),
-        )
-        values, U = rotate_to_eigenvectors(context, U, projected.moments)
-        return _assemble(context, projected, values, U=U, totals=totals)
+        first = next(iter(information.curvature.blocks.values()))
+        assert isinstance(first, LowRankPlusDiagonal)
+        assert isinstance(first.U, InducingDirections)
+        inducing = self._inducing_inputs(context, first.U.inducing.inputs)
 
-    def _basis(self, context: FitContext, data: FitData) -> InducingDirections:
-        """Compute an orthonormal basis of the span."""
-        inducing = self._inducing_inputs(context, self._inputs(context, data))
-        pairs = {}
-        if context.ranks.rank == 0:
-            pairs[DENSE_BLOCK] = (independent_rows(inducing.own_kernel(), context.dtype),)
-        (coefficients,) = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
-        assert coefficients is not None
-        return InducingDirections(inducing, coefficients)
+        def fit_output(
+            context: FitContext, output: int | None
+        ) -> tuple[LowRankPlusDiagonal, DataTotals]:
+            earlier = information.curvature.blocks[_block_name(output)]
+            assert isinstance(earlier, LowRankPlusDiagonal)
+            assert isinstance(earlier.U, InducingDirections)
+            U = replace(earlier.U, inducing=inducing)
+            accumulator = ProjectedMoments(context, U)
+            totals = DataPass(accumulator).run(data)
+            counts = ExampleCounts.for_update(information, num_data, totals)
+            remainder = earlier.diagonal.double()
+            earlier_values = earlier.magnitudes.double() + remainder
+            num_remaining = earlier.shape[0] - len(earlier_values)
+            earlier_trace = earlier_values.sum() + num_remaining * remainder
+            projected = ProjectedCurvature(
+                moments=counts.mean(earlier_values.diag(), accumulator.sums),
+                trace=counts.mean(earlier_trace, accumulator.trace),
+            )
+            values, U = rotate_to_eigenvectors(context, U, projected.moments)
+            return _assemble(context, projected, values, U), totals
+
+        return self._fit_all(context, fit_output)
+
+    def _fit_all(self, context: FitContext, fit_output: FitOutput) -> CurvatureFit:
+        """Fit the block of all outputs together, or one block for each output."""
+        if not self.independent_outputs:
+            block, totals = fit_output(context, None)
+            return CurvatureFit(BlockDiagonal({_block_name(None): block}), totals)
+        blocks = {}
+        for output in range(context.num_outputs):
+            block, totals = fit_output(context.for_output(output), output)
+            blocks[_block_name(output)] = block
+        return CurvatureFit(BlockDiagonal(blocks), totals)
 
     def _inducing_inputs(self, context: FitContext, inputs: Inputs) -> InducingInputs:
         network = shared_copy(context.network)
@@ -254,9 +291,11 @@ class GpCurvature(DenseCurvature):
             return 0
         assert isinstance(context.example, Tensor)
         input_bytes = context.example.nbytes * size // context.num_outputs
-        num_directions = min(size, num_parameters(context))
-        direction_bytes = _DOUBLE_BYTES * size + context.dtype.itemsize
-        return num_directions * direction_bytes + input_bytes
+        num_blocks = context.num_outputs if self.independent_outputs else 1
+        rows_per_block = size // num_blocks
+        num_directions = min(rows_per_block, num_parameters(context))
+        direction_bytes = _DOUBLE_BYTES * rows_per_block + context.dtype.itemsize
+        return num_blocks * num_directions * direction_bytes + input_bytes
 
     def least_bytes(self, context: FitContext) -> int:
         """Count the bytes of the posterior, and of the kernel while it is decomposed."""
@@ -264,6 +303,8 @@ class GpCurvature(DenseCurvature):
 
     def _decomposition_bytes(self, context: FitContext) -> int:
         size = self._num_rows(context) or 0
+        if self.independent_outputs:
+            size //= context.num_outputs
         num_candidates = self._num_candidates(context) * context.num_outputs
         return _DOUBLE_BYTES * max(EIGH_MATRICES * size**2, num_candidates**2 + size**2)
 
@@ -281,14 +322,16 @@ class GpCurvature(DenseCurvature):
         """Return the inducing inputs, the coefficients and the magnitudes in a file."""
         assert isinstance(block, LowRankPlusDiagonal)
         assert isinstance(block.U, InducingDirections)
-        inputs = block.U.inducing.inputs
-        assert isinstance(inputs, Tensor)
-        return {
-            "inputs": inputs,
+        tensors = {
             "coefficients": block.U.coefficients,
             "magnitudes": block.magnitudes,
             "remainder": block.diagonal,
         }
+        if block.U.output in (None, 0):  # The other outputs have the same inducing inputs.
+            inputs = block.U.inducing.inputs
+            assert isinstance(inputs, Tensor)
+            tensors["inputs"] = inputs
+        return tensors
 
     def restore(
         self,
@@ -299,20 +342,56 @@ class GpCurvature(DenseCurvature):
     ) -> CurvatureBlock:
         """Return the block of its `tensors`, whose directions the network's Jacobian spans."""
         inducing = InducingInputs(network, blocks, tensors["inputs"], memory_bound)
-        U = InducingDirections(inducing, tensors["coefficients"])
-        return LowRankPlusDiagonal(U, tensors["magnitudes"], tensors["remainder"])
+        return _restored_block(tensors, inducing, None)
+
+    def restore_all(
+        self,
+        tensors: Sequence[Mapping[str, Tensor]],
+        names: Sequence[str],
+        network: nn.Module,
+        blocks: Sequence[Block],
+        memory_bound: int | None,
+    ) -> dict[str, CurvatureBlock]:
+        """Return all blocks that a file holds for a network, by name; arguments as `restore`."""
+        if not self.independent_outputs:
+            return super().restore_all(tensors, names, network, blocks, memory_bound)
+        inducing = InducingInputs(network, blocks, tensors[0]["inputs"], memory_bound)
+        return {
+            _block_name(output): _restored_block(block_tensors, inducing, output)
+            for output, block_tensors in enumerate(tensors)
+        }
+
+
+def _restored_block(
+    tensors: Mapping[str, Tensor], inducing: InducingInputs, output: int | None
+) -> LowRankPlusDiagonal:
+    U = InducingDirections(inducing, tensors["coefficients"], output)
+    return LowRankPlusDiagonal(U, tensors["magnitudes"], tensors["remainder"])
+
+
+def _block_name(output: int | None) -> str:
+    """Return the name of an output's block, or of the block of all outputs."""
+    return DENSE_BLOCK if output is None else f"output {output}"
+
+
+def _basis(context: FitContext, inducing: InducingInputs, output: int | None) -> InducingDirections:
+    """Compute an orthonormal basis of the span."""
+    pairs = {}
+    if context.ranks.rank == 0:
+        kernel = inducing.own_kernel(output)
+        pairs[DENSE_BLOCK] = (independent_rows(kernel, context.dtype),)
+    (coefficients,) = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
+    assert coefficients is not None
+    return InducingDirections(inducing, coefficients, output)
 
 
 def _assemble(
     context: FitContext,
     projected: ProjectedCurvature,
     values: Float[Tensor, " k"],
-    *,
     U: InducingDirections,
-    totals: DataTotals,
-) -> CurvatureFit:
+) -> LowRankPlusDiagonal:
     values = values.clamp_min(0)
     remainder = projected.remainder(values, U.shape[0])
     magnitudes = (values - remainder).to(context.dtype)
-    block = LowRankPlusDiagonal(U, magnitudes, remainder.to(context.dtype))
-    return CurvatureFit(BlockDiagonal({DENSE_BLOCK: block}), totals)
+    return LowRankPlusDiagonal(U, magnitudes, remainder.to(context.dtype))

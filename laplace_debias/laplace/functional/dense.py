@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
@@ -11,6 +11,7 @@ from laplace_debias.curvature.fits.inducing import InducingDirections, block_row
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
+from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker, LowRankPlusDiagonal
 
@@ -77,8 +78,17 @@ class DenseMoments:
             records: The records of a backward pass.
         """
         gram, along = self._products(into, records)
+        self._add_products(into, gram, along, self.posterior.curvature.blocks[DENSE_BLOCK])
+
+    def _add_products(
+        self,
+        into: Float[Tensor, "grid batch columns *again"],
+        gram: Float[Tensor, "batch columns *again"],
+        along: Float[Tensor, "batch columns k"],
+        dense_block: CurvatureBlock,
+    ) -> None:
+        """Add the covariances under a block, from J Jᵀ and J U."""
         residual = None
-        dense_block = self.posterior.curvature.blocks[DENSE_BLOCK]
         magnitudes = dense_block.magnitudes.flatten().double()
         remainder = 0.0
         if isinstance(dense_block, LowRankPlusDiagonal):
@@ -146,10 +156,6 @@ class KernelMoments(DenseMoments):
 
     def _read_directions(self) -> None:
         """Take the directions, which are orthonormal in double precision."""
-        block = self.posterior.curvature.blocks[DENSE_BLOCK]
-        assert isinstance(block, LowRankPlusDiagonal)
-        assert isinstance(block.U, InducingDirections)
-        self._inducing_directions = block.U
         self._root = None
         self._leaves_residual = True
 
@@ -157,16 +163,62 @@ class KernelMoments(DenseMoments):
         self, into: Float[Tensor, "grid batch columns *again"], records: Iterable[BlockRecord]
     ) -> tuple[Float[Tensor, "batch columns *again"], Float[Tensor, "batch columns k"]]:
         """Compute J Jᵀ, or its diagonal, and J U in double precision."""
+        gram, rows_by_block = self._rows(into, records)
+        directions = inducing_directions(self.posterior.curvature.blocks[DENSE_BLOCK])
+        if not rows_by_block:
+            return gram, gram.new_zeros(*into.shape[1:3], directions.shape[1])
+        along = directions.coordinates(rows_by_block)
+        return gram, along.view(*into.shape[1:3], along.shape[1])
+
+    def _rows(
+        self, into: Float[Tensor, "grid batch columns *again"], records: Iterable[BlockRecord]
+    ) -> tuple[Float[Tensor, "batch columns *again"], dict[Block, Float[Tensor, "rows d"]]]:
+        """Compute J Jᵀ, or its diagonal, and the rows of J by block, in double precision."""
         gram = into.new_zeros(into.shape[1:], dtype=torch.float64)
         rows_by_block = {}
         for record in records:
             rows = block_rows(record, self._jacobians)
             gram += self._product(rows, rows)
             rows_by_block[record.block] = rows.flatten(0, 1)
+        return gram, rows_by_block
+
+
+class IndependentMoments(KernelMoments):
+    """The variances of outputs that have a posterior of their own each.
+
+    Different outputs have no covariance. `columns` are the outputs that the next records belong to.
+    """
+
+    columns: Int[Tensor, "#batch columns"]
+
+    def add(
+        self,
+        into: Float[Tensor, "grid batch columns *again"],
+        records: Iterable[BlockRecord],
+    ) -> None:
+        """Add the covariances, or variances, of some columns, from each block's output gradients.
+
+        Args:
+            into: The sums.
+            records: The records of a backward pass.
+        """
+        gram, rows_by_block = self._rows(into, records)
         if not rows_by_block:
-            return gram, gram.new_zeros(*into.shape[1:3], self._inducing_directions.shape[1])
-        along = self._inducing_directions.coordinates(rows_by_block)
-        return gram, along.view(*into.shape[1:3], along.shape[1])
+            return
+        outputs = self.columns.expand(into.shape[1:3])
+        for block in self.posterior.curvature.blocks.values():
+            directions = inducing_directions(block)
+            assert directions.output is not None
+            is_output = outputs.eq(directions.output)
+            if not is_output.any():
+                continue
+            output_rows = {name: rows[is_output.flatten()] for name, rows in rows_by_block.items()}
+            along = gram.new_zeros(*outputs.shape, directions.shape[1])
+            along[is_output] = directions.coordinates(output_rows)
+            is_pair = is_output
+            if not self._diagonal:
+                is_pair = is_output.unsqueeze(-1) & is_output.unsqueeze(-2)
+            self._add_products(into, gram.where(is_pair, 0.0), along, block)
 
 
 def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None:
@@ -181,10 +233,19 @@ def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None
     return torch.linalg.cholesky(products)
 
 
-def has_inducing_inputs(posterior: GaussianPosterior) -> bool:
-    """Whether the posterior's directions are those that inducing inputs span."""
-    block = posterior.curvature.blocks.get(DENSE_BLOCK)
-    return isinstance(block, LowRankPlusDiagonal) and isinstance(block.U, InducingDirections)
+def inducing_directions(block: CurvatureBlock) -> InducingDirections:
+    """Return the directions of a block, which inducing inputs span."""
+    assert isinstance(block, LowRankPlusDiagonal)
+    assert isinstance(block.U, InducingDirections)
+    return block.U
+
+
+def moments_class(posterior: GaussianPosterior) -> type[DenseMoments] | None:
+    """Return the class for the structure of a posterior; None for one with layers' blocks."""
+    block = next(iter(posterior.curvature.blocks.values()))
+    if isinstance(block, LowRankPlusDiagonal) and isinstance(block.U, InducingDirections):
+        return KernelMoments if block.U.output is None else IndependentMoments
+    return DenseMoments if DENSE_BLOCK in posterior.curvature.blocks else None
 
 
 def _directions(posterior: GaussianPosterior) -> Float[Tensor, "parameters k"]:

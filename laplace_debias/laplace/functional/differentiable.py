@@ -15,6 +15,7 @@ from laplace_debias.curvature.network.inputs import (
 )
 from laplace_debias.laplace.functional.context import prediction_context
 from laplace_debias.laplace.functional.request import check_covariance
+from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.state import FittedPosterior
 
 
@@ -53,15 +54,31 @@ def differentiable_moments(
             in_dims = (None, *[0] * len(tensors))
             jacobians = vmap(jacrev(outputs_for_example), in_dims)(trained, *tensors)
     J = torch.cat([jacobians[name].flatten(2) for name in trained], dim=2)
-    rows = J.flatten(0, 1)
-    products = (fitted.posterior.covariance @ rows.T).T.view_as(J)
-    if joint:
-        products = products.flatten(0, 1)
-        covariance = rows @ products.mT
+    if fitted.config.structure.has_independent_outputs:
+        covariance = _independent_covariance(fitted.posterior, J, joint)
     else:
-        covariance = J @ products.mT
-    covariance = (covariance + covariance.mT) / 2
+        rows = J.flatten(0, 1)
+        products = (fitted.posterior.covariance @ rows.T).T.view_as(J)
+        if joint:
+            products = products.flatten(0, 1)
+            covariance = rows @ products.mT
+        else:
+            covariance = J @ products.mT
+        covariance = (covariance + covariance.mT) / 2
+        if joint:
+            covariance = covariance.unflatten(1, mean.shape).unflatten(0, mean.shape)
     check_covariance(covariance.detach(), fitted.posterior.deltas()[:1])
-    if joint:
-        covariance = covariance.unflatten(1, mean.shape).unflatten(0, mean.shape)
     return mean, covariance
+
+
+def _independent_covariance(
+    posterior: GaussianPosterior, J: Float[Tensor, "batch outputs parameters"], joint: bool
+) -> Float[Tensor, "batch *covariance"]:
+    """Compute the covariance of outputs that have a posterior of their own each."""
+    blocks = []
+    for rows, covariance in zip(J.unbind(1), posterior.covariances_by_output, strict=True):
+        products = (covariance @ rows.T).T
+        output_covariance = rows @ products.T if joint else (rows * products).sum(1)
+        blocks.append(output_covariance)
+    by_output = torch.stack(blocks, dim=-1).diag_embed()
+    return by_output.movedim(2, 1) if joint else by_output

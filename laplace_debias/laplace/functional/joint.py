@@ -17,11 +17,13 @@ from laplace_debias.laplace.functional.context import (
     map_outputs,
     prediction_context,
 )
+from laplace_debias.laplace.functional.dense import IndependentMoments
 from laplace_debias.laplace.functional.linearised import accumulator_of
 from laplace_debias.laplace.functional.request import (
     CovarianceRequest,
     bytes_per_column,
     check_covariance,
+    output_indices,
     unit_columns,
 )
 from laplace_debias.laplace.state import FittedPosterior
@@ -86,6 +88,9 @@ def joint_moments(
             check_outputs(group_outputs)
             vectors = unit_columns(group_outputs, None if indices is None else indices[group])
             total = mean.new_zeros(1, 1, *[len(group) * num_columns] * 2)
+            if isinstance(accumulator, IndependentMoments):
+                columns = output_indices(group_outputs, None if indices is None else indices[group])
+                accumulator.columns = columns.expand(len(group), -1).reshape(1, -1)
             accumulator.add(total, tap.backward(group_outputs, vectors))
             by_example = total.view(*[len(group), num_columns] * 2)
             covariance[group[:, None], :, group] = by_example.permute(0, 2, 1, 3)

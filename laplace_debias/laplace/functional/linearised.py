@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import LinearCalls, Positions
@@ -23,8 +22,8 @@ from laplace_debias.laplace.functional.context import (
 )
 from laplace_debias.laplace.functional.dense import (
     DenseMoments,
-    KernelMoments,
-    has_inducing_inputs,
+    IndependentMoments,
+    moments_class,
 )
 from laplace_debias.laplace.functional.factored_covariance import (
     CovarianceFactor,
@@ -36,6 +35,7 @@ from laplace_debias.laplace.functional.request import (
     CovarianceRequest,
     bytes_per_column,
     check_covariance,
+    output_indices,
     unit_columns,
 )
 from laplace_debias.laplace.posterior import GaussianPosterior
@@ -84,6 +84,8 @@ def moments(
     posterior = fitted.posterior
     blocks = fitted.parameters.blocks
     restricts_head = partial(acts_through_head, blocks, posterior)
+    # The difference of two outputs has the rows of neither.
+    differences = differences and accumulator_of(posterior) is not IndependentMoments
     with prediction_context(fitted, x, positions, restricts_head) as context:
         indices = None if outputs is None else context.output_indices(outputs)
         request = CovarianceRequest(diagonal, indices, fitted.config.memory_bound, differences)
@@ -166,9 +168,7 @@ def _deltas_per_block(
 
 def accumulator_of(posterior: GaussianPosterior) -> type[BlockMoments] | type[DenseMoments]:
     """Return the class that adds up covariances under a posterior."""
-    if has_inducing_inputs(posterior):
-        return KernelMoments
-    return DenseMoments if DENSE_BLOCK in posterior.curvature.blocks else BlockMoments
+    return moments_class(posterior) or BlockMoments
 
 
 def acts_through_head(blocks: Sequence[Block], posterior: GaussianPosterior, head: str) -> bool:
@@ -182,7 +182,7 @@ def acts_through_head(blocks: Sequence[Block], posterior: GaussianPosterior, hea
         if block.rule.is_generic:
             paths += block.calls or (block.layer,)
     is_behind = any(not path or path == head or head.startswith(f"{path}.") for path in paths)
-    return DENSE_BLOCK not in posterior.curvature.blocks and not is_behind
+    return accumulator_of(posterior) is BlockMoments and not is_behind
 
 
 def _moments_in_chunks(
@@ -341,6 +341,8 @@ class _OfOutputs:
                 vectors = vectors - unit_columns(outputs, indices, slice(-1, None))
             into = total[:, :, columns] if request.diagonal else total[:, :, columns, columns]
             keep_graph = columns.stop < num_columns
+            if isinstance(accumulator, IndependentMoments):
+                accumulator.columns = output_indices(outputs, indices)[:, columns]
             accumulator.add(into, self._tap.backward(outputs, vectors, keep_graph, skipped))
         return total
 

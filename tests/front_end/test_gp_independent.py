@@ -1,0 +1,337 @@
+"""Function space with independent outputs: one process per output, with its own kernel."""
+
+import math
+
+import oracle
+import pytest
+import torch
+from breaking import Breaking, BrokenError
+from cases import others_slow
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from laplace_debias import Laplace
+from laplace_debias.curvature.fits import checkpoint
+
+DELTA = 0.7
+SIGMA = torch.tensor([0.4, 0.9], dtype=torch.float64)
+SIZE = 16
+LIKELIHOODS = ("regression", "classification")
+NUM_OUTPUTS = {"regression": 2, "classification": 3}
+
+
+def network(likelihood):
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, NUM_OUTPUTS[likelihood])
+    return nn.Sequential(*layers).double().eval()
+
+
+def examples(likelihood, size=SIZE, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 3, generator=g, dtype=torch.float64)
+    if likelihood == "regression":
+        return x, torch.randn(size, 2, generator=g, dtype=torch.float64)
+    return x, torch.randint(3, (size,), generator=g)
+
+
+def laplace(model, likelihood, **options):
+    if likelihood == "regression":
+        options["sigma"] = SIGMA
+    return Laplace(
+        model, likelihood, "gp", prior_precision=DELTA, independent_outputs=True, **options
+    )
+
+
+def batches(x, y, sizes=(7, 9)):
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+def precisions(model, likelihood, data, inputs=None, names=None, delta=DELTA):
+    """The precision of every output's copy of the parameters, `[C, D, D]`.
+
+    P_c = δ + Σ_n Λ_ncc J_ncᵀ J_nc, or projected onto the span of the rows J_zc, with the mean of
+    what is left for all other directions.
+    """
+    names = names or [name for name, _ in model.named_parameters()]
+    J = oracle.flat_jacobian(model, data, names)
+    sigma = SIGMA if likelihood == "regression" else None
+    hessians = oracle.loss_hessian(likelihood, model(data), sigma)
+    eye = torch.eye(J.shape[2], dtype=J.dtype)
+    matrices = []
+    for c in range(J.shape[1]):
+        C = sum(hessians[n, c, c] * J[n, c].outer(J[n, c]) for n in range(len(data)))
+        if inputs is not None:
+            J_z = oracle.flat_jacobian(model, inputs, names)[:, c]
+            _, values, U = torch.linalg.svd(J_z, full_matrices=False)
+            U = U[values > 1e-9 * values.max()].T
+            inside = U @ U.T
+            outside = eye - inside
+            tau = torch.trace(outside @ C) / torch.trace(outside)
+            C = inside @ C @ inside + tau * outside
+        matrices.append(delta * eye + C)
+    return torch.stack(matrices)
+
+
+def covariances(model, new, matrices, names=None):
+    """Variances of each output by its own precision; zero between outputs. `[B, C, B, C]`."""
+    names = names or [name for name, _ in model.named_parameters()]
+    J = oracle.flat_jacobian(model, new, names)
+    result = J.new_zeros(len(new), J.shape[1], len(new), J.shape[1])
+    for c, matrix in enumerate(matrices):
+        result[:, c, :, c] = J[:, c] @ torch.linalg.solve(matrix, J[:, c].T)
+    return result
+
+
+def by_example(joint):
+    return torch.stack([joint[n, :, n] for n in range(len(joint))])
+
+
+@pytest.mark.parametrize("number", [None, 4])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_each_output_has_the_posterior_of_its_own_kernel(likelihood, number):
+    model = network(likelihood)
+    x, y = examples(likelihood)
+    inputs = None if number is None else examples(likelihood, number, 3)[0]
+    new, _ = examples(likelihood, 5, 2)
+    la = laplace(model, likelihood, inducing=inputs).fit(batches(x, y))
+    matrices = precisions(model, likelihood, x, inputs)
+    expected = covariances(model, new, matrices)
+    mean, covariance = la.functional(new)
+    oracle.close(covariance, by_example(expected), 1e-8)
+    assert torch.equal(mean, model(new))
+    variances = by_example(expected).diagonal(dim1=1, dim2=2)
+    oracle.close(la.functional(new, diagonal=True)[1], variances, 1e-8)
+    oracle.close(la.functional(new, joint=True)[1], expected, 1e-8)
+    for joint in (False, True):
+        differentiable = la.functional(new, joint=joint, differentiable=True)[1]
+        oracle.close(differentiable, expected if joint else by_example(expected), 1e-8)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_the_evidence_is_that_of_a_copy_of_the_parameters_per_output(likelihood):
+    model = network(likelihood)
+    x, y = examples(likelihood)
+    la = laplace(model, likelihood).fit(batches(x, y))
+    theta = oracle.flat_parameters(model, la.param_names)
+    sigma = SIGMA if likelihood == "regression" else None
+    for delta in (DELTA, 3.0):
+        log_dets = [torch.logdet(P) for P in precisions(model, likelihood, x, delta=delta)]
+        prior = len(log_dets) * (len(theta) * math.log(delta) - delta * theta.square().sum())
+        nll = oracle.nll(likelihood, model(x), y, sigma).sum()
+        expected = -nll + (prior - sum(log_dets)) / 2
+        oracle.close(la.log_marginal_likelihood(delta), expected.detach(), 1e-9)
+    tuned = la.tune_evidence(sigma=False if likelihood == "regression" else None)
+    best = la.log_marginal_likelihood()
+    for factor in (0.9, 1.1):
+        assert la.log_marginal_likelihood(factor * tuned.prior_precision) < best
+
+
+def test_the_evidence_of_the_noise_has_its_optimum():
+    model = network("regression")
+    x, y = examples("regression")
+    la = laplace(model, "regression").fit(batches(x, y))
+    la.tune_evidence(sigma=True)
+    theta = oracle.flat_parameters(model, la.param_names)
+
+    def log_evidence(factor):
+        sigma = factor * la.sigma
+        hessian = sigma**-2
+        J = oracle.flat_jacobian(model, x, la.param_names)
+        delta = la.prior_precision
+        value = -oracle.nll("regression", model(x), y, sigma).sum()
+        for c in range(2):
+            P = hessian[c] * J[:, c].T @ J[:, c] + delta * torch.eye(len(theta)).double()
+            value -= (torch.logdet(P) - len(theta) * delta.log() + delta * theta @ theta) / 2
+        return value
+
+    oracle.close(la.log_marginal_likelihood(), log_evidence(1.0).detach(), 1e-8)
+    assert max(log_evidence(0.97), log_evidence(1.03)) < log_evidence(1.0)
+
+
+def test_the_last_layer_has_one_process_per_output():
+    model = network("classification")
+    x, y = examples("classification")
+    new, _ = examples("classification", 5, 2)
+    la = laplace(model, "classification", params="last_layer").fit(batches(x, y))
+    matrices = precisions(model, "classification", x, names=la.param_names)
+    expected = by_example(covariances(model, new, matrices, la.param_names))
+    oracle.close(la.functional(new)[1], expected, 1e-8)
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_with_all_examples_it_is_laplace_torch_s(likelihood):
+    peer = pytest.importorskip("laplace")
+    model = network(likelihood)
+    x, y = examples(likelihood)
+    new, _ = examples(likelihood, 5, 2)
+    options = {"sigma_noise": 1.0} if likelihood == "regression" else {}
+    other = peer.FunctionalLaplace(
+        model,
+        likelihood,
+        n_subset=SIZE,
+        prior_precision=DELTA,
+        independent_outputs=True,
+        **options,
+    )
+    other.fit(DataLoader(TensorDataset(x, y), batch_size=8))
+    _, expected = other._glm_predictive_distribution(new)
+    options = {"sigma": 1.0} if likelihood == "regression" else {}
+    la = Laplace(
+        model, likelihood, "gp", prior_precision=DELTA, independent_outputs=True, **options
+    ).fit(batches(x, y))
+    # It solves with Cholesky factors in single precision.
+    torch.testing.assert_close(la.functional(new)[1], expected.double(), rtol=2e-4, atol=2e-5)
+
+
+def test_requested_outputs_and_small_memory_change_nothing():
+    model = nn.Sequential(nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3))
+    model = model.double().eval()
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(9, 1, 3, 3, generator=g, dtype=torch.float64)
+    y = torch.arange(9) % 3
+    new = torch.randn(4, 1, 3, 3, generator=g, dtype=torch.float64)
+    chosen = torch.tensor([[2, 0], [1, 1], [0, 2], [1, 0]])
+    expected = covariances(model, new, precisions(model, "classification", x, x[:4]))
+    of_example = by_example(expected)
+    for bound in (None, 2048):
+        la = laplace(model, "classification", inducing=x[:4], memory_bound=bound)
+        la.fit(batches(x, y, [5, 4]))
+        oracle.close(la.functional(new)[1], of_example, 1e-8)
+        pairs = torch.stack([of_example[n][c][:, c] for n, c in enumerate(chosen)])
+        oracle.close(la.functional(new, outputs=chosen)[1], pairs, 1e-8)
+        rows = torch.stack([expected[n, chosen[n]] for n in range(4)])
+        joint = torch.stack([rows[:, :, n][:, :, chosen[n]] for n in range(4)], dim=2)
+        oracle.close(la.functional(new, outputs=chosen, joint=True)[1], joint, 1e-8)
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_other_fisher_matrices_have_their_diagonal(fisher):
+    model = network("classification")
+    x, y = examples("classification")
+    new, _ = examples("classification", 5, 2)
+    la = laplace(model, "classification", fisher=fisher, mc_samples=200 if fisher == "mc" else 1)
+    la.fit([(x, y)], generator=torch.Generator().manual_seed(0))
+    covariance = la.functional(new)[1]
+    J = oracle.flat_jacobian(model, x, la.param_names)
+    residuals = model(x).softmax(1) - nn.functional.one_hot(y, 3)
+    entries = residuals.square()
+    if fisher == "mc":
+        probs = model(x).softmax(1)
+        entries = probs * (1 - probs)
+    eye = torch.eye(J.shape[2], dtype=J.dtype)
+    matrices = [DELTA * eye + (entries[:, c, None] * J[:, c]).T @ J[:, c] for c in range(3)]
+    expected = by_example(covariances(model, new, matrices)).detach()
+    oracle.close(covariance, expected, 1e-8 if fisher == "empirical" else 0.1)
+
+
+@pytest.mark.parametrize("mode", ["mini", *others_slow(["debiased", "crossfit"])])
+def test_other_modes_are_those_of_each_output(mode):
+    model = network("regression")
+    x, y = examples("regression")
+    new, _ = examples("regression", 5, 2)
+    data = batches(x, y)
+    la = laplace(model, "regression").fit(data, mode, SIZE)
+    for c in range(2):
+        single = nn.Sequential(*model, _Output(c)).eval()
+        options = {"sigma": float(SIGMA[c]), "prior_precision": DELTA}
+        one = Laplace(single, "regression", "gp", **options)
+        one.fit([(x, y[:, c : c + 1]) for x, y in data], mode, SIZE)
+        oracle.close(la.functional(new)[1][:, c, c], one.functional(new)[1][:, 0, 0], 1e-8)
+
+
+class _Output(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.index = index
+
+    def forward(self, x):
+        return x[:, self.index : self.index + 1]
+
+
+@pytest.mark.parametrize("number", [4, None])
+def test_it_is_tuned_updated_saved_and_loaded(number, tmp_path):
+    model = network("classification")
+    x, y = examples("classification")
+    first, second = batches(x, y)
+    new, labels = examples("classification", 40, 2)
+    la = laplace(model, "classification", inducing=number).fit([first])
+    inputs = la.posterior.curvature.blocks["output 0"].U.inducing.inputs
+    la.update([second])
+    together = laplace(model, "classification", inducing=inputs).fit([first, second])
+    oracle.close(la.functional(new)[1], together.functional(new)[1], 1e-8)
+    evidence = together.log_marginal_likelihood()
+    oracle.close(la.log_marginal_likelihood(), evidence, 1e-8)
+    tuned = la.tune([(new, labels)], grid=[0.1, 3.0], link="probit")
+    for point in tuned.table:
+        matrices = precisions(model, "classification", x, inputs, delta=point["prior_precision"])
+        variances = by_example(covariances(model, new, matrices)).diagonal(dim1=1, dim2=2)
+        logits = model(new) / (1 + math.pi / 8 * variances).sqrt()
+        nll = nn.functional.cross_entropy(logits, labels)
+        oracle.close(torch.tensor(point["nll"], dtype=torch.float64), nll.detach(), 1e-8)
+    la.save(tmp_path / "posterior")
+    loaded = Laplace.load(tmp_path / "posterior", model)
+    assert torch.equal(loaded.functional(new)[1], la.functional(new)[1])
+    assert loaded.log_marginal_likelihood() == la.log_marginal_likelihood()
+    assert repr(loaded) == repr(la)
+    assert "gp, independent outputs" in repr(la)
+    third = examples("classification", 5, 8)
+    updated = [each.update([third]).functional(new)[1] for each in (la, loaded)]
+    assert torch.equal(*updated)
+
+
+def test_an_interrupted_fit_continues_with_the_output_it_had_reached(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "EVERY", 0.0)
+    model = network("classification")
+    data = batches(*examples("classification"), [4, 4, 8])
+    new, _ = examples("classification", 5, 2)
+    fitted = [laplace(model, "classification").fit(data)]
+    # The inputs are read first, then all batches of the first output.
+    fit = laplace(model, "classification").fit
+    with pytest.raises(BrokenError):
+        fit(Breaking(data, 3 + 3 + 2), num_data=SIZE, resume=tmp_path / "state")
+    la = laplace(model, "classification").fit(data, num_data=SIZE, resume=tmp_path / "state")
+    fitted.append(la)
+    assert torch.equal(*[each.functional(new)[1] for each in fitted])
+    with pytest.raises(BrokenError):
+        fit(Breaking(data, 8), num_data=SIZE, resume=tmp_path / "state")
+    with pytest.raises(ValueError, match="independent outputs was True, is False"):
+        Laplace(model, curvature="gp").fit(data, num_data=SIZE, resume=tmp_path / "state")
+
+
+@pytest.mark.parametrize("number", [None, 4])
+def test_the_plan_counts_the_tensors_of_every_output(number):
+    model = network("classification")
+    data = DataLoader(TensorDataset(*examples("classification")), batch_size=8)
+    la = laplace(model, "classification", inducing=number)
+    planned = la.plan(data).posterior
+    blocks = la.fit(data).posterior.curvature.blocks.values()
+    num_bytes = next(iter(blocks)).U.inducing.inputs.nbytes + la.mean.nbytes
+    num_bytes += sum(block.U.coefficients.nbytes + block.magnitudes.nbytes for block in blocks)
+    assert abs(planned - num_bytes) <= 64 * len(la.param_names)
+
+
+def test_parameters_have_no_single_distribution():
+    model = network("classification")
+    la = laplace(model, "classification").fit(batches(*examples("classification")))
+    x, _ = examples("classification", 3, 2)
+    for call in (
+        lambda: la.sample(2),
+        lambda: la.predict(x, method="nn", samples=3),
+        lambda: la.posterior.precision,
+        lambda: la.posterior.covariance,
+        lambda: la.posterior.log_prob(la.mean),
+    ):
+        with pytest.raises(ValueError, match=r"each of the 3 outputs has its own distribution"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"curvature": "kfac", "independent_outputs": True}, ValueError, 'applies to .*"gp", not'),
+        ({"curvature": "gp", "independent_outputs": 2}, TypeError, "independent_outputs"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        Laplace(network("classification"), **options)
