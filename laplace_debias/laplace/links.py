@@ -60,13 +60,13 @@ def tempered_pairwise(
     num_classes = mean.shape[-1]
     means = mean.reshape(-1, num_classes)
     covariances = covariance.reshape(-1, num_classes, num_classes)
-    if torch.compiler.is_exporting():
-        # A program takes any number of examples, so it has no loop over blocks of them.
+    # A few examples at a time, so that their pairs of classes stay in the processor's cache. A
+    # program takes any number of examples, so it has no loop over blocks of them.
+    num_examples = max(1, _PAIRS_AT_ONCE[mean.device.type] // num_classes**2)
+    if torch.compiler.is_exporting() or len(means) <= num_examples:
         logits = _tempered_pairwise_block(means, covariances, temperatures)
         return logits.reshape(len(temperatures), *mean.shape)
     logits = mean.new_empty(len(temperatures), *means.shape)
-    # A few examples at a time, so that their pairs of classes stay in the processor's cache.
-    num_examples = max(1, _PAIRS_AT_ONCE[mean.device.type] // num_classes**2)
     for start in range(0, len(means), num_examples):
         examples = slice(start, start + num_examples)
         logits[:, examples] = _tempered_pairwise_block(
@@ -83,17 +83,17 @@ def _tempered_pairwise_block(
     """Compute `tempered_pairwise` of a block of examples at once."""
     num_classes = means.shape[-1]
     # In double precision: a large common variance leaves the differences their digits.
-    mu = means.double()
     sigma = covariances.double()
     variances = sigma.diagonal(dim1=-2, dim2=-1)
-    scaled_variances = variances.unsqueeze(-1) + variances.unsqueeze(-2) - sigma - sigma.mT
+    scaled_variances = (variances.unsqueeze(-1) + variances.unsqueeze(-2)).sub_(sigma, alpha=2)
     scaled_variances = scaled_variances.clamp_min_(0).mul_(math.pi / 8).to(means.dtype)
-    differences = (mu.unsqueeze(-2) - mu.unsqueeze(-1)).to(means.dtype)
+    differences = means.unsqueeze(-2) - means.unsqueeze(-1)
     needs_gradients = scaled_variances.requires_grad or differences.requires_grad
     # An exported program cannot branch on the values of tensors.
     can_branch = not (needs_gradients or torch.compiler.is_exporting())
     if differences.device.type == "cpu" and can_branch:
-        spread = float(means.amax() - means.amin()) / min(temperatures)
+        lowest, highest = torch.aminmax(means)
+        spread = (float(highest) - float(lowest)) / min(temperatures)
         # Sums of exponentials below this are finite.
         if spread < math.log(torch.finfo(means.dtype).max / num_classes) - 1:
             return _unshifted_pairwise(differences, scaled_variances, temperatures)

@@ -97,3 +97,14 @@ def test_a_prediction_of_eight_images_takes_a_bounded_number_of_operations(netwo
     x = torch.randn(8, 3, 32, 32)
     la.predict(x)
     assert num_operations(lambda: la.predict(x).probs) <= 370
+
+
+def test_a_last_layers_prediction_of_one_input_takes_few_operations_besides_the_network():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(8, 50), nn.ReLU(), nn.Linear(50, 2)).eval()
+    la = Laplace(network, params="last_layer")
+    la.fit_batches([(torch.randn(64, 8), torch.randint(2, (64,)))], num_data=64)
+    x = torch.randn(1, 8)
+    la.predict(x)
+    besides = num_operations(lambda: la.predict(x).probs) - num_operations(lambda: network(x))
+    assert besides <= 60

@@ -393,3 +393,40 @@ def test_inputs_of_several_shapes_have_chunks_of_their_own():
     for length in (9, 40, 9, 5):
         inputs = torch.randn(7, 2, length, dtype=torch.float64)
         assert torch.equal(la.predict(inputs).probs, fresh_probs(la, inputs))
+
+
+class ScaledForLargeInputs(nn.Module):
+    """A network that ends in its head for small inputs, and behind it for large ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        outputs = self.head(torch.tanh(self.first(x)))
+        return outputs if x.abs().max() < 10 else outputs * 2
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_inputs_for_which_the_last_layer_is_not_the_last_operation_are_differentiated(diagonal):
+    """The first inputs of a shape need no graph; later ones of the same shape may need one."""
+    la, x = fitted(ScaledForLargeInputs, params=["head.weight", "head.bias"])
+    la.functional(x, diagonal=diagonal)
+    mean, covariance = la.functional(100 * x, diagonal=diagonal)
+    hidden = torch.tanh(la.model.first(100 * x)).detach()
+    torch.testing.assert_close(mean, 2 * la.model.head(hidden).detach())
+    ones = torch.ones(len(x), 1, dtype=torch.float64)
+    phi = torch.cat([hidden, ones], 1)
+    J = torch.einsum("cd,bi->bcdi", 2 * torch.eye(3, dtype=torch.float64), phi)
+    posterior = la.posterior.covariance.to_dense()
+    weights = torch.arange(18).view(3, 6)
+    biases = 18 + torch.arange(3).view(3, 1)
+    order = torch.cat([weights, biases], 1).flatten()
+    rows = J.flatten(2)
+    expected = rows @ posterior[order][:, order] @ rows.mT
+    if diagonal:
+        expected = expected.diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(covariance, expected)
+    assert torch.equal(mean, la.functional(100 * x)[0])

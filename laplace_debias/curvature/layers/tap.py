@@ -196,7 +196,7 @@ class Tap:
             # A copy for each example of what all have in common, `[T, ...]` or `[1, T, ...]`.
             x, output = (t if len(t) == 1 and t.ndim > 1 else t.unsqueeze(0) for t in (x, output))
             x, output = (t.expand(self._batch, *t.shape[1:]).clone() for t in (x, output))
-        if not output.requires_grad:
+        if self._has_graph and not output.requires_grad:
             # The first tapped layer's output is where the recorded graph begins.
             output = output.detach().requires_grad_()
         merged = self._dims.merged.get(path, 1)
@@ -208,9 +208,12 @@ class Tap:
             recorded_x = recorded_x.unflatten(0, (self._batch, merged))
             z = z.unflatten(0, (self._batch, merged))
         self.layer_calls.append(LayerCall(path, recorded_x, z, x._version))
-        # The forward pass goes on with a copy, which it may overwrite.
-        self._handed_on[path] = (z.flatten(0, 1) if is_merged else z).clone()
-        return self._handed_on[path]
+        handed_on = z.flatten(0, 1) if is_merged else z
+        if self._has_graph:
+            # The forward pass goes on with a copy, which it may overwrite.
+            handed_on = handed_on.clone()
+        self._handed_on[path] = handed_on
+        return handed_on
 
     def _faults(self) -> dict[Site, Exception]:
         """The faults at the sites, for the last forward pass."""

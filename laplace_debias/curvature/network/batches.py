@@ -17,6 +17,7 @@ from tqdm import tqdm
 from laplace_debias.curvature.network.inputs import (
     Inputs,
     OneArgument,
+    dtype_error,
     mark_of,
     move,
     num_examples,
@@ -113,8 +114,18 @@ class BatchReader:
             x = self._placed(inputs)
             if "labels" in batch and "labels" not in inputs:
                 self._check_targets(batch, x, "labels")
-        dtypes = {parameter.dtype for parameter in self.model.parameters()}
-        return move(x, device, dtypes, keeps_graph=keeps_graph)
+        moved = move(x, device, None, keeps_graph=keeps_graph)
+        self._check_dtypes(moved)
+        return moved
+
+    def _check_dtypes(self, inputs: Inputs) -> None:
+        """Require that floats have the dtype of a parameter, usually that of the first."""
+        for x in tensors_of(inputs):
+            if not x.is_floating_point():
+                continue
+            if not any(parameter.dtype == x.dtype for parameter in self.model.parameters()):
+                dtypes = {parameter.dtype for parameter in self.model.parameters()}
+                raise dtype_error(x.dtype, dtypes)
 
     def _from_names(self, named: dict[str, Any]) -> tuple[Inputs, Any]:
         target_keys = [key for key in TARGETS if key in named]

@@ -395,10 +395,7 @@ def move(
     moved = []
     for x in tensors_of(inputs):
         if dtypes is not None and x.is_floating_point() and x.dtype not in dtypes:
-            raise TypeError(
-                f"Inputs are {x.dtype}, the model's parameters {', '.join(map(str, dtypes))}. "
-                "Convert one of them."
-            )
+            raise dtype_error(x.dtype, dtypes)
         # Tensors made under inference_mode cannot take part in differentiation.
         if x.is_inference():
             x = x.clone()
@@ -406,6 +403,14 @@ def move(
             x = x.detach()
         moved.append(x.to(device or x.device, non_blocking=True))
     return with_tensors(inputs, moved)
+
+
+def dtype_error(dtype: torch.dtype, dtypes: Collection[torch.dtype]) -> TypeError:
+    """Make the error for inputs of a dtype that no parameter has."""
+    return TypeError(
+        f"Inputs are {dtype}, the model's parameters {', '.join(map(str, dtypes))}. "
+        "Convert one of them."
+    )
 
 
 def tensors_of(inputs: Any) -> list[Tensor]:

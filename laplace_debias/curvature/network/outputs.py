@@ -8,6 +8,7 @@ are, and reads them together: at its end, in a long pass also on the way. Nothin
 data before that. On the CPU an answer is there at once, and read at once.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -127,12 +128,20 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
             f"{'keeps a dimension for the examples' if not came else 'flattens or selects them'}."
         )
     require(
-        outputs.isfinite().all(),
+        are_finite(outputs.detach()),
         lambda: ValueError(
             "The model's outputs hold NaN or Inf for these examples. Check the inputs' scale and "
             "the checkpoint."
         ),
     )
+
+
+def are_finite(values: Tensor) -> Tensor:
+    """Whether all entries are finite, as a tensor that a GPU has not computed yet."""
+    if values.is_floating_point() and values.numel() > 0:
+        # The largest magnitude is NaN or infinite if an entry is. It takes a single pass.
+        return torch.linalg.vector_norm(values, math.inf) < math.inf
+    return values.isfinite().all()
 
 
 def explain_unbatched(error: Exception, model: nn.Module, x: Inputs) -> None:

@@ -28,8 +28,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a module. By an attribute: importing takes a second."""
-    return hasattr(module, "unshard") and hasattr(module, "reshard")
+    """Whether `fully_shard` was called on a module, which gives it a class with these methods.
+
+    FSDP's own class is not used here, since importing it takes a second.
+    """
+    return hasattr(type(module), "unshard") and hasattr(type(module), "reshard")
 
 
 def has_units(model: nn.Module) -> bool:

@@ -73,6 +73,8 @@ class BlockMoments:
         # The blocks of the last layer, and the weights that are the same for every chunk of inputs.
         self._heads: dict[int, LinearHead] = {}
         self._head_weights: dict[int, Tensor] = {}
+        # Moments due to the biases of the last layer, for a single prior precision.
+        self._bias_moments: dict[int, Tensor] = {}
 
     @property
     def kept_row_bytes(self) -> int:
@@ -107,22 +109,51 @@ class BlockMoments:
             inputs: `last_layer_inputs`.
             chosen: Indices of the outputs; None for all.
         """
+        if len(self.prior_precisions) == 1:
+            total = into[0]
+            for index, phi in inputs.items():
+                total += self._head_moments(index, phi, chosen)
+            return
         for index, phi in inputs.items():
-            if index not in self._heads:
-                self._heads[index] = LinearHead.from_posterior(self.blocks[index], self.posterior)
-            head = self._heads[index]
+            head = self._head(index)
             deltas = self.prior_precisions[:, index]
             squares = head.rotated_inputs(phi).square()
             # One prior precision after the other: the weights, or the covariances, of all of them
             # may not fit into memory.
-            if self._diagonal and len(deltas) > 1:
+            if self._diagonal:
                 along = [squares @ head.variances(delta).mT for delta in deltas]
                 into += head.covariance(torch.stack(along), chosen, diagonal=True)
                 continue
             if index not in self._head_weights:
                 self._head_weights[index] = head.variances(deltas)
             for total, weights in zip(into, self._head_weights[index], strict=True):
-                total += head.covariance(squares @ weights.mT, chosen, self._diagonal)
+                total += head.covariance(squares @ weights.mT, chosen, diagonal=False)
+
+    def _head(self, index: int) -> LinearHead:
+        if index not in self._heads:
+            self._heads[index] = LinearHead.from_posterior(self.blocks[index], self.posterior)
+        return self._heads[index]
+
+    def _head_moments(
+        self, index: int, phi: Float[Tensor, "batch d"], chosen: Int[Tensor, "batch k"] | None
+    ) -> Float[Tensor, "examples columns *again"]:
+        """Compute the covariances of a block of the last layer at a single prior precision.
+
+        Those of a bias are computed once, for one example, as they are the same for all examples.
+        """
+        head = self._head(index)
+        if index not in self._head_weights:
+            self._head_weights[index] = head.variances(self.prior_precisions[0, index])
+        is_same_for_all = head.block.is_exact and chosen is None
+        if is_same_for_all and index in self._bias_moments:
+            return self._bias_moments[index]
+        if is_same_for_all:
+            phi = phi[:1]
+        along = head.eigen_variances(phi, self._head_weights[index])
+        moments = head.covariance(along, chosen, self._diagonal)
+        if is_same_for_all:
+            self._bias_moments[index] = moments
+        return moments
 
     def add(
         self,

@@ -69,7 +69,8 @@ def moments(
         diagonal: Whether to return only variances.
         outputs: The requested outputs; None for all.
         positions: The requested positions; None for all.
-        differences: Whether only covariances of differences of outputs are used.
+        differences: Whether only covariances of differences of outputs are used. Then they are
+            symmetric only up to rounding.
         may_overflow: Whether covariances may contain infinities, as at the smallest prior
             precisions of a search; if not, they raise an error.
 
@@ -201,20 +202,26 @@ def _moments_in_chunks(
     means = []
     covariances = []
     for examples, outputs, size in _forward_in_chunks(context, tap, method, request):
-        indices = None if request.outputs is None else request.outputs[examples]
-        mean = outputs.detach().flatten(1)
-        means.append(mean if indices is None else mean.gather(1, indices))
+        mean = outputs.detach()
+        indices = None
+        if request.outputs is not None:
+            indices = request.outputs[examples]
+            mean = mean.flatten(1).gather(1, indices)
+        means.append(mean)
         covariances.append(method.covariance(outputs, indices, size.columns))
+    # A copy: what a model returns may be overwritten by its next pass.
     mean = torch.cat(means)
     covariance = covariances[0]
     if len(covariances) > 1:
         covariance = torch.cat(covariances, dim=1)
     del covariances
-    if request.outputs is None:
-        mean = mean.unflatten(1, outputs.shape[1:])
     if request.diagonal:
         return mean, covariance.reshape(len(covariance), *mean.shape)
-    for point in covariance:  # They may be the largest tensors: without a copy of all of them.
+    if request.differences:
+        return mean, covariance
+    # One prior precision after the other, since a copy of all covariances may not fit into memory.
+    for index in range(len(covariance)):
+        point = covariance[index]
         point += point.mT.clone()
         point /= 2
     return mean, covariance
@@ -252,7 +259,7 @@ def _forward_in_chunks(
             start = 1
     for begin in range(start, batch, size.examples):
         examples = slice(begin, begin + size.examples)
-        outputs = tap.forward(take(x, examples))
+        outputs = method.forward(take(x, examples), size)
         check_outputs(outputs)
         yield examples, outputs, size
 
@@ -263,6 +270,9 @@ class _Differentiation(Protocol):
 
     def chunk_size(self, outputs: Float[Tensor, "one *outputs"]) -> ChunkSize:
         """Decide how much is differentiated together, after the first example's forward pass."""
+
+    def forward(self, x: Inputs, size: ChunkSize) -> Float[Tensor, "batch *outputs"]:
+        """Run the network on a chunk of examples, whose outputs can then be differentiated."""
 
     def covariance(
         self,
@@ -301,17 +311,27 @@ class _OfOutputs:
         if row_bytes:
             return request.kept_rows(num_columns, gradient_bytes + row_bytes, outputs.device)
         column_bytes = None
-        if len(self._last_layer_inputs(outputs)) < len(blocks):
+        needs_graph = not self._is_last_layer(outputs)
+        if needs_graph:
             column_bytes = bytes_per_column(gradient_bytes, blocks, outputs.element_size())
         elif request.diagonal:
             num_columns = 1  # Variances without a backward pass: no example has a square matrix.
-        return request.chunk_size(
+        size = request.chunk_size(
             num_columns=num_columns,
             gradient_bytes=gradient_bytes,
             num_blocks=len(blocks),
             bytes_per_column=column_bytes,
             device=outputs.device,
         )
+        return replace(size, needs_graph=needs_graph)
+
+    def forward(self, x: Inputs, size: ChunkSize) -> Float[Tensor, "batch *outputs"]:
+        """Run the network; without a graph if the outputs are those of the only Bayesian layer."""
+        outputs = self._tap.forward(x, graph=size.needs_graph)
+        if not size.needs_graph and not self._is_last_layer(outputs):
+            # The forward pass differs from that of the first inputs of this shape.
+            outputs = self._tap.forward(x)
+        return outputs
 
     def covariance(
         self,
@@ -345,6 +365,10 @@ class _OfOutputs:
                 accumulator.columns = output_indices(outputs, indices)[:, columns]
             accumulator.add(into, self._tap.backward(outputs, vectors, keep_graph, skipped))
         return total
+
+    def _is_last_layer(self, outputs: Tensor) -> bool:
+        """Whether the outputs are those of a linear layer that has all Bayesian parameters."""
+        return len(self._last_layer_inputs(outputs)) == len(self._accumulator.blocks)
 
     def _last_layer_inputs(self, outputs: Tensor) -> dict[int, Tensor]:
         if isinstance(self._accumulator, DenseMoments):
@@ -399,6 +423,10 @@ class _ThroughHead:
             device=outputs.device,
             remedy=", or ask for fewer outputs",
         )
+
+    def forward(self, x: Inputs, size: ChunkSize) -> Float[Tensor, "batch *outputs"]:
+        """Run the network on a chunk of examples, and record the graph."""
+        return self._tap.forward(x)
 
     def covariance(
         self,

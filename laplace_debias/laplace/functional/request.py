@@ -1,6 +1,5 @@
 """The requested part of the outputs' covariance, and how much of it is computed together."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.network.outputs import MEMORY_BOUND, MOST_GRANTED, granted
+from laplace_debias.curvature.network.outputs import (
+    MEMORY_BOUND,
+    MOST_GRANTED,
+    are_finite,
+    granted,
+)
 from laplace_debias.system.memory import ROOM
 
 # A chunk's output gradients may use the memory bound, in addition to the forward pass and slices of
@@ -24,10 +28,13 @@ class ChunkSize:
     Attributes:
         examples: The number of examples.
         columns: The number of outputs of each example.
+        needs_graph: Whether outputs are differentiated. They are not if only a last layer is
+            Bayesian, since its inputs determine the Jacobian.
     """
 
     examples: int
     columns: int
+    needs_graph: bool = True
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,7 @@ def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
         ValueError: If they are not: the posterior is in range, but its products with the Jacobian
             of these inputs are not.
     """
-    extremes = torch.stack(torch.aminmax(covariance)).tolist()
-    if not all(map(math.isfinite, extremes)):
+    if not are_finite(covariance):
         raise ValueError(
             f"The covariance of the outputs overflows {covariance.dtype}: for these "
             "inputs, the squared Jacobian divided by the prior precision (at least "
