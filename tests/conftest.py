@@ -124,6 +124,14 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def batches_apart(monkeypatch):
+    """Fits run every batch by itself, even if it is small."""
+    from laplace_debias.curvature.fits import chunks
+
+    monkeypatch.setattr(chunks, "_JOINED_BYTES", 0)
+
+
 @pytest.fixture(scope="session")
 def processes():
     """Processes that share their work; one that a test kills is started again."""

@@ -1,5 +1,6 @@
 """Plans, which estimate the memory and time of a fit from one batch."""
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import suppress
@@ -13,10 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from laplace_debias.curvature.fits.chunks import run_example
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.batches import Batches, Fold
-from laplace_debias.curvature.network.inputs import move, take
+from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.structures import CurvatureStructure
 from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
 from laplace_debias.laplace.mode_names import MODES
@@ -148,7 +150,10 @@ def plan_fit(
         # A pass reads one fold.
         fold = slice(0, -(-len(y) // num_folds))
         x = move(take(x, fold), context.device, None)
-        data = Fold.consecutive([(x, y[fold].to(context.device))])
+        num_joined = _num_joined_batches(context, x, num_batches)
+        data = Fold.consecutive([(x, y[fold].to(context.device))] * num_joined)
+        if num_batches is not None:
+            num_passes = math.ceil(num_batches / num_joined) * num_folds
         # It is only run if there is memory for it in addition to the blocks.
         available = available_memory(context.device)
         blocks = structure.block_bytes(context)
@@ -254,6 +259,16 @@ class _Trial(NamedTuple):
     row_bytes: int = 0
     seconds: float | None = None
     num_rows: NumRows = NO_ROWS
+
+
+def _num_joined_batches(context: FitContext, x: Inputs, num_batches: int | None) -> int:
+    """Return how many batches a pass runs together, from the inputs of one."""
+    _, num_joined_examples = run_example(context, x)
+    context.tap.forget()
+    if not isinstance(x, Tensor):
+        return 1
+    num_joined = max(1, num_joined_examples // len(x))
+    return num_joined if num_batches is None else min(num_batches, num_joined)
 
 
 def _run_trial(structure: CurvatureStructure, context: FitContext, data: Fold) -> _Trial:

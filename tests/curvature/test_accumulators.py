@@ -70,6 +70,7 @@ class Unreduced(DataPass):
         accumulator.reduce = lambda: None
 
 
+@pytest.mark.usefixtures("batches_apart")
 @pytest.mark.parametrize("name", ACCUMULATORS)
 def test_sums_that_are_put_back_go_on_to_the_same_bits(context, name):
     uninterrupted, before, after = (ACCUMULATORS[name](context) for _ in range(3))

@@ -290,6 +290,7 @@ class SometimesByWeight(nn.Module):
         return self.head((x @ self.layer.weight.T + self.layer.bias).tanh())
 
 
+@pytest.mark.usefixtures("batches_apart")
 def test_a_weight_that_is_read_without_a_call_is_refused():
     torch.manual_seed(0)
     model = SometimesByWeight().double().eval()

@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias import Laplace
 
+# The operations of every batch are counted, not those of several that are run together.
+pytestmark = pytest.mark.usefixtures("batches_apart")
+
 
 class Count(TorchDispatchMode):
     """Counts operations that are no views."""

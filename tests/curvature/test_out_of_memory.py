@@ -12,6 +12,8 @@ from laplace_debias.curvature.network.batches import Fold
 from laplace_debias.laplace.prepared import examine
 from laplace_debias.laplace.state import Unfitted
 
+pytestmark = pytest.mark.usefixtures("batches_apart")
+
 MESSAGES = [
     torch.OutOfMemoryError("CUDA out of memory"),
     RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried to allocate"),

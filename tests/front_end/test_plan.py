@@ -209,6 +209,7 @@ def test_a_plan_leaves_the_generator_and_the_model(case, curvature):
     assert isinstance(la._state, Unfitted)
 
 
+@pytest.mark.usefixtures("batches_apart")
 @pytest.mark.parametrize(("mode", "batches"), [("full", 3), ("mini", 1), ("debiased", 2)])
 def test_seconds_are_those_of_one_batch_times_their_number(mode, batches, monkeypatch):
     torch.manual_seed(0)

@@ -18,6 +18,8 @@ from laplace_debias.curvature.fits.checkpoint import Checkpoint
 SIZE, BATCH = 50, 7
 NUM_BATCHES = 8
 
+pytestmark = pytest.mark.usefixtures("batches_apart")
+
 
 @pytest.fixture(autouse=True)
 def _after_every_batch(monkeypatch):

@@ -161,6 +161,7 @@ def with_a_wrong_batch(case):
     return name, data, part, message
 
 
+@pytest.mark.usefixtures("batches_apart")
 @pytest.mark.filterwarnings("ignore:The noise of the regression")
 @pytest.mark.parametrize(("case", "curvature"), one_axis_at_a_time(WRONG, ["kfac", "full"]))
 def test_a_wrong_batch_is_named_and_the_last_posterior_stays(case, curvature):

@@ -24,15 +24,15 @@ def check_finite(sums: Mapping[Block, Factor]) -> None:
     """Require that the sums of all blocks are finite.
 
     A sum is finite only if every summand is. So the host waits for the device once, after the last
-    batch.
+    batch. The total of all entries is not finite if one of them is not; entries are searched only
+    then, because their total may also overflow.
     """
-    extremes = []
-    for value in sums.values():
-        entries = value.rows if isinstance(value, GramFactor) else value
-        extremes.append(torch.stack(torch.aminmax(entries)).double())
-    are_finite = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
-    for block, is_finite in zip(sums, are_finite, strict=True):
-        if not is_finite:
+    if not sums:
+        return
+    entries = [value.rows if isinstance(value, GramFactor) else value for value in sums.values()]
+    totals = torch.stack([tensor.sum(dtype=torch.float64) for tensor in entries])
+    for block, tensor, is_finite in zip(sums, entries, totals.isfinite().tolist(), strict=True):
+        if not is_finite and not bool(tensor.isfinite().all()):
             layer = f"layer {block.layer!r}" if block.layer else "the model"
             raise ValueError(
                 f"The curvature of {block.name} holds NaN or Inf: the inputs of {layer}, or the "

@@ -1,12 +1,13 @@
 """Chunks: parts of a batch whose output gradients fit the memory bound."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laplace_debias.curvature.fits.accumulators import Accumulator, UnfinishedSumError
 from laplace_debias.curvature.fits.context import FitContext
@@ -16,13 +17,18 @@ from laplace_debias.curvature.layers.masks import Masks, reached_examples
 from laplace_debias.curvature.layers.positions import PositionFinder
 from laplace_debias.curvature.layers.records import BlockRecord, scale_examples
 from laplace_debias.curvature.network.batches import weight_of
-from laplace_debias.curvature.network.inputs import Inputs, move, take
+from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
 from laplace_debias.curvature.network.outputs import MOST_GRANTED, check_outputs, granted
 from laplace_debias.system.memory import is_out_of_memory
 
 # The memory bound divided by the memory of a chunk's output gradients, by device type. On a CPU
 # larger chunks do not fit the processor's cache; a GPU uses the full bound.
 _BOUND_OVER_CHUNK = defaultdict(lambda: 1, cpu=2)
+
+# A processor runs small batches together, up to so many bytes of activations. More do not fit its
+# cache.
+_JOINED_BYTES = 6 * 2**20
+_MOST_JOINED_EXAMPLES = 1024
 
 # The block of a record, and the index of the column group that it is for.
 RecordKey = tuple[Block, int]
@@ -61,6 +67,10 @@ class ChunkRunner:
     Args:
         accumulator: It is given the records.
         x: The inputs of the first batch, one of which is run to find out what an example needs.
+
+    Attributes:
+        num_joined_examples: The number of examples up to which batches are run together; 0 for
+            none.
     """
 
     def __init__(self, accumulator: Accumulator, x: Inputs) -> None:
@@ -68,8 +78,7 @@ class ChunkRunner:
         self._context = accumulator.context
         context = self._context
         tap = context.tap
-        outputs = tap.forward(move(take(x, slice(0, 1)), context.device, None))
-        check_outputs(outputs)
+        outputs, num_joined_examples = run_example(context, x)
         self._positions: PositionFinder | None = None
         if accumulator.needs_positions:
             self._positions = PositionFinder(
@@ -90,6 +99,7 @@ class ChunkRunner:
         self._num_columns = num_columns
         chunk_bound = bound // _BOUND_OVER_CHUNK[context.device.type]
         self._num_examples = max(1, chunk_bound // (num_columns * column_bytes))
+        self.num_joined_examples = min(num_joined_examples, self._num_examples)
         # Processors convolve images in this layout in less time.
         self._is_channels_last = tap.one_by_one and isinstance(x, Tensor) and x.ndim == 4
         tap.forget()
@@ -204,6 +214,41 @@ class ChunkRunner:
         if masks is None:
             return block_masks
         return [block_mask & mask for block_mask, mask in zip(block_masks, masks, strict=True)]
+
+
+def run_example(context: FitContext, x: Inputs) -> tuple[Tensor, int]:
+    """Run the first example of some inputs.
+
+    Returns:
+        Its outputs, and the number of examples up to which batches are run together.
+    """
+    tap = context.tap
+    example = move(take(x, slice(0, 1)), context.device, None)
+    with _bytes_of_modules(context.network) as activation_bytes:
+        outputs = tap.forward(example)
+    check_outputs(outputs)
+    # Models that run some layers only for some batches are given the user's batches.
+    if context.device.type != "cpu" or tap.conditional:
+        return outputs, 0
+    input_bytes = sum(tensor.nbytes for tensor in tensors_of(example))
+    num_fitting = _JOINED_BYTES // (input_bytes + sum(activation_bytes))
+    return outputs, min(num_fitting, _MOST_JOINED_EXAMPLES)
+
+
+@contextmanager
+def _bytes_of_modules(network: nn.Module) -> Iterator[list[int]]:
+    """Collect the bytes of what the modules of a network return."""
+    num_bytes: list[int] = []
+
+    def count(_: nn.Module, __: Any, outputs: Any) -> None:
+        num_bytes.extend(tensor.nbytes for tensor in tensors_of(outputs))
+
+    handles = [module.register_forward_hook(count) for module in network.modules()]
+    try:
+        yield num_bytes
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _num_columns(context: FitContext, outputs: Tensor) -> int:

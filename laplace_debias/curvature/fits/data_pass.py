@@ -1,5 +1,12 @@
 """One pass over data: batches become records of the blocks, and an accumulator sums them."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.chunks import ChunkRunner
 from laplace_debias.curvature.fits.totals import DataTotals
@@ -7,8 +14,48 @@ from laplace_debias.curvature.network.batches import FitData
 from laplace_debias.curvature.network.outputs import Faults
 
 
+@dataclass(frozen=True)
+class _NumberedBatch:
+    """A batch of a pass.
+
+    Attributes:
+        tensors: The inputs, the targets, and the weights if there are any.
+        number: The number of the batch in the user's data, from 1; None if it has none.
+        first_index: The index of the first example among all examples of the fit.
+    """
+
+    tensors: tuple[Any, ...]
+    number: int | None
+    first_index: int
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples."""
+        return len(self.tensors[1])
+
+    def precedes(self, batch: "_NumberedBatch") -> bool:
+        """Whether the two batches can be concatenated.
+
+        They are plain tensors without weights, and their examples have one shape and consecutive
+        indices.
+        """
+        if self.first_index + self.num_examples != batch.first_index:
+            return False
+        if len(self.tensors) > 2 or len(batch.tensors) > 2:
+            return False
+        for own, following in zip(self.tensors, batch.tensors, strict=True):
+            if type(own) is not Tensor or type(following) is not Tensor:
+                return False
+            if own.shape[1:] != following.shape[1:] or own.dtype != following.dtype:
+                return False
+        return True
+
+
 class DataPass:
     """A pass over data, whose records of the blocks an accumulator sums.
+
+    Small batches of small networks are run together, since a batch takes longer to prepare than to
+    compute.
 
     Args:
         accumulator: It has the sums of all processes when the pass has ended.
@@ -16,6 +63,8 @@ class DataPass:
 
     def __init__(self, accumulator: Accumulator) -> None:
         self.accumulator = accumulator
+        self._faults = Faults()
+        self._totals = DataTotals()
 
     def run(self, data: FitData, first: int = 0) -> DataTotals:
         """Read the data to its end, and return the totals over all processes.
@@ -25,22 +74,69 @@ class DataPass:
         resumes after the batches that are in its sums.
         """
         checkpoint = self.accumulator.context.checkpoint
-        totals = checkpoint.begin(self.accumulator)
+        self._totals = checkpoint.begin(self.accumulator)
         runner: ChunkRunner | None = None
-        faults = Faults()
-        num_read = 0
-        for number, batch in enumerate(data):
-            first_index = first + data.first_index(number, num_read)
-            num_read += len(batch[1])
+        waiting: list[_NumberedBatch] = []
+        num_waiting = 0
+        for batch in _numbered(data, first):
             if runner is None:
-                runner = ChunkRunner(self.accumulator, batch[0])
-            if checkpoint.has(batch):
+                runner = ChunkRunner(self.accumulator, batch.tensors[0])
+            num_together = num_waiting + batch.num_examples
+            is_small = num_together <= runner.num_joined_examples
+            if waiting and not (is_small and waiting[-1].precedes(batch)):
+                self._run_batches(runner, waiting)
+                waiting = []
+                num_waiting = 0
+            # The checkpoint counts a batch here, when all batches before are in the sums.
+            if checkpoint.has(batch.tensors):
                 continue
-            with faults.during_batch(data.batch_number(number)):
-                runner.run(batch, first_index, totals)
-            checkpoint.save(totals, faults.read)
-        faults.read()
+            waiting.append(batch)
+            num_waiting += batch.num_examples
+            if num_waiting >= runner.num_joined_examples:
+                self._run_batches(runner, waiting)
+                waiting = []
+                num_waiting = 0
+        if runner is not None and waiting:
+            self._run_batches(runner, waiting)
+        self._faults.read()
         checkpoint.end()
-        totals = totals.over(self.accumulator.context.ranks)
+        totals = self._totals.over(self.accumulator.context.ranks)
         self.accumulator.reduce()
         return totals
+
+    def _run_batches(self, runner: ChunkRunner, batches: list[_NumberedBatch]) -> None:
+        """Run batches that can be concatenated, and let the checkpoint save the sums."""
+        if len(batches) == 1:
+            self._run_batch(runner, batches[0])
+        else:
+            self._run_joined(runner, batches)
+        self.accumulator.context.checkpoint.save(self._totals, self._faults.read)
+
+    def _run_joined(self, runner: ChunkRunner, batches: list[_NumberedBatch]) -> None:
+        """Concatenate batches and run them.
+
+        After an error they are run one after the other: its message has the number of the batch.
+        """
+        inputs = torch.cat([batch.tensors[0] for batch in batches])
+        targets = torch.cat([batch.tensors[1] for batch in batches])
+        joined = _NumberedBatch((inputs, targets), None, batches[0].first_index)
+        try:
+            self._run_batch(runner, joined)
+        except Exception:
+            for batch in batches:
+                self._run_batch(runner, batch)
+            raise
+
+    def _run_batch(self, runner: ChunkRunner, batch: _NumberedBatch) -> None:
+        with self._faults.during_batch(batch.number):
+            runner.run(batch.tensors, batch.first_index, self._totals)
+
+
+def _numbered(data: FitData, first: int) -> Iterator[_NumberedBatch]:
+    """Number the batches of some data, whose first example has the index `first`."""
+    num_read = 0
+    for index, tensors in enumerate(data):
+        first_index = first + data.first_index(index, num_read)
+        batch = _NumberedBatch(tensors, data.batch_number(index), first_index)
+        num_read += batch.num_examples
+        yield batch

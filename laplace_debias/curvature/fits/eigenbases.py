@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from laplace_debias.curvature.fits.block_tensors import owners_of_blocks
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.directions import (
@@ -27,13 +30,22 @@ def eigenbases(context: FitContext, sums: FactorSums, weight: float) -> dict[Blo
 
     The sums are those of this process's blocks, over examples of this weight; the eigenbases of all
     blocks are returned. Small factors of one shape are decomposed together: the calls take longer
-    than the work.
+    than the work. If a layer has one position per example, G of its bias is that of its weight, and
+    is decomposed only once.
     """
     blocks = list(sums)
     factors: dict[FactorKey, Factor] = {}
     keys_by_form: dict[Any, list[FactorKey]] = {}
+    weight_keys: dict[str, FactorKey] = {}
+    repeated: dict[FactorKey, FactorKey] = {}
     for block in blocks:
         for side, factor in enumerate(sums.pop(block)):
+            weight_key = weight_keys.get(block.layer)
+            if side == 0 and weight_key and _are_equal(factor, factors[weight_key]):
+                repeated[block, side] = weight_key
+                continue
+            if side == 0:
+                weight_keys[block.layer] = (block, side)
             if isinstance(factor, GramFactor):
                 form: tuple[Any, ...] = (GramFactor, factor.max_rows, factor.rows.shape)
             else:
@@ -45,12 +57,22 @@ def eigenbases(context: FitContext, sums: FactorSums, weight: float) -> dict[Blo
         step = max(1, _DECOMPOSED_TOGETHER // max(1, shape.numel()))
         for start in range(0, len(keys), step):
             pairs.update(_decompose(keys[start : start + step], factors, weight))
+    for key, weight_key in repeated.items():
+        eigenvalues, U = pairs[weight_key]
+        pairs[key] = (eigenvalues.clone(), None if U is None else U.clone())
     bases = {}
     for block in blocks:
         eigenvalues_G, U_G = pairs.pop((block, 0))
         eigenvalues_A, U_A = pairs.pop((block, 1))
         bases[block] = Eigenbasis(U_G, U_A, eigenvalues_G, eigenvalues_A)
     return share_bases(context, bases)
+
+
+def _are_equal(factor: Factor, weight_factor: Factor) -> bool:
+    """Whether two factors are the same matrix."""
+    if not isinstance(factor, Tensor) or not isinstance(weight_factor, Tensor):
+        return False
+    return factor.ndim > 1 and torch.equal(factor, weight_factor)
 
 
 def _decompose(
