@@ -87,7 +87,8 @@ class OnlineCurvature:
         joint: Whether a layer's weight and bias make one block.
         sharing: How positions share a weight.
         backend: `"backpack"`, `"hooks"` or `"auto"`.
-        factor_dtype: The dtype in which curvature is summed and decomposed.
+        factor_dtype: The dtype of the running sums and of their decompositions. The sums of one
+            batch have the model's dtype.
         memory_bound: Bytes of working memory for output gradients; None for the default.
         class_dim: The dimension of the outputs that holds the classes; None for the last one.
         generator: Seeds the labels of `fisher="mc"`; None for torch's global generator.
@@ -125,6 +126,7 @@ class OnlineCurvature:
         likelihood: str | Likelihood = "classification",
         decay: float = 0.95,
         refresh: int = 50,
+        every: int = 4,
         *,
         curvature: str = "ekfac",
         params: ParameterSelection = "all",
@@ -143,6 +145,7 @@ class OnlineCurvature:
     ) -> None:
         self.decay = _checked_decay(decay)
         self.refresh = whole(refresh, "refresh")
+        self.every = whole(every, "every")
         if curvature not in RUNNING_MAGNITUDES:
             raise ValueError(
                 f"curvature={curvature!r} has no running means of Kronecker factors. Use "
@@ -165,8 +168,9 @@ class OnlineCurvature:
         self._state = initial_state(
             spec, config, prior_precision=prior_precision, temperature=temperature
         )
-        self._factors = RunningSum(self.decay)
-        self._magnitudes = RUNNING_MAGNITUDES[curvature](self.decay)
+        self._decay_per_measurement = self.decay**self.every
+        self._factors = RunningSum(self._decay_per_measurement, factor_dtype)
+        self._magnitudes = RUNNING_MAGNITUDES[curvature](self._decay_per_measurement, factor_dtype)
         self._totals = DataTotals()
         self._num_updates = 0
         self._bases: dict[Block, Eigenbasis] = {}
@@ -178,12 +182,15 @@ class OnlineCurvature:
 
     @property
     def num_updates(self) -> int:
-        """The number of batches so far."""
+        """The number of batches so far, with those that were not measured."""
         return self._num_updates
 
     @torch.inference_mode(False)
     def update(self, x: Inputs, y: Tensor) -> None:
         """Measure the curvature of a batch at the present weights, and update the running means.
+
+        The first batch is measured, and every `every`-th one after it. For the others this only
+        counts the batch.
 
         Args:
             x: Inputs, `[B, ...]`.
@@ -195,6 +202,9 @@ class OnlineCurvature:
             TypeError: If inputs or targets have the wrong dtype.
             RuntimeError: If the model's parameters were moved or replaced, or under autocast.
         """
+        if self._num_updates % self.every:
+            self._num_updates += 1
+            return
         check_no_autocast(self._state.device)
         with alone():
             stream = self._state.spec.fit_stream([(x, y)], self._state.device)
@@ -216,8 +226,8 @@ class OnlineCurvature:
             num_data: N, the number of training examples.
 
         Raises:
-            RuntimeError: Before the second update, since the first one has no directions of an
-                earlier batch; after `load_state_dict` before the next update.
+            RuntimeError: Before the second batch is measured, since the first one has no directions
+                of an earlier batch; after `load_state_dict` before the next measured batch.
         """
         size = TrainingSize(whole(num_data, "num_data"))
         if self._loaded is not None:
@@ -228,7 +238,8 @@ class OnlineCurvature:
         if self._context is None or not self._bases:
             raise RuntimeError(
                 f"A posterior needs directions and magnitudes of different batches, and there were "
-                f"{self._num_updates} updates. Call update at least twice."
+                f"{self._num_updates} updates with every={self.every}. Call update at least "
+                f"{self.every + 1} times."
             )
         assert self._parameters is not None
         state = self._state
@@ -250,7 +261,7 @@ class OnlineCurvature:
     def state_dict(self) -> dict[str, Any]:
         """Return the running means and directions, for `torch.save` and `load_state_dict`."""
         if self._context is None and self._loaded is not None:
-            return dict(self._loaded)
+            return {**self._loaded, "num_updates": self._num_updates}
         blocks = {}
         for block, factors in self._factors.parts.items():
             tensors = dict(zip(("G", "A"), factors, strict=True))
@@ -287,8 +298,10 @@ class OnlineCurvature:
                 f"The state has the entries {list(state)[:5]}, and no options and blocks. Pass "
                 "what OnlineCurvature.state_dict() returned."
             )
+        # A state without the entry is of an earlier version, which measured every batch.
+        options = {"every": 1, **state["options"]}
         for name, value in self._options.items():
-            saved = state["options"][name]
+            saved = options[name]
             if saved != value:
                 raise ValueError(
                     f"The state was saved with {name}={saved!r}, and this object has "
@@ -311,6 +324,7 @@ class OnlineCurvature:
         return {
             "decay": self.decay,
             "refresh": self.refresh,
+            "every": self.every,
             "curvature": config.structure.name,
             "fisher": config.fisher.kind,
             "mc_samples": config.fisher.mc_samples,
@@ -320,7 +334,8 @@ class OnlineCurvature:
     @property
     def _is_refresh_due(self) -> bool:
         count = self._num_updates
-        return count == 1 or (count > 0 and count % self.refresh == 0)
+        previous = count - self.every
+        return previous == 0 or (count > 0 and count // self.refresh > previous // self.refresh)
 
     def _prepare(self, stream: Any) -> None:
         """Check the model on the first batch, and set up the network and its sums."""
@@ -360,7 +375,6 @@ class OnlineCurvature:
             )
         self._factors.weight = state["factor_weight"]
         self._magnitudes.sums.weight = state["magnitude_weight"]
-        self._num_updates = state["num_updates"]
         self._totals = DataTotals(
             num_examples=state["num_examples"],
             nll=state["nll"],
@@ -368,7 +382,7 @@ class OnlineCurvature:
             weight=state["weight"],
         )
         if self._bases:
-            self._sums.squares = self._magnitudes.accumulator(context, self._bases)
+            self._sums.squares = self._magnitudes.accumulator(self._sums.context, self._bases)
 
     def _follow_model(self) -> None:
         """Copy the model's buffers to the working copy, which shares only the parameters."""
@@ -397,7 +411,7 @@ class OnlineCurvature:
         for block, basis in self._bases.items():
             self._magnitudes.rotate(block, overlaps_of_bases(bases[block], basis))
         self._bases = bases
-        self._sums.squares = self._magnitudes.accumulator(self._context, bases)
+        self._sums.squares = self._magnitudes.accumulator(self._sums.context, bases)
 
     def _add(self, batch: tuple[Any, ...]) -> None:
         """Measure a batch, and add it to the running means once all of it is known to be finite."""
@@ -419,11 +433,12 @@ class OnlineCurvature:
             measured = self._magnitudes.measure(self._bases, factors, squares)
             self._magnitudes.sums.update(measured, totals.weight)
         self._factors.update(factors, totals.weight)
+        decay = self._decay_per_measurement
         self._totals = DataTotals(
             num_examples=self._totals.num_examples + totals.num_examples,
-            nll=self.decay * self._totals.nll + totals.nll.item(),
-            num_outputs=self.decay * self._totals.num_outputs + totals.num_outputs,
-            weight=self.decay * self._totals.weight + totals.weight,
+            nll=decay * self._totals.nll + totals.nll.item(),
+            num_outputs=decay * self._totals.num_outputs + totals.num_outputs,
+            weight=decay * self._totals.weight + totals.weight,
         )
         self._num_updates += 1
 

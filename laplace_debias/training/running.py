@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,8 @@ from laplace_debias.curvature.fits.directions import (
     Eigenbasis,
     Factor,
     GramFactor,
-    add_moments,
     directional_curvature,
+    moments,
     outer,
 )
 from laplace_debias.curvature.fits.factor_sums import FactorAccumulator
@@ -25,6 +26,8 @@ from laplace_debias.curvature.layers.records import BlockRecord
 
 # The parts of each block: G and A, or those of the magnitudes.
 BlockParts = Mapping[Block, Sequence[Factor]]
+# Gradients of so many examples are summed before they are squared.
+_EXAMPLES_PER_SUM = 8
 # Per block and side, the squares of the products of new with old directions `[*groups, d, d]`.
 Overlaps = Sequence[Tensor | None]
 
@@ -34,37 +37,32 @@ class RunningSum:
 
     $S/w$ is the mean per example, whatever the number of batches so far.
 
-    Attributes:
+    Args:
         decay: β, in (0, 1]; 1 for the plain sum.
+        dtype: The dtype of S.
+
+    Attributes:
         parts: S of every block, one tensor per part.
         weight: w, the number of examples, each discounted as often as a batch came after it.
     """
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self, decay: float, dtype: torch.dtype) -> None:
         self.decay = decay
+        self.dtype = dtype
         self.parts: dict[Block, list[Tensor]] = {}
         self.weight = 0.0
 
     def update(self, parts: BlockParts, num_examples: float) -> None:
         """Add a batch's sums over its examples; of rows, their products."""
         for block, values in parts.items():
+            batch_sums = [
+                moments(value.rows) if isinstance(value, GramFactor) else value for value in values
+            ]
             if block not in self.parts:
-                self.parts[block] = [_zeros(value) for value in values]
-            for total, value in zip(self.parts[block], values, strict=True):
-                total.mul_(self.decay)
-                if isinstance(value, GramFactor):
-                    add_moments(total, value.rows)
-                else:
-                    total.add_(value)
+                self.parts[block] = [torch.zeros_like(s, dtype=self.dtype) for s in batch_sums]
+            for total, batch_sum in zip(self.parts[block], batch_sums, strict=True):
+                total.mul_(self.decay).add_(batch_sum)
         self.weight = self.decay * self.weight + num_examples
-
-
-def _zeros(value: Factor) -> Tensor:
-    """The sum of no such values."""
-    if isinstance(value, GramFactor):
-        *groups, d = value.rows.shape[1:]
-        return value.rows.new_zeros(*groups, d, d)
-    return torch.zeros_like(value)
 
 
 class RunningMagnitudes(ABC):
@@ -76,8 +74,8 @@ class RunningMagnitudes(ABC):
 
     num_parts: ClassVar[int]
 
-    def __init__(self, decay: float) -> None:
-        self.sums = RunningSum(decay)
+    def __init__(self, decay: float, dtype: torch.dtype) -> None:
+        self.sums = RunningSum(decay, dtype)
 
     def accumulator(
         self, context: FitContext, bases: Mapping[Block, Eigenbasis]
@@ -117,9 +115,8 @@ class FactorMagnitudes(RunningMagnitudes):
         """Project a batch's factors."""
         measured = {}
         for block, (G, A) in factors.items():
-            along_G = directional_curvature(G, bases[block].U_G)
-            along_A = directional_curvature(A, bases[block].U_A)
-            measured[block] = [along_G, along_A]
+            U_G, U_A = bases[block].directions(_dtype(G))
+            measured[block] = [directional_curvature(G, U_G), directional_curvature(A, U_A)]
         return measured
 
     def rotate(self, block: Block, overlaps: Overlaps) -> None:
@@ -143,7 +140,9 @@ class GradientMagnitudes(RunningMagnitudes):
     def accumulator(
         self, context: FitContext, bases: Mapping[Block, Eigenbasis]
     ) -> SquaredGradients:
-        """The squares of a batch."""
+        """The squares of a batch; of sums over examples if the labels are sampled."""
+        if context.cotangents.fisher.kind == "mc":
+            return SquaredSums(context, bases)
         return SquaredGradients(context, bases)
 
     def measure(
@@ -177,6 +176,10 @@ RUNNING_MAGNITUDES: Mapping[str, type[RunningMagnitudes]] = {
 }
 
 
+def _dtype(factor: Factor) -> torch.dtype:
+    return factor.rows.dtype if isinstance(factor, GramFactor) else factor.dtype
+
+
 def overlaps_of_bases(new: Eigenbasis, old: Eigenbasis) -> Overlaps:
     """The squares of the products of new with old eigenvectors; None where both are the axes."""
     overlaps: list[Tensor | None] = []
@@ -186,6 +189,54 @@ def overlaps_of_bases(new: Eigenbasis, old: Eigenbasis) -> Overlaps:
         else:
             overlaps.append((U_new.mT @ U_old).square())
     return overlaps
+
+
+class SquaredSums(SquaredGradients):
+    r"""An accumulator of the squares of gradients that are summed over several examples.
+
+    Sampled labels are independent and their gradients have mean zero, so that products of different
+    examples' gradients vanish on average:
+
+    $$\mathbb E\big(\textstyle\sum_n J_n\big)^2 = \sum_n\mathbb E\,J_n^2.$$
+
+    A sum is one product of matrices and is rotated once, while the examples' own gradients would
+    each be rotated.
+
+    Reference: the Gauss-Newton-Bartlett estimator of Liu et al. (2024), "Sophia: a scalable
+    stochastic second-order optimizer for language model pre-training".
+    """
+
+    def measure(self, record: BlockRecord) -> Tensor:
+        """Compute the squares for a chunk of examples."""
+        block = record.block
+        if block.is_exact or block.is_one_hot or record.num_positions == 1:
+            # These gradients have few entries, or are outer products that are rotated in parts.
+            return super().measure(record)
+        U_G, U_A = self._rotations[block]
+        total: Tensor | None = None
+        for start in range(0, record.num_examples, _EXAMPLES_PER_SUM):
+            examples = slice(start, start + _EXAMPLES_PER_SUM)
+            J = _summed_gradients(record, examples)
+            if U_A is not None:
+                J = J @ U_A
+            if U_G is not None:
+                J = U_G.mT @ J
+            squares = J.square().sum(0)
+            total = squares if total is None else total.add_(squares)
+        assert total is not None
+        return total
+
+
+def _summed_gradients(
+    record: BlockRecord, examples: slice
+) -> Float[Tensor, "columns *groups d_out d_in"]:
+    """Compute the weight's gradient for each column, summed over some examples."""
+    block = record.block
+    calls = [
+        block.rule.weight_gradients(record.layer, block, x[examples], g[:, examples])
+        for x, g in record.calls()
+    ]
+    return calls[0] if len(calls) == 1 else torch.stack(calls).sum(0)
 
 
 class BatchSums(Accumulator):
@@ -199,8 +250,9 @@ class BatchSums(Accumulator):
     needs_positions = True
 
     def __init__(self, context: FitContext) -> None:
-        super().__init__(context)
-        self.factors = FactorAccumulator(context)
+        # A batch is summed in the model's dtype, the running sums have another one.
+        super().__init__(replace(context, factor_dtype=context.dtype))
+        self.factors = FactorAccumulator(self.context)
         self.squares: SquaredGradients | None = None
 
     def begin(self) -> None:

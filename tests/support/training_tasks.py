@@ -26,12 +26,12 @@ def batches(rank):
 def online(rank, folder):
     """The posterior of a process's own batches, and that of its saved and loaded state."""
     model = network()
-    collected = OnlineCurvature(model, fisher="exact", refresh=2)
+    collected = OnlineCurvature(model, fisher="exact", refresh=2, every=1)
     for x, y in batches(rank):
         collected.update(x, y)
     path = f"{folder}/{rank}.pt"
     torch.save(collected.state_dict(), path)
-    resumed = OnlineCurvature(model, fisher="exact", refresh=2)
+    resumed = OnlineCurvature(model, fisher="exact", refresh=2, every=1)
     resumed.load_state_dict(torch.load(path))
     precisions = []
     x, y = batches(0)[0]

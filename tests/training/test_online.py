@@ -13,7 +13,7 @@ from laplace_debias.training import OnlineCurvature
 BETA = 0.8
 REFRESH = 3
 SIZES = (14, 9, 12, 16, 11, 13, 10)
-OPTIONS = {"decay": BETA, "refresh": REFRESH, "fisher": "exact"}
+OPTIONS = {"decay": BETA, "refresh": REFRESH, "every": 1, "fisher": "exact"}
 
 
 def convolutional(seed=0):
@@ -59,36 +59,43 @@ def projected(U_new, U_old, values):
     return along(U_new, U_old @ torch.diag(values) @ U_old.T)
 
 
-def running_factors(model, data, layer, number):
-    """The discounted means of G and A over the batches before a number."""
+def running_factors(model, data, layer, number, every=1):
+    """The discounted means of G and A over the measured batches before a number."""
     G, A, weight = 0, 0, 0
-    for x, _ in data[:number]:
-        factors = oracle.kfac_factors(model, x, "classification", layer)
-        G = BETA * G + len(x) * factors["G"]
-        A = BETA * A + len(x) * factors["A"]
-        weight = BETA * weight + len(x)
+    for index, (x, _) in enumerate(data[:number]):
+        G, A, weight = BETA * G, BETA * A, BETA * weight
+        if index % every == 0:
+            factors = oracle.kfac_factors(model, x, "classification", layer)
+            G = G + len(x) * factors["G"]
+            A = A + len(x) * factors["A"]
+            weight = weight + len(x)
     return G / weight, A / weight
 
 
-def refreshes(number):
-    return number == 1 or (number > 0 and number % REFRESH == 0)
+def refreshes(number, every=1):
+    """Whether directions are new before a batch: the first ones, or a refresh since the last."""
+    passed = [step for step in range(1, number + 1) if step % REFRESH == 0 or step == every]
+    return bool(passed) and passed[-1] > number - every
 
 
+@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("layer", ["0", "3"])
-def test_squares_along_earlier_directions_are_averaged(layer):
+def test_squares_along_earlier_directions_are_averaged(layer, every):
     model, data = convolutional(), batches()
     U, L, weight = None, 0, 0
     for number, (x, _) in enumerate(data):
-        if refreshes(number):
-            G, A = running_factors(model, data, layer, number)
+        L, weight = BETA * L, BETA * weight
+        if number % every or number == 0:
+            continue
+        if refreshes(number, every):
+            G, A = running_factors(model, data, layer, number, every)
             U_new = torch.kron(oracle.eigen(G)[1], oracle.eigen(A)[1])
             L = L if U is None else projected(U_new, U, L)
             U = U_new
-        if number > 0:
-            C = oracle.ggn_block(model, x, "classification", f"{layer}.weight")
-            L = BETA * L + len(x) * along(U, C)
-            weight = BETA * weight + len(x)
-    la = updated(model, data).posterior(100)
+        C = oracle.ggn_block(model, x, "classification", f"{layer}.weight")
+        L = L + len(x) * along(U, C)
+        weight = weight + len(x)
+    la = updated(model, data, every=every).posterior(100)
     block = la.posterior.curvature.blocks[f"{layer}.weight"].to_dense()
     oracle.close(block, U @ torch.diag(L / weight) @ U.T)
 
@@ -134,7 +141,7 @@ def test_the_loss_is_the_discounted_mean_of_the_batches():
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_two_updates_are_a_debiased_fit_with_present_statistics_of_normalisations(curvature):
     model, data = normalised(), batches((14, 9), (4,))
-    online = OnlineCurvature(model, "classification", curvature=curvature, fisher="exact")
+    online = OnlineCurvature(model, "classification", curvature=curvature, fisher="exact", every=1)
     model.train()(torch.randn(50, 4, dtype=torch.float64) * 3 + 1)
     for x, y in data:
         online.update(x, y)
@@ -168,7 +175,7 @@ def test_training_goes_on_as_without_updates():
 
 def test_a_posterior_stays_while_training_goes_on(tmp_path):
     model, data = normalised(), batches(SIZES, (4,))
-    online = OnlineCurvature(model, refresh=2)
+    online = OnlineCurvature(model, refresh=2, every=2)
     trained(model, data, online)
     la = online.posterior(100)
     x = data[0][0]
@@ -224,17 +231,18 @@ def test_with_equal_weights_it_approaches_cross_fitting():
     assert twice < many < 0.06
 
 
-@pytest.mark.parametrize("num_updates", [0, 1, 4])
-def test_a_resumed_run_ends_as_an_uninterrupted_one(num_updates, tmp_path):
+@pytest.mark.parametrize(("num_updates", "every"), [(0, 1), (1, 1), (4, 1), (3, 2), (4, 2)])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(num_updates, every, tmp_path):
     model, data = convolutional(), batches()
-    options = {"fisher": "mc", "generator": torch.Generator().manual_seed(5)}
+    options = {"fisher": "mc", "every": every, "generator": torch.Generator().manual_seed(5)}
     interrupted = updated(model, data[:num_updates], **options)
     torch.save(interrupted.state_dict(), tmp_path / "online.pt")
     for x, y in data[num_updates:]:
         interrupted.update(x, y)
-    resumed = OnlineCurvature(model, **{**OPTIONS, "fisher": "mc"})
+    resumed = OnlineCurvature(model, **{**OPTIONS, "fisher": "mc", "every": every})
     resumed.load_state_dict(torch.load(tmp_path / "online.pt"))
     assert resumed.num_updates == num_updates
+    assert resumed.state_dict()["num_updates"] == num_updates
     with pytest.raises(RuntimeError, match="Call update before posterior"):
         resumed.posterior(100)
     for x, y in data[num_updates:]:
@@ -264,6 +272,7 @@ def test_a_state_of_another_model_or_run_is_refused():
         ({"decay": 1.5}, "decay must be above 0 and at most 1, got 1.5"),
         ({"decay": float("nan")}, "decay must be above 0 and at most 1, got nan"),
         ({"refresh": 0}, "refresh must be"),
+        ({"every": 0}, "every must be"),
         ({"curvature": "full"}, "curvature='full' has no running means"),
         ({"fisher": "sampled"}, "Unknown fisher='sampled'"),
     ],
@@ -288,11 +297,24 @@ def test_a_batch_that_cannot_be_measured_changes_nothing():
     assert torch.equal(dense(online.posterior(100)), before)
 
 
-def test_a_posterior_needs_two_updates():
+@pytest.mark.parametrize(("count", "every"), [(0, 1), (1, 1), (3, 3)])
+def test_a_posterior_needs_two_measured_batches(count, every):
     model, data = convolutional(), batches()
-    for count in (0, 1):
-        with pytest.raises(RuntimeError, match=f"there were {count} updates. Call update at least"):
-            updated(model, data[:count]).posterior(100)
+    message = f"there were {count} updates with every={every}. Call update at least {every + 1}"
+    with pytest.raises(RuntimeError, match=message):
+        updated(model, data[:count], every=every).posterior(100)
+    updated(model, data[: every + 1], every=every).posterior(100)
+
+
+def test_a_state_without_every_is_of_a_run_that_measured_every_batch():
+    model, data = convolutional(), batches()
+    state = updated(model, data[:3]).state_dict()
+    del state["options"]["every"]
+    with pytest.raises(ValueError, match="every=1, and this object has every=4"):
+        OnlineCurvature(model, **{**OPTIONS, "every": 4}).load_state_dict(state)
+    resumed = OnlineCurvature(model, **OPTIONS)
+    resumed.load_state_dict(state)
+    assert resumed.num_updates == 3
 
 
 def test_replaced_and_half_precision_parameters_are_refused():

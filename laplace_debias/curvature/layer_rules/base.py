@@ -337,6 +337,19 @@ class LayerRule:
         """
         return None
 
+    def weight_gradients(
+        self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
+    ) -> Float[Tensor, "columns *groups d_out d_in"]:
+        """Compute `Σ_n Σ_t g_t a_tᵀ` of each column, summed over the examples."""
+        total = g.new_zeros(len(g), *block.groups, *block.shape)
+        for examples in self.slices(layer, block, x):
+            sliced_x = x[examples]
+            a = self.activations(layer, block, sliced_x).flatten(0, 1)  # [b·T, *groups, d_in]
+            columns = self.output_gradients(layer, block, sliced_x, g[:, examples])
+            rows = columns.movedim(1, -2).flatten(-2)  # [K, *groups, d_out, b·T]
+            total += rows @ a.movedim(0, -2)
+        return total
+
     def activations_along(
         self, layer: nn.Module, block: Block, x: Tensor, U: Tensor | None
     ) -> Float[Tensor, "batch positions *groups rank"]:

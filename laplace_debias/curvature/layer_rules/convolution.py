@@ -118,6 +118,19 @@ class ConvolutionRule(LayerRule):
             return rows
         return torch.cat([rows, gradients.flatten(2).sum(-1, keepdim=True)], -1)
 
+    def weight_gradients(
+        self, layer: Any, block: Block, x: Tensor, g: Tensor
+    ) -> Float[Tensor, "columns *groups d_out d_in"]:
+        """Compute `Σ_n Σ_t g_t a_tᵀ`, without patches where this takes less time."""
+        if not _convolves_faster(layer, block):
+            return super().weight_gradients(layer, block, x, g)
+        gradients = g.transpose(0, 1).flatten(1, 2)
+        rows = _kernel_gradient(layer, x, gradients).flatten(1)
+        if block.is_joint:
+            bias = gradients.sum(0).flatten(1).sum(-1, keepdim=True)
+            rows = torch.cat([rows, bias], -1)
+        return rows.unflatten(0, (len(g), -1))
+
     def activations_along(
         self, layer: Any, block: Block, x: Tensor, U: Tensor | None
     ) -> Float[Tensor, "batch positions *groups rank"]:
