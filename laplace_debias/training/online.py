@@ -61,6 +61,10 @@ class OnlineCurvature:
     it is measured along, so its extremes do not bias the magnitudes. When the directions are
     refreshed, the magnitudes so far are projected onto the new ones.
 
+    By default every fourth batch is measured; `update` only counts the others. With labels that are
+    sampled from the model, gradients of a few examples are summed before they are squared: products
+    of different examples' gradients vanish on average.
+
     An update runs the batch through a copy of the network that shares its parameters: in eval mode,
     without dropout and with the running statistics of batch normalisations. The model itself, its
     gradients and its mode are left as they are. In a process group, each process measures its own
@@ -71,10 +75,12 @@ class OnlineCurvature:
     Args:
         model: The network that is trained, on the device where it stays.
         likelihood: `"classification"` or another that `Laplace` takes.
-        decay: β, in (0, 1]. The running means are over about `1 / (1 - decay)` batches; 1 counts
-            all batches equally, which suits weights that no longer change.
-        refresh: The number of updates after which the directions are computed anew. The first
+        decay: β, in (0, 1]. The running means are over the last `1 / (1 - decay)` batches or so; 1
+            counts all batches equally, which suits weights that no longer change.
+        refresh: The number of batches after which the directions are computed anew. The first
             directions are those of the first batch.
+        every: How many batches there are per batch that is measured. With 1, all are: the running
+            means have less noise, and an update takes longer.
         curvature: `"ekfac"` for the equation above, or `"kfac"` for the products of the factors'
             own curvature (Eq. 9), which takes less time.
         params: Which parameters are Bayesian, as `Laplace` takes them.
