@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import conformal_coverage, function_space
+from examples import continual_learning
+
 ROOT = Path(__file__).parents[2]
 SOURCES = tomllib.loads((ROOT / "docs" / "results.toml").read_text(encoding="utf-8"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -129,3 +132,36 @@ def test_a_number_is_in_a_sentence_that_a_program_wrote(name):
     assert entry["sentence"] in page
     numbers = [parsed(number)[0] for number in re.findall(NUMBER, entry["sentence"])]
     assert entry["value"] in numbers
+
+
+@pytest.mark.slow
+def test_continual_learning_ends_with_the_stated_accuracies():
+    curves = continual_learning.main(["--methods", "fine-tuning", "kfac"])
+    for method, (curve,) in curves.items():
+        stated = SOURCES["continual-learning"][method]["seed-0"]
+        assert curve[-1] == pytest.approx(stated, abs=0.03)
+
+
+@pytest.mark.slow
+def test_function_space_has_the_stated_errors():
+    pytest.importorskip("laplace", reason="compares with laplace-torch")
+    errors = function_space.main(["--problems", "classes-1"])["classes-1"]
+    for number, row in zip(function_space.NUM_INDUCING, errors.tolist(), strict=True):
+        entry = SOURCES["function-space"][f"classes-1-{number}"]
+        stated = [entry[column] for column in function_space.COLUMNS]
+        assert row == pytest.approx(stated, rel=0.15, abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", conformal_coverage.PROBLEMS)
+def test_conformal_coverage_is_nominal_on_ten_seeds_and_in_each_group(problem):
+    by_seed = conformal_coverage.main(["--problems", problem])[problem]
+    assert len(by_seed) == 10
+    for group in by_seed[0]:
+        coverages = [coverage[group] for coverage in by_seed]
+        assert all(coverage.has_level(0.999) for coverage in coverages)
+        entry = SOURCES["conformal"][f"{problem}-{group.replace(' ', '-')}"]
+        mean = sum(coverage.covered / coverage.num_test for coverage in coverages) / 10
+        own = sum(coverage.own / coverage.num_test for coverage in coverages) / 10
+        assert mean == pytest.approx(entry["value"], abs=0.01)
+        assert own == pytest.approx(entry["own"], abs=0.02)

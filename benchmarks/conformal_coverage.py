@@ -1,0 +1,227 @@
+"""How often conformal sets and intervals cover: `python -m benchmarks.conformal_coverage`.
+
+Networks are trained on noisy digits and on a table of patients (scikit-learn's `diabetes`). Each
+seed splits the data anew. The coverage at level 0.9 is compared with that of the posterior's own
+sets and intervals. If a method is right, the number of covered test examples has a beta-binomial
+distribution, because the rank of a new score among the calibration scores is uniform.
+
+Prints the table of `docs/how-to/conformal.md` and its numbers for `docs/results.toml`.
+"""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from scipy.stats import betabinom
+from sklearn.datasets import load_diabetes, load_digits
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from laplace_debias import Conformal, Laplace
+
+LEVEL = 0.9
+RANDOM_LABELS = 0.2
+
+Examples = tuple[Tensor, Tensor]
+
+
+def noisy_digits(g: torch.Generator) -> Examples:
+    """Images `[n, 64]` and digits, a fifth of which is drawn at random."""
+    pixels, digits = load_digits(return_X_y=True)
+    y = torch.tensor(digits)
+    is_random = torch.rand(len(y), generator=g) < RANDOM_LABELS
+    labels = torch.randint(10, (len(y),), generator=g)
+    return torch.tensor(pixels, dtype=torch.float64) / 16, labels.where(is_random, y)
+
+
+def patients(g: torch.Generator) -> Examples:
+    """Ten standardised features, and the standardised progression of the disease, `[n, 1]`."""
+    x, y = (torch.tensor(array) for array in load_diabetes(return_X_y=True))
+    return x / x.std(0), ((y - y.mean()) / y.std()).unsqueeze(1)
+
+
+def by_ink(x: Tensor) -> Tensor:
+    """Group 1 for images with more ink than most."""
+    return (x.mean(1) > 0.305).long()
+
+
+def by_age(x: Tensor) -> Tensor:
+    """Group 1 for patients who are older than the mean."""
+    return (x[:, 0] > 0).long()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data, a network and groups of its inputs.
+
+    Attributes:
+        likelihood: The likelihood.
+        data: Draws all examples.
+        num_outputs: Outputs of the network.
+        num_training: Training examples.
+        num_calibration: Calibration examples; the others are test examples.
+        groups: From inputs to groups 0 and 1.
+        group_names: Descriptions of both groups.
+    """
+
+    likelihood: str
+    data: Callable[[torch.Generator], Examples]
+    num_outputs: int
+    num_training: int
+    num_calibration: int
+    groups: Callable[[Tensor], Tensor]
+    group_names: tuple[str, str]
+
+
+PROBLEMS = {
+    "digits": Problem(
+        "classification", noisy_digits, 10, 500, 500, by_ink, ("little ink", "much ink")
+    ),
+    "diabetes": Problem("regression", patients, 1, 142, 150, by_age, ("younger", "older")),
+}
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How many test examples are covered, for one seed.
+
+    Attributes:
+        covered: By conformal sets or intervals.
+        own: By the posterior's own sets or intervals.
+        num_test: Test examples.
+        num_calibration: Calibration examples of the same group.
+    """
+
+    covered: int
+    own: int
+    num_test: int
+    num_calibration: int
+
+    def has_level(self, probability: float) -> bool:
+        """Whether the number lies in the central interval of its distribution."""
+        rank = math.ceil((self.num_calibration + 1) * LEVEL)
+        law = betabinom(self.num_test, rank, self.num_calibration + 1 - rank)
+        low, high = law.interval(probability)
+        return bool(low <= self.covered <= high)
+
+
+def trained(problem: Problem, data: Examples, seed: int) -> nn.Module:
+    """Train a network with a hidden layer of 32 until it fits noise."""
+    x, y = data
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Linear(x.shape[1], 32), nn.Tanh(), nn.Linear(32, problem.num_outputs)
+    ).double()
+    loss = nn.functional.cross_entropy if problem.num_outputs > 1 else nn.functional.mse_loss
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.step()
+    return model.eval()
+
+
+def own_coverage(problem: Problem, la: Laplace, x: Tensor, y: Tensor) -> Tensor:
+    """Whether the posterior's own sets or intervals at the level cover, `[n]`.
+
+    A set has the most probable classes up to a total probability of the level.
+    """
+    if problem.likelihood == "regression":
+        predictive = la.marginals(x)
+        tail = torch.tensor((1 - LEVEL) / 2, dtype=torch.float64)
+        return ((predictive.icdf(tail) <= y) & (y <= predictive.icdf(1 - tail)))[:, 0]
+    predictive = la.predict(x)
+    assert isinstance(predictive, Categorical)
+    probs = predictive.probs
+    own = probs.gather(1, y.unsqueeze(1))
+    return (probs * (probs > own)).sum(1) < LEVEL
+
+
+def coverages(name: str, seed: int) -> dict[str, Coverage]:
+    """Coverage of all test examples, and of each group with a threshold of its own."""
+    problem = PROBLEMS[name]
+    g = torch.Generator().manual_seed(seed)
+    x, y = problem.data(g)
+    order = torch.randperm(len(x), generator=g)
+    sizes = problem.num_training, problem.num_calibration
+    train, calibration, test = order.tensor_split((sizes[0], sum(sizes)))
+    model = trained(problem, (x[train], y[train]), seed)
+    is_regression = problem.likelihood == "regression"
+    la = Laplace(model, problem.likelihood, sigma=1.0 if is_regression else None)
+    la.fit([(x[train], y[train])])
+    la.tune_evidence(sigma=is_regression)
+    held_out = [(x[calibration], y[calibration])]
+    is_covered = Conformal(la).calibrate(held_out, LEVEL).predict(x[test]).covers(y[test])
+    by_group = Conformal(la, groups=problem.groups).calibrate(held_out, LEVEL)
+    is_covered_by_group = by_group.predict(x[test]).covers(y[test]).flatten()
+    is_own = own_coverage(problem, la, x[test], y[test])
+    results = {
+        "all": Coverage(
+            int(is_covered.sum()), int(is_own.sum()), len(test), problem.num_calibration
+        )
+    }
+    groups = problem.groups(x)
+    for group, group_name in enumerate(problem.group_names):
+        in_test = groups[test] == group
+        results[group_name] = Coverage(
+            int(is_covered_by_group[in_test].sum()),
+            int(is_own[in_test].sum()),
+            int(in_test.sum()),
+            int((groups[calibration] == group).sum()),
+        )
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, list[dict[str, Coverage]]]:
+    """Print the table and the numbers; returns coverages by problem, seed and group."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--seeds", type=int, default=10)
+    options = parser.parse_args(arguments)
+    results = {
+        name: [coverages(name, seed) for seed in range(options.seeds)] for name in options.problems
+    }
+    rows = []
+    entries = []
+    for name, by_seed in results.items():
+        for group in by_seed[0]:
+            in_group = [coverage[group] for coverage in by_seed]
+            shares = torch.tensor([c.covered / c.num_test for c in in_group])
+            own = statistics.mean(c.own / c.num_test for c in in_group)
+            inside = sum(c.has_level(0.95) for c in in_group)
+            numbers = {
+                "value": f"{shares.mean():.3f}",
+                "least": f"{shares.min():.3f}",
+                "greatest": f"{shares.max():.3f}",
+                "own": f"{own:.3f}",
+                "inside": f"{inside}",
+            }
+            entry = f"{name}-{group.replace(' ', '-')}"
+            rows.append(table_row(name, group, entry, numbers))
+            values = ", ".join(f"{key} = {value}" for key, value in numbers.items())
+            entries.append(
+                f'{entry} = {{{values}, unit = "", what = "coverage, {name}, {group}: mean, least '
+                "and greatest of the seeds, of the posterior's own sets, and seeds inside the 95 % "
+                'interval"}'
+            )
+    print("\n".join([*rows, *entries]))
+    return results
+
+
+def table_row(name: str, group: str, entry: str, numbers: dict[str, str]) -> str:
+    """A row of the page's table, whose numbers name their entries."""
+    cells = []
+    for key, value in numbers.items():
+        part = "" if key == "value" else f".{key}"
+        cells.append(f"{value}<!-- conformal.{entry}{part} -->")
+    mean, least, greatest, own, inside = cells
+    return f"| {name}, {group} | {own} | {mean} | {least} to {greatest} | {inside} |"
+
+
+if __name__ == "__main__":
+    main()
