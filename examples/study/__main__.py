@@ -3,14 +3,14 @@
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from examples.study.measures import measured
-from examples.study.methods import methods_of
+from examples.study.methods import Method, methods_of, of_networks
 from examples.study.more import MORE
-from examples.study.problems import PROBLEMS, MissingError
-from examples.study.tables import read, tables
+from examples.study.problems import PROBLEMS, MissingError, Problem
+from examples.study.tables import read, table_without_posteriors, tables
 
 ALL = PROBLEMS | MORE
 
@@ -22,13 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> str:
     )
     parser.add_argument("--problems", default=",".join(ALL), help="names, with commas between")
     parser.add_argument("--seeds", type=int, default=5, help="how many; 0 makes tables alone")
+    parser.add_argument(
+        "--networks_only", action="store_true", help="leave out the posteriors, into a file apart"
+    )
     parser.add_argument("--out", type=Path, default=Path("results/study"), help="folder")
     options = parser.parse_args(arguments)
     names = options.problems.split(",")
     if unknown := set(names) - set(ALL):
         parser.error(f"no problem {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "study.jsonl"
+    file = options.out / ("networks.jsonl" if options.networks_only else "study.jsonl")
+    methods = of_networks if options.networks_only else methods_of
     rows = read(file)
     # Without a line that was broken off.
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -37,20 +41,21 @@ def main(arguments: Sequence[str] | None = None) -> str:
         try:
             for seed in range(options.seeds):
                 if (name, seed) not in done:
-                    run(name, seed, file)
+                    run(name, seed, file, methods)
         except MissingError as missing:
             print(f"{name} is skipped: {missing}", flush=True)
-    made = tables([row for row in read(file) if row["problem"] in names])
+    chosen = [row for row in read(file) if row["problem"] in names]
+    made = table_without_posteriors(chosen) if options.networks_only else tables(chosen)
     (options.out / "tables.md").write_text(made, encoding="utf-8")
     print(made)
     return made
 
 
-def run(name: str, seed: int, file: Path) -> None:
+def run(name: str, seed: int, file: Path, methods: Callable[[Problem], Iterator[Method]]) -> None:
     """Train, measure every method, add a line to the file."""
     start = time.perf_counter()
     problem, found = ALL[name](seed), {}
-    for method in methods_of(problem):
+    for method in methods(problem):
         found |= dict.fromkeys(method.names, measured(method, problem))
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps({"problem": name, "seed": seed, "methods": found}) + "\n")

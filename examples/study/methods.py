@@ -10,6 +10,8 @@ from torch.distributions import Categorical, Distribution, Normal
 
 from examples.study.problems import Examples, Problem
 from laplace_debias import Laplace, Link, Mixture
+from laplace_debias.assessment.methods import RecalibrationName
+from laplace_debias.assessment.recalibration import fit_recalibration
 from laplace_debias.assessment.temperature import fit_temperature
 
 DEFAULT = Link("pairwise")
@@ -63,8 +65,7 @@ def of_networks(problem: Problem) -> Iterator[Method]:
         name = "ensemble, tempered" if number > 1 else "temperature"
         yield Method([name], mean_of(some, scales), time.perf_counter() - start)
         if number == 1 and not problem.is_regression:
-            predict = vector_scaled(some[0], x, y, 1 / scales[0])
-            yield Method(["vector"], predict, time.perf_counter() - start)
+            yield from recalibrations(some[0], x, y)
 
 
 def outputs(network: nn.Module, x: Tensor) -> Tensor:
@@ -91,25 +92,31 @@ def mean_of(networks: Sequence[nn.Module], by: Sequence[float]) -> Callable[[Ten
     return predict
 
 
-def vector_scaled(
-    network: nn.Module, x: Tensor, y: Tensor, start: float
+def recalibrations(network: nn.Module, x: Tensor, y: Tensor) -> Iterator[Method]:
+    """Vector scaling and isotonic regression, and Platt's scaling if there are two classes."""
+    names: list[RecalibrationName] = ["vector", "isotonic"]
+    if outputs(network, x).shape[1] == 2:
+        names.append("platt")
+    for name in names:
+        start = time.perf_counter()
+        predict = recalibrated(name, network, x, y)
+        yield Method([name], predict, time.perf_counter() - start)
+
+
+def recalibrated(
+    name: RecalibrationName, network: nn.Module, x: Tensor, y: Tensor
 ) -> Callable[[Tensor], Distribution]:
-    """A scale and a shift of each class, with a unit normal prior around `start` and 0."""
-    logits, around = outputs(network, x), torch.zeros(2, 1, dtype=torch.float64)
-    around[0] = start
-    at = around.repeat(1, logits.shape[1]).requires_grad_()
-    optimizer = torch.optim.LBFGS([at], max_iter=200, line_search_fn="strong_wolfe")
+    """A network that is recalibrated on examples. Platt's scaling takes the logits' difference."""
+    if name != "platt":
+        recalibrate = fit_recalibration(name, outputs(network, x), y)
+        return lambda x: Categorical(logits=recalibrate(outputs(network, x)))
+    recalibrate = fit_recalibration(name, outputs(network, x).diff(dim=1), y)
 
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        nll = nn.functional.cross_entropy(logits * at[0] + at[1], y, reduction="sum")
-        value = nll + 0.5 * (at - around).square().sum()
-        value.backward()
-        return value
+    def predict(x: Tensor) -> Distribution:
+        logit = recalibrate(outputs(network, x).diff(dim=1))
+        return Categorical(logits=torch.cat([torch.zeros_like(logit), logit], 1))
 
-    optimizer.step(loss)
-    scale, shift = at.detach()
-    return lambda x: Categorical(logits=outputs(network, x) * scale + shift)
+    return predict
 
 
 def fitted(problem: Problem, network: nn.Module, params: str) -> Laplace:

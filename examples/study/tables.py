@@ -15,6 +15,7 @@ REFERENCE = "temperature"
 METHODS = ("last layer", "all", "ensemble, tempered", "mixture")
 IDENTITY = "all, identity"
 AGAINST = "identity minus K-FAC"
+WITHOUT_POSTERIOR = ("network", "vector", "platt", "isotonic", "ensemble")
 
 
 def read(file: Path) -> list[Row]:
@@ -108,9 +109,7 @@ def tables(rows: Sequence[Row]) -> str:
         for name in ("last layer", "all", IDENTITY, "ensemble, tempered", "mixture")
     }
     parts.append(table("AUROC of foreign inputs by the variance", numbers, variance))
-    nll = (REFERENCE, "nll")
-    without = {name: ((name, "nll"), nll) for name in ("network", "vector", "ensemble")}
-    parts.append(table("NLL without a posterior, minus that of temperature scaling", rows, without))
+    parts.append(table_without_posteriors(rows))
     instead = {
         f"{name}, {part}": ((f"{name}, {part}", "nll"), (name, "nll"))
         for part in ("identity", "T = 1", "evidence")
@@ -120,3 +119,11 @@ def tables(rows: Sequence[Row]) -> str:
     seconds = {n: ((n, "seconds"), None) for n in (REFERENCE, "last layer", "all", "mixture")}
     parts.append(table("Seconds after the training", rows, seconds))
     return "\n".join(part for part in parts if part)
+
+
+def table_without_posteriors(rows: Sequence[Row]) -> str:
+    """The table of networks and their recalibrations."""
+    nll = (REFERENCE, "nll")
+    paired = {name: ((name, "nll"), nll) for name in WITHOUT_POSTERIOR}
+    columns = {REFERENCE: (nll, None), **paired}
+    return table("NLL without a posterior, minus that of temperature scaling", rows, columns)

@@ -10,10 +10,14 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from laplace_debias.assessment.methods import RecalibrationName
+from laplace_debias.assessment.temperature import fit_temperature
 from laplace_debias.system.checks import imports_of_extra
 
 Recalibration = Callable[[Tensor], Tensor]
 """From logits to recalibrated logits, `[n, C]`; a single logit is that of class 1."""
+
+# The temperature of examples that are all classified correctly is 0.
+_LEAST_TEMPERATURE = 0.5
 
 
 def fit_recalibration(
@@ -23,11 +27,16 @@ def fit_recalibration(
 ) -> Recalibration:
     r"""Fit a recalibration to validation examples.
 
-    - `"vector"`: logits $w_c z_c + b_c$ of the lowest NLL (Guo et al., 2017).
-    - `"platt"`, for a single logit: $w z + b$ of the lowest NLL (Platt, 1999).
+    - `"vector"`: logits $w_c z_c + b_c$ (Guo et al., 2017), which minimise the NLL plus the penalty
+      $\tfrac12 \sum_c (w_c - 1/T)^2 + b_c^2$, where T is the temperature, at least 0.5.
+    - `"platt"`, for a single logit: $w z + b$ of the lowest cross-entropy with the targets
+      $(n_1 + 1) / (n_1 + 2)$ for the $n_1$ examples of class 1 and $1 / (n_0 + 2)$ for the others
+      (Platt, 1999).
     - `"isotonic"`: the monotone step function of the logit, or of each class's probability against
       the others and then normalised, with the least squared error (Zadrozny & Elkan, 2002).
       Probabilities are bounded by 1/(2n) and 1 − 1/(2n).
+
+    Penalty, targets and bounds keep all parameters finite if every example is classified correctly.
 
     Args:
         name: The recalibration.
@@ -57,15 +66,19 @@ def _fit_vector(z: Tensor, y: Tensor) -> Recalibration:
     from scipy.optimize import minimize
 
     num_classes = z.shape[1]
+    temperature = max(fit_temperature(z, y, "classification"), _LEAST_TEMPERATURE)
+    start = np.concatenate([np.full(num_classes, 1 / temperature), np.zeros(num_classes)])
+    center = torch.from_numpy(start)
 
     def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
         parameters = torch.tensor(values, dtype=torch.float64, requires_grad=True)
         weights, offsets = parameters.split(num_classes)
-        nll = F.cross_entropy(weights * z + offsets, y)
-        (gradient,) = torch.autograd.grad(nll, parameters)
-        return nll.item(), gradient.numpy()
+        nll = F.cross_entropy(weights * z + offsets, y, reduction="sum")
+        penalty = (parameters - center).square().sum() / 2
+        objective = (nll + penalty) / len(y)
+        (gradient,) = torch.autograd.grad(objective, parameters)
+        return objective.item(), gradient.numpy()
 
-    start = np.concatenate([np.ones(num_classes), np.zeros(num_classes)])
     options = {"maxiter": 2000, "ftol": 1e-14, "gtol": 1e-9}
     result = minimize(loss, start, jac=True, method="L-BFGS-B", options=options)
     weights, offsets = torch.from_numpy(result.x).split(num_classes)
@@ -75,8 +88,15 @@ def _fit_vector(z: Tensor, y: Tensor) -> Recalibration:
 def _fit_platt(z: Tensor, y: Tensor) -> Recalibration:
     with imports_of_extra("sklearn", "sklearn"):
         from sklearn.linear_model import LogisticRegression
+    num_positive = int(y.sum())
+    num_negative = len(y) - num_positive
+    positive = (num_positive + 1) / (num_positive + 2)
+    negative = 1 / (num_negative + 2)
+    targets = np.where(y.numpy() == 1, positive, negative)
+    labels = np.repeat([1, 0], len(y))
+    weights = np.concatenate([targets, 1 - targets])
     regression = LogisticRegression(C=np.inf, tol=1e-10, max_iter=10_000)
-    regression.fit(z.numpy(), y.numpy())
+    regression.fit(z.repeat(2, 1).numpy(), labels, sample_weight=weights)
     weight = float(regression.coef_[0, 0])
     offset = float(regression.intercept_[0])
     return lambda logits: weight * logits.double() + offset

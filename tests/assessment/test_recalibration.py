@@ -13,6 +13,7 @@ from bring import every as joined
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import ISOTONIC, NETWORK, PLATT, VECTOR, check_methods
 from laplace_debias.assessment.recalibration import fit_recalibration
+from laplace_debias.assessment.temperature import fit_temperature
 
 
 def classes(n=40_000):
@@ -35,21 +36,49 @@ def test_vector_scaling_undoes_factors_and_offsets_of_classes():
     recalibrated = fit_recalibration("vector", distorted, y)(distorted)
     error = recalibrated.softmax(1) - z.softmax(1)
     assert error.abs().mean() < 0.01
-    # The NLL is at its lowest: its derivatives in factors and offsets are zero.
+    # NLL plus penalty is at its lowest: its derivatives in factors and offsets are zero.
     errors = recalibrated.softmax(1) - F.one_hot(y, 3)
-    assert errors.mean(0).abs().max() < 1e-5
-    assert (errors * distorted).mean(0).abs().max() < 1e-5
+    chosen = fit_recalibration("vector", distorted, y)
+    offset = chosen(torch.zeros(1, 3))[0]
+    factor = chosen(torch.ones(1, 3))[0] - offset
+    temperature = fit_temperature(distorted, y, "classification")
+    assert (errors.sum(0) + offset).abs().max() < 1e-2
+    slope = (errors * distorted).sum(0) + factor - 1 / temperature
+    assert slope.abs().max() < 1e-2
+
+
+def platt_targets(y):
+    """Targets by Platt (1999): each class has one more example that is right, and one wrong."""
+    num_ones = float(y.sum())
+    num_zeros = len(y) - num_ones
+    return torch.where(y == 1, (num_ones + 1) / (num_ones + 2), 1 / (num_zeros + 2)).double()
 
 
 def test_platt_scaling_undoes_a_factor_and_an_offset():
     z, y = yes_no()
     distorted = 3 * z - 1
     recalibrate = fit_recalibration("platt", distorted, y)
-    errors = recalibrate(distorted).sigmoid() - y
+    errors = recalibrate(distorted).sigmoid() - platt_targets(y)
     assert errors.mean().abs() < 1e-6
     assert (errors * distorted).mean().abs() < 1e-6
     actual = recalibrate(torch.tensor([[-1.0], [2.0]]))
     torch.testing.assert_close(actual, torch.tensor([[0.0], [1.0]]).double(), atol=0.06, rtol=0)
+
+
+def test_examples_that_are_all_right_have_finite_recalibrations():
+    """The lowest NLL alone would be at infinite factors: one new mistake has an infinite loss."""
+    z = torch.linspace(-2, 2, 40, dtype=torch.float64).unsqueeze(1)
+    y = (z > 0).long()
+    recalibrate = fit_recalibration("platt", z, y)
+    errors = recalibrate(z).sigmoid() - platt_targets(y)
+    assert errors.mean().abs() < 1e-6
+    assert (errors * z).mean().abs() < 1e-6
+    assert recalibrate(z).sigmoid().max() < 1 - 1e-4
+    logits = torch.cat([-z, z, -5 + 0 * z], 1)
+    scaled = fit_recalibration("vector", logits, y)(logits)
+    errors = scaled.softmax(1) - F.one_hot(y[:, 0], 3)
+    assert scaled.abs().max() < 20
+    assert errors[z[:, 0].abs() < 0.1].abs().max() > 0.1
 
 
 def pooled(values):

@@ -10,6 +10,7 @@ from scipy import stats
 from examples.study.__main__ import ALL, main
 from examples.study.problems import PROBLEMS, MissingError
 from examples.study.tables import cell, read
+from laplace_debias.assessment.recalibration import fit_recalibration
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,9 @@ def test_one_problem_has_every_method_and_measure(done):
     folder, tables = done
     (row,) = read(folder / "study.jsonl")
     methods = row["methods"]
-    assert {"network", "temperature", "vector", "ensemble, tempered", "mixture"} <= set(methods)
+    for name in ("network", "temperature", "vector", "isotonic", "ensemble, tempered", "mixture"):
+        assert name in methods
+    assert "platt" not in methods  # there are three classes
     for name in ("last layer", "all"):
         assert {name, f"{name}, T = 1", f"{name}, identity", f"{name}, evidence"} <= set(methods)
     # One number more or less does not change which class is the most probable.
@@ -32,6 +35,28 @@ def test_one_problem_has_every_method_and_measure(done):
     assert {"entropy", "mutual_information"} <= methods["all"]["auroc"].keys()
     assert f"| wine-few | {methods['temperature']['nll']:.3f} | " in tables
     assert (folder / "tables.md").read_text(encoding="utf-8") == tables
+
+
+@pytest.mark.slow
+def test_two_classes_are_recalibrated_in_each_way(tmp_path):
+    arguments = ["--problems", "cancer-few", "--seeds", "1", "--networks_only"]
+    table = main([*arguments, "--out", str(tmp_path)])
+    (row,) = read(tmp_path / "networks.jsonl")
+    methods = row["methods"]
+    assert "last layer" not in methods
+    problem = PROBLEMS["cancer-few"](0)
+    network = problem.networks[0]
+    x, y = problem.validation
+    x_test, y_test = problem.sets["test"]
+    for name, fit in (("isotonic", lambda f: f), ("platt", lambda f: f.diff(dim=1))):
+        recalibrate = fit_recalibration(name, fit(network(x).double()), y)
+        logits = recalibrate(fit(network(x_test).double().detach()))
+        if name == "platt":
+            logits = torch.cat([torch.zeros_like(logits), logits], 1)
+        nll = float(torch.nn.functional.cross_entropy(logits, y_test))
+        assert methods[name]["nll"] == pytest.approx(nll, abs=2e-5)
+    assert "| problem | temperature | network | vector | platt | isotonic | ensemble |" in table
+    assert not (tmp_path / "study.jsonl").exists()
 
 
 def test_a_killed_run_goes_on(done, tmp_path, capsys):
