@@ -57,12 +57,16 @@ class Tap:
         self._modules = list(network.modules())
         self._saved_attributes: SavedAttributes | None = None
         self._names: dict[Site, list[str]] = {}
+        self._attached: Iterable[Block] | None = None
         self._batch = 0
         self._has_graph = True
         self.attach(blocks)
 
     def attach(self, blocks: Iterable[Block]) -> "Tap":
         """Attach to the sites of blocks: layers, or modules whose calls are run again."""
+        if blocks is self._attached:
+            return self
+        self._attached = blocks
         names: dict[Site, list[str]] = {}
         self._blocks: dict[Site, list[Block]] = {}
         for block in blocks:

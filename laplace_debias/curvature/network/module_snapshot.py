@@ -64,7 +64,7 @@ class ModuleSnapshot:
         self.buffers = list(model.buffers())
         self._modules = list(model.modules())
         self._types = list(map(type, self._modules))
-        self._attributes = _Entries(list(map(vars, self._modules)))
+        self._attributes = Entries(list(map(vars, self._modules)))
         # Most containers are those of hooks that a module does not have.
         self._empty: list[Any] = []
         registries: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ class ModuleSnapshot:
                 registries.append(value)
             else:
                 self._contents.append((value, _constant(value)))
-        self._registries = _Entries(registries)
+        self._registries = Entries(registries)
         self._tensors: list[Tensor] = []
         for _, entry in self._registries.items():
             if isinstance(entry, Tensor):
@@ -104,8 +104,8 @@ class ModuleSnapshot:
             return False
 
 
-class _Entries:
-    """The entries of dictionaries.
+class Entries:
+    """The entries of dictionaries at some time.
 
     Args:
         dictionaries: The dictionaries.

@@ -32,6 +32,8 @@ _TOLERANCE = 0.05
 _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
 # Entries of the weights 1/P that are used together.
 _WEIGHTS = 2**22
+# Up to this number of outputs, those of the last layer have few products of two.
+_FEW_OUTPUTS = 32
 # Products of this many columns are summed afterwards. Libraries compute each entry of a product on
 # one part of a GPU, however many columns there are.
 _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
@@ -73,7 +75,9 @@ class BlockMoments:
         # The blocks of the last layer, and the weights that are the same for every chunk of inputs.
         self._heads: dict[int, LinearHead] = {}
         self._head_weights: dict[int, Tensor] = {}
-        # Moments due to the biases of the last layer, for a single prior precision.
+        # Moments due to each direction of their outputs.
+        self._head_directions: dict[int, Tensor] = {}
+        # Moments due to their biases, for a single prior precision.
         self._bias_moments: dict[int, Tensor] = {}
 
     @property
@@ -111,8 +115,7 @@ class BlockMoments:
         """
         if len(self.prior_precisions) == 1:
             total = into[0]
-            for index, phi in inputs.items():
-                total += self._head_moments(index, phi, chosen)
+            total += self.last_layer_moments(inputs, chosen)
             return
         for index, phi in inputs.items():
             head = self._head(index)
@@ -134,6 +137,17 @@ class BlockMoments:
             self._heads[index] = LinearHead.from_posterior(self.blocks[index], self.posterior)
         return self._heads[index]
 
+    def last_layer_moments(
+        self, inputs: dict[int, Tensor], chosen: Int[Tensor, "batch k"] | None
+    ) -> Float[Tensor, "batch columns *again"]:
+        """Compute what `add_last_layer` adds, at a single prior precision."""
+        moments = [self._head_moments(index, phi, chosen) for index, phi in inputs.items()]
+        if len(moments) > 1:
+            return sum(moments[1:], moments[0])
+        # A copy, since the moments of a bias are kept.
+        batch = len(next(iter(inputs.values())))
+        return moments[0].expand(batch, *moments[0].shape[1:]).clone()
+
     def _head_moments(
         self, index: int, phi: Float[Tensor, "batch d"], chosen: Int[Tensor, "batch k"] | None
     ) -> Float[Tensor, "examples columns *again"]:
@@ -150,7 +164,15 @@ class BlockMoments:
         if is_same_for_all:
             phi = phi[:1]
         along = head.eigen_variances(phi, self._head_weights[index])
-        moments = head.covariance(along, chosen, self._diagonal)
+        num_outputs = along.shape[-1] if head.U_G is None else len(head.U_G)
+        if chosen is not None or num_outputs > _FEW_OUTPUTS:
+            moments = head.covariance(along, chosen, self._diagonal)
+        else:
+            if index not in self._head_directions:
+                self._head_directions[index] = head.moments_of_directions(self._diagonal)
+            moments = along @ self._head_directions[index]
+            if not self._diagonal:
+                moments = moments.unflatten(1, (num_outputs, num_outputs))
         if is_same_for_all:
             self._bias_moments[index] = moments
         return moments

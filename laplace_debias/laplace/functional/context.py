@@ -18,7 +18,7 @@ from laplace_debias.curvature.network.outputs import check_outputs, explain_unba
 from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.laplace.prediction_cache import PreparedModel
 from laplace_debias.laplace.state import FittedPosterior
-from laplace_debias.system.ranks import collective
+from laplace_debias.system.ranks import collective, process_group
 
 OutputChoice = Tensor | Sequence[Sequence[int]] | int
 """Indices of outputs, one choice per example `[B, k]`, or the number of the largest ones."""
@@ -113,7 +113,7 @@ def prediction_context(
         keeps_graph: Whether gradients flow back to the inputs. Then the network, which is part of
             the graph, is not used again.
     """
-    is_collective = has_units(fitted.spec.model)
+    is_collective = process_group().size > 1 and has_units(fitted.spec.model)
     with torch.inference_mode(False), collective("predict") if is_collective else nullcontext():
         device = fitted.posterior.mean.device
         x = fitted.spec.read_batch.inputs(x, device, keeps_graph=keeps_graph)

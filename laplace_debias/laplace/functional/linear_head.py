@@ -166,6 +166,22 @@ class LinearHead:
         """
         return self.rotated_inputs(phi).square() @ variances.mT
 
+    def moments_of_directions(
+        self, diagonal: bool
+    ) -> Float[Tensor, "rows outputs"] | Float[Tensor, "rows outputs_outputs"]:
+        r"""Compute the outputs' covariance $u_i u_i^\top$, or the variances, of each direction.
+
+        The product of `eigen_variances` with it is the `covariance` of all outputs, flattened.
+        """
+        num_rows = len(self.magnitudes)
+        U_G = self.U_G
+        if U_G is None:
+            U_G = torch.eye(num_rows, dtype=self.magnitudes.dtype, device=self.magnitudes.device)
+        directions = U_G.mT
+        if diagonal:
+            return directions.square()
+        return (directions.unsqueeze(2) * directions.unsqueeze(1)).flatten(1)
+
     def covariance(
         self,
         eigen_variances: Float[Tensor, "*batch rows"],

@@ -259,7 +259,8 @@ def _forward_in_chunks(
             start = 1
     for begin in range(start, batch, size.examples):
         examples = slice(begin, begin + size.examples)
-        outputs = method.forward(take(x, examples), size)
+        chunk = x if size.examples >= batch else take(x, examples)
+        outputs = method.forward(chunk, size)
         check_outputs(outputs)
         yield examples, outputs, size
 
@@ -342,15 +343,21 @@ class _OfOutputs:
         """Compute the covariances by output gradients, and those of the last layer without."""
         request = self._request
         accumulator = self._accumulator
-        num_outputs = outputs[0].numel() if indices is None else indices.shape[1]
-        total = request.zeros(outputs, num_outputs, len(accumulator.prior_precisions))
+        num_points = len(accumulator.prior_precisions)
         last_layer = self._last_layer_inputs(outputs)
+        has_all_blocks = len(last_layer) == len(accumulator.blocks)
+        if has_all_blocks and num_points == 1:
+            assert isinstance(accumulator, BlockMoments)
+            self._tap.forget()
+            return accumulator.last_layer_moments(last_layer, indices).unsqueeze(0)
+        num_outputs = outputs[0].numel() if indices is None else indices.shape[1]
+        total = request.zeros(outputs, num_outputs, num_points)
         skipped = None
         if last_layer:
             assert isinstance(accumulator, BlockMoments)
             accumulator.add_last_layer(total, last_layer, indices)
             skipped = accumulator.blocks[next(iter(last_layer))].site
-        if len(last_layer) == len(accumulator.blocks):
+        if has_all_blocks:
             self._tap.forget()
             return total
         num_columns = request.num_columns(num_outputs)
