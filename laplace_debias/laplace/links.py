@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.quasirandom import SobolEngine
@@ -28,7 +28,7 @@ NUM_DRAWS = 128
 """Sobol points of the `"exact"` link."""
 
 # Pairs of classes that are computed together, by device type.
-_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**15)
+_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**16)
 
 Logits = Float[Tensor, "*batch classes"]
 Covariance = Float[Tensor, "*batch classes classes"]
@@ -60,33 +60,97 @@ def tempered_pairwise(
     num_classes = mean.shape[-1]
     means = mean.reshape(-1, num_classes)
     covariances = covariance.reshape(-1, num_classes, num_classes)
-    # A few examples at a time, so that their pairs of classes stay in the processor's cache. A
-    # program takes any number of examples, so it has no loop over blocks of them.
-    num_examples = max(1, _PAIRS_AT_ONCE[mean.device.type] // num_classes**2)
-    if torch.compiler.is_exporting() or len(means) <= num_examples:
-        logits = _tempered_pairwise_block(means, covariances, temperatures)
-        return logits.reshape(len(temperatures), *mean.shape)
-    logits = mean.new_empty(len(temperatures), *means.shape)
-    for start in range(0, len(means), num_examples):
-        examples = slice(start, start + num_examples)
-        logits[:, examples] = _tempered_pairwise_block(
-            means[examples], covariances[examples], temperatures
-        )
+    logits = _pairwise_in_blocks(means, covariances, _scaled_variances, temperatures)
     return logits.reshape(len(temperatures), *mean.shape)
 
 
-def _tempered_pairwise_block(
-    means: Float[Tensor, "block classes"],
-    covariances: Float[Tensor, "block classes classes"],
+def pairwise_of_differences(
+    mean: Float[Tensor, "batch classes"],
+    variances: Float[Tensor, "batch pairs"],
     temperatures: Sequence[float],
-) -> Float[Tensor, "temperatures block classes"]:
-    """Compute `tempered_pairwise` of a block of examples at once."""
-    num_classes = means.shape[-1]
+) -> Float[Tensor, "temperatures batch classes"]:
+    """Compute `tempered_pairwise` from the variances of the differences of two logits.
+
+    Args:
+        mean: The means of the logits.
+        variances: A column for each of the `pairs_of_outputs`.
+        temperatures: The temperatures.
+    """
+    num_classes = mean.shape[-1]
+    first, second = pairs_of_outputs(num_classes, mean.device)
+    columns = torch.empty(num_classes, num_classes, dtype=torch.long, device=mean.device)
+    columns[first, second] = torch.arange(len(first), device=mean.device)
+    columns[second, first] = columns[first, second]
+
+    def matrices(block: Float[Tensor, "block pairs"]) -> Float[Tensor, "block classes classes"]:
+        scaled_variances = block.index_select(1, columns.flatten()).mul_(math.pi / 8)
+        return scaled_variances.unflatten(1, columns.shape)
+
+    return _pairwise_in_blocks(mean, variances, matrices, temperatures)
+
+
+def pairs_of_outputs(
+    num_outputs: int, device: torch.device
+) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
+    """Return the indices of every two outputs, each pair once, and of each output with itself."""
+    first, second = torch.triu_indices(num_outputs, num_outputs, device=device)
+    return first, second
+
+
+def _scaled_variances(
+    covariances: Float[Tensor, "block classes classes"],
+) -> Float[Tensor, "block classes classes"]:
+    """Compute π/8 times the variances of the differences of every two logits."""
     # In double precision: a large common variance leaves the differences their digits.
     sigma = covariances.double()
     variances = sigma.diagonal(dim1=-2, dim2=-1)
     scaled_variances = (variances.unsqueeze(-1) + variances.unsqueeze(-2)).sub_(sigma, alpha=2)
-    scaled_variances = scaled_variances.clamp_min_(0).mul_(math.pi / 8).to(means.dtype)
+    return scaled_variances.clamp_min_(0).mul_(math.pi / 8).to(covariances.dtype)
+
+
+def _pairwise_in_blocks(
+    means: Float[Tensor, "batch classes"],
+    moments: Float[Tensor, "batch ..."],
+    scaled_variances: Callable[
+        [Float[Tensor, "block ..."]], Float[Tensor, "block classes classes"]
+    ],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures batch classes"]:
+    """Compute `tempered_pairwise` of a few examples at a time.
+
+    Args:
+        means: The means of the logits.
+        moments: The second moments of each example.
+        scaled_variances: From the moments of some examples to π/8 times the variances of the
+            differences of every two logits.
+        temperatures: The temperatures.
+    """
+    # A few examples at a time, so that their pairs of classes stay in the processor's cache. A
+    # program takes any number of examples, so it has no loop over blocks of them.
+    num_examples = max(1, _PAIRS_AT_ONCE[means.device.type] // means.shape[-1] ** 2)
+    if torch.compiler.is_exporting() or len(means) <= num_examples:
+        return _pairwise_block(means, scaled_variances(moments), temperatures)
+    logits = means.new_empty(len(temperatures), *means.shape)
+    for start in range(0, len(means), num_examples):
+        examples = slice(start, start + num_examples)
+        block = scaled_variances(moments[examples])
+        logits[:, examples] = _pairwise_block(means[examples], block, temperatures)
+    return logits
+
+
+def _pairwise_block(
+    means: Float[Tensor, "block classes"],
+    scaled_variances: Float[Tensor, "block classes classes"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures block classes"]:
+    """Compute `tempered_pairwise` of a block of examples at once.
+
+    Args:
+        means: The means of the logits.
+        scaled_variances: π/8 times the variances of the differences of every two logits.
+        temperatures: The temperatures.
+    """
+    num_classes = means.shape[-1]
     differences = means.unsqueeze(-2) - means.unsqueeze(-1)
     needs_gradients = scaled_variances.requires_grad or differences.requires_grad
     # An exported program cannot branch on the values of tensors.
@@ -360,10 +424,19 @@ def tempered_predictive(
     likelihood: Likelihood,
     name: str,
     mean: Logits,
-    covariance: Float[Tensor, "..."],
+    covariance: Float[Tensor, "..."] | None,
     temperatures: Sequence[float],
 ) -> Distribution:
-    """Return p(y) by a formula at several temperatures, with batch shape `[temperatures, B]`."""
+    """Return p(y) by a formula at several temperatures, with batch shape `[temperatures, B]`.
+
+    Without a covariance all formulas but the bridges are the softmax, or the sigmoid.
+    """
+    if covariance is None:
+        if name in BRIDGES:
+            covariance = torch.diag_embed(torch.zeros_like(mean))
+        else:
+            name = "probit"
+            covariance = torch.zeros_like(mean)
     if name == "pairwise" and likelihood.activation == "softmax":
         logits = tempered_pairwise(mean, covariance, temperatures)
         return likelihood.predictive(logits, None)

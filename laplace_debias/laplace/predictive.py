@@ -299,30 +299,14 @@ def predictives_by_links(
     """Predict in closed form at every point of a grid, by every link, in one pass.
 
     Yields:
-        Pairs of the index of a point and a `"glm"` predictive of batch shape `[links, B]`. Each
-        predictive is for several temperatures of one formula, in the order of the links. With links
-        there is one more point, with index P, without covariance. Without links there is one
-        predictive per point, `[1, B]`. If a predictive overflows or is singular, the pair has the
-        error in its place.
+        Pairs of the index of a point and a `"glm"` predictive of batch shape `[links, B]`, as
+        `tempered_predictives` yields them. With links there is one more point, with index P,
+        without covariance. Without links there is one predictive per point, `[1, B]`. If a
+        predictive overflows or is singular, the pair has the error in its place.
     """
     likelihood = fitted.likelihood
-    temperatures = dict[str, list[float]]()
-    for link in links_used:
-        temperatures.setdefault(link.name, []).append(link.temperature)
     mean, covariances = _moments_for_links(fitted, x, grid, links_used)
-    chunks: list[tuple[str, list[float]]] = []
-    for name, values in temperatures.items():
-        # The other formulas divide the moments by several temperatures at once.
-        step = len(values)
-        if name != "pairwise":
-            entries = mean.numel() if name == "probit" else covariances[0].numel()
-            step = max(1, _MAX_ENTRIES[mean.device.type] // entries)
-        for start in range(0, len(values), step):
-            chunks.append((name, values[start : start + step]))
-    points = list(covariances)
-    if links_used:
-        points.append(torch.zeros_like(covariances[0]))
-    for index, covariance in enumerate(points):
+    for index, covariance in enumerate(covariances):
         try:
             check_covariance(covariance, grid[index : index + 1])
         except ValueError as error:
@@ -330,13 +314,48 @@ def predictives_by_links(
             continue
         if not links_used:
             yield index, _closed_predictive(likelihood, mean, covariance)
-        for name, values in chunks:
-            predicted: Distribution | ValueError
-            try:
-                predicted = links.tempered_predictive(likelihood, name, mean, covariance, values)
-            except ValueError as error:
-                predicted = error
+        for predicted in tempered_predictives(likelihood, mean, covariance, links_used):
             yield index, predicted
+    if links_used:
+        for predicted in tempered_predictives(likelihood, mean, None, links_used):
+            yield len(grid), predicted
+
+
+def tempered_predictives(
+    likelihood: Likelihood,
+    mean: Float[Tensor, "batch *outputs"],
+    covariance: Float[Tensor, "batch *covariance"] | None,
+    links_used: Sequence[Link],
+) -> Iterator[Distribution | ValueError]:
+    """Predict in closed form by every link.
+
+    Args:
+        likelihood: The likelihood.
+        mean: The mean of the outputs.
+        covariance: Their covariances, or only variances; None for the trained network.
+        links_used: The links, ordered by formula.
+
+    Yields:
+        A predictive of batch shape `[links, B]` for several temperatures of one formula, in the
+        order of the links, or its error.
+    """
+    temperatures = dict[str, list[float]]()
+    for link in links_used:
+        temperatures.setdefault(link.name, []).append(link.temperature)
+    for name, values in temperatures.items():
+        # The other formulas divide the moments by several temperatures at once.
+        step = len(values)
+        if name != "pairwise" or covariance is None:
+            entries = mean.numel()
+            if name != "probit" and covariance is not None:
+                entries = covariance.numel()
+            step = max(1, _MAX_ENTRIES[mean.device.type] // entries)
+        for start in range(0, len(values), step):
+            chunk = values[start : start + step]
+            try:
+                yield links.tempered_predictive(likelihood, name, mean, covariance, chunk)
+            except ValueError as error:
+                yield error
 
 
 def _closed_predictive(

@@ -7,6 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from laplace_debias.laplace.functional.linear_head import LinearHead
+from laplace_debias.laplace.functional.request import check_covariance
+from laplace_debias.laplace.links import pairs_of_outputs
 from laplace_debias.laplace.posterior import standard_normal
 
 
@@ -27,6 +30,12 @@ class CovarianceFactor:
         if self.directions is None:
             return self.variances
         return self.variances @ self.directions.square().mT
+
+    def output_covariance(self) -> Float[Tensor, "batch classes classes"]:
+        """Compute the covariance of the outputs."""
+        if self.directions is None:
+            return torch.diag_embed(self.variances)
+        return (self.directions * self.variances.unsqueeze(-2)) @ self.directions.mT
 
     def mean_variance(self) -> Float[Tensor, " batch"]:
         """Compute the mean variance of the outputs without their common part, in float64."""
@@ -72,6 +81,13 @@ class FactoredOutputs:
         """Compute the variance of each output."""
         return torch.stack([factor.output_variances() for factor in self.factors]).sum(0)
 
+    def covariance(self) -> Float[Tensor, "batch classes classes"]:
+        """Compute the covariance of the outputs."""
+        total = self.factors[0].output_covariance()
+        for factor in self.factors[1:]:
+            total += factor.output_covariance()
+        return total
+
     def mean_variance(self) -> Float[Tensor, " batch"]:
         """Compute the mean variance of the outputs without their common part, in float64."""
         return torch.stack([factor.mean_variance() for factor in self.factors]).sum(0)
@@ -91,3 +107,79 @@ class FactoredOutputs:
         for factor in self.factors:
             total = total + factor.draws(num_samples, generator)
         return total
+
+
+@dataclass(frozen=True)
+class LastLayerInputs:
+    """The outputs, and all that their covariance depends on if only the last layer is Bayesian.
+
+    They suffice for any prior precision, without another pass through the network.
+
+    Attributes:
+        mean: The outputs, `[B, C]`.
+        heads: The last layer's blocks.
+        squares: For each block the squared inputs along its input directions, `[B, columns]`.
+    """
+
+    mean: Float[Tensor, "batch classes"]
+    heads: Sequence[LinearHead]
+    squares: Sequence[Float[Tensor, "batch columns"]]
+
+    @classmethod
+    def concatenate(cls, batches: Sequence["LastLayerInputs"]) -> "LastLayerInputs":
+        """Join the examples of several batches."""
+        squares = zip(*(batch.squares for batch in batches), strict=True)
+        return cls(
+            mean=torch.cat([batch.mean for batch in batches]),
+            heads=batches[0].heads,
+            squares=[torch.cat(of_block) for of_block in squares],
+        )
+
+    def take(self, examples: slice) -> "LastLayerInputs":
+        """Return some of the examples."""
+        squares = [block_squares[examples] for block_squares in self.squares]
+        return LastLayerInputs(self.mean[examples], self.heads, squares)
+
+    def eigen_variances(
+        self, prior_precisions: Float[Tensor, " blocks"]
+    ) -> list[Float[Tensor, "batch rows"]]:
+        """Compute for each block the variances of the outputs' coordinates along U_G.
+
+        Args:
+            prior_precisions: δ of each block.
+
+        Raises:
+            ValueError: If the variances are not finite.
+        """
+        by_block = []
+        for head, squares, delta in zip(self.heads, self.squares, prior_precisions, strict=True):
+            by_block.append(squares @ head.variances(delta).mT)
+            check_covariance(by_block[-1], prior_precisions)
+        return by_block
+
+    def outputs(self, eigen_variances: Sequence[Float[Tensor, "batch rows"]]) -> FactoredOutputs:
+        """Return the outputs with the factors of their covariance, from its `eigen_variances`."""
+        factors = []
+        for head, variances in zip(self.heads, eigen_variances, strict=True):
+            factors.append(CovarianceFactor(head.U_G, variances))
+        return FactoredOutputs(self.mean, factors)
+
+
+def squared_differences(heads: Sequence[LinearHead]) -> Float[Tensor, "rows pairs"]:
+    r"""Compute the squared differences of the outputs' coordinates along the directions of U_G.
+
+    The variance of the difference of the outputs k and i is $\sum_r (U_{kr} - U_{ir})^2 v_r$ for
+    the variances $v_r$ along the directions.
+
+    Returns:
+        A row for each direction of each head, and a column for each of the `pairs_of_outputs`.
+    """
+    directions = []
+    for head in heads:
+        if head.U_G is None:
+            directions.append(torch.eye(len(head.magnitudes)).to(head.magnitudes))
+        else:
+            directions.append(head.U_G)
+    U = torch.cat(directions, 1).mT
+    first, second = pairs_of_outputs(U.shape[1], U.device)
+    return (U[:, first] - U[:, second]).square_()

@@ -26,8 +26,8 @@ from laplace_debias.laplace.functional.dense import (
     moments_class,
 )
 from laplace_debias.laplace.functional.factored_covariance import (
-    CovarianceFactor,
     FactoredOutputs,
+    LastLayerInputs,
 )
 from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead
 from laplace_debias.laplace.functional.request import (
@@ -126,6 +126,28 @@ def last_layer_outputs(
     Raises:
         ValueError: If the outputs, or their variances, are not finite.
     """
+    inputs = last_layer_inputs(fitted, x, min_outputs)
+    if inputs is None:
+        return None
+    return inputs.outputs(inputs.eigen_variances(_deltas_per_block(fitted, None)[0]))
+
+
+def last_layer_inputs(
+    fitted: FittedPosterior, x: Inputs | Record, min_outputs: int = 1
+) -> LastLayerInputs | None:
+    """Compute the outputs and the last layer's inputs if only that layer is Bayesian.
+
+    Args:
+        fitted: The fit.
+        x: Inputs, `[B, ...]`.
+        min_outputs: The least number of outputs.
+
+    Returns:
+        None for fewer outputs and for all other posteriors.
+
+    Raises:
+        ValueError: If the outputs are not finite.
+    """
     posterior = fitted.posterior
     blocks = fitted.parameters.blocks
     if accumulator_of(posterior) is not BlockMoments:
@@ -135,24 +157,22 @@ def last_layer_outputs(
     assert isinstance(first, EigenKronecker)
     if len(sites) > 1 or not blocks[0].rule.is_linear or first.sizes[0] < min_outputs:
         return None
-    deltas = posterior.prior_precision.expand(len(blocks)).to(posterior.mean)
-    accumulator = BlockMoments(blocks, posterior, deltas.unsqueeze(0), diagonal=True)
+    deltas = _deltas_per_block(fitted, None)
+    accumulator = BlockMoments(blocks, posterior, deltas, diagonal=True)
     with prediction_context(fitted, x) as context:
         assert context.prepared is not None
         tap = context.prepared.tap
-        outputs = tap.forward(context.x)
+        outputs = tap.forward(context.x, graph=False)
         check_outputs(outputs)
         inputs = accumulator.last_layer_inputs(tap, outputs)
         tap.forget()
     if len(inputs) < len(blocks):
         return None
-    factors = []
-    for index, phi in inputs.items():
-        head = LinearHead.from_posterior(blocks[index], posterior)
-        variances = head.eigen_variances(phi.detach(), head.variances(deltas[index]))
-        factors.append(CovarianceFactor(head.U_G, variances))
-        check_covariance(variances, deltas)
-    return FactoredOutputs(outputs.detach(), factors)
+    heads = [LinearHead.from_posterior(blocks[index], posterior) for index in inputs]
+    squares = []
+    for head, phi in zip(heads, inputs.values(), strict=True):
+        squares.append(head.rotated_inputs(phi.detach()).square())
+    return LastLayerInputs(outputs.detach(), heads, squares)
 
 
 def _deltas_per_block(

@@ -1,0 +1,321 @@
+"""A metric at every setting of a search: prior precisions and links."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.distributions import Distribution, MultivariateNormal
+from torch.nn.functional import one_hot
+
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.laplace.evaluation import (
+    check_targets,
+    classified,
+    concatenate_batches,
+    probabilities_or_means,
+)
+from laplace_debias.laplace.links import Link
+from laplace_debias.metrics.checks import check_classification
+
+MIN_EXAMPLES = 100
+"""With fewer examples the simplest link is kept."""
+_TIE_IN_PAIRED_ERRORS = 0.25
+"""Two settings count as equally good if they differ by less than this part of the paired standard
+error."""
+TIE_IN_STANDARD_ERRORS = 1e-3
+"""They also do if they differ by less than this part of the best setting's standard error, because
+the paired error of two nearly identical settings is nearly zero."""
+
+
+@dataclass(frozen=True, eq=False)
+class GridMetrics:
+    """A metric at every prior precision of a search, for every link.
+
+    The metric is Σ sums / Σ counts over the examples. An example has one term or several (targets,
+    positions, labels), which are not independent, so standard errors are those over examples. A
+    setting is a pair of indices, of a prior precision and of a link.
+
+    Attributes:
+        prior_precisions: P values, ascending. With links the last one is infinity, at which there
+            is no covariance.
+        links: The L links, the simplest one first; empty for a likelihood without links, whose
+            tensors have L = 1.
+        sums: Sum of the metric's terms of each example, `[P, L, examples]`; NaN for a setting that
+            a search has not evaluated.
+        counts: Number of terms of each example, `[examples]`.
+        values: The metric, `[P, L]`; NaN for a setting that was not evaluated.
+        sigma_factors: The number that σ is multiplied by at each prior precision, `[P]`; None if σ
+            is not tuned.
+    """
+
+    prior_precisions: Sequence[float]
+    links: Sequence[Link]
+    sums: Float[Tensor, "points links examples"]
+    counts: Float[Tensor, " examples"]
+    values: Float[Tensor, "points links"]
+    sigma_factors: Float[Tensor, " points"] | None = None
+
+    @property
+    def finite_points(self) -> range:
+        """Return the indices of the prior precisions whose metric is finite."""
+        return range(len(self.prior_precisions) - (1 if self.links else 0))
+
+    def lowest(self, points: range, links: Sequence[int]) -> tuple[int, int]:
+        """Return the setting with the lowest metric among these points and links.
+
+        It is the first one of several with the same value.
+        """
+        values = self.values[points.start : points.stop, links].nan_to_num(math.inf, math.inf)
+        point, link = divmod(int(values.argmin()), len(links))
+        return points[point], links[link]
+
+    def standard_errors(self, sums: Float[Tensor, "*k examples"]) -> Float[Tensor, "*k"]:
+        """Compute the standard errors of Σ sums / Σ counts over examples; NaN for one example."""
+        n = len(self.counts)
+        correction = n / (n - 1) if n > 1 else math.nan
+        total = self.counts.sum()
+        residuals = sums - (sums.sum(-1) / total).unsqueeze(-1) * self.counts
+        return (residuals.square().sum(-1) * correction).sqrt() / total
+
+    def is_tied(self, setting: tuple[int, int], best: tuple[int, int]) -> bool:
+        """Whether a setting counts as equally good as the best one; False if its value is NaN."""
+        paired_error = self.standard_errors(self.sums[setting] - self.sums[best])
+        standard_error = self.standard_errors(self.sums[best])
+        tolerance = max(
+            _TIE_IN_PAIRED_ERRORS * float(paired_error),
+            TIE_IN_STANDARD_ERRORS * float(standard_error),
+        )
+        return float(self.values[setting] - self.values[best]) <= tolerance
+
+    def choose_link(self) -> int:
+        """Choose the simplest link whose best value is tied with the best of all; return its index.
+
+        From simple to complex: the default formula at temperature 1, other formulas at temperature
+        1, the default formula at other temperatures, all links. With fewer than 100 examples it is
+        the default formula at temperature 1.
+        """
+        default = self.links[0]
+        indices = range(len(self.links))
+        same_formula = [index for index in indices if self.links[index].name == default.name]
+        untempered = [index for index in indices if self.links[index].temperature == 1]
+        simplest_first = [
+            [index for index in same_formula if index in untempered],
+            untempered,
+            sorted({*same_formula, *untempered}),
+            list(indices),
+        ]
+        best = self.lowest(self.finite_points, indices)
+        for candidates in simplest_first:
+            setting = self.lowest(self.finite_points, candidates)
+            if len(self.counts) < MIN_EXAMPLES or self.is_tied(setting, best):
+                break
+        return setting[1]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredTargets:
+    """A batch's targets, checked, and the metric that scores predictives of them.
+
+    Predictives have batch shape `[links, B, ...]`.
+
+    Attributes:
+        metric: `"nll"` or `"brier"`.
+        with_noise: Whether the scores are the sums that the NLL at the best σ depends on.
+        labels: The targets with a row for each term.
+        counted: Which of the terms count.
+        targets: The targets that a predictive's `log_prob` takes.
+        example_indices: Index of the example that each counted row belongs to.
+        num_examples: The number of examples.
+    """
+
+    metric: str
+    with_noise: bool
+    labels: Tensor
+    counted: Bool[Tensor, " terms"]
+    targets: Tensor
+    example_indices: Int[Tensor, " counted"]
+    num_examples: int
+
+    @classmethod
+    def check(
+        cls,
+        likelihood: Likelihood,
+        predicted: Distribution,
+        y: Tensor,
+        metric: str,
+        *,
+        class_dim: int | None,
+        with_noise: bool = False,
+    ) -> "ScoredTargets":
+        """Check targets beside any of the predictives."""
+        labels, counted, targets = check_targets(likelihood, predicted, y, class_dim, leading=1)
+        example_indices = counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
+        return cls(metric, with_noise, labels, counted, targets, example_indices, len(y))
+
+    def terms(self, predicted: Distribution) -> Float[Tensor, "terms columns"]:
+        """Compute the terms of the metric that count, with a column for each link."""
+        if self.with_noise:
+            return _noise_terms(predicted, self.labels)
+        if self.metric == "brier":
+            return _brier_terms(predicted, self.labels, self.counted)
+        # No class probabilities: for a thousand classes a thousandth of the memory.
+        log_probs = predicted.log_prob(
+            self.targets.expand(predicted.batch_shape + predicted.event_shape)
+        )
+        return -log_probs.flatten(1)[:, self.counted].double().T
+
+    def sums(self, terms: Float[Tensor, "terms columns"]) -> Float[Tensor, "examples columns"]:
+        """Add up the terms of each example."""
+        sums = terms.new_zeros(self.num_examples, terms.shape[1])
+        return sums.index_add_(0, self._examples(len(terms)), terms)
+
+    def counts(self, num_terms: int) -> Float[Tensor, " examples"]:
+        """Count the terms of each example."""
+        return self._examples(num_terms).bincount(minlength=self.num_examples).double()
+
+    def _examples(self, num_terms: int) -> Int[Tensor, " terms"]:
+        """Index of the example that each term belongs to; a row may have a term per label."""
+        terms_per_row = num_terms // max(1, len(self.example_indices))
+        return self.example_indices.repeat_interleave(terms_per_row)
+
+
+def evaluate_grid(
+    predict: Callable[
+        [Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution | ValueError]]
+    ],
+    data: Pairs,
+    likelihood: Likelihood,
+    metric: str,
+    *,
+    prior_precisions: Sequence[float],
+    links: Sequence[Link],
+    class_dim: int | None = None,
+    with_noise: bool = False,
+) -> GridMetrics:
+    """Compute a metric at every prior precision, for every link, in one pass over the data.
+
+    Args:
+        predict: From inputs, prior precisions and links to pairs of a prior precision's index and
+            a predictive or its error, as `predictives_by_links` yields them.
+        data: Batches `(inputs, targets)`.
+        likelihood: The likelihood, which checks the targets.
+        metric: `"nll"` or `"brier"`.
+        prior_precisions: Ascending; with noise these are γ = δ k².
+        links: The links; empty for a likelihood that has none.
+        class_dim: The dimension of the outputs that has the classes; None for the last.
+        with_noise: Whether the NLL of a regression is that at the best σ for each γ.
+
+    Returns:
+        The metric; it is infinite where a predictive could not be computed for every batch.
+
+    Raises:
+        ValueError: If the data are empty or have no target that counts; the predictive's error, if
+            a batch has no predictive at any prior precision.
+    """
+    grid = torch.tensor(prior_precisions, dtype=torch.float64)
+    points = list(prior_precisions)
+    if links:
+        points.append(math.inf)
+    num_columns = 3 if with_noise else max(1, len(links))
+    batches = []
+    for x, y in data:
+        scored = None
+        columns = dict[int, list[Tensor]]()
+        errors = dict[int, ValueError]()
+        for point, predicted in predict(x, grid, links):
+            if isinstance(predicted, ValueError):
+                errors[point] = predicted
+                continue
+            if scored is None:
+                # The same for every link and every prior precision.
+                scored = ScoredTargets.check(
+                    likelihood, predicted, y, metric, class_dim=class_dim, with_noise=with_noise
+                )
+            terms = scored.terms(predicted)
+            columns.setdefault(point, []).append(scored.sums(terms))
+        if errors.keys() >= set(range(len(prior_precisions))):
+            raise errors[len(prior_precisions) - 1]
+        assert scored is not None
+        counts = scored.counts(len(terms))
+        batch = [counts[counts > 0]]
+        for point in range(len(points)):
+            if point in errors:
+                sums = counts.new_full((len(y), num_columns), math.inf)
+            else:
+                sums = torch.cat(columns[point], 1)
+            batch.append(sums[counts > 0])
+        batches.append(batch)
+    counts, *sums_by_point = concatenate_batches(batches, "tune on")
+    sums = torch.stack(sums_by_point).mT.contiguous()
+    factors = None
+    if with_noise:
+        sums, factors = _with_best_noise(sums)
+        points = [gamma / factor**2 for gamma, factor in zip(points, factors.tolist(), strict=True)]
+    return GridMetrics(
+        prior_precisions=points,
+        links=links,
+        sums=sums,
+        counts=counts,
+        values=sums.sum(-1) / counts.sum(),
+        sigma_factors=factors,
+    )
+
+
+def _noise_terms(predicted: Distribution, labels: Tensor) -> Float[Tensor, "terms 3"]:
+    """Compute for each term the squared whitened residual, log det S, and the number of outputs."""
+    assert isinstance(predicted, MultivariateNormal)
+    root = predicted.scale_tril.flatten(0, -3).double()
+    residuals = (labels.double() - probabilities_or_means(predicted).double()).unsqueeze(-1)
+    rounding = 8 * torch.finfo(predicted.mean.dtype).eps * labels.double().abs()
+    residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
+    # Not from the log-density: beside its constant small residuals are lost in float32.
+    whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
+    squares = whitened.square().sum((-2, -1))
+    log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return torch.stack([squares, log_dets, torch.full_like(squares, root.shape[-1])], -1)
+
+
+def _with_best_noise(
+    sums: Float[Tensor, "points 3 examples"],
+) -> tuple[Float[Tensor, "points 1 examples"], Float[Tensor, " points"]]:
+    """Compute the NLL at the best σ = k σ₀ for each γ, and k.
+
+    With C ∝ σ⁻² the posterior's precision at σ = k σ₀ is k⁻² (N C + γ), so the predictive's
+    covariance is k² times that at δ = γ. With q = rᵀ S⁻¹ r, the NLL of M numbers is lowest at
+    k² = Σ q / M. A point that has no predictive has none at any σ, and keeps σ₀.
+
+    Args:
+        sums: For each γ and example the sums of `_noise_terms`; infinite without a predictive.
+    """
+    squares, log_dets, outputs = sums.unbind(1)
+    factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()
+    is_computed = factors.isfinite()
+    factors = torch.where(is_computed, factors, 1)
+    if not factors.all():
+        raise ValueError(
+            "The residuals of the validation data are zero: there is no noise to estimate. "
+            "Check that the targets are not the outputs, or pass sigma=False."
+        )
+    k = factors.unsqueeze(1)
+    nll = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2 + outputs * k.log()
+    nll = torch.where(is_computed.unsqueeze(1), nll, math.inf)
+    return nll.unsqueeze(1), factors
+
+
+def _brier_terms(
+    predicted: Distribution, labels: Tensor, counted: Bool[Tensor, " terms"]
+) -> Float[Tensor, "counted links"]:
+    """Compute Σ_k (p_k − y_k)² of each term that counts, with a column for each link."""
+    num_links = predicted.batch_shape[0]
+    labels = labels[counted]
+    if not len(labels):  # All targets of a batch may be ignored.
+        return torch.zeros(0, num_links, dtype=torch.float64, device=labels.device)
+    values = probabilities_or_means(predicted)[counted.repeat(num_links)]
+    labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
+    probs, labels = check_classification(*classified(values, labels))
+    return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1).view(num_links, -1).T

@@ -1,0 +1,287 @@
+"""A search over prior precisions and temperatures that evaluates only some of the settings.
+
+For a prior precision δ the metric falls and then rises as the temperature T grows, and the best T
+changes little from one δ to the next. The search goes from the largest δ to the smallest. For each
+δ it starts from the best T of the previous δ and evaluates the neighbours of the lowest T until
+neither is lower. T = 1 is always evaluated. If the metric had several minima in T, the result would
+be the one that is reached in this way.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributions import Distribution
+
+from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.network.batches import Pairs
+from laplace_debias.laplace.evaluation import concatenate_batches
+from laplace_debias.laplace.functional.factored_covariance import (
+    LastLayerInputs,
+    squared_differences,
+)
+from laplace_debias.laplace.functional.linearised import last_layer_inputs
+from laplace_debias.laplace.grid_metrics import GridMetrics, ScoredTargets
+from laplace_debias.laplace.links import (
+    MOST_CLASSES,
+    Link,
+    pairwise_of_differences,
+    required_moments,
+)
+from laplace_debias.laplace.predictive import tempered_predictives
+from laplace_debias.laplace.state import FittedPosterior
+
+# Outputs of the examples that are evaluated together.
+_ENTRIES = 2**13
+_MIN_BATCH = 64
+
+
+def search_temperatures(
+    fitted: FittedPosterior,
+    data: Pairs,
+    metric: str,
+    prior_precisions: Sequence[float],
+    links: Sequence[Link],
+) -> GridMetrics:
+    """Compute a metric where the best setting is searched, in one pass over the data.
+
+    These are the temperatures around the best for each prior precision, and all prior precisions
+    for the chosen link.
+
+    Args:
+        fitted: A fit for which `last_layer_inputs` is not None.
+        data: Batches `(inputs, targets)`.
+        metric: `"nll"` or `"brier"`.
+        prior_precisions: Ascending.
+        links: The links, the simplest one first, ordered by formula.
+
+    Returns:
+        The metric; it is infinite where a predictive overflows.
+    """
+    batches = _last_layer_batches(fitted, data, metric)
+    search = TemperatureSearch(batches, [*prior_precisions, math.inf], links)
+    search.run()
+    link = search.table().choose_link()
+    for point in range(len(prior_precisions)):
+        search.evaluate(point, [link])
+    return search.table()
+
+
+@dataclass(eq=False)
+class LastLayerBatch:
+    """A batch, as far as predictives at any setting depend on it.
+
+    It keeps the variances at the last prior precision, at which several temperatures may be
+    evaluated one after the other.
+
+    Attributes:
+        likelihood: The likelihood.
+        inputs: The outputs and the inputs of the last layer, the only one that is Bayesian.
+        targets: The targets, and the metric.
+        counts: The number of terms of each example.
+        squared_differences: `squared_differences` of the last layer's blocks, for at most 100
+            exclusive classes; otherwise None.
+    """
+
+    likelihood: Likelihood
+    inputs: LastLayerInputs
+    targets: ScoredTargets
+    counts: Float[Tensor, " examples"]
+    squared_differences: Float[Tensor, "rows pairs"] | None
+    _prior_precision: float = field(default=math.nan, init=False)
+    _eigen_variances: list[Float[Tensor, "batch rows"]] = field(default_factory=list, init=False)
+
+    @classmethod
+    def score(
+        cls,
+        likelihood: Likelihood,
+        inputs: LastLayerInputs,
+        y: Tensor,
+        metric: str,
+        class_dim: int | None,
+        squared_differences: Float[Tensor, "rows pairs"] | None,
+    ) -> "LastLayerBatch":
+        """Check the targets beside the predictions of the network."""
+        (predicted,) = tempered_predictives(likelihood, inputs.mean, None, [Link("probit")])
+        if isinstance(predicted, ValueError):
+            raise predicted
+        targets = ScoredTargets.check(likelihood, predicted, y, metric, class_dim=class_dim)
+        counts = targets.counts(len(targets.terms(predicted)))
+        return cls(likelihood, inputs, targets, counts, squared_differences)
+
+    def sums(
+        self, prior_precision: float, links: Sequence[Link]
+    ) -> Float[Tensor, "examples links"]:
+        """Compute the metric of each example that counts by links of one formula.
+
+        It is infinite if a predictive overflows.
+        """
+        columns = []
+        try:
+            for predicted in self._predictives(prior_precision, links):
+                if isinstance(predicted, ValueError):
+                    raise predicted
+                columns.append(self.targets.sums(self.targets.terms(predicted)))
+        except ValueError:
+            columns = [self.counts.new_full((len(self.counts), len(links)), math.inf)]
+        return torch.cat(columns, 1)[self.counts > 0]
+
+    def _predictives(
+        self, prior_precision: float, links: Sequence[Link]
+    ) -> Iterable[Distribution | ValueError]:
+        """Predict by links of one formula."""
+        inputs = self.inputs
+        likelihood = self.likelihood
+        if prior_precision == math.inf:
+            return tempered_predictives(likelihood, inputs.mean, None, links)
+        if prior_precision != self._prior_precision:
+            deltas = inputs.heads[0].magnitudes.new_full((len(inputs.heads),), prior_precision)
+            self._eigen_variances = inputs.eigen_variances(deltas)
+            self._prior_precision = prior_precision
+        if links[0].name == "pairwise" and self.squared_differences is not None:
+            variances = torch.cat(self._eigen_variances, 1) @ self.squared_differences
+            temperatures = [link.temperature for link in links]
+            logits = pairwise_of_differences(inputs.mean, variances, temperatures)
+            return [likelihood.predictive(logits, None)]
+        outputs = inputs.outputs(self._eigen_variances)
+        if required_moments(likelihood, links) == "variances":
+            covariance = outputs.variances()
+        else:
+            covariance = outputs.covariance()
+        return tempered_predictives(likelihood, inputs.mean, covariance, links)
+
+
+class TemperatureSearch:
+    """The settings that a search has evaluated, and their metric.
+
+    Args:
+        batches: The data of this process.
+        prior_precisions: Ascending; the last one is infinity.
+        links: The links, the simplest one first, ordered by formula.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[LastLayerBatch],
+        prior_precisions: Sequence[float],
+        links: Sequence[Link],
+    ) -> None:
+        self._batches = batches
+        self._prior_precisions = prior_precisions
+        self._links = links
+        counts = [[batch.counts[batch.counts > 0]] for batch in batches]
+        (self._counts,) = concatenate_batches(counts, "tune on")
+        # The metric's sum over the terms of each example, and its mean over all terms, by the
+        # indices of the setting.
+        self._sums = dict[tuple[int, int], Float[Tensor, " examples"]]()
+        self._values = dict[tuple[int, int], float]()
+
+    def run(self) -> None:
+        """Search the temperatures of each formula, from the largest prior precision on."""
+        *finite_points, infinity = range(len(self._prior_precisions))
+        self.evaluate(infinity, range(len(self._links)))
+        indices_by_formula = dict[str, list[int]]()
+        for index in sorted(range(len(self._links)), key=self._temperature):
+            indices_by_formula.setdefault(self._links[index].name, []).append(index)
+        for indices in indices_by_formula.values():
+            lowest = self._lowest(infinity, indices)
+            for point in reversed(finite_points):
+                lowest = self._descend(point, indices, lowest)
+
+    def evaluate(self, point: int, links: Iterable[int]) -> None:
+        """Compute the metric of some links at a prior precision, unless it is there."""
+        missing = [index for index in sorted(links) if (point, index) not in self._sums]
+        if not missing:
+            return
+        links_used = [self._links[index] for index in missing]
+        delta = self._prior_precisions[point]
+        batch_sums = [[batch.sums(delta, links_used)] for batch in self._batches]
+        (sums,) = concatenate_batches(batch_sums, "tune on")
+        values = (sums.sum(0) / self._counts.sum()).nan_to_num(math.inf, math.inf).tolist()
+        for column, index in enumerate(missing):
+            self._sums[point, index] = sums[:, column]
+            self._values[point, index] = values[column]
+
+    def table(self) -> GridMetrics:
+        """Return the metric at the settings that were evaluated."""
+        shape = (len(self._prior_precisions), len(self._links), len(self._counts))
+        sums = self._counts.new_full(shape, math.nan)
+        for setting, setting_sums in self._sums.items():
+            sums[setting] = setting_sums
+        return GridMetrics(
+            prior_precisions=self._prior_precisions,
+            links=self._links,
+            sums=sums,
+            counts=self._counts,
+            values=sums.sum(-1) / self._counts.sum(),
+        )
+
+    def _descend(self, point: int, indices: list[int], start: int) -> int:
+        """Find the lowest temperature of a formula at a prior precision; return its link's index.
+
+        Args:
+            point: Index of the prior precision.
+            indices: Indices of the formula's links, ascending in temperature.
+            start: The first guess.
+        """
+        untempered = [index for index in indices if self._temperature(index) == 1]
+        self.evaluate(point, {*untempered, *_with_neighbours(indices, start)})
+        lowest = self._lowest(point, indices)
+        if self._values[point, lowest] == math.inf:
+            return start
+        previous = None
+        while lowest != previous:
+            self.evaluate(point, _with_neighbours(indices, lowest))
+            previous = lowest
+            lowest = self._lowest(point, indices)
+        return lowest
+
+    def _lowest(self, point: int, indices: list[int]) -> int:
+        """Return the link with the lowest metric among those evaluated at a prior precision."""
+        evaluated = [index for index in indices if (point, index) in self._values]
+        return min(evaluated, key=lambda index: self._values[point, index])
+
+    def _temperature(self, index: int) -> float:
+        return self._links[index].temperature
+
+
+def _with_neighbours(indices: list[int], index: int) -> list[int]:
+    """Return an entry of a list and those before and after it."""
+    position = indices.index(index)
+    return indices[max(0, position - 1) : position + 2]
+
+
+def _last_layer_batches(fitted: FittedPosterior, data: Pairs, metric: str) -> list[LastLayerBatch]:
+    """Run the network on all data once, and check the targets."""
+    inputs = []
+    targets = []
+    for x, y in data:
+        batch_inputs = last_layer_inputs(fitted, x)
+        assert batch_inputs is not None
+        inputs.append(batch_inputs)
+        targets.append(y)
+    if not inputs:
+        return []
+    all_inputs = LastLayerInputs.concatenate(inputs)
+    all_targets = torch.cat(targets)
+    num_outputs = all_inputs.mean.shape[1]
+    differences = None
+    if fitted.likelihood.activation == "softmax" and num_outputs <= MOST_CLASSES:
+        differences = squared_differences(all_inputs.heads)
+    batch_size = max(_MIN_BATCH, _ENTRIES // num_outputs)
+    batches = []
+    for start in range(0, len(all_targets), batch_size):
+        examples = slice(start, start + batch_size)
+        batch = LastLayerBatch.score(
+            fitted.likelihood,
+            all_inputs.take(examples),
+            all_targets[examples],
+            metric,
+            fitted.spec.class_dim,
+            differences,
+        )
+        batches.append(batch)
+    return batches
