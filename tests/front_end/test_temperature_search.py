@@ -13,7 +13,7 @@ from laplace_debias.laplace import links, predictive, tune
 from laplace_debias.laplace.functional.factored_covariance import squared_differences
 from laplace_debias.laplace.functional.linearised import last_layer_inputs
 from laplace_debias.laplace.grid_metrics import evaluate_grid
-from laplace_debias.laplace.temperature_search import TemperatureSearch
+from laplace_debias.laplace.temperature_search import LastLayerBatch, TemperatureSearch
 
 
 def random_problem(seed, num_data=110, num_classes=None, **options):
@@ -139,13 +139,12 @@ def test_pairs_of_classes_have_the_variances_of_the_dense_covariance(curvature):
         torch.testing.assert_close(actual, -expected.log(), rtol=1e-12, atol=1e-12)
 
 
-class WrittenBatch:
+class WrittenBatch(LastLayerBatch):
     """Examples whose metric at a setting is written down."""
-
-    counts = torch.ones(3, dtype=torch.float64)
 
     def __init__(self, metric):
         self.metric = metric
+        self.counts = torch.ones(3, dtype=torch.float64)
 
     def sums(self, prior_precision, links_used):
         row = [self.metric(prior_precision, link.temperature) for link in links_used]
