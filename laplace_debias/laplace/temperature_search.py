@@ -92,7 +92,7 @@ class LastLayerBatch:
     counts: Float[Tensor, " examples"]
     squared_differences: Float[Tensor, "rows pairs"] | None
     _prior_precision: float = field(default=math.nan, init=False)
-    _eigen_variances: list[Float[Tensor, "batch rows"]] = field(default_factory=list, init=False)
+    _eigen_variances: list[Float[Tensor, "batch _"]] = field(default_factory=list, init=False)
 
     @classmethod
     def score(

@@ -123,7 +123,7 @@ class LastLayerInputs:
 
     mean: Float[Tensor, "batch classes"]
     heads: Sequence[LinearHead]
-    squares: Sequence[Float[Tensor, "batch columns"]]
+    squares: Sequence[Float[Tensor, "batch _"]]
 
     @classmethod
     def concatenate(cls, batches: Sequence["LastLayerInputs"]) -> "LastLayerInputs":
@@ -142,7 +142,7 @@ class LastLayerInputs:
 
     def eigen_variances(
         self, prior_precisions: Float[Tensor, " blocks"]
-    ) -> list[Float[Tensor, "batch rows"]]:
+    ) -> list[Float[Tensor, "batch _"]]:
         """Compute for each block the variances of the outputs' coordinates along U_G.
 
         Args:
@@ -157,7 +157,7 @@ class LastLayerInputs:
             check_covariance(by_block[-1], prior_precisions)
         return by_block
 
-    def outputs(self, eigen_variances: Sequence[Float[Tensor, "batch rows"]]) -> FactoredOutputs:
+    def outputs(self, eigen_variances: Sequence[Float[Tensor, "batch _"]]) -> FactoredOutputs:
         """Return the outputs with the factors of their covariance, from its `eigen_variances`."""
         factors = []
         for head, variances in zip(self.heads, eigen_variances, strict=True):
