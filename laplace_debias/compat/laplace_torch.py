@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.curvature.network.batches import Batches, BatchHook
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
 from laplace_debias.curvature.network.inputs import Inputs
@@ -559,13 +560,15 @@ class Laplace:
     def sigma_noise(self, value: float | Tensor) -> None:
         fitted = self._fit._fitted
         evidence.tunes_noise(fitted, True)
+        assert isinstance(fitted.likelihood, Gaussian)
+        fitted_sigma = fitted.likelihood.curvature_sigma
         sigma = torch.as_tensor(value, dtype=torch.float64)
-        if sigma.numel() != 1 or self.posterior.sigma.numel() != 1:
+        if sigma.numel() != 1 or fitted_sigma.numel() != 1:
             raise ValueError(
                 "sigma_noise has several entries. After a fit, set it to one number, for a "
                 "regression with one sigma_noise."
             )
-        factor = float(sigma) / float(self.posterior.sigma)
+        factor = float(sigma) / float(fitted_sigma)
         scaled, _ = evidence.rescaled(fitted, factor, 1.0)
         self._fit = Posterior.from_posterior(scaled.changed(prior=fitted.prior))
         self._apply_precisions()

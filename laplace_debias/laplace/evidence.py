@@ -322,7 +322,7 @@ def rescaled(
     curvature_factor = factor**-2
     assert isinstance(fitted.likelihood, Gaussian)
     assert fitted.num_targets is not None
-    likelihood = Gaussian(fitted.likelihood.sigma * factor)
+    likelihood = Gaussian(fitted.likelihood.curvature_sigma * factor)
     delta = torch.tensor(prior_precision, dtype=torch.float64, device=posterior.mean.device)
     curvature = posterior.curvature.map(lambda _, block: curvature_factor * block)
     limits = fitted.thinned_at
@@ -346,7 +346,7 @@ def squared_residuals(fitted: FittedPosterior) -> float:
     """Compute Q = Σ ‖(f − y)/σ‖² over the N examples."""
     assert isinstance(fitted.likelihood, Gaussian)
     assert fitted.num_targets is not None
-    sigma = fitted.likelihood.sigma
+    sigma = fitted.likelihood.curvature_sigma
     # The mean over outputs: there is one sigma per output, or one for all of them.
     normaliser = fitted.likelihood.log_normaliser(sigma.numel()) / sigma.numel()
     return 2 * (fitted.nll - fitted.num_targets * normaliser)

@@ -56,6 +56,9 @@ def fit(
         ValueError: If the options, the data and the model do not fit each other.
         RuntimeError: Under autocast, or with TF32 products.
     """
+    if not scheme.keeps_noise:
+        spec = state.spec
+        state = replace(state, spec=replace(spec, likelihood=spec.likelihood.for_new_fit()))
     scheme = _with_information(state, scheme, mode)
     check_before_fit(state, scheme, mode, generator=generator, resume=resume)
     with torch.inference_mode(False):

@@ -510,7 +510,7 @@ class Laplace(Predictor):
         progress: bool = False,
         generator: torch.Generator | None = None,
         *,
-        sigma: bool | None = None,
+        sigma: bool | str | None = None,
         link: str | Link | None = None,
         per: str | None = None,
     ) -> Tuning:
@@ -539,7 +539,9 @@ class Laplace(Predictor):
             sigma: Whether to tune a regression's noise as well. By default it is tuned if you never
                 set it, unless a `grid` is passed. For each prior precision the best noise has a
                 closed form (`metric="nll"`, no `grid`); noises per output are multiplied by a
-                common factor. Not available for `fisher="empirical"`.
+                common factor. `"per_output"` then also chooses the noise of each output, which
+                minimises the NLL with the posterior as it is; a later `fit` measures the curvature
+                at these noises. Not available for `fisher="empirical"`.
             link: Restrict the search to one link, by name (all temperatures) or as a `Link`.
             per: For `method="marglik"`.
 
@@ -563,6 +565,10 @@ class Laplace(Predictor):
                 raise ValueError(
                     'method="marglik" uses no loader, generator, grid, link, progress or metric. '
                     "Remove them."
+                )
+            if isinstance(sigma, str):
+                raise ValueError(
+                    f"sigma={sigma!r} requires held-out data. Pass a loader, or sigma=True."
                 )
             return self.tune_evidence(sigma=sigma, per=per)
         if method != "grid":
@@ -613,6 +619,7 @@ class Laplace(Predictor):
             RuntimeError: Before a fit.
         """
         self._agree(sigma=sigma, per=per)
+        check_is(sigma, "sigma", bool, type(None))
         tuning, fitted = evidence.maximise_evidence(self._fitted, sigma, per)
         deltas = torch.tensor(tuning.prior_precision, dtype=torch.float64)
         self._set(fitted=fitted, prior_precision=deltas)
@@ -734,6 +741,9 @@ class Laplace(Predictor):
     @property
     def sigma(self) -> Float[Tensor, "*outputs"]:
         """The standard deviation of a regression's noise: one number, or one per output.
+
+        After `tune(sigma="per_output")` it is that of the predictive; the curvature was measured at
+        `likelihood.curvature_sigma`.
 
         Raises:
             AttributeError: If the likelihood is not `"regression"`.

@@ -45,6 +45,7 @@ class Scheme(ABC):
             `from_batches`; None for the whole loader.
         takes_folds: Whether a fit splits its data into folds.
         is_split: Whether directions and magnitudes come from different data.
+        keeps_noise: Whether the curvature is measured at the noise of an earlier fit.
     """
 
     mode: ClassVar[str]
@@ -53,6 +54,7 @@ class Scheme(ABC):
     num_first_batches: ClassVar[int | None] = None
     takes_folds: ClassVar[bool] = False
     is_split: ClassVar[bool] = False
+    keeps_noise: ClassVar[bool] = False
 
     @classmethod
     def from_batches(cls, batches: Any, folds: int | None) -> "Scheme":

@@ -6,7 +6,7 @@ little compared with the covariances, so the same pass evaluates all of them.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.curvature.losses.likelihoods import Gaussian
+from laplace_debias.curvature.network.batches import Batches, Pairs
 from laplace_debias.curvature.network.inputs import take
 from laplace_debias.laplace import evidence, predictive
 from laplace_debias.laplace.evaluation import check_held_out
@@ -27,6 +28,7 @@ from laplace_debias.laplace.grid_metrics import (
     evaluate_grid,
 )
 from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.laplace.output_noise import tune_output_noise
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.laplace.temperature_search import search_temperatures
@@ -38,6 +40,8 @@ DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
 """Prior precisions that are tried unless a grid is passed."""
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
 """Temperatures that are tried, from 1/2 to 4."""
+PER_OUTPUT = "per_output"
+"""The value of `sigma=` that tunes the noise of each output."""
 _PASS = "tune again with a grid= (command tune: --prior_precisions) of"
 
 
@@ -47,7 +51,7 @@ def tune_on_data(
     metric: str,
     grid: Float[Tensor, " grid"] | Sequence[float] | None,
     *,
-    sigma: bool | None,
+    sigma: bool | str | None,
     link: str | Link | None,
     generator: torch.Generator | None,
     progress: bool,
@@ -59,7 +63,8 @@ def tune_on_data(
         loader: Batches `(inputs, targets)` that the fit has not read.
         metric: `"nll"`, or for classes and labels `"brier"`; the lowest is the best.
         grid: Prior precisions to try; None for `DEFAULT_GRID`.
-        sigma: Whether σ of a regression is tuned, too; None if it can be and was never set.
+        sigma: Whether σ of a regression is tuned, too; None if it can be and was never set;
+            `"per_output"` to then choose the noise of each output.
         link: A link's name, to only try its temperatures; a `Link`, to only use this; None for all.
         generator: Seeds the order of the data.
         progress: Whether to show a progress bar.
@@ -72,6 +77,10 @@ def tune_on_data(
             with `sigma`, or if the metric is not finite at any prior precision.
     """
     check_held_out(loader)
+    is_per_output = isinstance(sigma, str)
+    if isinstance(sigma, str):
+        _check_per_output(sigma, loader)
+        sigma = True
     stream = fitted.spec.stream(loader, fitted.device, generator, "tune" if progress else None)
     likelihood = fitted.likelihood
     is_regression = likelihood.targets == "numbers"
@@ -91,7 +100,12 @@ def tune_on_data(
                 "sigma=True evaluates every prior precision at the best sigma for it, and chooses "
                 "the grid accordingly. Remove grid= or sigma=."
             )
+        # The posterior at another σ is known for the noise that the curvature was measured at.
+        fitted = replace(
+            fitted, spec=replace(fitted.spec, likelihood=likelihood.for_same_curvature())
+        )
         # The grid is one of γ = δ k², around the k² of the residuals of the training data.
+        likelihood = fitted.likelihood
         assert fitted.num_targets is not None
         points = points * (evidence.squared_residuals(fitted) / fitted.num_targets)
     if grid is None:
@@ -126,7 +140,43 @@ def tune_on_data(
             result = evidence.note_assumed_sigma(result, fitted, sigma)
         return _note_thinning(result, fitted), None
     tuned, sigmas = evidence.rescaled(fitted, float(table.sigma_factors[best]), float(result))
-    return _note_thinning(replace(result, sigma=sigmas), tuned), tuned
+    result = replace(result, sigma=sigmas)
+    if is_per_output:
+        result, tuned = _with_noise_per_output(result, tuned, stream)
+    return _note_thinning(result, tuned), tuned
+
+
+def _check_per_output(sigma: str, loader: Batches) -> None:
+    """Require the name of the noise per output, and data that can be read twice."""
+    if sigma != PER_OUTPUT:
+        raise ValueError(f'Unknown sigma={sigma!r}. Use True, False or "{PER_OUTPUT}".')
+    if isinstance(loader, Iterator):
+        raise TypeError(
+            f'sigma="{PER_OUTPUT}" reads the data twice, but this iterator can be read only once. '
+            "Pass a DataLoader or a list of batches."
+        )
+
+
+def _with_noise_per_output(
+    result: Tuning, tuned: FittedPosterior, data: Pairs
+) -> tuple[Tuning, FittedPosterior]:
+    """Choose the noise of each output, with the posterior at the common factor as it is."""
+    noise = tune_output_noise(tuned, data, float(result))
+    assert isinstance(tuned.likelihood, Gaussian)
+    likelihood = tuned.likelihood.with_predictive_sigma(noise.sigma)
+    notes = [
+        f"With a common factor for the noises of all outputs, the {result.metric} is "
+        f"{result.value:.4g}."
+    ]
+    if noise.is_at_end:
+        notes.append(
+            "The noise of an output is at the end of the range that was searched: compared with "
+            "it, the variance of the output is too large or too small."
+        )
+    result = replace(
+        result, sigma=noise.sigma.tolist(), value=noise.nll, notes=(*result.notes, *notes)
+    )
+    return result, replace(tuned, spec=replace(tuned.spec, likelihood=likelihood))
 
 
 def _note_thinning(result: Tuning, fitted: FittedPosterior) -> Tuning:

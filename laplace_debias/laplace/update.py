@@ -23,6 +23,8 @@ _MODE = "full"  # All of the new data is read.
 class Updated(Added):
     """A scheme that adds the information of new data to that of a fit, at its noise."""
 
+    keeps_noise = True
+
     def estimate_noise(self, context: FitContext) -> Gaussian:
         """Return the noise of the fit, at which its curvature was measured."""
         loss = context.cotangents.loss

@@ -176,6 +176,13 @@ def test_tuning_and_evaluation(processes, num_ranks, metric):
 
 
 @pytest.mark.slow
+def test_the_noise_of_each_output_is_tuned_on_the_examples_of_all_processes(processes):
+    expected = tasks.noise_per_output(0)
+    for found in processes.run(2, tasks.noise_per_output):
+        check(found, expected, rel=1e-6)
+
+
+@pytest.mark.slow
 def test_evaluation_where_some_processes_have_no_example(processes):
     expected = tasks.tune_and_evaluate(0, "nll", 2)
     for found in processes.run(4, tasks.tune_and_evaluate, "nll", 2):

@@ -209,6 +209,17 @@ def tune_and_evaluate(rank, metric, size=SIZE):
     }
 
 
+def noise_per_output(rank):
+    """The noise of each output of a regression, tuned on examples that the processes share."""
+    x, _ = examples()[:]
+    noise = torch.tensor([0.1, 0.5, 0.2]) * torch.randn(SIZE, 3, generator=generator(9))
+    data = TensorDataset(x, network()(x).detach() + noise)
+    shared = DataLoader(data, batch_sampler=ShardedBatches(data, BATCH))
+    la = laplace(likelihood="regression", sigma=[0.3, 0.3, 0.3]).fit(shared)
+    tuned = la.tune(shared, sigma="per_output")
+    return {"sigma": tuned.sigma, "value": tuned.value, "best": tuned.prior_precision}
+
+
 def conformal_sets(rank):
     """Class sets by scores of examples that the processes share."""
     la = laplace().fit(loader())

@@ -70,6 +70,14 @@ class Likelihood(ABC):
         those of this package's likelihoods are read once per fit.
         """
 
+    def for_new_fit(self) -> "Likelihood":
+        """Return the likelihood of another fit, without what was tuned for the earlier one only."""
+        return self
+
+    def for_same_curvature(self) -> "Likelihood":
+        """Return the likelihood that the curvature of a fit was measured for."""
+        return self
+
     @abstractmethod
     def nll(
         self, outputs: Float[Tensor, "batch outputs"], targets: Tensor

@@ -70,6 +70,7 @@ class Gaussian(Likelihood):
             by their residuals; `Laplace.tune` tunes it.
 
     Attributes:
+        sigma: The noise of the predictive.
         is_assumed: Whether no `sigma` was given.
 
     Raises:
@@ -83,6 +84,8 @@ class Gaussian(Likelihood):
     has_sigma = True
     has_marginals = True
     checks_shapes_only = True
+    # The noise of the loss, if the predictive has another one.
+    _curvature_sigma: Tensor | None = None
 
     def __init__(self, sigma: float | Sequence[float] | Tensor | None = None) -> None:
         self.is_assumed = sigma is None
@@ -97,14 +100,38 @@ class Gaussian(Likelihood):
         likelihood.is_assumed = True
         return likelihood
 
+    @property
+    def curvature_sigma(self) -> Float[Tensor, "*outputs"]:
+        """The noise of the loss, at which the curvature is measured.
+
+        It only differs from `sigma` after `Laplace.tune(sigma="per_output")`.
+        """
+        return self.sigma if self._curvature_sigma is None else self._curvature_sigma
+
+    def with_predictive_sigma(self, sigma: Float[Tensor, " outputs"]) -> "Gaussian":
+        """Return a likelihood whose predictive has another noise, and whose loss is the same."""
+        likelihood = Gaussian(sigma)
+        likelihood._curvature_sigma = self.curvature_sigma
+        return likelihood
+
+    def for_new_fit(self) -> "Gaussian":
+        """Return the likelihood of another fit, whose curvature is measured at `sigma`."""
+        return self if self._curvature_sigma is None else Gaussian(self.sigma)
+
+    def for_same_curvature(self) -> "Gaussian":
+        """Return the likelihood with the noise `curvature_sigma` also in the predictive."""
+        return self if self._curvature_sigma is None else Gaussian(self._curvature_sigma)
+
     def options(self) -> dict[str, Any]:
-        """Return σ (None for the default of 1), and whether it was estimated."""
+        """Return σ (None for the default of 1), and whether it was estimated or tuned."""
         # Whether it was given steers `tune`.
         if self.is_assumed and self.sigma.ndim == 0:
             return {"sigma": None}
         options: dict[str, Any] = {"sigma": self.sigma.tolist()}
         if self.is_assumed:
             options["is_estimated"] = True
+        if self._curvature_sigma is not None:
+            options["curvature_sigma"] = self._curvature_sigma.tolist()
         return options
 
     @classmethod
@@ -112,6 +139,8 @@ class Gaussian(Likelihood):
         """Make an instance from the result of `options`."""
         likelihood = cls(options["sigma"])
         likelihood.is_assumed |= options.get("is_estimated", False)
+        if "curvature_sigma" in options:
+            likelihood._curvature_sigma = cls(options["curvature_sigma"]).sigma
         return likelihood
 
     def num_outputs(self, num_targets: int) -> int:
@@ -134,23 +163,14 @@ class Gaussian(Likelihood):
         return f"{name}, sigma = {self.sigma.item():g}"
 
     def _sigma(self, outputs: Tensor) -> Tensor:
-        if self.sigma.ndim == 1 and len(self.sigma) != outputs.shape[-1]:
-            raise ValueError(
-                f"sigma has {len(self.sigma)} entries, the model has {outputs.shape[-1]} outputs."
-            )
-        variance = self.sigma.square()
-        limits = torch.finfo(outputs.dtype)
-        if float(variance.max()) > limits.max or float(variance.min()) < limits.tiny:
-            raise ValueError(
-                f"sigma is {self.sigma.tolist()}, whose square is out of the range of "
-                f"{outputs.dtype}. Rescale the targets and sigma, or convert the model to a wider "
-                "dtype."
-            )
-        return self.sigma.to(outputs, non_blocking=True).expand(outputs.shape[-1])
+        return _for_outputs(self.sigma, outputs)
+
+    def _loss_sigma(self, outputs: Tensor) -> Tensor:
+        return _for_outputs(self.curvature_sigma, outputs)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require floating-point targets of the outputs' shape, or `[B]` for a single output."""
-        self._sigma(outputs)
+        self._loss_sigma(outputs)
         if columns_of(targets).shape != outputs.shape:
             raise ValueError(
                 f"Regression targets must have the outputs' shape {tuple(outputs.shape)}, got "
@@ -160,22 +180,25 @@ class Gaussian(Likelihood):
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Compute the negative log-density of the targets, in float64."""
-        squares = ((outputs - columns_of(targets)) / self._sigma(outputs)).square().sum(-1)
+        residuals = outputs - columns_of(targets)
+        squares = (residuals / self._loss_sigma(outputs)).square().sum(-1)
         # In float32 the constant would swallow the squares of residuals far below sigma.
         return 0.5 * squares.double() + self.log_normaliser(outputs.shape[-1])
 
     def log_normaliser(self, num_outputs: int) -> float:
         """Compute Σ log σ + C/2 log 2π, the part of ℓ that does not depend on the residuals."""
-        log_sigma = float(self.sigma.expand(num_outputs).log().sum())
+        log_sigma = float(self.curvature_sigma.expand(num_outputs).log().sum())
         return log_sigma + 0.5 * num_outputs * math.log(2 * math.pi)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """Compute the C columns of `diag(1/σ)`, the same for every example."""
-        return torch.diag(1 / self._sigma(outputs)).unsqueeze(1).expand(-1, outputs.shape[0], -1)
+        root = torch.diag(1 / self._loss_sigma(outputs))
+        return root.unsqueeze(1).expand(-1, outputs.shape[0], -1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
         """Draw targets f + σ ε, where ε are the normal quantiles of the uniform numbers."""
-        return outputs + self._sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
+        noise = self._loss_sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
+        return outputs + noise
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
         """Return the normal distribution whose covariance is that of the outputs plus σ² I."""
@@ -205,6 +228,22 @@ class Gaussian(Likelihood):
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
         """Return the mixture of normals that are centred at the samples, each with deviation σ."""
         return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
+
+
+def _for_outputs(sigma: Float[Tensor, "*outputs"], outputs: Tensor) -> Float[Tensor, " outputs"]:
+    """Return the noise of each output, in the outputs' dtype and on their device."""
+    if sigma.ndim == 1 and len(sigma) != outputs.shape[-1]:
+        raise ValueError(
+            f"sigma has {len(sigma)} entries, the model has {outputs.shape[-1]} outputs."
+        )
+    variance = sigma.square()
+    limits = torch.finfo(outputs.dtype)
+    if float(variance.max()) > limits.max or float(variance.min()) < limits.tiny:
+        raise ValueError(
+            f"sigma is {sigma.tolist()}, whose square is out of the range of {outputs.dtype}. "
+            "Rescale the targets and sigma, or convert the model to a wider dtype."
+        )
+    return sigma.to(outputs, non_blocking=True).expand(outputs.shape[-1])
 
 
 def noisy_normal(
