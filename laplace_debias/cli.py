@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(words) < len(all_words) and isinstance(error, Exception):
             traceback.print_exception(error, file=stderr)
         if isinstance(error, KeyboardInterrupt):
-            remedy = str(error) or "it has not begun; give the same command again"
+            remedy = str(error) or "The command had not started. Run the same command again."
             # On a line of its own: the terminal shows ^C, or a progress bar.
             print(f"\nlaplace-debias: stopped: {remedy}", file=stderr, flush=True)
             return 130
@@ -117,28 +117,29 @@ def _message(error: BaseException) -> str:
         # The lines before the last one are the traceback in the process.
         last = str(error).strip().splitlines()[-1]
         return (
-            f"{in_worker[1] or ''}the data set failed in a process that reads it: {last}; "
-            f"--workers=0 with {_TRACEBACK} shows where"
+            f"{in_worker[1] or ''}The data set failed in a worker process: {last.rstrip('.')}. "
+            f"To see where, run the command with --workers=0 {_TRACEBACK}."
         )
     if "DataLoader worker (pid" in str(error):
         return (
-            f"{' '.join(str(error).split()).rstrip('.')}: memory, or the shared memory /dev/shm of "
-            "a container (docker run --shm-size=8g), ran out, or it crashed. Take fewer --workers "
-            "or smaller batches, or --workers=0 to see where it crashes"
+            f"{' '.join(str(error).split()).rstrip('.')}. The worker process ran out of memory "
+            "or of shared memory (in a container: /dev/shm, docker run --shm-size=8g), or it "
+            "crashed. Use fewer --workers or smaller batches. To see a crash, use --workers=0."
         )
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         if error.name.partition(".")[0] in _EXTRAS:
-            return f"this command needs {error.name}, which is not installed: {_HINT}"
+            return f"This command needs {error.name}, which is not installed. Run {_HINT}."
     elif isinstance(error, _EXPLAINED) or (isinstance(error, ImportError) and _HINT in str(error)):
         return str(error) or type(error).__name__
     # The type of an error that was not expected says as much as its text.
-    return f"{type(error).__name__}: {error}; {_TRACEBACK} shows where"
+    text = str(error).rstrip(".")
+    return f"{type(error).__name__}: {text}. To see where it was raised, add {_TRACEBACK}."
 
 
 def _run(words: Sequence[str]) -> int:
     """Run the command that comes first with the options behind it, or print help."""
     if not words:
-        raise ValueError(f"there is no command; expected one of {', '.join(COMMANDS)}")
+        raise ValueError(f"No command was specified. Use one of {', '.join(COMMANDS)}.")
     command, *options = words
     if command in ("-h", "--help"):
         lines = "".join(f"  {name:10}{text}\n" for name, text in COMMANDS.items())
@@ -152,10 +153,10 @@ def _run(words: Sequence[str]) -> int:
         return 0
     if command not in COMMANDS:
         nearest = difflib.get_close_matches(command, COMMANDS, n=1)
-        expected = f"; expected one of {', '.join(COMMANDS)}"
+        expected = f" Use one of {', '.join(COMMANDS)}."
         if nearest:
-            expected = f"; did you mean {nearest[0]}?"
-        raise ValueError(f"there is no command {command!r}{expected}")
+            expected = f" Did you mean {nearest[0]}?"
+        raise ValueError(f"There is no command {command!r}.{expected}")
     module = importlib.import_module(f"laplace_debias.commands.{command}")
     line = CommandLine(module.Settings, f"laplace-debias {command}", COMMANDS[command])
     read = line.settings(options)
@@ -198,6 +199,6 @@ def _execute(module: Any, settings: Any, notes: Sequence[str]) -> None:
 def _how_to_resume(settings: Any) -> str:
     """Return the advice after Ctrl-C."""
     if getattr(settings, "resumes", False) or getattr(settings, "resume", None):
-        return "give the same command again, and it goes on from what was saved"
-    restart = "nothing was saved; give the same command again"
-    return f"{restart}, with --resume FOLDER" if hasattr(settings, "resume") else restart
+        return "To resume, run the same command again."
+    restart = "Nothing was saved. To start again, run the same command"
+    return f"{restart} with --resume FOLDER." if hasattr(settings, "resume") else f"{restart}."

@@ -85,7 +85,7 @@ def _default(architecture: Architecture) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         la = Laplace(model).fit([(x, y)])
-    left_out = [str(w.message) for w in caught if "left out" in str(w.message)]
+    left_out = [str(w.message) for w in caught if "excluded from" in str(w.message)]
     predictive = la.predict(x)
     assert isinstance(predictive, Categorical)
     is_finite = bool(predictive.probs.isfinite().all())

@@ -1,4 +1,4 @@
-"""Assess a network's uncertainty: compare methods on its data, and write a run folder."""
+"""Assessment of a network's uncertainty: methods are compared on its data."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The assessment of a network: fit, tune, predict with and compare several methods."""
+"""The assessment of a network by several methods, which are compared."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

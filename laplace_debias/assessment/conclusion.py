@@ -169,8 +169,9 @@ class _Verdict:
             )
         reasons = _joined(doubts)
         return (
-            f"First check {causes}: the network does not fit these data as a trained one does. "
-            f"{reasons[:1].upper()}{reasons[1:]}. The results below mean little until then."
+            f"First check {causes}, because the network does not fit these data as a trained "
+            f"network does. {reasons[:1].upper()}{reasons[1:]}. Until this is resolved, the "
+            "results below mean little."
         )
 
     # ------------------------------------------------------------------------- the network
@@ -202,8 +203,8 @@ class _Verdict:
         direction = "low" if bias.value < 0 else "high"
         return (
             f"It is biased: its predictions are too {direction} by {amount} on average (95 % "
-            f"interval {interval}), which no posterior corrects. Subtract it, or find out "
-            "what differs from the training data."
+            f"interval {interval}). A posterior does not correct a bias. Subtract the bias, or "
+            "find out what differs from the training data."
         )
 
     def _on_coverage(self) -> str:
@@ -222,9 +223,7 @@ class _Verdict:
             return "standard deviations fit its errors"
         size = "small" if scaled_error.value > 1 else "large"
         ratio = _with_interval(scaled_error)
-        return (
-            f"standard deviations are too {size}: errors measure {ratio} of them where 1 is right"
-        )
+        return f"standard deviations are too {size}: its errors are {ratio} times as large"
 
     # ------------------------------------------------------------------------- the remedy
 
@@ -303,7 +302,7 @@ class _Verdict:
         gap = self._metric(calibration, set_name=hardest.name)
         sentence = f"Shifted inputs: at severity {hardest.severity} the network"
         if self._has_numbers:
-            sentence += f"'s errors measure {_with_interval(gap)} of its standard deviations"
+            sentence += f"'s errors are {_with_interval(gap)} times its standard deviations"
         else:
             accuracy = 100 * self._metric("accuracy", set_name=hardest.name).value
             sentence += f" has an accuracy of {accuracy:.1f} % and is {_confidence(gap)}"
@@ -337,7 +336,7 @@ class _Verdict:
             if len(detected) < len(sentences):
                 sets = f"for {_joined([f'“{name}”' for name in detected])} "
             clauses.insert(0, f"{sets}{score} is recommended")
-        return [f"Foreign inputs: {'; '.join(clauses)}."]
+        return [f"Unfamiliar inputs: {'; '.join(clauses)}."]
 
     def _named_score(self, score: str | None, method: str) -> str:
         name = SCORES[score or ""]

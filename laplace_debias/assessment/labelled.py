@@ -29,7 +29,7 @@ def labelled_report(table: Columns, likelihood: Likelihood) -> metrics.Report:
 
 
 def scores_of(table: Columns, likelihood: Likelihood) -> dict[str, Tensor]:
-    """Compute OOD scores, which are higher for examples that are unlike the training data.
+    """Compute OOD scores, which are higher for inputs unlike the training data.
 
     Several labels have no largest probability; numbers have only the variance without the noise.
     """

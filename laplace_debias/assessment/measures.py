@@ -23,7 +23,7 @@ from laplace_debias.runs.records import (
 
 
 def measure(run: RunWriter) -> None:
-    """Measure the predictions, choose the examples to look at, and mark the run complete."""
+    """Compute the metrics, choose examples for the page, and mark the run complete."""
     with run.stage("measure"):
         tables = {
             (method.key, name): _read_columns(run, method, name)
@@ -64,7 +64,7 @@ def _record_seconds(run: RunWriter, method: Method) -> None:
 
 
 def recommended(methods: Sequence[Method], likelihood: Likelihood) -> Recommendation | None:
-    """Return the recommended OOD score, the entropy of the last posterior or of the network.
+    """Return the recommended OOD score, an entropy.
 
     The rule depends neither on the test set nor on OOD sets. In `examples/study` this score, of all
     parameters and of the last layer, is worse than the entropy of temperature scaling on no

@@ -51,7 +51,7 @@ class PosteriorChoice:
     def __post_init__(self) -> None:
         check_at_least(self, 2, "fit_examples")
         if self.fit_examples is not None and self.mode == "auto":
-            raise ValueError("mode=auto decides how many examples it reads; leave out fit_examples")
+            raise ValueError("`mode=auto` decides how many examples it uses. Remove fit_examples.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,8 @@ class Method:
     def __post_init__(self) -> None:
         if not _KEY.fullmatch(self.key):
             raise ValueError(
-                f"a method's key names files: {self.key!r} should be lower-case letters, digits, "
-                "'.', '_' and '-'"
+                f"The key {self.key!r} of a method is used in file names. Use only lower-case "
+                "letters, digits, '.', '_' and '-'."
             )
 
 
@@ -188,12 +188,12 @@ def chosen_methods(
     examples: int | None,
     loaded: "Loaded",
 ) -> tuple[Method, ...]:
-    """Return the methods with these names and these posteriors, with the network first."""
+    """Return the methods with these names and posteriors, the network first."""
     unknown = [name for name in names or () if name not in BUILT_IN]
     if unknown:
         raise ValueError(
-            f"there is no method {', '.join(unknown)}; expected {', '.join(BUILT_IN)}, or describe "
-            "a posterior in posteriors"
+            f"There is no method {', '.join(unknown)}. Use {', '.join(BUILT_IN)}, or define a "
+            "posterior in `posteriors`."
         )
     if names is None:
         methods = list(default_methods(loaded))
@@ -206,7 +206,8 @@ def chosen_methods(
     for key, choice in posteriors.items():
         if key in BUILT_IN:
             raise ValueError(
-                f"posteriors has {key}, which is a built-in method: choose another name"
+                f"`posteriors` contains {key}, which is the name of a built-in method. Choose a "
+                "different name."
             )
         limit = None if choice.params == "last_layer" else examples
         methods.append(method_of(key, f"Laplace, {key}", choice, limit))
@@ -229,17 +230,17 @@ def method_of(
 
 
 def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
-    """Refuse methods that cannot be compared, before any work."""
+    """Require methods that can be compared."""
     scaled = [method.key for method in methods if method.has_temperature]
     if scaled and loaded.likelihood.activation is None:
         raise ValueError(
-            f"task {loaded.task} has no logits that a temperature could divide; leave out "
-            f"{', '.join(scaled)}"
+            f"The task {loaded.task} has no logits that a temperature could divide. Remove "
+            f"{', '.join(scaled)}."
         )
     if scaled and loaded.validation is None:
         raise ValueError(
-            f"{', '.join(scaled)}: a temperature is fitted on validation examples, and there are "
-            "none; give some, or leave the method out"
+            f"{', '.join(scaled)}: a temperature is fitted to validation examples, but there are "
+            "none. Add validation examples, or remove these methods."
         )
     recalibrated = [method for method in methods if method.recalibration is not None]
     names = ", ".join(method.key for method in recalibrated)
@@ -247,12 +248,12 @@ def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
         loaded.likelihood.activation is None or loaded.likelihood.targets != "class"
     ):
         raise ValueError(
-            f"{names}: the task {loaded.task} has no logits of classes. Leave out these methods."
+            f"{names}: the task {loaded.task} has no logits of classes. Remove these methods."
         )
     if recalibrated and loaded.validation is None:
         raise ValueError(
-            f"{names}: these are fitted on validation examples, and there are none. Pass some, or "
-            "leave out these methods."
+            f"{names}: these methods are fitted to validation examples, but there are none. Add "
+            "validation examples, or remove these methods."
         )
     unfit = "platt" if loaded.likelihood.activation == "softmax" else "vector"
     if any(method.recalibration == unfit for method in recalibrated):

@@ -46,7 +46,7 @@ def number_columns(
 
 
 def predictive_columns(predictive: Any, targets: Tensor | None = None) -> dict[str, Tensor]:
-    """Compute the columns of `number_columns` but `epistemic`, for any distribution of numbers."""
+    """Compute the columns of `number_columns`, except `epistemic`, for a distribution."""
     predictive = single_targets(predictive)
     columns = {
         "mean": predictive.mean.double().cpu(),

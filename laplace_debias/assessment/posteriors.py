@@ -36,7 +36,7 @@ _THINNING_ERROR = 1e-3
 def fitted_posterior(
     loaded: Loaded, choice: PosteriorChoice | Path, seed: int, resume: Path
 ) -> Laplace:
-    """Fit a posterior to the training examples, or read it from its file; it is not tuned."""
+    """Fit a posterior to the training examples, or read it from its file."""
     if isinstance(choice, Path):
         return loaded.posterior(choice)
     names = [name.strip() for name in choice.params.split(",")]
@@ -108,7 +108,7 @@ def tune_posterior(
         try:
             tuning = la.tune_evidence(sigma=with_noise)
         except ValueError as error:
-            return sweep, (f"The prior precision was not tuned and is 1: {error}",)
+            return sweep, (f"The prior precision was not tuned, so it is 1. {error}",)
     for row in tuning.table:
         value = row[tuning.metric]
         half_width = normal_quantile(0.95) * row.get("standard_error", math.nan)
@@ -124,7 +124,7 @@ def tune_posterior(
 
 
 def thin_posterior(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) -> tuple[str, ...]:
-    """Make a posterior over more than the last layer thin, so that it predicts faster.
+    """Thin a posterior over more than the last layer, so that it predicts faster.
 
     Returns:
         Notes for the reader.

@@ -67,7 +67,7 @@ def prediction_columns(
     exchanged = itertools.chain.from_iterable(process_group().exchange(own_tables))
     tables = sorted(exchanged, key=operator.itemgetter(0))
     if not tables:
-        raise ValueError("there is no input to predict: give at least one")
+        raise ValueError("There are no inputs to predict. Pass at least one.")
     _, first, _ = tables[0]
     table: dict[str, Any] = {
         name: torch.cat([columns[name] for _, columns, _ in tables]).numpy() for name in first

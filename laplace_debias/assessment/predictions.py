@@ -67,7 +67,7 @@ class SelectedBatches:
             yield x, y
 
     def with_positions(self) -> Iterator[tuple[int, Inputs, Tensor]]:
-        """Yield the batches, with the number of their first example among the selected ones."""
+        """Yield the batches, each with the index of its first selected example."""
         device = next(self._model.parameters()).device
         for _, first, x, y in dealt(self._batches, BatchReader(self._model)):
             if self._positions is None:
@@ -89,12 +89,12 @@ def network_outputs(model: nn.Module, x: Inputs) -> Float[Tensor, "batch outputs
     outputs = call(model, x)
     if outputs.ndim != 2:
         raise ValueError(
-            f"the network's outputs have the shape {tuple(outputs.shape)}; expected one row of "
-            "outputs per example, [B, C]"
+            f"The outputs of the network have the shape {tuple(outputs.shape)}. Return one row "
+            "of outputs per example, [B, C]."
         )
     if not outputs.isfinite().all():
         raise ValueError(
-            "the outputs of the network are not finite; check its inputs and its weights"
+            "The outputs of the network are not finite. Check its inputs and its weights."
         )
     return outputs.double().cpu()
 
@@ -217,7 +217,7 @@ def predict_set(
     own_predictions = {name: torch.cat(columns) for name, columns in batch_columns.items()}
     gathered = [columns for columns in process_group().exchange(own_predictions) if columns]
     if not gathered:
-        raise ValueError("a data set has no example; add examples, or leave it out")
+        raise ValueError("A data set has no examples. Add examples, or remove the data set.")
     predictions = {name: torch.cat([columns[name] for columns in gathered]) for name in gathered[0]}
     order = predictions["index"].argsort()
     predictions = {name: column[order] for name, column in predictions.items()}
@@ -229,7 +229,7 @@ def predict_set(
 def scaled_by_temperature(
     predictions: Predictions, temperature: float, likelihood: Likelihood
 ) -> Predictions:
-    """Divide the network's logits by a temperature; its scores are no longer known."""
+    """Divide the network's logits by a temperature, and remove its scores."""
     log_probs = predictions["log_probs"].double() / temperature
     if likelihood.activation == "softmax":
         log_probs = log_probs.log_softmax(1)
@@ -239,7 +239,7 @@ def scaled_by_temperature(
 def recalibrated(
     predictions: Predictions, recalibration: Recalibration, likelihood: Likelihood
 ) -> Predictions:
-    """Apply a map to the network's logits; its scores are no longer known."""
+    """Apply a map to the network's logits, and remove its scores."""
     log_probs = recalibration(network_logits(predictions))
     if likelihood.activation == "softmax":
         log_probs = log_probs.log_softmax(1)
@@ -256,7 +256,7 @@ def network_logits(predictions: Predictions) -> Float[Tensor, "n outputs"]:
 
 
 def mean_of_members(members: Sequence[Predictions], likelihood: Likelihood) -> Predictions:
-    """Average several predictives; for numbers, only their mean and variance are kept.
+    """Average several predictives; of numbers, only the mean and the variance.
 
     The mutual information is that of the label with member and parameters together; other scores
     of single posteriors are not known.

@@ -47,9 +47,11 @@ def fit_recalibration(
         ValueError: If there is no example, a logit is not finite, or the examples have one class.
     """
     if not len(logits):
-        raise ValueError("There are no validation examples to recalibrate with. Pass some.")
+        raise ValueError(
+            "There are no validation examples for a recalibration. Pass validation examples."
+        )
     if not logits.isfinite().all():
-        raise ValueError("Logits are not finite. Check the network's inputs and weights.")
+        raise ValueError("Some logits are not finite. Check the network's inputs and weights.")
     z = logits.detach().double().cpu()
     y = labels.detach().cpu().long().flatten()
     if len(y.unique()) < 2:

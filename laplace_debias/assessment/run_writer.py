@@ -29,14 +29,14 @@ _PACKAGES = ("laplace-debias", "torch", "numpy", "torchmetrics", "backpack-for-p
 
 
 def evaluation_sets(loaded: Loaded) -> dict[str, Batches]:
-    """Return the sets for evaluation: the test set, its corrupted versions and OOD sets."""
+    """Return the test set, its corrupted versions and the OOD sets."""
     sets = {TEST: loaded.test}
     sets |= {f"shift-{severity}": loaded.shifts[severity] for severity in sorted(loaded.shifts)}
     for name, batches in loaded.ood.items():
         if name in sets or not NAME.fullmatch(name):
             raise ValueError(
-                f"the OOD set {name!r} cannot be a file's name: rename it with letters, digits, "
-                "'.', '_' and '-', and not test or shift-1 …"
+                f"The name {name!r} of an OOD set cannot be used for a file. Use letters, digits, "
+                "'.', '_' and '-', and neither test nor shift-1, shift-2, ..."
             )
         sets[name] = batches
     return sets
@@ -128,7 +128,7 @@ class RunWriter:
         return self.folder.predictions_summary(method.key, set_name)
 
     def note(self, text: str) -> None:
-        """Add a note to the page unless it has it."""
+        """Add a note to the page, once."""
         if text not in self.record.notes:
             self.record.notes.append(text)
 

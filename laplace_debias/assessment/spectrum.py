@@ -67,7 +67,8 @@ def _first_batches(loaded: Loaded, examples: int) -> Batches:
         if not num_missing:
             return batches
     raise ValueError(
-        f"examples is {examples}; expected at most {examples - num_missing}, the training examples"
+        f"examples is {examples}, but there are fewer training examples. Pass at most "
+        f"{examples - num_missing}."
     )
 
 

@@ -49,7 +49,7 @@ from laplace_debias.system.ranks import alone, process_group
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A network with its data and, if it was fitted, its posterior or a map of its logits."""
+    """A network with its data and, after a fit, its posterior or recalibration."""
 
     loaded: Loaded
     posterior: Laplace | None
@@ -115,8 +115,8 @@ def _noise(loaded: Loaded) -> float | list[float]:
         if sigma == 0:
             output = "" if num_outputs == 1 else f" of output {number} of {num_outputs}"
             raise ValueError(
-                f"the network predicts every target{output} exactly, so there is no noise to "
-                "estimate: check that the targets are not among the inputs"
+                f"The network predicts every target{output} exactly, so the noise cannot be "
+                "estimated. Check that the targets are not among the inputs."
             )
     return sigmas[0] if num_outputs == 1 else sigmas
 
@@ -197,15 +197,16 @@ def _choose_examples(run: RunWriter, la: Laplace, method: Method) -> None:
     if ANNOUNCED_SECONDS <= seconds * num_chosen < math.inf:
         run.log(
             f"{method.label}: tuning and predicting ({num_chosen:,} predictions) will take about "
-            f"{duration(seconds * num_chosen)}; fewer --examples take less time."
+            f"{duration(seconds * num_chosen)}. To reduce the time, pass fewer --examples."
         )
     if examples != method.examples:
         time_of_all = ""
         if num_all < math.inf:
-            time_of_all = f"; all would take about {duration(seconds * num_all)}"
+            time_of_all = f" All examples would take about {duration(seconds * num_all)}."
         run.note(
-            f"{method.label} predicts {examples:,} examples of each set, chosen at random, as many "
-            f"as about {duration(AFFORDED_SECONDS)} allow{time_of_all} (--examples)."
+            f"{method.label} predicts {examples:,} randomly chosen examples of each set, because "
+            f"this takes about {duration(AFFORDED_SECONDS)}.{time_of_all} To change the number, "
+            "pass --examples."
         )
 
 
@@ -225,7 +226,10 @@ def num_predictions(sizes: Sequence[float], examples: float) -> float:
 
 
 def affordable_examples(sizes: Sequence[float], limit: float) -> int | None:
-    """Return how many examples per set keep the predictions within a limit, at least 100."""
+    """Return how many examples per set can be predicted in a limited time.
+
+    The number is at least 100.
+    """
     if sum(sizes) <= limit:
         return None
     counts = range(int(limit) + 2)
@@ -244,8 +248,8 @@ def _find_temperature(run: RunWriter, method: Method) -> None:
         run.method_record(method).temperature = temperature
     if temperature in BOUNDS:
         run.note(
-            f"The temperature of {method.label} is {temperature:g}, the end of the search range: "
-            "its validation examples are too few or too easy, or the network is no better than "
+            f"The temperature of {method.label} is {temperature:g}, the end of the search range. "
+            "The validation examples are too few or too easy, or the network is no better than "
             "chance."
         )
 
@@ -261,7 +265,7 @@ def _recalibration(run: RunWriter, method: Method) -> Recalibration:
 
 
 def seconds_per_example(la: Laplace, loaded: Loaded) -> float:
-    """Measure the seconds that a prediction takes per example, on the first test batch.
+    """Measure the seconds per predicted example, on the first test batch.
 
     If the batch takes long, only its first examples are measured.
     """

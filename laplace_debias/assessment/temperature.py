@@ -38,11 +38,16 @@ def fit_temperature(
         Guo, Pleiss, Sun, Weinberger (2017), "On calibration of modern neural networks".
     """
     if not len(logits):
-        raise ValueError("there are no validation examples to fit a temperature on")
+        raise ValueError(
+            "There are no validation examples for fitting a temperature. Pass validation examples."
+        )
     z = logits.detach().double().cpu()
     y = labels.detach().cpu().long()
     if not z.isfinite().all():
-        raise ValueError("a temperature cannot be fitted to logits that are not finite")
+        raise ValueError(
+            "Some logits are not finite, so a temperature cannot be fitted. Check the network's "
+            "inputs and weights."
+        )
 
     if likelihood_from(likelihood).activation == "sigmoid":
         # Each label is a problem of two classes with the logits 0 and z.

@@ -1,4 +1,4 @@
-"""The commands, one file each, with `Settings` and a function `run` that takes them.
+"""The commands, one file each, with `Settings` and a function `run`.
 
 `run(settings)` prints what it does and its results.
 `as_json(settings, result)` returns the object that `--json` prints instead.

@@ -1,4 +1,4 @@
-"""Parts shared by `report` and `evaluate`: the identity of a run, and what they print."""
+"""Parts shared by `report` and `evaluate`: a run's identity and output."""
 
 import dataclasses
 import shutil

@@ -16,10 +16,10 @@ class Settings(SourceSettings):
     """Options of `laplace-debias evaluate`.
 
     Attributes:
-        posterior: A file that `laplace-debias fit` or `tune` wrote; the option may be repeated.
-            Each posterior is used as it is and gives its name to a method.
-        examples: Number of examples of each set, chosen at random, that the posteriors predict; by
-            default as many as take about ten minutes.
+        posterior: A file that `laplace-debias fit` or `tune` wrote. The option may be repeated.
+            Each posterior is used without further tuning, under the name of its file.
+        examples: The number of randomly chosen examples of each set that the posteriors predict. By
+            default, it is limited so that the predictions take about ten minutes.
     """
 
     input_paths: ClassVar = (*SourceSettings.input_paths, "posterior")
@@ -40,7 +40,8 @@ class Settings(SourceSettings):
         names = [path.stem.lower() for path in self.posterior]
         if len(set(names)) < len(names):
             raise ValueError(
-                f"posterior has two files of one name, {', '.join(names)}: rename one of them"
+                f"`posterior` contains two files with the same name, {', '.join(names)}. Rename "
+                "one of them."
             )
 
     def without_effect(self) -> dict[str, str]:
@@ -70,7 +71,7 @@ def run(settings: Settings) -> dict[str, Any]:
         shared_folder = Path(process_group().from_rank(own_folder, 0))
         if not shared_folder.is_dir():
             raise FileNotFoundError(
-                f"the folder of temporary files of rank 0, {shared_folder}, does not exist for "
+                f"The folder of temporary files of rank 0, {shared_folder}, does not exist on "
                 f"rank {process_group().rank}. Start all processes on one machine, or set TMPDIR "
                 "to a folder that all machines share."
             )
@@ -91,5 +92,5 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def as_json(settings: Settings, results: dict[str, Any]) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     return results

@@ -19,25 +19,27 @@ class Settings(SourceSettings):
     """Options of `laplace-debias fit`.
 
     Attributes:
-        output: The posterior, a `.safetensors` file.
-        mode: Training data of the fit, as in `Laplace.fit`: `full`, all examples; `mini`, one
-            batch, only for comparisons; `debiased`, two batches; `crossfit`, one batch in folds;
-            `auto`, as many examples as an error of 5 % in standard deviations of the outputs needs.
-        curvature: Structure of the posterior's curvature, as in `Laplace`.
-        params: Bayesian parameters; `all` takes longer, see docs/choosing.md.
-        fisher: Labels that the curvature is taken at: the exact expectation, drawn ones (`mc`) or
-            the true ones (`empirical`).
-        joint: Put a layer's weight and bias into one block; not for `lowrank`, `full` and `gp`.
-        inducing: For `gp` how many examples span the directions; all if left out.
-        sharing: Approximation for weights that several positions share, in convolutions and
+        output: The `.safetensors` file of the posterior.
+        mode: The training data of the fit, as in `Laplace.fit`: `full` uses all examples; `mini`
+            uses one batch, only for comparisons; `debiased` uses two batches; `crossfit` divides
+            one batch into folds; `auto` uses as many examples as are needed for an error of 5 % in
+            the standard deviations of the outputs.
+        curvature: The structure of the posterior's curvature, as in `Laplace`.
+        params: The Bayesian parameters. A fit of `all` takes longer (see docs/choosing.md).
+        fisher: The labels at which the curvature is computed: the exact expectation over labels,
+            sampled labels (`mc`), or the true labels (`empirical`).
+        joint: Combine a layer's weight and bias in one block. Not for `lowrank`, `full` and `gp`.
+        inducing: The number of inducing examples for `gp`. By default, all examples are used.
+        sharing: The approximation for weights that several positions share, in convolutions and
             sequences.
-        prior_precision: Prior precision δ, before it is tuned.
-        sigma: Standard deviation of a regression's noise, in the target's unit; 1 by default.
-        folds: Number of folds of `mode=crossfit`; 2 by default.
+        prior_precision: The prior precision δ, before it is tuned.
+        sigma: The standard deviation of a regression's noise, in the units of the target. The
+            default is 1.
+        folds: The number of folds of `mode=crossfit`, 2 by default.
         overwrite: Replace an existing file.
-        resume: Folder in which the fit saves its sums, once a minute; the same command goes on from
-            there. It is emptied when the fit ends.
-        plan: Print the memory and time that the fit would take, and fit nothing.
+        resume: A folder to which the fit saves its state once a minute. The same command resumes an
+            interrupted fit from there. The state is removed when the fit ends.
+        plan: Print the memory and time that the fit would need, and fit nothing.
     """
 
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -85,14 +87,14 @@ class Settings(SourceSettings):
         if self.folds is not None and not MODES[self.mode].takes_folds:
             names = " and ".join(name for name, scheme in MODES.items() if scheme.takes_folds)
             raise ValueError(
-                f"folds={self.folds} has no effect with mode={self.mode}; it belongs to "
-                f"mode={names}"
+                f"`folds={self.folds}` has no effect with `mode={self.mode}`. Remove it, or use "
+                f"mode={names}."
             )
 
         if self.inducing is not None and self.curvature != "gp":
             raise ValueError(
-                f"inducing={self.inducing} applies only to curvature=gp, got "
-                f"curvature={self.curvature}; leave out inducing"
+                f"`inducing={self.inducing}` applies only to `curvature=gp`, got "
+                f"`curvature={self.curvature}`. Remove inducing."
             )
 
     def without_effect(self) -> dict[str, str]:
@@ -158,7 +160,7 @@ def run(settings: Settings) -> "Laplace | Plan":
 
 
 def as_json(settings: Settings, la: "Laplace | Plan") -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     from laplace_debias.laplace import Plan
     from laplace_debias.system.shown import plain
 

@@ -45,18 +45,14 @@ _METAVARS: Mapping[Any, str] = {
     Any: "VALUE",
 }
 _COMMON = {
-    "--config FILE": "YAML file of these options. Those of the command line replace its values.",
-    "--print_config": "Print the settings as such a file, and do nothing else.",
-}
-_COMMON = {
-    "--config FILE": "YAML file of these options. Those of the command line replace its values.",
+    "--config FILE": "A YAML file of these options. Options on the command line override it.",
     "--print_config": "Print the settings as such a file, and do nothing else.",
 }
 _BOOLEANS = {"true": True, "false": False}
 
 
 class UnexpectedValueError(ValueError):
-    """A value has the wrong type; the message says what was expected."""
+    """An error for a value of the wrong type; its text is the expected form."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +156,7 @@ class CommandLine(Generic[Settings]):
             elif not equals and self._is_flag(name):
                 text = "true"
             elif not text:
-                raise ValueError(f"--{name}: expected {self._form(name)}")
+                raise ValueError(f"--{name} has no value. Use {self._form(name)}.")
             yield name, text
 
     def _is_flag(self, name: str) -> bool:
@@ -198,7 +194,9 @@ class CommandLine(Generic[Settings]):
             else:
                 value = converted(text, option.kind)
         except UnexpectedValueError as error:
-            raise ValueError(f"--{name}{key and '.'}{key} {text}: expected {error}") from error
+            raise ValueError(
+                f"`--{name}{key and '.'}{key} {text}` is not valid. Pass {error}."
+            ) from error
         option_values.values[option.field] = value
 
     def _entries(self, option: Option, text: str) -> Any:
@@ -207,17 +205,19 @@ class CommandLine(Generic[Settings]):
             return text
         key, equals, value = text.partition("=")
         if not equals or not key or not value:
-            raise ValueError(f"--{option.name}: expected {self._form(option.name)}")
+            raise ValueError(f"--{option.name} has no value. Use {self._form(option.name)}.")
         return {key: value}
 
     def _read_file(self, path: Path, option_values: OptionValues) -> None:
         if not path.is_file():
-            raise FileNotFoundError(f"--config: no file is at {path}. Check the path.")
+            raise FileNotFoundError(
+                f"The file of --config, {path}, does not exist. Check the path."
+            )
         content = _yaml(path.read_text(encoding="utf-8"), str(path))
         if not isinstance(content, Mapping):
             raise ValueError(
-                f"{path} must contain options, got {str(content)[:60]!r}. Write `OPTION: "
-                "VALUE` for each option, on a line of its own."
+                f"{path} must contain options, but contains {str(content)[:60]!r}. Write "
+                "`OPTION: VALUE` for each option, on a separate line."
             )
         for name, value in content.items():
             option = self._by_name.get(str(name))
@@ -226,13 +226,15 @@ class CommandLine(Generic[Settings]):
             try:
                 option_values.values[option.field] = converted(value, option.kind)
             except UnexpectedValueError as error:
-                raise ValueError(f"{path}: {name} {value}: expected {error}") from error
+                raise ValueError(
+                    f"`{name}: {value}` in {path} is not valid. Pass {error}."
+                ) from error
 
     def _unknown(self, name: str, dashes: str) -> str:
         names = [dashes + option.name for option in self._options]
         nearest = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ". --help lists the options."
-        return f"{self._program} has no option {name}{hint}"
+        advice = f"Did you mean {nearest[0]}?" if nearest else "--help lists the options."
+        return f"{self._program} has no option {name}. {advice}"
 
     def _check_required(self, values: Mapping[str, Any]) -> None:
         missing = [
@@ -242,10 +244,12 @@ class CommandLine(Generic[Settings]):
         ]
         if not missing:
             return
-        message = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} required"
+        message = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} required."
         usual: Sequence[str] = getattr(self._settings, "needed_by_most", ())
         also = [f"--{name}" for name in usual if name not in values]
-        raise ValueError(f"{message}; most need {' and '.join(also)} too" if also else message)
+        if also:
+            message += f" Most commands also need {' and '.join(also)}."
+        raise ValueError(message)
 
     def _unused_lines(self, settings: Settings, on_line: set[str]) -> list[str]:
         """A line for each reason why options of a file have no effect; those of the line raise."""
@@ -257,7 +261,7 @@ class CommandLine(Generic[Settings]):
             if reason is None:
                 continue
             if option.field in on_line:
-                raise ValueError(f"--{option.name} has no effect here ({reason}): leave it out")
+                raise ValueError(f"--{option.name} has no effect here ({reason}). Remove it.")
             if getattr(settings, option.field) != option.default:
                 names_by_reason.setdefault(reason, []).append(option.name)
         return [
@@ -493,7 +497,7 @@ def _as_dataclass(value: Any, kind: Any) -> Any:
     if unknown:
         nearest = difflib.get_close_matches(unknown[0], kinds, n=1)
         hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        raise UnexpectedValueError(f"no {unknown[0]}{hint}, but some of {', '.join(kinds)}")
+        raise UnexpectedValueError(f"only the keys {', '.join(kinds)}, not {unknown[0]}{hint}")
     values = {}
     for name, entry in content.items():
         try:
@@ -548,7 +552,9 @@ def _yaml(text: str, path: str | None = None) -> Any:
         reason = " ".join(str(error).split())
         if path is None:
             raise UnexpectedValueError(f"YAML or JSON ({reason})") from error
-        raise ValueError(f"{path} is not a valid YAML file ({reason}). Correct it.") from error
+        raise ValueError(
+            f"{path} is not a valid YAML file ({reason}). Correct the file."
+        ) from error
 
 
 def _plain(value: Any) -> Any:

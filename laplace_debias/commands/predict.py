@@ -18,14 +18,15 @@ class Settings(SourceSettings):
 
     Attributes:
         posterior: The file that `laplace-debias fit` or `tune` wrote.
-        inputs: Inputs to predict: a folder of images, a `.npz` file with `x`, a table or an import
-            path; the test data by default.
-        output: File of the predictions, `.parquet` or `.csv`, with a row for each input, in the
+        inputs: The inputs to predict, as a folder of images, a `.npz` file with `x`, a table or an
+            import path. By default, they are the test data.
+        output: The `.parquet` or `.csv` file of the predictions, with one row per input, in the
             order of `inputs`.
         overwrite: Replace an existing file.
-        method: Predictive, as in `Laplace.predict`; `map` is the trained network itself.
-        samples: Number of draws; by default the closed form of `glm`, and 100 for `glm-mc` and
-            `nn`.
+        method: The prediction method, as in `Laplace.predict`. With `map`, it is the trained
+            network itself.
+        samples: The number of samples. By default, `glm` uses its closed form, and `glm-mc` and
+            `nn` use 100 samples.
     """
 
     input_paths: ClassVar = (*SourceSettings.input_paths, "posterior", "inputs")
@@ -51,10 +52,12 @@ class Settings(SourceSettings):
         super().__post_init__()
         check_at_least(self, 1, "samples")
         if self.output.suffix not in _SUFFIXES:
-            raise ValueError(f"output is {self.output}; expected a .parquet or .csv file")
+            raise ValueError(
+                f"`output` is {self.output}. Use a name that ends with .parquet or .csv."
+            )
         if self.samples is not None and self.method == "map":
             raise ValueError(
-                "samples has no effect with method=map, which draws nothing; leave it out"
+                "`samples` has no effect with `method=map`, which draws no samples. Remove it."
             )
 
     def without_effect(self) -> dict[str, str]:
@@ -124,7 +127,7 @@ def run(settings: Settings) -> Any:
 
 
 def as_json(settings: Settings, table: Any) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     return {
         "output": str(settings.output),
         "num_predictions": len(table),

@@ -16,22 +16,23 @@ class Settings(SourceSettings):
     """Options of `laplace-debias report`.
 
     Attributes:
-        checkpoint: The trained weights: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin`, read
-            with `weights_only=True`. The option may be repeated: further networks of the same
-            architecture, of other seeds or epochs, give the rows `ensemble`, the mean of the
-            networks' predictions, and `mixture`, that of a last-layer posterior of each.
-        output: Run folder: predictions, metrics, posteriors, figures and `report.html`.
-        from_run: Run folder whose page is drawn again, without computing.
-        title: Title of the page; the network's name by default.
-        more_checkpoints: Weights of the further networks.
-        methods: Methods to compare: `network`, `temperature`, `vector` (scaling of each logit),
-            `platt` (a single logit), `isotonic`, `last-layer`, `laplace` (all parameters, minutes
-            to hours); by default those of `network`, `temperature` and `last-layer` that the data
-            allows.
-        posteriors: More posteriors by name, each as JSON such as '{"params": "all", "mode":
+        checkpoint: The trained weights, a `.safetensors`, `.pt`, `.pth`, `.ckpt` or `.bin` file.
+            Repeat the option for further networks of the same architecture, with other seeds or
+            epochs. The page then has two more rows: `ensemble`, the mean of the networks'
+            predictions, and `mixture`, the mean over their last-layer posteriors.
+        output: The run folder, for predictions, metrics, posteriors, figures and `report.html`.
+        from_run: The folder of a completed run whose page is drawn again. Nothing else is computed.
+        title: The title of the page. By default, it is the network's name.
+        more_checkpoints: The weights of the further networks.
+        methods: The methods to compare: `network`, `temperature`, `vector` (scaling of each logit),
+            `platt` (for a single logit), `isotonic`, `last-layer`, and `laplace` (all parameters,
+            which takes minutes to hours). By default, these are `network`, `temperature` and
+            `last-layer`, as far as the data allows.
+        posteriors: Further posteriors by name, each as JSON such as '{"params": "all", "mode":
             "debiased", "fit_examples": 256}', or in a YAML file.
-        examples: Number of examples of each set, chosen at random, that posteriors over more than
-            the last layer predict; by default as many as take about ten minutes.
+        examples: The number of randomly chosen examples of each set that posteriors over more than
+            the last layer predict. By default, it is limited so that the predictions take about ten
+            minutes.
         overwrite: Replace an earlier run in the folder.
     """
 
@@ -70,7 +71,7 @@ class Settings(SourceSettings):
         """Return options that have no effect with these settings, and why."""
         if self.from_run is not None:
             names = [field.name for field in fields(self)]
-            reason = "`--from` draws the page of a run as it is"
+            reason = "`--from` draws the page of a completed run"
             return {name: reason for name in names if name not in ("from_run", "json")}
         selections = {choice.params for choice in self.posteriors.values()}
         if selections - {"last_layer"} or "laplace" in (self.methods or ()):
@@ -136,7 +137,7 @@ def run(settings: Settings) -> Path:
 
 
 def as_json(settings: Settings, page: Path) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     from laplace_debias.commands.compared import results_of
 
     return {"page": str(page), **results_of(page.parent)}

@@ -18,22 +18,23 @@ class Settings(SourceSettings):
     """Options of `laplace-debias spectrum`.
 
     Attributes:
-        matrix: `ggn` or `hessian`, of the mean loss: cross-entropy, binary cross-entropy or squared
-            error, by the task.
-        examples: Number of training examples that the loss is taken over, chosen by the seed.
-        batch_size: Examples per batch. Results do not depend on it.
-        eigenpairs: Number of leading eigenpairs.
-        tolerance: Largest residual norm of a pair, relative to the largest eigenvalue.
-        max_matvecs: Largest number of products for the eigenpairs.
-        trace_matvecs: Number of products for the part of the trace that the eigenpairs leave.
-        density_probes: Number of probes of the spectral density of the other eigenvalues.
-        density_steps: Number of Lanczos steps, and products, per probe.
-        density_width: Width of the density's smoothing, in decades.
-        density_floor: Eigenvalues up to this multiple of the largest one count as zero: a few
-            Lanczos steps do not separate smaller ones.
-        memory_bound: Bytes for linearised batches. Batches beyond it are linearised again in each
-            product.
-        output: Folder of the tables and the figure.
+        matrix: The GGN or the Hessian of the mean loss, which is the cross-entropy, the binary
+            cross-entropy or the squared error, depending on the task.
+        examples: The number of training examples of the loss, chosen by the seed.
+        batch_size: The number of examples per batch. Results do not depend on it.
+        eigenpairs: The number of leading eigenpairs.
+        tolerance: The largest residual norm of an eigenpair, relative to the largest eigenvalue.
+        max_matvecs: The maximum number of matrix products for the eigenpairs.
+        trace_matvecs: The number of matrix products for the trace, in addition to the eigenpairs.
+        density_probes: The number of random probes for the spectral density of the other
+            eigenvalues.
+        density_steps: The number of Lanczos steps per probe. Each step is one matrix product.
+        density_width: The width of the smoothing of the density, in decades.
+        density_floor: Eigenvalues up to this multiple of the largest one count as zero, because a
+            few Lanczos steps do not separate smaller ones.
+        memory_bound: The memory for linearised batches, in bytes. Batches that do not fit are
+            linearised again in each product.
+        output: The folder of the tables and the figure.
     """
 
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -80,7 +81,7 @@ class Settings(SourceSettings):
         check_at_least(self, 0, "memory_bound")
         for name in ("tolerance", "density_width", "density_floor"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number")
+                raise ValueError(f"{name} is {getattr(self, name)}. Pass a positive number.")
 
 
 def run(settings: Settings) -> "Spectrum":
@@ -144,7 +145,7 @@ def run(settings: Settings) -> "Spectrum":
 
 
 def as_json(settings: Settings, spectrum: "Spectrum") -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     from laplace_debias.system.shown import plain
 
     return {

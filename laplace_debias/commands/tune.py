@@ -18,15 +18,17 @@ class Settings(SourceSettings):
 
     Attributes:
         posterior: The file that `laplace-debias fit` wrote.
-        output: File of the tuned posterior; the same file by default.
-        overwrite: Replace another existing file.
-        method: Criterion: `grid`, the best on validation examples; `marglik`, the largest marginal
-            likelihood.
-        metric: Metric that is best on the grid: `nll` or `brier`.
-        prior_precisions: The grid; by default 49 values, four per decade from 1e-4 to 1e8.
-        sigma: Tune the noise of a regression too; by default if no noise was passed to the fit.
-        per: With `method=marglik`, one prior precision for each `kind` of layer or each `block`;
-            one for all by default.
+        output: The file of the tuned posterior. By default, it replaces the original file.
+        overwrite: Replace a different existing file.
+        method: The criterion: `grid` chooses the best values on validation examples, and `marglik`
+            chooses the largest marginal likelihood.
+        metric: The metric that is minimised on the grid, `nll` or `brier`.
+        prior_precisions: The grid of prior precisions. By default, it has 49 values, four per
+            decade from 1e-4 to 1e8.
+        sigma: Tune the noise of a regression too. By default, it is tuned if no noise was passed to
+            the fit.
+        per: With `method=marglik`, use one prior precision for each layer type (`kind`) or for each
+            block (`block`). By default, all parameters have the same one.
     """
 
     input_paths: ClassVar = (*SourceSettings.input_paths, "posterior")
@@ -54,11 +56,14 @@ class Settings(SourceSettings):
         takes_data = self.prior_precisions is not None or self.validation_examples is not None
         if self.method == "marglik" and (takes_data or self.metric != "nll"):
             raise ValueError(
-                "method=marglik reads no data; leave out metric, prior_precisions and "
-                "validation_examples"
+                "`method=marglik` uses no data. Remove metric, prior_precisions and "
+                "validation_examples."
             )
         if self.method == "grid" and self.per is not None:
-            raise ValueError(f"per is {self.per} with method=grid; it belongs to method=marglik")
+            raise ValueError(
+                f"`per={self.per}` has no effect with `method=grid`. Remove it, or use "
+                "`method=marglik`."
+            )
 
 
 def run(settings: Settings) -> "Tuning":
@@ -81,8 +86,9 @@ def run(settings: Settings) -> "Tuning":
     else:
         if loaded.validation is None:
             raise ValueError(
-                "there is no validation data to tune on: add val/, x_val or validation to the "
-                "data, or tune by the marginal likelihood, which needs none: --method=marglik"
+                "There is no validation data for tuning. Add val/, x_val or validation to the "
+                "data. Or tune by the marginal likelihood, which needs no validation data: "
+                "--method=marglik."
             )
         tuning = la.tune(
             share(loaded.validation, loaded.model),
@@ -99,7 +105,7 @@ def run(settings: Settings) -> "Tuning":
 
 
 def as_json(settings: Settings, tuning: "Tuning") -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """Return the object that `--json` prints."""
     from laplace_debias.system.shown import plain
 
     return {

@@ -239,7 +239,8 @@ class Laplace:
             return self._regression(x, pred_type, joint, n_samples, diagonal_output, generator)
         if pred_type == "nn" and link_approx != "mc":
             raise ValueError(
-                f'link_approx={link_approx!r} is not for pred_type="nn". Use link_approx="mc".'
+                f'`link_approx={link_approx!r}` is not supported for `pred_type="nn"`. Use '
+                '`link_approx="mc"`.'
             )
         if pred_type == "nn" or link_approx == "mc":
             draws = self.predictive_samples(x, pred_type, n_samples, diagonal_output, generator)
@@ -625,13 +626,13 @@ class Laplace:
         if STATE not in state_dict:
             raise ValueError(
                 f"The state has the entries {sorted(state_dict)}. Pass what state_dict of this "
-                "class returned; states of laplace-torch cannot be read."
+                "class returned. A state of laplace-torch cannot be loaded."
             )
         for name, value in self._options.items():
             if state_dict.get(name) != value:
                 raise ValueError(
-                    f"The state has {name}={state_dict.get(name)!r}, and this object {value!r}. "
-                    "Pass the same to the constructor."
+                    f"The state has {name}={state_dict.get(name)!r}, but this object has "
+                    f"{value!r}. Pass the same value to the constructor."
                 )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "posterior.safetensors"
@@ -658,7 +659,8 @@ def _first_is_preferred(batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
     pairs, preferred = batch
     if pairs.ndim < 2 or pairs.shape[1] != 2:
         raise ValueError(
-            f"Inputs of reward_modeling have shape {tuple(pairs.shape)}. Pass pairs, [B, 2, ...]."
+            f"The inputs for reward_modeling have shape {tuple(pairs.shape)}. Pass pairs, [B, 2, "
+            "...]."
         )
     return (pairs[:, 0], pairs[:, 1]), (preferred == 0).long()
 
@@ -669,7 +671,8 @@ def _fisher(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
     unknown = sorted(backend_kwargs.keys() - {"stochastic"})
     if unknown:
         raise NotImplementedError(
-            f"backend_kwargs has {unknown}. Only 'stochastic' is supported. Remove the others."
+            f"`backend_kwargs` has {unknown}, but only 'stochastic' is supported. Remove the "
+            "other entries."
         )
     is_stochastic = bool(backend_kwargs.get("stochastic", False))
     if backend is None or name.endswith("GGN"):
@@ -677,7 +680,7 @@ def _fisher(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
     if name.endswith("EF"):
         return "empirical"
     raise NotImplementedError(
-        f"The backend {name} is not supported. Use one whose name ends with GGN or EF."
+        f"The backend {name} is not supported. Use a backend whose name ends with GGN or EF."
     )
 
 

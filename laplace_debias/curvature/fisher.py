@@ -12,7 +12,7 @@ FISHERS = ("exact", "mc", "empirical")
 
 @dataclass(frozen=True)
 class FisherType:
-    r"""How the loss Hessian of an example becomes a sum of outer products $\sum_k s_k s_k^\top$.
+    r"""The way in which a loss Hessian becomes a sum of outer products.
 
     `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`: gradients at
     `mc_samples` labels per example, drawn from the model (type-I); `"empirical"`: the gradient at
@@ -29,7 +29,8 @@ class FisherType:
             raise ValueError(f"Unknown fisher={self.kind!r}. Use one of {', '.join(FISHERS)}.")
         if whole(self.mc_samples, "mc_samples") != 1 and self.kind != "mc":
             raise ValueError(
-                f'mc_samples={self.mc_samples} belongs to fisher="mc", not to {self.kind!r}.'
+                f'`mc_samples={self.mc_samples}` applies only to `fisher="mc"`, got '
+                f"`fisher={self.kind!r}`. Remove `mc_samples`."
             )
 
     def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":

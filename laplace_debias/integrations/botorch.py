@@ -38,8 +38,8 @@ class LaplaceModel(Model):
         super().__init__()
         if not isinstance(la.likelihood, Gaussian):
             raise TypeError(
-                "LaplaceModel is for regression, whose likelihood is Gaussian, got "
-                f"{type(la.likelihood).__name__}. Pass a Laplace with likelihood='regression'."
+                "`LaplaceModel` needs a Gaussian likelihood, got "
+                f'{type(la.likelihood).__name__}. Pass a Laplace with `likelihood="regression"`.'
             )
         la.posterior  # noqa: B018 (raises before a fit)
         self._la = la
@@ -77,7 +77,8 @@ class LaplaceModel(Model):
         """
         if isinstance(observation_noise, Tensor):
             raise NotImplementedError(
-                "The noise of a regression is its sigma. Pass observation_noise=True or False."
+                "`observation_noise` must be True or False, because the noise of a regression is "
+                "its `sigma`. Pass one of them."
             )
         mean, covariance = self._moments(X, observation_noise)
         if mean.shape[-1] != self._num_outputs:
@@ -118,10 +119,14 @@ class LaplaceModel(Model):
             ValueError: If the shapes do not match.
         """
         if noise is not None:
-            raise NotImplementedError("The noise of a regression is its sigma. Remove noise=.")
+            raise NotImplementedError(
+                "`noise=` is not supported, because the noise of a regression is its `sigma`. "
+                "Remove `noise=`."
+            )
         if kwargs:
             raise NotImplementedError(
-                f"Observations are conditioned on without options. Remove {', '.join(kwargs)}."
+                "Options for conditioning on observations are not supported. Remove "
+                f"{', '.join(kwargs)}."
             )
         if Y.shape[-2:] != (X.shape[-2], self._num_outputs):
             raise ValueError(
@@ -231,7 +236,8 @@ def joint_moments(
     """
     if X.ndim < 2:
         raise ValueError(
-            f"Points must have shape [..., q, d], got {tuple(X.shape)}. Pass X[None] for one point."
+            f"The points must have shape [..., q, d], got {tuple(X.shape)}. For a single point, "
+            "pass X[None]."
         )
     differentiable = X.requires_grad and torch.is_grad_enabled()
     sets = X.reshape(-1, *X.shape[-2:])
@@ -250,8 +256,8 @@ def joint_moments(
     if observation_noise:
         if not isinstance(la.likelihood, Gaussian):
             raise ValueError(
-                f"observation_noise=True needs a Gaussian likelihood, which has a σ, got "
-                f"{type(la.likelihood).__name__}. Remove observation_noise=True."
+                "`observation_noise=True` needs a Gaussian likelihood, which has a noise, got "
+                f"{type(la.likelihood).__name__}. Remove `observation_noise=True`."
             )
         covariance = covariance + _noise(la, sets.shape[1], mean)
     if X.ndim == 2:

@@ -15,8 +15,8 @@ from laplace_debias.metrics import Report
 from laplace_debias.system.ranks import process_group
 
 NO_VALIDATION_DATA = (
-    "The posterior is tuned on validation data, and the run has none. Pass some to the trainer, or "
-    "tune=False to the callback."
+    "The posterior is tuned on validation data, but the run has none. Pass validation data to "
+    "the trainer, or `tune=False` to the callback."
 )
 
 

@@ -74,7 +74,7 @@ class LaplaceCallback(Callback):
         self._settings = PosteriorAtEnd(likelihood, mode, tune, options)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before the training whatever can be checked."""
+        """Check the options before the training."""
         if self._settings.tune and not trainer.enable_validation:
             raise ValueError(NO_VALIDATION_DATA)
         _single_loader(trainer.train_dataloader, "training")
@@ -131,8 +131,8 @@ def _single_loader(loaders: Any, purpose: str) -> Any:
         return loaders[0]
     if is_list or isinstance(loaders, Mapping):
         raise ValueError(
-            f"The run has {len(loaders)} {purpose} loaders, and a posterior is fitted with one. "
-            "Pass one to the trainer, or use Laplace after the training."
+            f"The run has {len(loaders)} {purpose} loaders, but a posterior is fitted with one. "
+            "Pass one loader to the trainer, or use Laplace after the training."
         )
     return loaders
 

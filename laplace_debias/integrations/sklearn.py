@@ -83,23 +83,22 @@ class _LaplaceEstimator(BaseEstimator):
             )
         elif not isinstance(self.network, nn.Module) and self.optimizer is None:
             raise ValueError(
-                "The network is a function that makes an untrained network. Pass "
-                "optimizer= to train it, such as functools.partial(torch.optim.Adam, "
-                "lr=1e-2)."
+                "`network` is a function that creates an untrained network. Pass `optimizer=` to "
+                "train it, such as functools.partial(torch.optim.Adam, lr=1e-2)."
             )
 
     def _check_skorch_net(self) -> None:
         """Require that a skorch net is trained with the loss of the likelihood."""
         if self.optimizer is not None:
             raise ValueError(
-                "A skorch net has an optimizer of its own. Remove optimizer=, or pass a module."
+                "A skorch net already has an optimizer. Remove `optimizer=`, or pass a module."
             )
         criterion = _criterion_type(self.network)
         if not issubclass(criterion, self._criteria):
             names = " or ".join(f"nn.{allowed.__name__}" for allowed in self._criteria)
             raise ValueError(
-                f"The skorch net has the criterion {criterion.__name__}. Use {names}, and a "
-                "module that returns what it takes: logits, not probabilities."
+                f"The skorch net has the criterion {criterion.__name__}. Use {names}, with a "
+                "module that returns the inputs of this criterion (logits, not probabilities)."
             )
 
     def _trained_network(
@@ -197,7 +196,7 @@ class _LaplaceEstimator(BaseEstimator):
 
 
 class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
-    """A scikit-learn classifier whose probabilities come from a Laplace approximation.
+    """A scikit-learn classifier with probabilities of a Laplace approximation.
 
     The network returns logits, `[n, C]` in the order of the sorted labels, or a single logit of the
     second of two labels. Inputs are cast to the dtype of its parameters. The network that you pass
@@ -255,8 +254,8 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         classes, indices = np.unique(y, return_inverse=True)
         if len(classes) < 2:
             raise ValueError(
-                "A classifier needs labels of two classes or more, and y has only 1 "
-                f"class, {classes[0]}. Pass examples of other classes too."
+                "A classifier needs labels of at least two classes, but y has only the class "
+                f"{classes[0]}. Pass examples of other classes too."
             )
         network, likelihood = self._trained_network(X, indices, len(classes))
         self._fit_laplace(network, likelihood, X, indices)
@@ -268,9 +267,9 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
             return "binary"
         if row_shape != (num_outputs,):
             raise ValueError(
-                f"The network's outputs for a row have shape {row_shape}, and y has {num_outputs} "
-                f"classes. Pass a network with {num_outputs} logits in the order of the sorted "
-                "labels, and examples of every class."
+                f"The network's outputs for a row have shape {row_shape}, but y has "
+                f"{num_outputs} classes. Pass a network with {num_outputs} logits in the order "
+                "of the sorted labels, and examples of every class."
             )
         return "classification"
 
@@ -291,7 +290,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 
 
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
-    """A scikit-learn regressor whose standard deviations come from a Laplace approximation.
+    """A scikit-learn regressor with standard deviations of a Laplace approximation.
 
     The network returns an output per target, `[n, C]`, or `[n]` for a single one. It is copied and
     trained as by `LaplaceClassifier`.
@@ -391,8 +390,8 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         is_scalar = num_outputs == 1 and row_shape == ()
         if not is_scalar and row_shape != (num_outputs,):
             raise ValueError(
-                f"The network's outputs for a row have shape {row_shape}, and y has {num_outputs} "
-                f"targets. Pass a network with {num_outputs} outputs."
+                f"The network's outputs for a row have shape {row_shape}, but y has "
+                f"{num_outputs} targets. Pass a network with {num_outputs} outputs."
             )
         return "regression"
 
@@ -486,7 +485,7 @@ def _residual_deviations(
     deviations = np.sqrt(np.mean(residuals**2, 0))
     if not deviations.all():
         raise ValueError(
-            "The noise cannot be estimated, since the network has residuals of zero on the "
-            "training data. Pass sigma=."
+            "The noise cannot be estimated, because all residuals of the network on the training "
+            "data are zero. Pass `sigma=`."
         )
     return deviations.tolist()

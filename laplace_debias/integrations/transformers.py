@@ -75,7 +75,7 @@ class LaplaceCallback(TrainerCallback):
             raise ValueError(NO_VALIDATION_DATA)
         if tune and isinstance(trainer.eval_dataset, Mapping):
             raise ValueError(
-                f"The trainer has {len(trainer.eval_dataset)} evaluation data sets, and a "
+                f"The trainer has {len(trainer.eval_dataset)} evaluation data sets, but a "
                 "posterior is tuned on one. Pass one to the trainer, or use Laplace after the "
                 "training."
             )

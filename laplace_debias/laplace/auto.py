@@ -1,4 +1,4 @@
-"""A fit in growing rounds, each of which estimates how far it is from the fit to all the data."""
+"""A fit in growing rounds, each with an estimate of its error."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -118,14 +118,16 @@ class Auto(Scheme):
         for name in ("tolerance", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < float(real(value, name)) < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}.")
+                raise ValueError(
+                    f"`{name}` must be positive and finite, got {value}. Pass a positive number."
+                )
         if self.examples is not None:
             whole(self.examples, "examples", _MIN_EXAMPLES)
         whole(self.forward_ratio, "forward_ratio")
         if self.after is not None and self.after.continuation is None:
             raise ValueError(
-                "after= is the report of a fit that reached its tolerance, so there is nothing to "
-                "continue. Remove after=."
+                "`after=` is the report of a fit that reached its tolerance, so the fit cannot "
+                "be continued. Remove `after=`."
             )
 
     @property
@@ -144,22 +146,25 @@ class Auto(Scheme):
     def check(self, structure: CurvatureStructure) -> None:
         """Require K-FAC, and data whose order is random."""
         if not isinstance(structure, KfacCurvature):
-            raise ValueError(f'mode="auto" requires curvature="kfac" (got {structure.name!r}).')
+            raise ValueError(
+                f'`mode="auto"` requires `curvature="kfac"`, got {structure.name!r}. Use '
+                '`curvature="kfac"`, or another mode.'
+            )
         if structure.rank is not None:
             raise ValueError(
-                'rank= cannot be combined with mode="auto", whose error estimate does not include '
-                "the truncation. Remove rank=, and call la.thin(x) after tuning if you want a "
-                "smaller posterior."
+                '`rank=` cannot be combined with `mode="auto"`, because its error estimate does '
+                "not include the truncation. Remove `rank=`. For a smaller posterior, call "
+                "la.thin(x) after tuning."
             )
         if _is_in_order(self.data):
             raise ValueError(
-                'mode="auto" reads only the first examples, but this loader yields them '
-                "in the order of the data set. Use DataLoader(..., shuffle=True), or with "
-                "several processes ShardedBatches(..., shuffle=True)."
+                '`mode="auto"` uses only the first examples, but this loader yields them in the '
+                "order of the data set. Use DataLoader(..., shuffle=True), or with several "
+                "processes ShardedBatches(..., shuffle=True)."
             )
 
     def estimate_noise(self, context: FitContext) -> Gaussian:
-        """Estimate the noise from the first batch, or take that of an earlier fit to continue."""
+        """Estimate the noise from the first batch, or use that of the earlier fit."""
         if self.after is not None:
             _, last_round = self.after.continuation
             likelihood = last_round.fitted.likelihood
@@ -180,9 +185,9 @@ class Auto(Scheme):
         context = prepared.context
         if any(block.is_joint or block.is_one_hot for block in context.blocks):
             raise ValueError(
-                'mode="auto" gives examples different weights, which neither joint=True nor the '
-                "table of an embedding supports. Remove joint=, name other parameters "
-                '(params="last_layer"), or use mode="full".'
+                '`mode="auto"` weights the examples differently, which is not supported with '
+                "`joint=True` or for the table of an embedding. Remove `joint=`, select other "
+                'parameters, such as `params="last_layer"`, or use `mode="full"`.'
             )
         assert isinstance(self.data, Stream)
         last_round: _Round | None
@@ -309,9 +314,9 @@ def _warn_of_error(report: FitReport, tolerance: float) -> None:
         "the end of the data": "The data ended",
     }
     warn(
-        f"{reasons[report.ended_by]} before reaching the tolerance of {tolerance:g}: after "
-        f"{report.num_examples:,} examples the estimated error of the standard deviations is "
-        f"{report.error:.3g}. Twice as many examples would reduce it to about "
+        f"{reasons[report.ended_by]} before the fit reached the tolerance of {tolerance:g}. "
+        f"After {report.num_examples:,} examples, the estimated error of the standard deviations "
+        f"is {report.error:.3g}. Twice as many examples would reduce it to about "
         f"{report.error_with_twice_the_examples:.3g}."
     )
 
@@ -323,8 +328,8 @@ def _check_same_fit(earlier: FittedPosterior, prepared: PreparedFit) -> None:
     has_same_mean = torch.equal(earlier.posterior.mean, later.posterior.mean)
     if _fit_options(earlier) != _fit_options(later) or not has_same_mean:
         raise ValueError(
-            "after= is the report of a fit of another network, likelihood or curvature. Remove "
-            "after=, or continue the fit that it belongs to."
+            "`after=` is the report of a fit with a different network, likelihood or curvature. "
+            "Remove `after=`, or pass the report of an earlier fit of this posterior."
         )
 
 
@@ -364,8 +369,8 @@ def _fit_all(
     """Fit to all the data."""
     if isinstance(data.source, Iterator):
         raise ValueError(
-            "The data ended before the first round did, and this iterator cannot be read again. "
-            'Pass a DataLoader or a list of batches, or use mode="full".'
+            "The data ended before the end of the first round, and this iterator cannot be read "
+            'again. Pass a DataLoader or a list of batches, or use `mode="full"`.'
         )
     curvature_fit = KfacCurvature().fit(prepared.context, data)
     num_data = build_posterior(prepared, curvature_fit).posterior.num_data

@@ -1,4 +1,4 @@
-"""Split-conformal prediction: class sets and intervals that cover new targets at a stated level."""
+"""Split-conformal prediction: class sets and intervals with a level of coverage."""
 
 import math
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class ClassSets:
         return self.contains.sum(-1)
 
     def covers(self, labels: Int[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
-        """Whether each label is in its set."""
+        """Return whether each label is in its set."""
         return self.contains.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
@@ -65,11 +65,11 @@ class Intervals:
 
     @property
     def sizes(self) -> Float[Tensor, "*batch outputs"]:
-        """The widths."""
+        """The widths of the intervals."""
         return self.high - self.low
 
     def covers(self, targets: Float[Tensor, "*batch outputs"]) -> Bool[Tensor, "*batch outputs"]:
-        """Whether each target is in its interval, ends included."""
+        """Return whether each target is in its interval, including the ends."""
         return (self.low <= targets) & (targets <= self.high)
 
 
@@ -105,7 +105,7 @@ def mass_above(
 def conformal_quantile(
     scores: Float[Tensor, "n *outputs"], level: float
 ) -> Float[Tensor, "*outputs"]:
-    """The ⌈(n + 1) · level⌉-th smallest score, which a further score exceeds in 1 − `level`.
+    """Return the ⌈(n + 1) · level⌉-th smallest score.
 
     Raises:
         ValueError: If there are too few scores for the level.
@@ -116,14 +116,14 @@ def conformal_quantile(
     if rank > num_scores:
         least = math.ceil(round(level / (1 - level), 9))
         raise ValueError(
-            f"{num_scores} calibration examples are too few for level={level}. Pass at least "
-            f"{least} (of each group), or lower the level."
+            f"{num_scores} calibration examples are too few for `level={level}`. Pass at least "
+            f"{least} examples (of each group), or a lower level."
         )
     return scores.sort(dim=0).values[rank - 1]
 
 
 class Conformal:
-    r"""Prediction sets or intervals that cover the target with at least a given probability.
+    r"""Prediction sets or intervals with a guaranteed probability of coverage.
 
     The guarantee needs no assumption on the model: calibration and new examples only have to be
     exchangeable. It holds on average over examples (with `groups` within each group) and over the
@@ -196,7 +196,7 @@ class Conformal:
     def calibrate(
         self, loader: Batches, level: float = 0.9, *, generator: torch.Generator | None = None
     ) -> "Conformal":
-        """Compute the quantile of the scores of held-out examples, and return the object itself.
+        """Compute the quantile of the scores of held-out examples, and return `self`.
 
         Args:
             loader: Labelled batches `(x, y)` that were used neither to train the network nor to
@@ -310,7 +310,7 @@ class Conformal:
         return {"level": self.level, "quantiles": dict(self.quantiles)}
 
     def load_state_dict(self, state: dict[str, Any]) -> "Conformal":
-        """Restore the result of `state_dict`, and return the object itself.
+        """Restore the result of `state_dict`, and return `self`.
 
         Raises:
             ValueError: If an entry is missing.
@@ -344,8 +344,8 @@ class Conformal:
         if not (is_exclusive or isinstance(predictive, Normal | MultivariateNormal)):
             raise NotImplementedError(
                 f"A predictive of type {type(predictive).__name__} is not supported. Use a "
-                "likelihood with exclusive classes, with two classes, or with normal "
-                "targets; for several labels, make one Conformal for each label."
+                "likelihood with exclusive classes, with two classes, or with normal targets. "
+                "For several labels, use a separate Conformal for each label."
             )
         return predictive
 
@@ -366,8 +366,8 @@ class Conformal:
         if not is_of_integers or groups.shape != (size,):
             shape = tuple(groups.shape) if isinstance(groups, Tensor) else type(groups).__name__
             raise ValueError(
-                f"`groups` returned {shape} for {size} examples. Return a tensor of one integer "
-                "per example."
+                f"`groups` returned {shape} for {size} examples. Return a tensor with one "
+                "integer per example."
             )
         return groups.long().cpu()
 
@@ -375,8 +375,8 @@ class Conformal:
         missing = sorted(set(groups.tolist()) - set(self.quantiles))
         if missing:
             raise ValueError(
-                f"The groups {missing} had no calibration example, only {sorted(self.quantiles)}. "
-                "Calibrate with examples of each group."
+                f"The groups {missing} have no calibration examples. Only the groups "
+                f"{sorted(self.quantiles)} have. Calibrate with examples of each group."
             )
         return torch.stack([self.quantiles[group] for group in groups.tolist()])
 

@@ -40,7 +40,7 @@ class CurvatureConfig:
     def __post_init__(self) -> None:
         if self.factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"factor_dtype must be torch.float32 or torch.float64, got {self.factor_dtype}."
+                f"`factor_dtype` is {self.factor_dtype}. Pass torch.float32 or torch.float64."
             )
         check_is(self.joint, "joint", bool)
         check_is(self.sharing, "sharing", str, Mapping)

@@ -1,4 +1,4 @@
-"""Total, aleatoric and epistemic uncertainty of one posterior, or of an equal mixture of several.
+"""Total, aleatoric and epistemic uncertainty of one or several posteriors.
 
 The parts come from one set of draws (or, in closed form, of moments), so that they add up: the law
 of total variance for regression, `H[E p] = E H[p] + I` for classes and labels.
@@ -170,7 +170,7 @@ def _uncertainty_of_factored_logits(
 def uncertainty_of_draws(
     likelihoods: Sequence[Likelihood], draws: Sequence[Float[Tensor, "samples *batch outputs"]]
 ) -> Uncertainty:
-    """Decompose the entropy, or the variance, over all samples of the outputs of all members.
+    """Decompose the entropy, or the variance, over samples of the outputs.
 
     Args:
         likelihoods: The likelihood of each member.
@@ -208,7 +208,7 @@ def uncertainty_of_draws(
 
 
 def scores_of_predictive(predictive: Distribution) -> dict[str, Float[Tensor, "*n"]]:
-    """Scores of a predictive of classes or labels, by name: its entropy and largest probability."""
+    """Compute the scores of a predictive: its entropy and largest probability."""
     base = _without_event(predictive)
     shape = base.batch_shape
     rows = base.probs.flatten(0, len(shape) - 1)
@@ -223,7 +223,7 @@ def scores_of_moments(
     means: Float[Tensor, "members *n outputs"],
     covariances: Float[Tensor, "members *n outputs outputs"],
 ) -> dict[str, Float[Tensor, "*n"]]:
-    """Compute the scores `variance` and `instability` of a mixture of Gaussian logits, `[...]`.
+    """Compute the scores `variance` and `instability` of Gaussian logits.
 
     For labels that apply or not, the variance is the mean over the labels, and the instability is
     that of the least stable one.

@@ -9,7 +9,7 @@ _MOST_SHOWN_BLOCKS = 4
 
 
 def describe(state: Unfitted | FittedPosterior) -> dict[str, str]:
-    """Collect a few facts by name, none of which holds a weight or grows with the model."""
+    """Collect a few facts by name, whose size does not depend on the model."""
     model = state.spec.plain_model
     total = sum(parameter.numel() for parameter in model.parameters())
     lines = {

@@ -25,7 +25,7 @@ from laplace_debias.system.ranks import process_group
 
 
 def check_held_out(*data: Batches) -> None:
-    """Require held-out data that the processes share, where there are several."""
+    """Require held-out data that all processes share."""
     ranks = process_group()
     if ranks.size > 1:
         for loader in data:
@@ -50,8 +50,8 @@ class RepeatedExamples:
                 continue
             if (weights[0] != weights[0].floor()).any():
                 raise ValueError(
-                    "The weights of examples have fractions. Pass whole numbers: evaluate counts "
-                    "an example of weight w as w examples."
+                    "The weights of examples have fractions, but `evaluate` counts an example of "
+                    "weight w as w examples. Pass whole numbers."
                 )
             indices = torch.arange(len(y)).repeat_interleave(weights[0].long().cpu())
             if len(indices):
@@ -69,11 +69,14 @@ def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[
     columns = [torch.cat(column) for column in zip(*batches, strict=True)]
     columns_of_all = process_group().on_all(columns or None)
     if columns_of_all is None:
-        raise ValueError(f"The loader holds no batch: nothing to {verb}.")
+        raise ValueError(
+            f"The loader has no batches, so there is nothing to {verb}. Pass a loader with at "
+            "least one batch."
+        )
     if not len(columns_of_all[0]):
         raise ValueError(
-            f"Every target of the loader is ignored: nothing to {verb}. Pass batches in which at "
-            "least one target counts."
+            f"All targets of the loader are ignored, so there is nothing to {verb}. Pass batches "
+            "in which at least one target is not ignored."
         )
     return columns_of_all
 
@@ -177,7 +180,9 @@ def _for_all(data: Batches, name: str, predict: Callable[[Inputs], Tensor]) -> T
     predictions = [predict(x) for x, _ in data]
     columns = process_group().on_all([torch.cat(predictions)] if predictions else None)
     if columns is None:
-        raise ValueError(f"The OOD loader {name!r} holds no batch.")
+        raise ValueError(
+            f"The OOD loader {name!r} has no batches. Pass a loader with at least one batch."
+        )
     return columns[0]
 
 
@@ -188,7 +193,7 @@ def check_targets(
     class_dim: int | None = None,
     leading: int = 0,
 ) -> tuple[Tensor, Bool[Tensor, " terms"], Tensor]:
-    """Check a batch's targets beside a predictive of them.
+    """Check that a batch's targets match their predictive.
 
     The predictive may have `leading` dimensions in front of the batch's; only the first of their
     entries is compared.
@@ -245,7 +250,7 @@ def score(
 
 
 def probabilities_or_means(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
-    """Probabilities or means with a row for each term."""
+    """Return probabilities or means, with one row per term."""
     values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
     return values.flatten(0, len(predictive.batch_shape) - 1)
 
@@ -253,7 +258,7 @@ def probabilities_or_means(predictive: Distribution) -> Float[Tensor, "n *output
 def classified(
     values: Float[Tensor, "n *classes"], labels: Tensor
 ) -> tuple[Float[Tensor, "m *kept"], Integer[Tensor, " m"]]:
-    """Class probabilities and labels as `metrics` has them; each of several labels a row."""
+    """Return class probabilities and labels, with one row per label."""
     if labels.numel() == values.numel():
         return values.flatten(), labels.flatten().long()
     return values, labels.long()

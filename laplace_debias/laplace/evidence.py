@@ -1,4 +1,4 @@
-r"""The prior precision by the marginal likelihood, one number or one for each group of blocks.
+r"""Prior precisions by the marginal likelihood, for all parameters or per group.
 
 With the precisions h = N Λ of the data along a group's directions, its D parameters and their
 squared distance S from the prior's mean, the group's part of the log marginal likelihood is
@@ -41,13 +41,13 @@ def maximise_evidence(
     if fitted.thinned_at is not None:
         raise ValueError(
             "The posterior is thinned, which changes its marginal likelihood by an amount that "
-            "depends on the prior precision. Call tune_evidence before thin, or load the posterior "
-            "that was saved before it."
+            "depends on the prior precision. Call `tune_evidence` before `thin`, or load the "
+            "posterior that was saved before `thin`."
         )
     if fitted.prior.information is not None:
         raise ValueError(
-            "The prior of this posterior is more than a prior precision, and tune_evidence chooses "
-            "only that. Use tune(loader)."
+            "The prior of this posterior is an earlier posterior, which `tune_evidence` does not "
+            "support. Use `tune(loader)`."
         )
     if not tunes_noise(fitted, sigma):
         tuning = tune_one(fitted) if per is None else tune_groups(fitted, per)
@@ -74,20 +74,20 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
         return False
     if not likelihood.has_sigma:
         raise ValueError(
-            f"sigma=True tunes the noise of Gaussian, not of {type(likelihood).__name__}. Leave it "
-            "out."
+            "`sigma=True` tunes the noise of a regression, but the likelihood is "
+            f"{type(likelihood).__name__}. Remove `sigma=`."
         )
     if fitted.num_targets is None:
         raise ValueError(
-            'sigma=True is not supported for fisher="empirical", nor for a posterior file of an '
-            'early version. Fit again with fisher="exact" or "mc".'
+            '`sigma=True` is not supported for `fisher="empirical"`, nor for a posterior file of '
+            'an early version. Fit again with `fisher="exact"` or `fisher="mc"`.'
         )
     # `squared_residuals` is a difference of these two numbers, in double precision.
     if 1e-12 * (abs(fitted.nll) + fitted.num_targets) >= squared_residuals(fitted):
         raise ValueError(
-            "Compared with sigma, the residuals are zero up to rounding, so no noise can "
-            "be estimated. Check that the targets are not the outputs, or fit with a "
-            "smaller sigma."
+            "The residuals are zero up to rounding, compared with `sigma`, so the noise cannot "
+            "be estimated. Check that the targets are not the outputs, or fit with a smaller "
+            "`sigma`."
         )
     return True
 
@@ -98,15 +98,17 @@ def note_assumed_sigma(tuning: Tuning, fitted: FittedPosterior, sigma: bool | No
     if sigma is not None or not isinstance(likelihood, Gaussian) or not likelihood.is_assumed:
         return tuning
     if likelihood.sigma.ndim:
-        value = "it is estimated by the residuals of each output"
+        value = "it is estimated from the residuals of each output"
     else:
         value = "1.0 is assumed"
-    note = f"sigma was never given and is not tuned here: {value} (sigma=True tunes it)."
+    note = (
+        f"`sigma` was not specified and is not tuned here: {value}. Pass `sigma=True` to tune it."
+    )
     return replace(tuning, notes=(*tuning.notes, note))
 
 
 def tune_one(fitted: FittedPosterior) -> Tuning:
-    """Maximise the log marginal likelihood over one prior precision, on a logarithmic scale."""
+    """Maximise the log marginal likelihood over one prior precision."""
     # Imported here because it takes a third of a second.
     from scipy.optimize import minimize_scalar
 
@@ -122,7 +124,7 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
     result = minimize_scalar(loss, bounds=(low, high), method="bounded", options={"xatol": 1e-3})
     if min(result.x - low, high - result.x) < 1e-2:
         raise ValueError(
-            f"The marginal likelihood has no optimum between {BOUNDS[0]:g} and {BOUNDS[1]:g} "
+            f"The marginal likelihood has no maximum between {BOUNDS[0]:g} and {BOUNDS[1]:g} "
             f"(the search ended at {10**result.x:.3g}). Tune on validation data instead."
         )
     table.sort(key=lambda row: row["prior_precision"])
@@ -149,8 +151,9 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
         raise ValueError(f"Unknown per={per!r}. Use 'kind', 'block' or None.")
     if (structure := fitted.config.structure).is_dense:
         raise ValueError(
-            f"curvature={structure.name!r} is one block of all parameters, which has "
-            f"one prior precision. Leave out per={per!r}, or fit with 'kfac', 'ekfac' or 'diag'."
+            f"`curvature={structure.name!r}` is one block of all parameters, which has one prior "
+            f'precision. Remove `per={per!r}`, or fit with `curvature="kfac"`, "ekfac" or '
+            '"diag".'
         )
     posterior = fitted.posterior
     groups = dict[str, list[int]]()
@@ -192,14 +195,16 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     notes = []
     if without_curvature:
         notes.append(
-            f"{', '.join(without_curvature)}: almost no curvature, so the data do not determine "
-            "the prior precision, and the marginal likelihood rises towards 0. It is set to the "
-            f"best value for all parameters together, {together:.3g}."
+            f"{', '.join(without_curvature)}: there is almost no curvature, so the data do not "
+            "determine the prior precision, and the marginal likelihood increases towards 0. The "
+            "prior precision is set to the best value for all parameters together, "
+            f"{together:.3g}."
         )
     if without_distance:
         notes.append(
-            f"{', '.join(without_distance)}: almost no distance from the prior's mean, so the "
-            f"marginal likelihood rises up to the end of the search range, {BOUNDS[1]:g}."
+            f"{', '.join(without_distance)}: the parameters are almost equal to the prior's "
+            "mean, so the marginal likelihood increases up to the end of the search range, "
+            f"{BOUNDS[1]:g}."
         )
     value = float(fitted.log_marginal_likelihood(block_deltas))
     return Tuning(block_deltas.tolist(), LOG_EVIDENCE, value, rows, notes=tuple(notes))
@@ -297,8 +302,8 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
     if abs(start) == _RANGE:
         raise ValueError(
-            "The marginal likelihood has no optimum in sigma and the prior precision together. "
-            "Give sigma, and tune the prior precision on validation data."
+            "The marginal likelihood has no maximum in sigma and the prior precision together. "
+            "Pass `sigma`, and tune the prior precision on validation data."
         )
     result = minimize_scalar(
         loss, bounds=(start - 1, start + 1), method="bounded", options={"xatol": 1e-4}

@@ -1,4 +1,4 @@
-"""Export of a predictive as a program of `torch.export`, which runs without this package.
+"""Export of a predictive as a program that runs without this package.
 
 Network and posterior become one module. Its results are compared with those of `predict` before a
 file is written.
@@ -52,12 +52,12 @@ def export(
     chosen_link = link_from(link, fitted.likelihood) or fitted.link
     if not fitted.likelihood.is_exportable:
         raise NotImplementedError(
-            f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported. Give the "
-            "likelihood a method exported(mean, covariance), which returns tensors by name."
+            f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported. Define "
+            "a method exported(mean, covariance) of the likelihood that returns tensors by name."
         )
     if path.suffix not in (".pt2", ".onnx"):
         raise ValueError(
-            f"{path} ends in {path.suffix or 'no suffix'!r}. Name it *.pt2, or *.onnx."
+            f"{path} has the suffix {path.suffix!r}. Use a name that ends with .pt2 or .onnx."
         )
     if path.suffix == ".onnx":
         check_onnx()
@@ -67,14 +67,15 @@ def export(
         values = inputs.values() if isinstance(inputs, Mapping) else inputs
         if not isinstance(inputs, Tensor) and not all(isinstance(x, Tensor) for x in values):
             raise NotImplementedError(
-                "An exported program only takes tensors, but the example contains something else "
-                "(None, a flag). Wrap the model in a module that sets it, and fit the wrapper."
+                "An exported program takes only tensors, but the example contains something else "
+                "(None, a flag). Wrap the model in a module that sets this argument, and fit the "
+                "wrapper."
             )
         chosen_link = chosen_link or default_link(fitted, inputs)
         if chosen_link is not None and chosen_link.name == "exact":
             raise NotImplementedError(
-                'link="exact" decomposes covariances, and this operation cannot be '
-                'exported. Use link="pairwise".'
+                '`link="exact"` decomposes covariances, which cannot be exported. Use '
+                '`link="pairwise"`.'
             )
         program = _trace(_Predictive(fitted, inputs, chosen_link), inputs)
         expected = LinkedFit(fitted, chosen_link).predictive(inputs, PredictionMethod())
@@ -110,8 +111,8 @@ class _Predictive(nn.Module):
         for index, (block, delta) in enumerate(blocks):
             if not isinstance(posterior.curvature.blocks.get(block.name), EigenKronecker):
                 raise NotImplementedError(
-                    "Only the closed form of curvature kfac, ekfac and diag is exported. Fit one "
-                    "of these."
+                    'Only posteriors with curvature "kfac", "ekfac" or "diag" can be exported. '
+                    "Fit with one of them."
                 )
             head = LinearHead.from_posterior(block, posterior)
             self._heads.append(head)
@@ -199,7 +200,7 @@ def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram
         reason = str(error).strip().partition("\n")[0]
         raise NotImplementedError(
             "torch.export cannot trace the model's forward pass with a variable number of "
-            f"examples ({type(error).__name__}: {reason}). Remove what depends on the "
+            f"examples ({type(error).__name__}: {reason}). Remove operations that depend on the "
             "values of tensors (`if`, `.item()`, loops) or on a fixed number of examples."
         ) from error
 
@@ -221,8 +222,8 @@ def _check_answers(answers: Answers, predicted: Distribution, source: str) -> No
         if not difference <= tolerance:
             raise RuntimeError(
                 f"The exported {name} of the example differ from those of `predict` by "
-                f"{difference:.3g}: {source} did not record what the model computes. Nothing "
-                "was written; look for state that the forward pass changes."
+                f"{difference:.3g}, so {source} did not record all that the model computes. "
+                "Nothing was written. Look for state that the forward pass changes."
             )
 
 
@@ -249,19 +250,19 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     """
     blocks: Sequence[Block] = fitted.parameters.blocks
     layers = list(dict.fromkeys(block.layer for block in blocks))
-    remedy = 'Fit with params="last_layer" a model that ends in an nn.Linear.'
+    remedy = 'Use a model that ends with an nn.Linear, and fit with `params="last_layer"`.'
     if len(layers) > 1:
         raise NotImplementedError(
-            "Only a posterior over the last layer is exported, but "
-            f"{len(layers)} layers are Bayesian here: {', '.join(layers[:3])}"
-            f"{', …' if len(layers) > 3 else ''}. {remedy}"
+            f"Only a posterior over the last layer can be exported, but {len(layers)} layers are "
+            f"Bayesian here: {', '.join(layers[:3])}{(', …' if len(layers) > 3 else '')}. "
+            f"{remedy}"
         )
     network = fitted.network()
     tap = Tap(network, blocks)
     outputs = tap.forward(example)
     if returned_outputs(network, take(example, slice(0, 1))).ndim == 1:
         raise NotImplementedError(
-            "The model returns its single output as [B], which is not exported. Return it as "
+            "The model returns its single output as [B], which cannot be exported. Return it as "
             "[B, 1], without a squeeze after the last layer."
         )
     last = tap.last_layer(outputs)
@@ -269,7 +270,7 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     is_linear = all(block.rule.is_linear for block in blocks)
     if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:
         raise NotImplementedError(
-            f"The outputs are not those of {layers[0]} ({type(layer).__name__}) as a linear layer, "
-            f"which the export requires. {remedy}"
+            f"The outputs are not computed by {layers[0]} ({type(layer).__name__}) as a linear "
+            f"layer, which an export requires. {remedy}"
         )
     return layers[0]

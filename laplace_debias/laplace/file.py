@@ -30,8 +30,8 @@ from laplace_debias.system.ranks import process_group
 FORMAT = "laplace-debias/5"
 _FORMATS = ("laplace-debias/4", FORMAT)
 _EARLIER = (
-    "A posterior of an earlier version, or one in a folder, becomes such a file by Laplace.load "
-    "and la.save(path) of version 0.2.0."
+    "To convert a posterior of an earlier version, or one in a folder, use Laplace.load and "
+    "la.save(path) of version 0.2.0."
 )
 _USER_CLASS = "own"
 _INPUTS = "inputs"
@@ -117,7 +117,7 @@ class Header:
 
 
 def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> None:
-    """Write a posterior; an existing file is replaced only once the new one is complete.
+    """Write a posterior, and replace an existing file once the new one is complete.
 
     The same posterior gives the same bytes. All processes call it, and rank 0 writes.
     """
@@ -184,9 +184,9 @@ def load(
     frozen_fingerprint = fingerprint(plain, parameters.names)
     if header.block_names != parameters.block_names:
         raise ValueError(
-            f"The file's curvature blocks {reprlib.repr(header.block_names)} are not the "
-            f"model's {reprlib.repr(parameters.block_names)}: it was saved for another model. "
-            f"{_EARLIER}"
+            f"The file has the curvature blocks {reprlib.repr(header.block_names)}, but the "
+            f"model has {reprlib.repr(parameters.block_names)}, so the file was saved for a "
+            f"different model. Pass that model. {_EARLIER}"
         )
     _check_same_parameters(tensors["mean"], mean, header.others, frozen_fingerprint)
     tensors = {name: tensor.to(mean.device) for name, tensor in tensors.items()}
@@ -253,19 +253,20 @@ def _check_same_parameters(
     """Require that the model holds the parameters that the posterior was fitted around."""
     if saved_mean.numel() != mean.numel():
         raise ValueError(
-            f"The file's posterior is over {saved_mean.numel():,} parameters, but the model has "
-            f"{mean.numel():,} of these names. Build the model with the layer sizes of the fit."
+            f"The posterior in the file has {saved_mean.numel():,} parameters, but the model has "
+            f"{mean.numel():,} with these names. Build the model with the layer sizes of the "
+            "fit."
         )
     if saved_mean.dtype != mean.dtype:
         raise ValueError(
-            f"The file's posterior is of a model in {saved_mean.dtype}, but the model is in "
-            f"{mean.dtype}. Convert it: model.to({saved_mean.dtype})."
+            f"The posterior in the file is in {saved_mean.dtype}, but the model is in "
+            f"{mean.dtype}. Convert the model with model.to({saved_mean.dtype})."
         )
     differing = sorted(saved_fingerprint.items() ^ frozen_fingerprint.items())
     if not torch.equal(saved_mean.to(mean.device), mean):
-        difference = "parameters are not those"
+        difference = "parameters differ from those"
     elif differing:
-        difference = f"{differing[0][0]} is not that"
+        difference = f"{differing[0][0]} differs from that"
     else:
         return
     raise ValueError(
@@ -282,17 +283,19 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
             raise ValueError(f"its format is {reprlib.repr(texts.get('format'))}")
         return Header(**json.loads(texts["header"])), tensors
     except IsADirectoryError as error:
-        raise IsADirectoryError(f"{path} is a folder. Name a file. {_EARLIER}") from error
+        raise IsADirectoryError(
+            f"{path} is a folder. Pass the path of a file. {_EARLIER}"
+        ) from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(f"There is no file {path}. Check the path.") from error
+        raise FileNotFoundError(f"The file {path} does not exist. Check the path.") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} is damaged, or is not a posterior file of this version ({str(error)[:300]}). "
-            f"Save the posterior again. {_EARLIER}"
+            f"{path} is damaged, or is not a posterior file of this version "
+            f"({str(error)[:300]}). Save the posterior again. {_EARLIER}"
         ) from error
     except OSError as error:
         raise type(error)(
-            f"{path} cannot be read ({error.strerror or error}): check its permissions."
+            f"{path} cannot be read ({error.strerror or error}). Check its permissions."
         ) from error
 
 
@@ -308,9 +311,9 @@ def likelihood_to_json(likelihood: Likelihood, may_be_own: bool = False) -> dict
     if not may_be_own:
         raise ValueError(
             f"A {type(likelihood).__name__} cannot be written to a file, only "
-            f"{', '.join(map(repr, LIKELIHOODS))}. To save the import path of your own "
-            "class, use `save(path, own_likelihood=True)`; an instance of the class must "
-            "then be passed to `Laplace.load(..., likelihood=)`."
+            f"{', '.join(map(repr, LIKELIHOODS))}. To save the import path of your own class, "
+            "use `save(path, own_likelihood=True)`, and pass an instance of the class to "
+            "`Laplace.load(..., likelihood=)`."
         )
     class_path = f"{type(likelihood).__module__}:{type(likelihood).__qualname__}"
     return {"name": _USER_CLASS, "class": class_path, "options": _json_options(likelihood)}
@@ -331,8 +334,8 @@ def likelihood_from_json(
         if user_likelihood is None:
             return LIKELIHOODS[name].from_options(options)
         raise ValueError(
-            f"The file contains the likelihood {name!r}. Remove "
-            f"likelihood={type(user_likelihood).__name__}(...)."
+            f"The file already contains the likelihood {name!r}. Remove "
+            f"`likelihood={type(user_likelihood).__name__}(...)`."
         )
     # The module is not compared: a script's classes have another one where it is imported.
     class_name = options["class"].rpartition(":")[2]
@@ -346,10 +349,10 @@ def likelihood_from_json(
         if type(user_likelihood).__qualname__ == class_name and has_same_options:
             return user_likelihood
     raise ValueError(
-        f"The posterior was fitted with the likelihood {options['class']!r} of options "
-        f"{reprlib.repr(options['options'])}, which a file does not hold; likelihood= is "
-        f"{description}. Pass an instance of that class with the arguments of the fit, "
-        f"Laplace.load(path, model, likelihood={class_name}(...))."
+        f"The posterior was fitted with the likelihood {options['class']!r} with the options "
+        f"{reprlib.repr(options['options'])}, but the file does not contain the likelihood "
+        f"itself, and `likelihood=` is {description}. Pass an instance of that class with the "
+        f"arguments of the fit, Laplace.load(path, model, likelihood={class_name}(...))."
     )
 
 
@@ -360,6 +363,7 @@ def _json_options(likelihood: Likelihood) -> dict[str, Any]:
         return dict(json.loads(json.dumps(options, allow_nan=False)))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"The options of {type(likelihood).__name__} are {reprlib.repr(options)}, which is not "
-            f"plain data ({error}). Return a mapping of texts, finite numbers, lists and None."
+            f"The options of {type(likelihood).__name__} are {reprlib.repr(options)}, which "
+            f"cannot be saved ({error}). Return a mapping of strings, finite numbers, lists and "
+            "None."
         ) from error

@@ -37,7 +37,7 @@ def fit(
     resume: Path | None = None,
     progress: bool = False,
 ) -> FittedPosterior:
-    """Fit the curvature to data, and build the posterior of it.
+    """Fit the curvature to data, and build its posterior.
 
     The options and the data are checked first. With `resume`, sums are saved during the passes over
     the data, and a fit that was interrupted continues from them.
@@ -83,8 +83,8 @@ def _with_information(state: Unfitted | FittedPosterior, scheme: Scheme, mode: s
         return scheme
     if type(scheme) is not Full:
         raise ValueError(
-            f'prior= requires mode="full", which adds all of the data to the prior, got '
-            f'mode="{mode}". Use mode="full", or a prior_precision= without prior=.'
+            '`prior=` requires `mode="full"`, because all of the data is added to the prior, got '
+            f'`mode="{mode}"`. Use `mode="full"`, or `prior_precision=` instead of `prior=`.'
         )
     weight = information.weight * state.temperature
     return Added(scheme.data, replace(information, weight=weight))
@@ -102,7 +102,7 @@ def check_before_fit(
     check_generator(generator)
     if resume is not None:
         if not scheme.is_resumable:
-            raise ValueError(f'mode="{mode}" saves no state. Leave out resume.')
+            raise ValueError(f'A fit with `mode="{mode}"` cannot be resumed. Remove `resume=`.')
         check_resumable(resume, state.config.fisher.kind, generator, scheme.sources)
     scheme.check(state.config.structure)
     device = state.device
@@ -170,7 +170,9 @@ def prepare_fit(
     if mode == "full" and size.is_inferred:
         context = replace(context, num_examples=size.num_data)
     config.structure.check(context)
-    purpose = f"Nothing was fitted: the posterior of curvature={config.structure.name!r} takes"
+    purpose = (
+        f"Nothing was fitted, because the posterior of curvature={config.structure.name!r} needs"
+    )
     check_memory(
         least_bytes(context, config.structure),
         available_memory(context.device),
@@ -190,9 +192,9 @@ def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ran
         return size
     if mode != "full":
         raise ValueError(
-            f'mode="{mode}" uses only part of the data, and the loader does not show the '
-            "sum of the weights over the training set. Pass num_data=, the number of "
-            "training examples that the weights represent."
+            f'`mode="{mode}"` uses only part of the data, and the loader does not state the sum '
+            "of the weights over the training set. Pass `num_data=`, the number of training "
+            "examples that the weights represent."
         )
     return replace(size, num_data=None)
 
@@ -208,7 +210,7 @@ def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
 def _check_different_data(ranks: Ranks, first: list[tuple[Any, ...]]) -> None:
     """Raise an error if two processes begin with the same batch."""
     marks = [mark_of(x, y) for x, y, *_ in first]
-    check_all_different(ranks.exchange(marks[0] if marks else None), "begins with the same batch")
+    check_all_different(ranks.exchange(marks[0] if marks else None), "starts with the same batch")
 
 
 def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> FittedPosterior:
@@ -253,13 +255,15 @@ def _num_data(size: TrainingSize, weight: float, mode: str) -> int:
     if size.num_data is None:
         if int(weight) != weight:
             raise ValueError(
-                f"The weights of the examples sum to {weight:.10g}. Pass num_data=, the number of "
-                "training examples that they stand for."
+                f"The weights of the examples sum to {weight:.10g}, but the number of training "
+                "examples must be a positive whole number. Pass `num_data=`, the number of "
+                "training examples that the weights represent."
             )
         return int(weight)
     if size.is_inferred and mode == "full" and size.num_data != weight:
         raise ValueError(
-            f"The loader's sampler has {size.num_data} training examples, but the fit read "
-            f"{weight:.10g}. Pass num_data=, the number of training examples. Nothing was fitted."
+            f"The loader's sampler has {size.num_data} training examples, but the fit used "
+            f"{weight:.10g}, so nothing was fitted. Pass `num_data=`, the number of training "
+            "examples."
         )
     return size.num_data

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FitReport:
-    """The estimated error of a fit with `mode="auto"`, compared with a fit to all of the data.
+    """The estimated error of a fit with `mode="auto"`.
 
     An error is the relative error of the outputs' standard deviations, as the root mean square over
     inputs that had no part in the fit. It is estimated from the differences between folds, and
@@ -43,19 +43,22 @@ class FitReport:
 
     @property
     def error_with_twice_the_examples(self) -> float:
-        """The error to expect of twice as many examples: it falls with the root of their number."""
+        """The expected error of a fit to twice as many examples.
+
+        The error falls with the root of their number.
+        """
         return self.error / math.sqrt(2)
 
     def __str__(self) -> str:
         if self.ended_by == "data":
-            return f"All {self.num_examples:,} examples were fitted."
+            return f"The fit used all {self.num_examples:,} examples."
         curve = ", ".join(f"{error:.1%} at {factor:g}" for factor, error in self.curve.items())
         largest_block = max(self.error_by_block, key=self.error_by_block.__getitem__)
         return (
-            f"{self.num_examples:,} examples, drawn from {self.num_read:,}, in "
-            f"{self.seconds:.3g} s, ended by {self.ended_by}. "
-            f"The standard deviations of the outputs are within {self.error:.1%} of those of a fit "
-            "to all the data; with twice the examples, within about "
-            f"{self.error_with_twice_the_examples:.1%}. By multiples of the prior precision: "
-            f"{curve}. The block that contributes most is {largest_block}."
+            f"The fit used {self.num_examples:,} examples, drawn from {self.num_read:,}, in "
+            f"{self.seconds:.3g} s, and ended by {self.ended_by}. The standard deviations of the "
+            f"outputs are within {self.error:.1%} of those of a fit to all the data. With twice "
+            f"the examples, they would be within about {self.error_with_twice_the_examples:.1%}. "
+            f"By multiples of the prior precision: {curve}. The block that contributes most to "
+            f"the error is {largest_block}."
         )

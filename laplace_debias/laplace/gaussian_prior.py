@@ -61,21 +61,21 @@ class GaussianPrior:
                 raise TypeError(f"{name} is {came}. Pass a tensor [D] of floating-point numbers.")
             if value.ndim != 1 or len(value) != len(self.mean):
                 raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}. Pass one number per parameter, as "
-                    "many in the mean as in the precision."
+                    f"`{name}` has shape {tuple(value.shape)}. Pass one number per parameter, as "
+                    "many for the mean as for the precision."
                 )
             if not value.isfinite().all():
-                raise ValueError(f"{name} holds NaN or Inf. Check where it comes from.")
+                raise ValueError(f"`{name}` contains NaN or Inf. Check how it was computed.")
         assert isinstance(self.precision, Tensor)
         if not (self.precision > 0).all():
             raise ValueError(
-                f"The prior precision must be positive, but its least entry is "
-                f"{float(self.precision.min()):.3g}. Use a small number, such as 1e-6, for a flat "
-                "prior."
+                "The prior precision must be positive, but its smallest entry is "
+                f"{float(self.precision.min()):.3g}. For a flat prior, use a small number, such "
+                "as 1e-6."
             )
 
     def penalty(self, model: nn.Module) -> Float[Tensor, ""]:
-        r"""Compute $\tfrac12(\theta - \mu)^\top P_0 (\theta - \mu)$ in nats, differentiable in θ.
+        r"""Compute $\tfrac12(\theta - \mu)^\top P_0 (\theta - \mu)$, in nats.
 
         It is the negative logarithm of the prior's density, without its constant, and belongs to
         the sum of the examples' losses. Divide it by N if the loss is a mean.
@@ -92,9 +92,9 @@ class GaussianPrior:
         mean = self.mean
         if theta.shape != mean.shape or theta.dtype != mean.dtype or theta.device != mean.device:
             raise ValueError(
-                f"The model has {len(theta)} entries of the prior's names in {theta.dtype} on "
-                f"{theta.device}, and the prior {len(mean)} in {mean.dtype} on {mean.device}. Pass "
-                "a model of the same sizes, dtype and device."
+                f"The prior has {len(mean)} entries in {mean.dtype} on {mean.device}, but the "
+                f"model has {len(theta)} entries with these names in {theta.dtype} on "
+                f"{theta.device}. Pass a model of the same sizes, dtype and device."
             )
         step = theta - mean
         if isinstance(self.precision, Tensor):
@@ -154,9 +154,10 @@ class GaussianPrior:
         names = list(self.param_names)
         if names != parameters.names or len(self.mean) != parameters.size:
             raise ValueError(
-                f"The prior is of the {len(self.mean)} entries of {names[:4]}, but the Bayesian "
-                f"parameters are the {parameters.size} of {parameters.names[:4]}. Pass params=, "
-                "the names of the prior, and a model of the same sizes."
+                f"The prior is over the {len(self.mean)} entries of {names[:4]}, but the "
+                f"Bayesian parameters are the {parameters.size} entries of "
+                f"{parameters.names[:4]}. Pass the names of the prior to `params=`, and a model "
+                "of the same sizes."
             )
 
 

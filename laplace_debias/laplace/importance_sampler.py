@@ -39,7 +39,7 @@ Drawn = tuple[Inputs, Tensor, Tensor]
 def inclusion_probabilities(
     curvatures: Float[Tensor, " batch"], mean: float, forward_ratio: int
 ) -> Float[Tensor, " batch"]:
-    """Compute with what probability examples are drawn: more often where the loss curves more.
+    """Compute the probabilities with which examples are drawn.
 
     On average one of `forward_ratio` examples is drawn. Half of the probability is the same for
     all, so that no weight exceeds twice the ratio; the other half is proportional to an example's
@@ -91,8 +91,8 @@ class _SampledFold:
         """Return factors for all examples read, with G rescaled to the folds' mean curvature."""
         if not self.weighted_curvature:
             raise ValueError(
-                "The loss of the examples read so far has no curvature in the outputs, all of "
-                'which are certain. Use mode="full".'
+                "The loss has no curvature at the examples of the first round, because the "
+                'network is certain of all of them. Use `mode="full"`.'
             )
         scale = mean_curvature * self.num_read / self.weighted_curvature
         factors: FactorSums = {}
@@ -104,7 +104,7 @@ class _SampledFold:
 
 
 class ImportanceSampler:
-    """Reads examples, and draws some of them for the backward pass.
+    """A reader of examples, which draws some of them for the backward pass.
 
     All that is read is passed forward, which gives the curvature in the outputs and A. The examples
     drawn are passed backward, with weights that are the inverse of the probability of drawing them.
@@ -157,7 +157,7 @@ class ImportanceSampler:
     def continued(
         self, context: FitContext, data: Stream, forward_ratio: int
     ) -> "ImportanceSampler":
-        """Return a copy for a later fit, which reads on from where this one is."""
+        """Return a copy for a later fit, which continues after the examples of this one."""
         num_skipped = 0 if isinstance(data.source, Iterator) else self.num_batches
         later = copy(self)
         later.context = context
@@ -173,7 +173,7 @@ class ImportanceSampler:
         return later
 
     def until(self, target: int) -> "ImportanceSampler":
-        """Return a copy that has read on until so many are drawn, or the data ended."""
+        """Return a copy that has read until a number of examples are drawn."""
         advanced = copy(self)
         advanced.folds = [copy(fold) for fold in self.folds]
         advanced._generator = self._generator.clone_state()
@@ -266,7 +266,7 @@ class ImportanceSampler:
         x, y, *weights = pair
         if weights:
             raise ValueError(
-                'mode="auto" does not support weights of examples. Remove them from the batches.'
+                '`mode="auto"` does not support weights of examples. Remove them from the batches.'
             )
         for index, accumulator in enumerate(inputs):
             in_fold = (fold_indices == index).nonzero()[:, 0]
@@ -295,8 +295,8 @@ def _first_batches(
         sizes = ranks.exchange(0 if pair is None else len(pair[1]))
         if not any(sizes):
             raise ValueError(
-                'mode="auto" sets inputs aside to compare fits, and needs two examples or '
-                'more for them. Use mode="full".'
+                '`mode="auto"` compares fits at inputs that it sets aside, and needs at least '
+                'two examples for this. Use `mode="full"`.'
             )
         batches.append(pair)
         steps.append(sizes)

@@ -1,4 +1,4 @@
-"""Central intervals of any distribution of numbers, as far as it has quantiles."""
+"""Central intervals of any distribution of numbers that has quantiles."""
 
 from typing import Any
 
@@ -9,14 +9,17 @@ from torch.distributions import Distribution, Independent
 
 
 def single_targets(predictive: Distribution) -> Any:
-    """The distributions of single targets, where several make one event."""
+    """Return the distributions of single targets.
+
+    They differ from the distribution if several targets make one event.
+    """
     return predictive.base_dist if isinstance(predictive, Independent) else predictive
 
 
 def interval_ends(
     predictive: Any, level: float
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]] | None:
-    """Both ends of the central interval; None if the distribution has no quantiles."""
+    """Compute both ends of the central interval; None if there are no quantiles."""
     mean = predictive.mean
     try:
         lower = predictive.icdf(mean.new_tensor((1 - level) / 2))
@@ -27,7 +30,7 @@ def interval_ends(
 
 
 def interval_levels(predictive: Any, targets: Float[Tensor, "*n"]) -> Float[Tensor, "*n"] | None:
-    """The smallest level of a central interval that contains each target.
+    """Compute the smallest level of a central interval that contains each target.
 
     A central interval of level q reaches from the smallest value whose distribution function F is
     at least (1 − q)/2 to that of (1 + q)/2. It contains y if 1 − 2 F(y) ≤ q and 2 F(y⁻) − 1 < q,

@@ -204,8 +204,8 @@ class Laplace(Predictor):
     ) -> None:
         if curvature in CURVATURES:
             raise ValueError(
-                f"curvature={curvature!r} is a name of laplace-torch. "
-                f'Use curvature="{CURVATURES[curvature]}".'
+                f"`curvature={curvature!r}` is a name of laplace-torch. Use "
+                f'`curvature="{CURVATURES[curvature]}"`.'
             )
         config = CurvatureConfig(
             structure=curvature_structure(curvature, rank, inducing, independent_outputs),
@@ -219,13 +219,13 @@ class Laplace(Predictor):
         )
         if sharing != "expand" and not config.structure.has_factors:
             raise ValueError(
-                f"sharing={sharing!r} applies to Kronecker factors, which curvature={curvature!r} "
-                "does not have. Remove sharing=."
+                f"`sharing={sharing!r}` applies only to Kronecker factors, which "
+                f"`curvature={curvature!r}` does not have. Remove `sharing=`."
             )
         if joint and config.structure.is_dense:
             raise ValueError(
-                "joint=True makes one block of a layer's weight and bias, and "
-                f"curvature={curvature!r} is one block of all parameters. Remove joint=."
+                "`joint=True` combines a layer's weight and bias in one block, but "
+                f"`curvature={curvature!r}` is one block of all parameters. Remove `joint=`."
             )
         spec = ModelSpec.checked(model, likelihood_from(likelihood, sigma), batch, class_dim)
         self._state = initial_state(
@@ -239,7 +239,8 @@ class Laplace(Predictor):
             check_is(prior, "prior", GaussianPrior)
             if torch.as_tensor(prior_precision).ne(1).any() or prior_mean != 0.0:
                 raise ValueError(
-                    "prior= has a precision and a mean. Remove prior_precision= and prior_mean=."
+                    "`prior=` already contains a precision and a mean. Remove `prior_precision=` "
+                    "and `prior_mean=`."
                 )
             self._state = replace(self._state, prior=self._prior_from(prior))
         self._selected = self._state.parameters
@@ -253,7 +254,7 @@ class Laplace(Predictor):
 
         def __call__(self, *_: Any, **__: Any) -> Any:
             """Raise a `TypeError` that names `predict`."""
-            raise TypeError("la(x) is a call of laplace-torch. Use la.predict(x).")
+            raise TypeError("`la(x)` is the syntax of laplace-torch. Use la.predict(x).")
 
     def __repr__(self) -> str:
         """Model, likelihood, curvature, Bayesian parameters, blocks, δ, N and the fit's mode."""
@@ -278,7 +279,7 @@ class Laplace(Predictor):
         folds: int | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        """Fit the posterior to training data, and return the object itself.
+        """Fit the posterior to training data, and return `self`.
 
         The model's parameters stay as they are: they are the mean. The fit computes the curvature
         of the loss at them, which with the prior is the precision. `tune` then chooses the prior.
@@ -319,8 +320,8 @@ class Laplace(Predictor):
         if isinstance(train_loader, Scheme):
             if mode != "full" or folds is not None:
                 raise ValueError(
-                    f"{type(train_loader).__name__}(...) already defines the mode. Remove mode= "
-                    "and folds=."
+                    f"{type(train_loader).__name__}(...) already defines the mode. Remove "
+                    "`mode=` and `folds=`."
                 )
             scheme = train_loader
             mode = scheme.mode
@@ -359,7 +360,7 @@ class Laplace(Predictor):
         generator: torch.Generator | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        """Fit to explicit batches, and return the object itself.
+        """Fit to explicit batches, and return `self`.
 
         Args:
             directions: Batches `(x, y)` that give the eigenvectors.
@@ -373,7 +374,9 @@ class Laplace(Predictor):
         """
         self._agree(num_data=num_data, folds=folds, resume=resume)
         if folds is not None and magnitudes is not None:
-            raise ValueError("Cross-fitting takes its magnitudes from folds. Remove magnitudes=.")
+            raise ValueError(
+                "Cross-fitting computes its magnitudes from the folds. Remove `magnitudes=`."
+            )
         scheme: Scheme = Full(directions)
         if magnitudes is not None:
             scheme = Split(directions, magnitudes)
@@ -403,7 +406,7 @@ class Laplace(Predictor):
         *,
         resume: str | os.PathLike[str] | None = None,
     ) -> "Laplace":
-        r"""Add new training data to the posterior, without the earlier data. Returns the object.
+        r"""Add new training data to the posterior, and return `self`.
 
         The mean stays at θ*, and the precision grows by that of the new data,
         $P \leftarrow P + \tfrac{N_2}{T} C_2$. The size N, the loss in the marginal likelihood and
@@ -563,8 +566,8 @@ class Laplace(Predictor):
             )
             if not has_default:
                 raise ValueError(
-                    'method="marglik" uses no loader, generator, grid, link, progress or metric. '
-                    "Remove them."
+                    '`method="marglik"` does not use `loader`, `generator`, `grid`, `link`, '
+                    "`progress` or `metric`. Remove them."
                 )
             if isinstance(sigma, str):
                 raise ValueError(
@@ -574,10 +577,10 @@ class Laplace(Predictor):
         if method != "grid":
             raise ValueError(f"Unknown method={method!r}. Use 'grid' or 'marglik'.")
         if loader is None:
-            raise ValueError("tune needs held-out data. Pass a loader, or use tune_evidence().")
+            raise ValueError("`tune` needs held-out data. Pass a loader, or use tune_evidence().")
         if per is not None:
             raise ValueError(
-                f"per={per!r} requires the marginal likelihood. Use tune_evidence(per={per!r})."
+                f"`per={per!r}` requires the marginal likelihood. Use tune_evidence(per={per!r})."
             )
         tuning, fitted = tune.tune_on_data(
             self._unchanged_fit,
@@ -643,7 +646,7 @@ class Laplace(Predictor):
 
     @property
     def block_names(self) -> list[str]:
-        """Names of the curvature blocks, in the order that per-block prior precisions take.
+        """Names of the curvature blocks, in the order of prior precisions per block.
 
         Raises:
             RuntimeError: Before the fit that finds the last layer.
@@ -661,7 +664,7 @@ class Laplace(Predictor):
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
-        """The posterior mean θ*: the trained Bayesian parameters in the model's order, `[D]`."""
+        """The posterior mean θ*, which is the trained Bayesian parameters, `[D]`."""
         return self.posterior.mean
 
     @property
@@ -679,13 +682,14 @@ class Laplace(Predictor):
         report = self._fitted.report
         if report is None:
             raise RuntimeError(
-                'Only a fit with mode="auto" has a report, and a report is not saved to files.'
+                'There is no report, because only a fit with `mode="auto"` has one, and it is '
+                'not saved to files. Fit with `mode="auto"`.'
             )
         return report
 
     @property
     def prior_precision(self) -> Float[Tensor, ""] | Float[Tensor, " blocks"]:
-        """The prior precision δ. It can be set without fitting again.
+        """The prior precision δ. It can be set without a new fit.
 
         Warns:
             UserWarning: If it is set below that at which the posterior was thinned.
@@ -702,7 +706,7 @@ class Laplace(Predictor):
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
-        """The prior mean, one number or `[D]`, float64. It can be set without fitting again.
+        """The prior mean, one number or `[D]`. It can be set without a new fit.
 
         Raises:
             RuntimeError: Before the fit that finds the last layer.
@@ -719,7 +723,7 @@ class Laplace(Predictor):
 
     @property
     def temperature(self) -> float:
-        """The temperature T of the likelihood. It can be set without fitting again."""
+        """The temperature T of the likelihood. It can be set without a new fit."""
         return self._state.temperature
 
     @temperature.setter
@@ -728,7 +732,7 @@ class Laplace(Predictor):
 
     @property
     def link(self) -> Link | None:
-        """The link by which `predict` turns logits into probabilities; None is the default link.
+        """The link, which turns logits into probabilities; None is the default link.
 
         `tune` sets it. It can also be set to a name or a `Link`, without a new fit.
         """
@@ -751,7 +755,8 @@ class Laplace(Predictor):
         sigma: Tensor | None = getattr(self.likelihood, "sigma", None)
         if sigma is None:
             raise AttributeError(
-                f"sigma belongs to likelihood='regression', not to {self.likelihood}."
+                '`sigma` exists only for `likelihood="regression"`, but the likelihood is '
+                f'{self.likelihood}. Fit with `likelihood="regression"`.'
             )
         return sigma
 
@@ -766,7 +771,7 @@ class Laplace(Predictor):
     def log_marginal_likelihood(
         self, prior_precision: PriorPrecision | None = None
     ) -> Float[Tensor, ""]:
-        r"""Compute the Laplace approximation of log p(D), in nats over all N examples, float64.
+        r"""Compute the Laplace approximation of log p(D), in nats over all N examples.
 
         $-\tfrac1T\sum_n \ell_n + \log N(\theta^* \mid \mu, \delta^{-1}) + \tfrac D2\log 2\pi
         - \tfrac12\log\det P$, with every constant; T is the temperature and μ the prior's mean. If
@@ -781,9 +786,9 @@ class Laplace(Predictor):
         """
         if self._fitted.thinned_at is not None:
             warn(
-                "The posterior is thinned, so this is a lower bound of its log marginal "
-                "likelihood, and may be far below it. Compute it before thin, or load the "
-                "posterior that was saved before it."
+                "The posterior is thinned, so this value is a lower bound of its log marginal "
+                "likelihood, and may be much too low. Compute it before `thin`, or load the "
+                "posterior that was saved before `thin`."
             )
         return self._fitted.log_marginal_likelihood(prior_precision)
 
@@ -797,7 +802,7 @@ class Laplace(Predictor):
         positions: Positions | None = None,
         differentiable: bool = False,
     ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "batch *covariance"]]:
-        """Compute mean `[B, C]` and covariance `[B, C, C]` of the linearised network's outputs.
+        """Compute the mean and the covariance of the linearised network's outputs.
 
         They are exact for the posterior. A network with further positions, `[B, T, C]`, has a mean
         of that shape and a covariance of all `T·C` outputs of an example, `[B, T·C, T·C]`.
@@ -823,15 +828,15 @@ class Laplace(Predictor):
         """
         if joint and diagonal:
             raise ValueError(
-                "diagonal=True computes variances, joint=True covariances between inputs. Remove "
-                "one of them."
+                "`diagonal=True` computes variances, but `joint=True` computes covariances "
+                "between inputs. Remove one of them."
             )
         state = self._unchanged_fit
         if differentiable:
             if diagonal or outputs is not None or positions is not None:
                 raise ValueError(
-                    "differentiable=True computes the mean and the covariance of all outputs. "
-                    "Remove diagonal=, outputs= and positions=."
+                    "`differentiable=True` computes the mean and the covariance of all outputs. "
+                    "Remove `diagonal=`, `outputs=` and `positions=`."
                 )
             return differentiable_moments(state, x, joint)
         if joint:
@@ -850,7 +855,7 @@ class Laplace(Predictor):
         *,
         positions: Positions | None = None,
     ) -> Distribution:
-        """Return the predictive distribution of each target of a regression, with quantiles.
+        """Return the predictive distribution of each regression target, with quantiles.
 
         Batch shape `[B, C]` for C targets. It has `.icdf(q)` and `.cdf(y)` in addition to `.mean`,
         `.variance` and `.log_prob(y)`: `la.marginals(x).icdf(torch.tensor(0.975))` is `[B, C]`, and
@@ -942,7 +947,7 @@ class Laplace(Predictor):
         evaluation: Report | None = None,
         own_likelihood: bool = False,
     ) -> None:
-        """Write the posterior and a model card into a folder, which is made if there is none.
+        """Write the posterior and a model card into a folder, and create the folder.
 
         The posterior is the file `posterior.safetensors`, as `save` writes it. The card is
         `README.md`: what the posterior is, a table of its calibration, and how to load it. In a
@@ -1020,7 +1025,7 @@ class Laplace(Predictor):
         """Require that an evaluation is a report, for a card."""
         check_is(evaluation, "evaluation", Report, type(None))
         if evaluation is not None and not card:
-            raise ValueError("evaluation= is for the card. Remove card=False or evaluation=.")
+            raise ValueError("`evaluation=` has no effect with `card=False`. Remove one of them.")
 
     def export(
         self,
@@ -1130,7 +1135,7 @@ class Laplace(Predictor):
         token: str | None = None,
         **options: Any,
     ) -> "Laplace":
-        """Read a posterior from a folder or a repository of the Hugging Face Hub (extra `hub`).
+        """Read a posterior from a folder or from the Hugging Face Hub (extra `hub`).
 
         Args:
             folder_or_repository: A folder that `save_pretrained` wrote, or the name `"user/name"`
@@ -1155,8 +1160,8 @@ class Laplace(Predictor):
         state = self._state
         if state.parameters is None:
             raise ValueError(
-                "prior= needs the names of the Bayesian parameters, and the last layer is found by "
-                "the fit. Pass params=list(prior.param_names)."
+                "`prior=` needs the names of the Bayesian parameters, but the last layer is only "
+                "determined by the fit. Pass `params=list(prior.param_names)`."
             )
         gaussian = prior.on(state.parameters, state.config.structure).to(state.device)
         return gaussian.fitting(len(state.parameters.block_names), state.parameters.size)
@@ -1179,7 +1184,7 @@ class Laplace(Predictor):
             RuntimeError: Before a fit.
         """
         if not isinstance(self._state, FittedPosterior):
-            raise RuntimeError("Not fitted yet. Call `fit(train_loader)` first.")
+            raise RuntimeError("The posterior is not fitted yet. Call `fit(train_loader)` first.")
         return self._state
 
     @property
@@ -1235,9 +1240,9 @@ class Laplace(Predictor):
         """
         if self._state.parameters is None:
             raise RuntimeError(
-                f'params="last_layer" of a {type(self.model).__name__} is found by running an '
-                "example, which the first fit does. Call `fit(train_loader)` first, or name the "
-                "parameters, params=[...]."
+                f'For a {type(self.model).__name__}, `params="last_layer"` is determined by '
+                "running an example, which the first fit does. Call `fit(train_loader)` first, "
+                "or pass the names of the parameters, `params=[...]`."
             )
         return self._state.parameters
 

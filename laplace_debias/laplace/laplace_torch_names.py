@@ -43,7 +43,7 @@ CURVATURES = {"kron": "kfac"}
 
 
 def explain_laplace_torch_name(name: str) -> str:
-    """Return the message for a name of laplace-torch that is not one of ours."""
+    """Return the message for a name of laplace-torch, with the name to use instead."""
     return f"{name} is a name of laplace-torch. Use {EQUIVALENTS[name]}."
 
 

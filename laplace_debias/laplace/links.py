@@ -35,7 +35,7 @@ Covariance = Float[Tensor, "*batch classes classes"]
 
 
 def pairwise(mean: Logits, covariance: Covariance) -> Logits:
-    r"""Compute the mean-field softmax with the whole covariance of the logits.
+    r"""Compute the mean-field softmax with the full covariance of the logits.
 
     $$p_k \propto 1 / \sum_i \exp\big(-(\mu_k - \mu_i) / \sqrt{1 + \tfrac\pi8 s_{ki}}\big),\qquad
     s_{ki} = \Sigma_{kk} + \Sigma_{ii} - 2\Sigma_{ki},$$
@@ -328,7 +328,9 @@ class Link:
         if self.name not in FORMULAS:
             raise ValueError(f"Unknown link={self.name!r}. Use one of {', '.join(FORMULAS)}.")
         if not 0 < self.temperature < math.inf:
-            raise ValueError(f"A link's temperature is {self.temperature}. Give a positive number.")
+            raise ValueError(
+                f"The temperature of the link is {self.temperature}. Pass a positive number."
+            )
 
     def __str__(self) -> str:
         """The name, and the temperature unless it is 1."""
@@ -377,12 +379,12 @@ def link_from(link: "str | Link | None", likelihood: Likelihood) -> Link | None:
     checked = link if isinstance(link, Link) else Link(link)
     if likelihood.activation is None:
         raise ValueError(
-            f"link={link!r} computes probabilities of classes or labels, which a "
-            f"{type(likelihood).__name__} does not have. Remove link=."
+            f"`link={link!r}` computes probabilities of classes or labels, but "
+            f"{type(likelihood).__name__} has no classes. Remove `link=`."
         )
     if checked.name in BRIDGES and likelihood.activation != "softmax":
         raise ValueError(
-            f"link={checked.name!r} is for exclusive classes, not for a "
+            f"`link={checked.name!r}` applies only to exclusive classes, but the likelihood is "
             f'{type(likelihood).__name__}. Use "probit" or "exact".'
         )
     return checked

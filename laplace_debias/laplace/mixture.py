@@ -1,4 +1,4 @@
-"""A mixture of posteriors: several trained networks, each with its own Laplace approximation."""
+"""A mixture of the posteriors of several trained networks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,12 +49,15 @@ class Mixture(Predictor):
     def __init__(self, members: Sequence[Laplace]) -> None:
         self.members = list(members)
         if not self.members:
-            raise ValueError("A mixture needs at least one member, a fitted Laplace.")
+            raise ValueError("The mixture has no members. Pass at least one fitted Laplace.")
         for number, member in enumerate(self.members, start=1):
             if not isinstance(member, Laplace):
-                raise TypeError(f"Member {number} is {type(member).__name__}, not Laplace.")
+                raise TypeError(
+                    f"Member {number} is a {type(member).__name__}. Pass fitted instances of "
+                    "Laplace."
+                )
             if not isinstance(member._state, FittedPosterior):
-                raise RuntimeError(f"Member {number} is not fitted. Call its fit first.")
+                raise RuntimeError(f"Member {number} is not fitted. Call its `fit` first.")
             _check_same_likelihood(number, member.likelihood, self.members[0].likelihood)
 
     def __repr__(self) -> str:
@@ -78,8 +81,8 @@ def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihoo
     name = type(likelihood).__name__
     if type(likelihood) is not type(first):
         raise ValueError(
-            f"Member {number} has the likelihood {name}, the first member {type(first).__name__}. "
-            "Use members of the same likelihood."
+            f"Member {number} has the likelihood {name}, but the first member has "
+            f"{type(first).__name__}. Use members with the same likelihood."
         )
     options = _options(likelihood)
     first_options = _options(first)
@@ -89,9 +92,9 @@ def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihoo
         first_value = first_options.get(key, getattr(first, key, None))
         if value != first_value:
             raise ValueError(
-                f"The likelihood {name} of member {number} has {key}={value!r}, that of the first "
-                f"member {key}={first_value!r}. Use members whose likelihoods have the same "
-                "options."
+                f"The likelihood {name} of member {number} has {key}={value!r}, but that of the "
+                f"first member has {key}={first_value!r}. Use members whose likelihoods have the "
+                "same options."
             )
 
 

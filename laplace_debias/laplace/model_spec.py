@@ -45,8 +45,8 @@ class ModelSpec:
         check_is(batch, "batch", Callable, type(None))
         if class_dim is not None and whole(class_dim, "class_dim", -(2**53)) == 0:
             raise ValueError(
-                "class_dim=0 is the dimension of the examples. Use class_dim=1 for outputs "
-                "[B, C, ...], class_dim=-1 for outputs [B, ..., C]."
+                "`class_dim=0` is the dimension of the examples. Use class_dim=1 for outputs [B, "
+                "C, ...], or class_dim=-1 for outputs [B, ..., C]."
             )
         validate_model(model)
         return cls(model, likelihood, BatchReader(model, batch), class_dim)

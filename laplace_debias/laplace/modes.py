@@ -21,7 +21,9 @@ def check_mode(mode: str, folds: int | None) -> None:
         raise ValueError(f"Unknown mode={mode!r}. Use one of {', '.join(MODES)}.")
     if folds is not None and not MODES[mode].takes_folds:
         names = " and ".join(f'"{name}"' for name, scheme in MODES.items() if scheme.takes_folds)
-        raise ValueError(f'folds={folds} belongs to mode={names}, not to mode="{mode}".')
+        raise ValueError(
+            f'`folds={folds}` applies only to mode={names}, got `mode="{mode}"`. Remove `folds=`.'
+        )
 
 
 def scheme_of_mode(
@@ -50,7 +52,7 @@ def scheme_of_mode(
     num_read = max(process_group().exchange(len(batches)))
     if num_read < num_batches:
         raise ValueError(
-            f'mode="{mode}" needs {num_batches} batch(es), the loader gave {num_read}. Use a '
-            "smaller batch size or more data."
+            f'`mode="{mode}"` needs {num_batches} batch(es), but the loader has {num_read}. Use '
+            "a smaller batch size or more data."
         )
     return scheme.from_batches(batches, folds), size

@@ -1,4 +1,4 @@
-"""The noise of a regression that was not given, estimated before the curvature is."""
+"""Estimation of a regression's noise, before the curvature is computed."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ _ROUNDINGS = 8
 # Outputs that a warning lists.
 _LISTED = 8
 _HOW_TO_CHOOSE = (
-    "Pass sigma= (--sigma) in the targets' units, or tune it after the fit, as "
-    "la.tune(validation_loader) does, or la.tune_evidence(sigma=True)."
+    "Pass `sigma=` (command line: --sigma) in the units of the targets, or tune it after the fit "
+    "with la.tune(validation_loader) or la.tune_evidence(sigma=True)."
 )
 
 
 def estimate_noise(context: FitContext, sources: Sequence[Pairs]) -> Gaussian:
-    r"""Estimate the noise of each output from its residuals, and warn that it was not given.
+    r"""Estimate the noise of each output from its residuals, with a warning.
 
     $\sigma_c^2 = \sum_n w_n (y_{nc} - f_{nc})^2 / \sum_n w_n$, the most likely noise of output c at
     the trained parameters, over the examples' weights w and all positions. Tuning multiplies the
@@ -48,14 +48,17 @@ def estimate_noise(context: FitContext, sources: Sequence[Pairs]) -> Gaussian:
     if _num_outputs(context, sources[0]) > 1:
         sigma = _residual_deviations(context, itertools.chain.from_iterable(sources))
     if sigma is None:
-        warn(f"The noise of the regression is not known, sigma=1.0 is assumed. {_HOW_TO_CHOOSE}")
+        warn(
+            "The noise of the regression was not specified, so sigma=1.0 is assumed. "
+            f"{_HOW_TO_CHOOSE}"
+        )
         return Gaussian()
     numbers = ", ".join(f"{number:.3g}" for number in sigma[:_LISTED].tolist())
     if len(sigma) > _LISTED:
         numbers += ", …"
     warn(
-        "The noise of the regression was not given. It is estimated by the residuals of each "
-        f"output: sigma=[{numbers}]. {_HOW_TO_CHOOSE}"
+        "The noise of the regression was not specified, so it is estimated from the residuals of "
+        f"each output: sigma=[{numbers}]. {_HOW_TO_CHOOSE}"
     )
     return Gaussian.estimated(sigma)
 

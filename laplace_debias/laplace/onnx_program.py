@@ -34,8 +34,8 @@ def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str
             raise
         reason = str(error).strip().partition("\n")[0]
         raise NotImplementedError(
-            f"The program cannot be written as ONNX ({type(error).__name__}: {reason}). Export it "
-            "to a .pt2 file, which torch runs."
+            f"The program cannot be written as ONNX ({type(error).__name__}: {reason}). Export "
+            "it to a .pt2 file, which torch can run."
         ) from error
 
 

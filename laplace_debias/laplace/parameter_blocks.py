@@ -70,8 +70,8 @@ class ParameterBlocks:
             names = [name for name in names if name in supported]
             if not names:
                 raise ValueError(
-                    f"params={SUPPORTED!r} selects no parameter. The model has no layer that is "
-                    "supported."
+                    f"`params={SUPPORTED!r}` selects no parameter, because the model has no "
+                    "supported layer. Use a model with a supported layer."
                 )
         max_rank = config.structure.directions_per_factor
         blocks = [replace(block, rank=max_rank) for block in blocks]
@@ -89,7 +89,7 @@ class ParameterBlocks:
         *,
         all_inputs: Iterable[Inputs] | None,
     ) -> "ParameterBlocks":
-        """Compare the blocks with autograd on a few examples, and return those that are right.
+        """Compare the blocks with autograd on a few examples, and return the correct ones.
 
         The examples come from the first batch `x`, and from `all_inputs` if it does not use all
         parameters (None if the data cannot be read again for them). A general selection, such as
@@ -118,15 +118,15 @@ class ParameterBlocks:
             )
             is_general = isinstance(config.params, str) and config.params != LAST_LAYER
             if not is_general or not names:
-                raise ValueError(f"{reason}. Leave them out: {leaving_out(resolved.unused)}.")
+                raise ValueError(f"{reason}. Exclude them with `{leaving_out(resolved.unused)}`.")
             warn(
-                f"{reason}, so they are left out of the posterior. To avoid this warning, pass "
-                f"{leaving_out(resolved.unused)}, or freeze them with requires_grad_(False)."
+                f"{reason}, so they are excluded from the posterior. To avoid this warning, pass "
+                f"`{leaving_out(resolved.unused)}`, or freeze them with requires_grad_(False)."
             )
         if not names:
             raise ValueError(
-                f"params={config.params!r} selects no usable parameter: none of them belongs to a "
-                "supported layer."
+                f"`params={config.params!r}` selects no parameter of a supported layer. Select "
+                'others, such as `params="all"`.'
             )
         if names == self.names and dict(replay_modules) == dict(self.replay_modules):
             return self

@@ -120,13 +120,13 @@ def plan_fit(
     """
     if mode == "auto":
         raise ValueError(
-            'mode="auto" decides during the fit how much data it reads, so it cannot be planned. '
-            'Plan mode="crossfit" with folds=4, which needs as much memory.'
+            '`mode="auto"` decides during the fit how many examples it uses, so it cannot be '
+            'planned. Plan `mode="crossfit"` with `folds=4`, which needs as much memory.'
         )
     if isinstance(loader, Iterator):
         raise TypeError(
-            "A plan reads the first batch, which this iterator would lose for the fit. Pass a "
-            "DataLoader or a list of batches."
+            "A plan reads the first batch, which would then be missing from the fit, because "
+            "this iterator can be read only once. Pass a DataLoader or a list of batches."
         )
     scheme = MODES[mode]
     num_batches: int | None = 1
@@ -195,13 +195,13 @@ def posterior_bytes(
 
 
 def least_bytes(context: FitContext, structure: CurvatureStructure) -> int:
-    """Count the bytes without which a fit is not begun, those of the posterior's mean included."""
+    """Count the bytes that a fit needs at least, including the posterior's mean."""
     size = sum(block.size for block in context.blocks)
     return structure.least_bytes(context) + context.dtype.itemsize * size
 
 
 def available_memory(device: torch.device | None = None) -> int | None:
-    """Return the bytes that can still be allocated; None if the system does not report it.
+    """Return the bytes that can still be allocated, or None if unknown.
 
     For a GPU these are its free bytes, and those that torch's allocator has reserved without using
     them. For the CPU these are the bytes that Linux reports as available, but at most those within
@@ -246,9 +246,9 @@ def check_memory(
     """
     if available is not None and needed > available:
         raise ValueError(
-            f"{subject} {_size(needed)} ({needed:,} bytes), and only {_size(available)} "
-            f"are available. To need less memory, use {less_memory}. `plan` reports how "
-            "many bytes each option needs."
+            f"{subject} {_size(needed)} ({needed:,} bytes), but only {_size(available)} are "
+            f"available. To need less memory, use {less_memory}. `plan` reports how many bytes "
+            "each option needs."
         )
 
 

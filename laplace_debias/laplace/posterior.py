@@ -57,8 +57,9 @@ class GaussianPosterior:
         whole(self.num_data, "num_data")
         if not torch.linalg.vector_norm(self.displacement, dtype=torch.float64).square().isfinite():
             raise ValueError(
-                "The posterior's mean holds NaN or Inf, or its square overflows. The model has "
-                "diverged, its checkpoint is damaged, or the prior's mean is too far from it."
+                "The posterior's mean contains NaN or Inf, or its square overflows. The model "
+                "has diverged, its checkpoint is damaged, or the prior's mean is too far from "
+                "it. Check the model's parameters and `prior_mean`."
             )
         self.check_prior_precision(self.prior.precision)
 
@@ -137,10 +138,10 @@ class GaussianPosterior:
             else:
                 continue
             raise ValueError(
-                f"{reason} for {dtype}: its curvature is up to {curvature:.3g}, which is "
-                f"multiplied by N = {num_data}. Expected {num_data * tiny:.3g} to {1 / tiny:.3g}. "
-                "Rescale the inputs, the targets and their sigma, use another prior precision, or "
-                "convert the model to a wider dtype."
+                f"{reason} for {dtype}, because the curvature is up to {curvature:.3g} and is "
+                f"multiplied by N = {num_data}. The supported range is {num_data * tiny:.3g} to "
+                f"{1 / tiny:.3g}. Rescale the inputs, the targets and `sigma`, use a different "
+                "prior precision, or convert the model to a wider dtype."
             )
 
     @property
@@ -306,16 +307,16 @@ def _largest_curvature(name: str, block: CurvatureBlock) -> float:
         lowest, highest = torch.stack(torch.aminmax(values)).tolist()
         is_magnitude = tensor_name in ("magnitudes", "diagonal")
         if not (math.isfinite(lowest) and math.isfinite(highest)):
-            subject = "curvature of {} holds" if is_magnitude else "directions of {} hold"
+            subject = "curvature" if is_magnitude else "eigenvectors"
             raise ValueError(
-                f"The {subject.format(name)} NaN or Inf in {block.dtype}. Check the inputs "
-                "for Inf. If the targets or sigma are far from 1 in size, rescale them. "
+                f"Entries of the {subject} of {name} are NaN or Inf in {block.dtype}. Check the "
+                "inputs for Inf. If the targets or `sigma` are far from 1 in size, rescale them. "
                 "Otherwise convert the model to a wider dtype."
             )
         if is_magnitude and lowest < 0:
             raise ValueError(
-                f"The curvature of {name} has negative magnitudes, down to {lowest:.3g}. Expected "
-                "those of a positive semi-definite matrix, such as the GGN or a Fisher."
+                f"The curvature of {name} has negative magnitudes, down to {lowest:.3g}. Use a "
+                "positive semi-definite matrix, such as the GGN or a Fisher."
             )
         if is_magnitude:
             largest = max(largest, highest)

@@ -24,15 +24,16 @@ class PosteriorPrior(GaussianPrior):
     def __post_init__(self) -> None:
         if self.fitted.thinned_at is not None:
             raise ValueError(
-                "The posterior is thinned: directions that new data may need were left out. Load "
-                "the posterior that was saved before thin."
+                "The posterior is thinned, so directions that new data may need are missing. "
+                "Load the posterior that was saved before `thin`."
             )
 
         structure = self.fitted.config.structure
         if structure.takes_inducing:
             raise ValueError(
-                f"A posterior with curvature={structure.name!r} cannot be a prior: its directions "
-                "change with the parameters. Use another curvature, such as 'lowrank'."
+                f"A posterior with `curvature={structure.name!r}` cannot be a prior, because its "
+                "directions change with the parameters. Use a different curvature, such as "
+                '"lowrank".'
             )
 
     def on(self, parameters: ParameterBlocks, structure: CurvatureStructure) -> Prior:
@@ -47,8 +48,9 @@ class PosteriorPrior(GaussianPrior):
         if earlier.name != structure.name or block_names != parameters.block_names:
             raise ValueError(
                 f"The prior is a posterior with curvature={earlier.name!r} and blocks "
-                f"{block_names[:4]}, and this one has curvature={structure.name!r} and blocks "
-                f"{parameters.block_names[:4]}. Use the same curvature=, joint= and params=."
+                f"{block_names[:4]}, but this posterior has curvature={structure.name!r} and "
+                f"blocks {parameters.block_names[:4]}. Use the same `curvature=`, `joint=` and "
+                "`params=`."
             )
         posterior = self.fitted.posterior
         information = Information(posterior.curvature, posterior.data_weight)
@@ -56,7 +58,7 @@ class PosteriorPrior(GaussianPrior):
 
 
 def posterior_as_prior(la: Laplace) -> GaussianPrior:
-    r"""Return a posterior as the prior of a network that is trained further, on new data.
+    r"""Return a posterior as the prior for further training on new data.
 
     The prior is $N(\theta^*, P^{-1})$: its mean is that of the posterior, its precision the
     posterior's. Train with `penalty` and fit with `Laplace(model, prior=...)`, whose precision is

@@ -30,7 +30,7 @@ Value = TypeVar("Value")
 
 
 class PreparedModel:
-    """A tapped working copy of a model, which one prediction at a time uses.
+    """A working copy of a model, which one prediction at a time uses.
 
     Attributes:
         tap: The tap, on the copy.

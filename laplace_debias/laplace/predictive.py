@@ -46,7 +46,7 @@ DEFAULT_SAMPLES = 100
 
 
 class PredictionMethod:
-    """A way to predict: the arguments of `Laplace.predict` besides the inputs and the link.
+    """A prediction method: the arguments of `Laplace.predict` that select it.
 
     Attributes:
         name: One of `METHODS`.
@@ -68,8 +68,9 @@ class PredictionMethod:
         check_generator(generator)
         if samples is not None and whole(samples, "samples") and name == "map":
             raise ValueError(
-                f'samples={samples} does not fit this method. Pass samples to "glm", '
-                '"glm-mc" or "nn", and none to "map".'
+                f'`samples={samples}` is not possible with this method. The methods "glm", '
+                '"glm-mc" and "nn" use samples, and "map" uses none. Change `method` or '
+                "`samples`."
             )
         self.name = name
         self.samples = samples
@@ -252,7 +253,7 @@ def check_same_shape(shapes: Sequence[tuple[int, ...]]) -> None:
     if len(set(shapes)) > 1:
         raise ValueError(
             f"The members of the mixture have outputs of different shapes, {list(shapes)}. Use "
-            "members with the same outputs."
+            "members with outputs of the same shape."
         )
 
 
@@ -263,9 +264,9 @@ def _logits_or_mean(predictive: Distribution) -> Tensor:
     base = predictive.base_dist if isinstance(predictive, Independent) else predictive
     if not isinstance(base, Bernoulli | Categorical):
         raise NotImplementedError(
-            f"A mixture of predictives of type {type(predictive).__name__} is not supported: they "
-            "must be MultivariateNormal, Categorical, Bernoulli or Independent(Bernoulli). Average "
-            "the members' predictions yourself."
+            f"A mixture of predictives of type {type(predictive).__name__} is not supported, "
+            "only of MultivariateNormal, Categorical, Bernoulli and Independent(Bernoulli). "
+            "Average the members' predictions yourself."
         )
     return base.logits
 

@@ -1,4 +1,4 @@
-"""Predictions: the verbs of one posterior and of a mixture of several."""
+"""The predictions of one posterior, and of a mixture of several."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from laplace_debias.system.ranks import collective, process_group
 
 
 class Predictor(ABC):
-    """One or several posteriors that predict and are evaluated: a `Laplace` or a `Mixture`."""
+    """The base class of `Laplace` and `Mixture`, which predict and are evaluated."""
 
     @property
     @abstractmethod
@@ -109,8 +109,8 @@ class Predictor(ABC):
     ) -> Distribution:
         if not method.is_closed or method.positions is not None:
             raise ValueError(
-                'differentiable=True works only with the closed form of method="glm". Use '
-                'method="glm", and remove samples= and positions=.'
+                '`differentiable=True` supports only the closed form of `method="glm"`. Use '
+                '`method="glm"`, and remove `samples=` and `positions=`.'
             )
         predictives = []
         for fit in self._linked_fits(x, method, link):
@@ -130,9 +130,9 @@ class Predictor(ABC):
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed:
             raise ValueError(
-                f'link={link!r} applies to the closed form of method="glm" without '
-                "samples. Remove link=, or remove method= and samples=. The temperature "
-                "of la.link divides the logits of every method."
+                f'`link={link!r}` applies only to the closed form of `method="glm"` without '
+                "samples. Remove `link=`, or remove `method=` and `samples=`. The temperature of "
+                "la.link divides the logits with every method."
             )
         return checked
 
@@ -188,8 +188,8 @@ class Predictor(ABC):
         """Compute the uncertainty by a method and a link that were checked."""
         if method.name == "map":
             raise ValueError(
-                'method="map" predicts with one setting of the parameters, so their '
-                "uncertainty is not known. Use 'glm', 'glm-mc' or 'nn'."
+                '`method="map"` predicts with a single value of the parameters, so it has no '
+                'parameter uncertainty. Use "glm", "glm-mc" or "nn".'
             )
         return uncertainty(self._linked_fits(x, method, link), x, method)
 
@@ -247,7 +247,10 @@ class Predictor(ABC):
             made=lambda: str(self), settings=configs, ood=list(ood or ()), method=method, **options
         )
         if score is not None and not ood:
-            raise ValueError(f"score={score!r} is for out-of-distribution data. Give `ood`, too.")
+            raise ValueError(
+                f"`score={score!r}` applies only to out-of-distribution data. Pass `ood=` too, "
+                "or remove `score=`."
+            )
         check_held_out(loader, *(ood or {}).values())
 
         prediction = PredictionMethod(method, samples, generator)
@@ -259,9 +262,11 @@ class Predictor(ABC):
         def score_inputs(x: Inputs) -> Tensor:
             scores = self._uncertainty(x, prediction, checked_link).scores
             if score is None or score not in scores:
-                names = ", ".join(scores) or "none"
+                advice = "Remove `score=`."
+                if scores:
+                    advice = f"Use one of {', '.join(scores)}."
                 raise ValueError(
-                    f"These predictions have no score={score!r}. Available scores: {names}."
+                    f"`score={score!r}` is not available for these predictions. {advice}"
                 )
             return scores[score]
 

@@ -116,8 +116,9 @@ def _parameters_on_examples(
         selected = ParameterBlocks.selected(plain, config, inputs)
         if state.parameters is not None and state.parameters.names != selected.names:
             raise ValueError(
-                f'params="last_layer" was {state.parameters.names}, but now the outputs come '
-                f"from {selected.names}. The model has changed. Build a new Laplace."
+                f'`params="last_layer"` selected {state.parameters.names} before, but now the '
+                f"outputs come from {selected.names}, so the model has changed. Build a new "
+                "Laplace."
             )
     tap = Tap(spec.network(selected.names))
     check_first_batch(
@@ -140,7 +141,7 @@ def _first_batch(stream: Stream) -> list[tuple[Any, ...]]:
     first = stream.first
     has_first = ranks.exchange(bool(first))
     if True not in has_first:
-        raise ValueError("The data holds no example. Pass a loader with at least one batch.")
+        raise ValueError("The data contains no examples. Pass a loader with at least one batch.")
     if False in has_first:
         first_of_another_rank = ranks.from_rank(first, has_first.index(True))
         return first or first_of_another_rank
@@ -163,16 +164,15 @@ def check_first_batch(
     fits_both = len(shape) > 2 and y.shape == shape[:-1] == shape[:1] + shape[2:]
     if class_dim is None and fits_both and shape[1] > 1:
         raise ValueError(
-            f"With outputs of shape {tuple(shape)} and targets of shape {tuple(y.shape)}, "
-            "the classes may be in the last dimension or in dimension 1. Pass "
-            "class_dim=-1 to Laplace for outputs [B, ..., C], or class_dim=1 for [B, C, "
-            "...]."
+            f"For outputs of shape {tuple(shape)} and targets of shape {tuple(y.shape)}, the "
+            "classes can be in the last dimension or in dimension 1. Pass `class_dim=-1` to "
+            "Laplace for outputs [B, ..., C], or `class_dim=1` for [B, C, ...]."
         )
     likelihood.warn_of_outputs(network, outputs)
     if likelihood.activation == "softmax":
         num_columns = outputs.shape[1:].numel()
         if fisher.kind == "exact" and outputs.ndim > 2 and num_columns > _MANY_COLUMNS:
             warn(
-                f'fisher="exact" needs {num_columns:,} backward passes per example (one per class '
-                'and position). Laplace(..., fisher="mc") needs one.'
+                f'`fisher="exact"` needs {num_columns:,} backward passes per example (one per '
+                'class and position). To need only one, use Laplace(..., fisher="mc").'
             )

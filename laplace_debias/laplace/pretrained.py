@@ -29,7 +29,7 @@ _SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
 def check_folder(folder: Path) -> None:
     """Require a folder that exists or can be made, before the posterior is written to it."""
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file. Name a folder.")
+        raise NotADirectoryError(f"{folder} is a file. Pass the path of a folder.")
     check_target(folder / POSTERIOR, make_folders=True)
 
 
@@ -59,8 +59,9 @@ def _section(facts: Mapping[str, str], evaluation: Report | None) -> str:
     lines = [
         "## Posterior",
         "",
-        "A Laplace approximation of this network's posterior, made with laplace-debias: a Gaussian "
-        f"around the trained weights. It is in `{POSTERIOR}`, which holds no code and no network.",
+        "A Laplace approximation of this network's posterior, made with laplace-debias. It is "
+        f"a Gaussian around the trained weights. The file `{POSTERIOR}` contains it, without code "
+        "and without the network.",
         "",
         "| | |",
         "|---|---|",
@@ -116,8 +117,8 @@ def posterior_file(folder_or_repository: str, revision: str | None, token: str |
     if folder.is_dir():
         if revision is not None:
             raise ValueError(
-                f"revision={revision!r} is for a repository, and {folder} is a folder. Remove "
-                "revision=."
+                f"`revision={revision!r}` applies only to a repository, but {folder} is a "
+                "folder. Remove `revision=`."
             )
         path = folder / POSTERIOR
         if not path.is_file():
@@ -127,8 +128,8 @@ def posterior_file(folder_or_repository: str, revision: str | None, token: str |
         return path
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_repository):
         raise FileNotFoundError(
-            f"There is no folder {folder}, and this is no name of a repository, "
-            '"user/name". Check the path.'
+            f"The folder {folder} does not exist, and this is not the name of a repository "
+            '("user/name"). Check the path.'
         )
     check_extra("hub", "huggingface_hub")
     from huggingface_hub import hf_hub_download
@@ -140,8 +141,8 @@ def posterior_file(folder_or_repository: str, revision: str | None, token: str |
         )
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
-            f"There is no folder {folder} and no repository of this name that you may read. Check "
-            "the name, or pass token=."
+            f"There is no folder {folder}, and no repository with this name that you may read. "
+            "Check the name, or pass `token=`."
         ) from error
     except RemoteEntryNotFoundError as error:
         raise FileNotFoundError(

@@ -43,8 +43,9 @@ class Prior:
             return self
         if self.mean.shape not in ((), (num_parameters,)):
             raise ValueError(
-                f"prior_mean must be one number, or one for each of the {num_parameters} Bayesian "
-                f"parameters in the order of param_names, got shape {tuple(self.mean.shape)}."
+                f"`prior_mean` has shape {tuple(self.mean.shape)}. Pass one number, or one for "
+                f"each of the {num_parameters} Bayesian parameters in the order of "
+                "`param_names`."
             )
         return self if self.mean.any() else replace(self, mean=None)
 
@@ -61,15 +62,16 @@ def check_prior_precision(prior_precision: Tensor, num_blocks: int) -> list[floa
     """Require one positive finite number, or one per block, and return them as a list."""
     if prior_precision.shape not in ((), (num_blocks,)):
         raise ValueError(
-            f"The prior precision must be one number or one for each of the {num_blocks} blocks, "
-            f"got shape {tuple(prior_precision.shape)}."
+            f"The prior precision has shape {tuple(prior_precision.shape)}. Pass one number, or "
+            f"one for each of the {num_blocks} blocks."
         )
     values: list[float] = prior_precision.detach().double().reshape(-1).tolist()
     for value in values:
         if not 0 < value < math.inf:
             raise ValueError(
-                f"The prior precision must be positive and finite, got {prior_precision.tolist()}. "
-                "To approach a flat prior, pass a small number, such as 1e-6."
+                "The prior precision must be positive and finite, got "
+                f"{prior_precision.tolist()}. For an almost flat prior, pass a small number, "
+                "such as 1e-6."
             )
     return values
 
@@ -86,11 +88,11 @@ def prior_mean_from(value: Any, device: torch.device) -> Tensor:
     """Read a prior mean, one finite number or several, as float64."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(
-            "prior_mean must be a number or a tensor [D] in the order of param_names, got "
-            f"{type(value).__name__}. To join the entries of a state_dict, use "
+            f"`prior_mean` is a {type(value).__name__}. Pass a number, or a tensor [D] in the "
+            "order of `param_names`. To join the entries of a state_dict, use "
             "torch.cat([state[name].flatten() for name in la.param_names])."
         )
     mean = real(value, "prior_mean", device).detach().clone()
     if not mean.isfinite().all():
-        raise ValueError("prior_mean holds NaN or Inf. Check where it comes from.")
+        raise ValueError("`prior_mean` contains NaN or Inf. Check how it was computed.")
     return mean

@@ -31,7 +31,8 @@ def check_resumable(
     seed_advice = "pass the same generator=torch.Generator().manual_seed(0) every time"
     if generator is None and fisher == "mc":
         raise ValueError(
-            f'resume= with fisher="mc" needs the same labels again. To draw them, {seed_advice}.'
+            '`resume=` with `fisher="mc"` must draw the same labels again. To draw them, '
+            f"{seed_advice}."
         )
     for source in sources:
         if not isinstance(source, DataLoader):
@@ -41,8 +42,8 @@ def check_resumable(
         has_own_generator = any(s.generator is not None for s in random_samplers)
         if random_samplers and (generator is None or has_own_generator):
             raise ValueError(
-                "resume= needs the same batches again, but this loader shuffles by itself. Remove "
-                f"generator= from the loader, and {seed_advice}."
+                "`resume=` needs the same batches again, but this loader shuffles with its own "
+                f"generator. Remove `generator=` from the loader, and {seed_advice}."
             )
 
 

@@ -64,7 +64,9 @@ class Scheme(ABC):
             batches: The loader, or a list of its first batches.
             folds: The number of folds that was passed, only if the scheme takes it.
         """
-        raise NotImplementedError(f"{cls.__name__} has no mode. Pass an object to `fit`.")
+        raise NotImplementedError(
+            f"{cls.__name__} has no mode. Pass an object of this class to `fit`."
+        )
 
     @property
     def num_folds(self) -> int | None:
@@ -77,7 +79,7 @@ class Scheme(ABC):
         """The data that a fit reads, in the order in which it is read."""
 
     def estimate_noise(self, context: FitContext) -> Gaussian:
-        """Estimate a regression's noise that was not given, from the data of an opened scheme."""
+        """Estimate a regression's noise from the data of an opened scheme."""
         sources: list[Pairs] = []
         for stream in self.sources:
             assert isinstance(stream, Stream)
@@ -168,8 +170,8 @@ class Added(Full):
         if names != earlier_names and not structure.has_independent_outputs:
             differing = sorted(set(names) ^ set(earlier_names)) or names
             raise ValueError(
-                f"The new data give other curvature blocks than the earlier data: {differing[:4]} "
-                "differ. Fit to the earlier and the new data together."
+                "The new data has different curvature blocks from the earlier data: "
+                f"{differing[:4]} differ. Fit to the earlier and the new data together."
             )
         num_data = prepared.size.num_data
         return structure.update(prepared.context, self.information, as_stream(self.data), num_data)
@@ -180,9 +182,9 @@ def _check_has_factors(information: Information) -> None:
     for name, block in information.curvature.blocks.items():
         if getattr(block, "trace_A", None) is None:
             raise ValueError(
-                f"The Kronecker factors of {name} cannot be recovered: the posterior is from a "
-                "file of an earlier version, or from OnlineCurvature. Fit to the earlier and the "
-                "new data together."
+                f"The Kronecker factors of {name} cannot be recovered, because the posterior is "
+                "from a file of an earlier version, or from OnlineCurvature. Fit to the earlier "
+                "and the new data together."
             )
 
 
@@ -195,7 +197,7 @@ class Mini(Full):
 
 @dataclass(frozen=True)
 class Split(Scheme):
-    """The two-batch fit: directions and magnitudes come from different examples (Eq. 9).
+    """The two-batch fit: directions and magnitudes from different examples (Eq. 9).
 
     Attributes:
         directions: Batches `(x, y)` that give the eigenbases.
@@ -219,7 +221,7 @@ class Split(Scheme):
         return [self.directions, self.magnitudes]
 
     def check(self, structure: CurvatureStructure) -> None:
-        """Require directions' data that can be read twice where the fit reads them twice."""
+        """Require data that can be read twice, if the fit needs two passes."""
         if structure.reads_directions_twice:
             _refuse_iterator(structure, self.directions)
 
@@ -237,7 +239,7 @@ class Split(Scheme):
 
 @dataclass(frozen=True)
 class CrossFit(Scheme):
-    """Cross-fitting: each fold measures magnitudes along directions from the other folds.
+    """Cross-fitting: a fold's magnitudes along the directions of the other folds.
 
     See `curvature.fits.crossfit`.
 
@@ -288,6 +290,6 @@ def _refuse_iterator(structure: CurvatureStructure, data: Batches) -> None:
     """Require data that can be read twice."""
     if isinstance(data, Iterator):
         raise TypeError(
-            f"curvature={structure.name!r} reads the data twice, but this iterator can be read "
-            "only once. Pass a DataLoader or a list of batches."
+            f"`curvature={structure.name!r}` needs two passes over the data, but this iterator "
+            "can be read only once. Pass a DataLoader or a list of batches."
         )

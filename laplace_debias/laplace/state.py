@@ -104,9 +104,9 @@ class FittedPosterior:
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):
             raise ValueError(
-                f"The loss, summed over {self.posterior.num_data} examples, is {self.nll}. Targets "
-                "are too far from the outputs for the likelihood (regression: in units of sigma). "
-                "Check both, or convert the model to a wider dtype."
+                f"The loss, summed over {self.posterior.num_data} examples, is {self.nll}. The "
+                "targets are too far from the outputs for the likelihood (in a regression, in "
+                "units of sigma). Check both, or convert the model to a wider dtype."
             )
 
     @property
@@ -144,9 +144,9 @@ class FittedPosterior:
         if delta >= limit * (1 - _SINGLE_PRECISION):
             return None
         return (
-            f"The posterior was thinned at the prior precision {limit:.3g}. At {delta:.3g} the "
-            "error of its standard deviations is larger than thin reported. Tune before thin, or "
-            "load the posterior that was saved before it."
+            f"The posterior was thinned at the prior precision {limit:.3g}. At {delta:.3g}, the "
+            "error of its standard deviations is larger than `thin` reported. Tune before "
+            "`thin`, or load the posterior that was saved before `thin`."
         )
 
     def check_unchanged(self) -> None:
@@ -171,8 +171,9 @@ class FittedPosterior:
         for parameter in parameters:
             if parameter.device != mean.device or dtype != mean.dtype:
                 raise RuntimeError(
-                    f"The model has moved to {parameter.device}, {dtype} since the fit on "
-                    f"{mean.device}, {mean.dtype}. Move it back or fit again."
+                    f"The model is now on {parameter.device} in {dtype}, but was on "
+                    f"{mean.device} in {mean.dtype} when it was fitted. Move it back, or fit "
+                    "again."
                 )
         sizes = [parameter.numel() for parameter in parameters]
         has_changed = sum(sizes) != len(mean)
@@ -181,14 +182,14 @@ class FittedPosterior:
                 has_changed |= not torch.equal(parameter.flatten().to(dtype), values)
         if has_changed:
             raise RuntimeError(
-                "The model's parameters have changed since the fit, so the posterior does "
-                "not describe them. Fit again."
+                "The model's parameters have changed since the fit, so the posterior is no "
+                "longer valid. Fit again."
             )
         changed_names = self.change_detector.changed(plain, names, self.frozen_fingerprint)
         if changed_names:
             raise RuntimeError(
-                f"{changed_names[0]} has changed since the fit, so the posterior is not that of "
-                "this model. Fit again."
+                f"{changed_names[0]} has changed since the fit, so the posterior is no longer "
+                "valid. Fit again."
             )
         if plain is model:
             self.change_detector.remember(plain, names, mean)
@@ -241,8 +242,9 @@ def _check_same_temperature(posterior: GaussianPosterior, temperature: float) ->
     if posterior.prior.information is None or temperature == posterior.temperature:
         return
     raise ValueError(
-        f"The temperature of a fit with prior= cannot be changed, from {posterior.temperature:g} "
-        f"to {temperature:g}. Fit again with Laplace(..., temperature={temperature:g}, prior=...)."
+        "The temperature of a fit with `prior=` cannot be changed, here from "
+        f"{posterior.temperature:g} to {temperature:g}. Fit again with Laplace(..., "
+        f"temperature={temperature:g}, prior=...)."
     )
 
 
@@ -255,7 +257,7 @@ def initial_state(
     temperature: Any = 1.0,
     replay_modules: Mapping[str, Sequence[str]] | None = None,
 ) -> Unfitted:
-    """Check the options of a `Laplace` against its model, and select the Bayesian parameters.
+    """Check the options of a `Laplace`, and select the Bayesian parameters.
 
     Args:
         spec: The model and its likelihood.
@@ -288,8 +290,9 @@ def _checked_backend(backend: str, spec: ModelSpec) -> str:
     if spec.class_dim not in (None, -1):
         if backend == "backpack":
             raise NotImplementedError(
-                "BackPACK cannot be combined with class_dim=, which moves the outputs' dimensions. "
-                "Use backend='hooks' or 'auto', or put the classes last in the model."
+                "BackPACK does not support `class_dim=`, which moves the dimensions of the "
+                'outputs. Use `backend="hooks"` or `backend="auto"`, or change the model to '
+                "return the classes in the last dimension."
             )
         if backend == "auto":
             backend = "hooks"
@@ -302,11 +305,11 @@ def checked_temperature(value: Any) -> float:
     """Read the temperature, one positive finite number."""
     temperature = real(value, "temperature")
     if temperature.ndim:
-        raise TypeError(f"temperature must be one number, got {temperature.tolist()}.")
+        raise TypeError(f"`temperature` is {temperature.tolist()}. Pass one number.")
     if not 0 < float(temperature) < math.inf:
         raise ValueError(
-            f"temperature must be positive and finite, got {float(temperature)}. Use 1 for the "
-            "posterior itself, less for one that is more certain."
+            f"`temperature` must be positive and finite, got {float(temperature)}. Use 1 for the "
+            "posterior itself, or a smaller number for a narrower posterior."
         )
     return float(temperature)
 

@@ -49,8 +49,8 @@ class Thinning:
     def message(self) -> str:
         """The result as a sentence."""
         return (
-            f"Kept is {self.share:.1%} of the posterior. Relative error of standard deviations on "
-            f"{self.num_inputs} further input(s): {self.error:.2g} ± {self.half_width:.1g}, "
+            f"Kept {self.share:.1%} of the posterior. The relative error of standard deviations "
+            f"on {self.num_inputs} further input(s) is {self.error:.2g} ± {self.half_width:.1g}, "
             f"at most {self.largest:.2g}."
         )
 
@@ -78,18 +78,18 @@ def thin_posterior(
     bound = real(error, "error")
     if bound.ndim or not 0 < float(bound) < math.inf:
         raise ValueError(
-            f"error must be one positive finite number, got {error}. Pass for example 1e-3."
+            f"`error` must be positive and finite, got {error}. Pass for example 1e-3."
         )
     if not fitted.config.structure.has_factors:
         raise ValueError(
-            "Only curvature 'kfac' and 'ekfac' have directions that can be left out, and "
-            f"this posterior has {fitted.config.structure.name!r}. Fit with one of them."
+            'Only posteriors with curvature "kfac" or "ekfac" can be thinned, but this posterior '
+            f"has {fitted.config.structure.name!r}. Fit with one of them."
         )
     inputs = fitted.spec.read_batch.inputs(x, fitted.posterior.mean.device)
     if num_examples(inputs) < 2:
         raise ValueError(
-            "Directions are chosen on half of the inputs, and the error is measured on "
-            "the other half. Pass two inputs or more."
+            "There are too few inputs, because directions are chosen on half of the inputs, and "
+            "the error is measured on the other half. Pass at least two inputs."
         )
     inputs_have_positions = positions is not None and torch.as_tensor(positions).ndim == 2
 

@@ -42,7 +42,7 @@ TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
 """Temperatures that are tried, from 1/2 to 4."""
 PER_OUTPUT = "per_output"
 """The value of `sigma=` that tunes the noise of each output."""
-_PASS = "tune again with a grid= (command tune: --prior_precisions) of"
+_PASS = "Tune again with a `grid=` (command tune: --prior_precisions) of"
 
 
 def tune_on_data(
@@ -56,7 +56,7 @@ def tune_on_data(
     generator: torch.Generator | None,
     progress: bool,
 ) -> tuple[Tuning, FittedPosterior | None]:
-    """Find the best prior precision, link and temperature on held-out data, in one pass.
+    """Find the best prior precision, link and temperature on held-out data.
 
     Args:
         fitted: The fit.
@@ -97,8 +97,8 @@ def tune_on_data(
     if with_noise:
         if grid is not None:
             raise ValueError(
-                "sigma=True evaluates every prior precision at the best sigma for it, and chooses "
-                "the grid accordingly. Remove grid= or sigma=."
+                "`sigma=True` tries every prior precision with the best sigma for it, and "
+                "chooses the grid accordingly. Remove `grid=` or `sigma=`."
             )
         # The posterior at another σ is known for the noise that the curvature was measured at.
         fitted = replace(
@@ -192,8 +192,8 @@ def _ascending(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, 
     points = real(grid, "grid").cpu()
     if points.ndim != 1 or len(points) == 0 or not bool(((points > 0) & points.isfinite()).all()):
         raise ValueError(
-            "The grid must hold positive, finite prior precisions, as "
-            f"torch.logspace(-4, 4, 21) does; got {points.tolist()}."
+            f"`grid` must contain positive, finite prior precisions, got {points.tolist()}. Pass "
+            "for example torch.logspace(-4, 4, 21)."
         )
     return points.sort().values
 
@@ -277,8 +277,8 @@ def choose(table: GridMetrics, metric: str) -> tuple[Tuning, int]:
         notes += _notes_on_temperature_ends(links[link])
     if best > 0 and not values[best - 1].isfinite():
         notes.append(
-            f"The best is the smallest value at which the metric is finite, {best_delta:.3g}. "
-            "To try smaller ones, convert the model to a wider dtype."
+            "The best prior precision is the smallest one at which the metric is finite, "
+            f"{best_delta:.3g}. To try smaller ones, convert the model to a wider dtype."
         )
     comparison = Comparison()
     if len(links) > 1:
@@ -399,11 +399,14 @@ def _notes_on_lower_scores(
 def _notes_on_grid_ends(delta: float, *, is_first: bool, is_last: bool) -> list[str]:
     """Note that the best prior precision is the first or the last of the grid."""
     if is_first:
-        return [f"The best is the smallest value tried, {delta:.3g}: {_PASS} smaller ones."]
+        return [
+            f"The best prior precision is the smallest one tried, {delta:.3g}. {_PASS} smaller "
+            "ones."
+        ]
     if is_last:
         return [
-            f"The best is the largest value tried, {delta:.3g}: {_PASS} larger ones, or predict "
-            "with method='map', which has no uncertainty of the parameters."
+            f"The best prior precision is the largest one tried, {delta:.3g}. {_PASS} larger "
+            'ones, or predict with `method="map"`, which has no parameter uncertainty.'
         ]
     return []
 
@@ -413,13 +416,13 @@ def _notes_on_temperature_ends(link: Link) -> list[str]:
     temperature = link.temperature
     if temperature == TEMPERATURES[0]:
         end = "smallest"
-        reason = "the posterior is wide, or the network far under-confident"
+        reason = "The posterior is too wide, or the network is far under-confident"
     elif temperature == TEMPERATURES[-1]:
         end = "largest"
-        reason = "look whether these data are like those of the fit"
+        reason = "Check whether these data are similar to the training data"
     else:
         return []
     return [
-        f"The best temperature is the {end} tried, {temperature:g}: {reason}. "
-        f"Try another by link=Link({link.name!r}, T)."
+        f"The best temperature is the {end} one tried, {temperature:g}. {reason}. To try a "
+        f"different one, pass link=Link({link.name!r}, T)."
     ]

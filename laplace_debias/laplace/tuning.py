@@ -86,7 +86,7 @@ class Tuning:
 
     @property
     def all_alike(self) -> bool:
-        """Whether all prior precisions of a wide range score alike."""
+        """Whether all prior precisions of a wide range score the same."""
         tried = sorted(row["prior_precision"] for row in self.table)
         return self.flat == (tried[0], tried[-1]) and tried[-1] >= _WIDE * tried[0]
 
@@ -121,17 +121,17 @@ class Tuning:
         low, high = self.flat
         if self.all_alike:
             return (
-                f"All values from {low:.3g} to {high:.3g} score the same, within {margin}: the "
-                "examples are too few to distinguish them, or the network is untrained or broken. "
-                "Check its accuracy first."
+                f"All values from {low:.3g} to {high:.3g} score the same, within {margin}, so "
+                "the examples are too few to distinguish them, or the network is untrained or "
+                "damaged. Check its accuracy first."
             )
         if low == high:
-            return f"Every other value tried is worse by more than {margin}."
+            return f"All other values tried are worse by more than {margin}."
         sentence = f"Values from {low:.3g} to {high:.3g} score the same, within {margin}."
         if high == max(row["prior_precision"] for row in self.table):
             sentence += (
-                " That is up to the largest value tried: the data show hardly any difference "
-                "between the best and the network without parameter uncertainty."
+                " This includes the largest value tried, so on these data the best posterior "
+                "hardly differs from the network without parameter uncertainty."
             )
         return sentence
 

@@ -15,14 +15,14 @@ def check_operator(A: object, generator: torch.Generator | None = None) -> None:
     """Check that an argument is an operator, and a generator on its device."""
     if not isinstance(A, LinearOperator):
         raise TypeError(
-            f"Expected a LinearOperator, got {type(A).__name__}. Wrap a tensor as `Dense(matrix)`, "
-            "an array of NumPy's as `Dense(torch.from_numpy(array))`."
+            f"Expected a LinearOperator, got {type(A).__name__}. Wrap a tensor as "
+            "`Dense(matrix)`, or a NumPy array as `Dense(torch.from_numpy(array))`."
         )
     checks.check_generator(generator)
     if generator is not None and generator.device.type != A.device.type:
         raise ValueError(
-            f"`generator` is on {generator.device} and the operator on {A.device}; expected one "
-            f"device. Make it with `torch.Generator({str(A.device)!r})`."
+            f"`generator` is on {generator.device}, but the operator is on {A.device}. Create it "
+            f"with `torch.Generator({str(A.device)!r})`."
         )
 
 
@@ -39,9 +39,7 @@ def check_choice(value: str, choices: Collection[str], name: str) -> None:
         return
     nearest = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.4)
     hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-    raise ValueError(
-        f"`{name}` is {value!r}; expected one of {', '.join(map(repr, choices))}.{hint}"
-    )
+    raise ValueError(f"`{name}` is {value!r}. Use {', '.join(map(repr, choices))}.{hint}")
 
 
 def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> None:
@@ -49,10 +47,10 @@ def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> Non
     deviation = float(differences.max()) if differences.numel() else 0.0
     if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
         raise ValueError(
-            f"{type(A).__name__} is not symmetric: entries that symmetry makes equal differ by "
-            f"{deviation:.3g}, with products of norm {scale:.3g}. Take its symmetric part, "
-            "`0.5 * (A + A.T)`, or for singular values the eigenvalues of `A.T @ A`. If it should "
-            "be symmetric, check whether two products with the same vector agree."
+            f"{type(A).__name__} is not symmetric. Entries that must be equal differ by "
+            f"{deviation:.3g}, with products of norm {scale:.3g}. Use its symmetric part, `0.5 * "
+            "(A + A.T)`, or for singular values the eigenvalues of `A.T @ A`. If it should be "
+            "symmetric, check that two products with the same vector agree."
         )
 
 
@@ -60,20 +58,20 @@ def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int
     """Check the shape, dtype, device and entries of an operator's right-hand side."""
     if not isinstance(b, Tensor):
         raise TypeError(
-            f"`{name}` is a {type(b).__name__}; expected a tensor. Flatten named parameters "
-            "with `A.layout.flatten(...)`, and split `Solution.x` with `A.layout.unflatten(...)`. "
-            "Or use `inverse(A) @ b`, which takes named parameters."
+            f"`{name}` is a {type(b).__name__}. Pass a tensor. Flatten named parameters with "
+            "`A.layout.flatten(...)`, and split `Solution.x` with `A.layout.unflatten(...)`. Or "
+            "use `inverse(A) @ b`, which accepts named parameters."
         )
     rows = A.shape[0]
     if b.ndim not in (1, 2) or len(b) != rows or (b.ndim == 2 and b.shape[1] < least_columns):
         raise ValueError(
-            f"`{name}` has shape {tuple(b.shape)} and the operator {A.shape}; expected ({rows},) "
-            f"or ({rows}, k)."
+            f"`{name}` has shape {tuple(b.shape)}, but the operator has shape {A.shape}. Pass a "
+            f"tensor of shape ({rows},) or ({rows}, k)."
         )
     if b.dtype != A.dtype or b.device != A.device:
         raise ValueError(
-            f"`{name}` is {b.dtype} on {b.device}, the operator {A.dtype} on {A.device}. Convert "
-            "one of them with `.to(...)`."
+            f"`{name}` is {b.dtype} on {b.device}, but the operator is {A.dtype} on {A.device}. "
+            "Convert one of them with `.to(...)`."
         )
     if not b.isfinite().all():
-        raise ValueError(f"`{name}` holds NaN or Inf; expected finite values.")
+        raise ValueError(f"`{name}` contains NaN or Inf. Pass finite values.")

@@ -13,7 +13,7 @@ from laplace_debias.system.shown import one_line
 
 
 class Status(StrEnum):
-    """The reason why an algorithm stopped; it compares equal to its value as a string."""
+    """The reason why an algorithm stopped; it equals its value as a string."""
 
     EXACT = "exact"
     CONVERGED = "converged"
@@ -34,37 +34,39 @@ class Status(StrEnum):
 
 
 _REMEDIES = {
-    Status.EXACT: "The result has a closed form: nothing to do.",
-    Status.CONVERGED: "The residual is below the tolerance: nothing to do.",
+    Status.EXACT: "The result has a closed form, so nothing needs to be changed.",
+    Status.CONVERGED: "The residual is below the tolerance, so nothing needs to be changed.",
     Status.UNVERIFIED: (
-        "The residuals are below the tolerance, but the search for further eigenpairs did not come "
-        "to its end. Raise `max_matvecs` to be sure."
+        "The residuals are below the tolerance, but the search for further eigenpairs did not "
+        "finish. To be sure, raise `max_matvecs`."
     ),
     Status.MAX_ITER: (
         "The residual is not below the tolerance after `max_iter` iterations. Raise `max_iter` or "
         "`tol`, pass a `preconditioner`, or add damping to the operator."
     ),
     Status.NEGATIVE_CURVATURE: (
-        "The operator curves downwards along `negative_direction`, so it is not positive definite "
-        "and the quadratic has no minimum. Use the GGN instead of the Hessian, add damping, or "
-        "follow that direction. `x` is the last iterate before it."
+        "The operator has negative curvature along `negative_direction`, so it is not positive "
+        "definite and the quadratic has no minimum. Use the GGN instead of the Hessian, add "
+        "damping, or follow that direction. `x` is the last iterate before it."
     ),
     Status.ZERO_CURVATURE: (
         "The operator is singular along `negative_direction`, on which the right-hand side is not "
         "zero, so there is no solution. Add damping. `x` is the last iterate before it."
     ),
     Status.INDEFINITE_PRECONDITIONER: (
-        "The preconditioner maps a residual to one with which it has no positive inner product. "
-        "Pass a symmetric positive definite approximation of the operator's inverse."
+        "The preconditioner is not positive definite, because it maps a residual to a vector "
+        "with which the residual has no positive inner product. Pass a symmetric positive "
+        "definite approximation of the operator's inverse."
     ),
     Status.BREAKDOWN: (
-        "A product, or what the preconditioner made of a residual, holds NaN or Inf. Look for them "
-        "in the operator's data and parameters and in the preconditioner, or compute in float64. "
-        "`x` is the last finite iterate."
+        "A product, or the preconditioned residual, contains NaN or Inf. Look for them in the "
+        "operator's data and parameters and in the preconditioner, or compute in float64. `x` is "
+        "the last finite iterate."
     ),
-    Status.STOPPED: "Stopped by your rule, or because the run beside it came to its end.",
+    Status.STOPPED: "Stopped by your rule, or because the other run ended.",
     Status.EXHAUSTED: (
-        "Every direction has been used. For more, run the first quadratic for longer."
+        "Every direction has been used. For more directions, run the first quadratic for more "
+        "iterations."
     ),
     Status.DIVERGED: "The iteration diverges; `x` is the best iterate. Use a smaller step.",
 }
@@ -102,7 +104,7 @@ class LinearSolution(Result):
 
     @property
     def status(self) -> Status:
-        """`CONVERGED` if all right-hand sides have converged, or else why one has not."""
+        """`CONVERGED` if all right-hand sides have converged, or else another reason."""
         if Status.DIVERGED in self.statuses:
             return Status.DIVERGED
         return next((each for each in self.statuses if not each.is_success), Status.CONVERGED)
@@ -114,7 +116,7 @@ class LinearSolution(Result):
 
     @property
     def message(self) -> str:
-        """Why the solver stopped and what to do, in one line per reason."""
+        """The reasons why the solver stopped, and what to do, one line per reason."""
         lines = []
         for status in dict.fromkeys(self.statuses):
             count = self.statuses.count(status)
@@ -277,9 +279,7 @@ def half_width(
 ) -> Float[Tensor, "*shape"]:
     """Half of the length of Student's interval; infinite or 0 where the standard error is."""
     if not 0 < level < 1:
-        raise ValueError(
-            f"`level` is {level}; expected a probability between 0 and 1, such as 0.95."
-        )
+        raise ValueError(f"`level` is {level}. Pass a probability between 0 and 1, such as 0.95.")
     # Slow to import, and estimates do without.
     from scipy.stats import t as student
 
@@ -339,7 +339,7 @@ class SpectralDensity(Result):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EigenPairs(Result):
-    """Eigenvalues and eigenvectors of a symmetric operator; unpacks as `values, vectors`.
+    """Eigenvalues and eigenvectors of a symmetric operator.
 
     Args:
         values: Eigenvalues, descending, `[k]`; from ARPACK fewer where it did not converge.

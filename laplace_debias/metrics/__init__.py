@@ -1,4 +1,4 @@
-"""Metrics of predictives: accuracy, calibration, out-of-distribution detection, intervals."""
+"""Metrics of predictives: accuracy, calibration, OOD detection, intervals."""
 
 from laplace_debias.metrics.calibration import (
     ReliabilityCurve,

@@ -93,7 +93,7 @@ def ece_equal_mass(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Te
 
 
 def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Tensor, ""]:
-    """Compute the classwise calibration error, the mean ECE of the classes' probabilities.
+    """Compute the classwise calibration error, which is the mean ECE over the classes.
 
     Each class is a binary problem with equal bins of its probability, and its calibration error is
     `Σ_b (n_b/n) |freq_b - mean p_b|`. A probability of 1 belongs to the last bin. Arguments and
@@ -194,7 +194,7 @@ class ReliabilityCurve(NamedTuple):
 
 
 def reliability_curve(probs: Probs, labels: Labels, num_bins: int = 15) -> ReliabilityCurve:
-    """Group the examples by confidence and compare confidence and accuracy in each group.
+    """Compute the confidence and the accuracy of examples grouped by confidence.
 
     The bins, arguments and errors are those of `ece`.
 

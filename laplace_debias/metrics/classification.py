@@ -99,5 +99,5 @@ def overconfidence(
 def reduced(values: Float[Tensor, "*n"], reduction: str) -> Float[Tensor, "..."]:
     """The mean of the examples' values, or the values as they are."""
     if reduction not in ("mean", "none"):
-        raise ValueError(f"`reduction` is {reduction!r}; expected 'mean' or 'none'.")
+        raise ValueError(f'`reduction` is {reduction!r}. Use "mean" or "none".')
     return values.mean() if reduction == "mean" else values

@@ -134,8 +134,8 @@ def evaluate_multilabel(
     if not isinstance(labels, Tensor) or labels.shape != probs.shape:
         form = list(labels.shape) if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(
-            f"`labels` is {form}; expected a tensor of the shape of `probs`, {list(probs.shape)}, "
-            "0 or 1 for every label."
+            f"`labels` is {form}. Pass a tensor of the shape of `probs`, {list(probs.shape)}, "
+            "with 0 or 1 for every label."
         )
     ood_probs = _checked_sets(ood, probs, _checked_table, "labels")
     flat_probs, flat_labels = check_classification(probs.flatten(), labels.flatten())
@@ -313,8 +313,8 @@ def _nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Stat
     """The NLL by log-probabilities of the labels."""
     if log_probs.shape != (num_examples,):
         raise ValueError(
-            f"`log_probs` has shape {list(log_probs.shape)}; expected that of the label of "
-            f"each of the {num_examples} examples, [{num_examples}]."
+            f"`log_probs` has shape {list(log_probs.shape)}. Pass the log-probability of the "
+            f"label of each of the {num_examples} examples, [{num_examples}]."
         )
     return nll_statistic(log_probs)
 
@@ -329,8 +329,8 @@ def _checked_sets(
         check_same_device(probs, ood_probs, "probs", f"ood[{name!r}]")
         if checked[name].shape[1] != probs.shape[1]:
             raise ValueError(
-                f"`ood[{name!r}]` has {checked[name].shape[1]} {columns} and `probs` "
-                f"{probs.shape[1]}; expected as many. Predict both with the same model."
+                f"`ood[{name!r}]` has {checked[name].shape[1]} {columns}, but `probs` has "
+                f"{probs.shape[1]}. Predict both with the same model."
             )
     return checked
 
@@ -339,7 +339,7 @@ def _checked_table(probs: Float[Tensor, "n labels"], name: str) -> Float[Tensor,
     check_tensor(probs, name)
     if probs.ndim != 2:
         raise ValueError(
-            f"`{name}` has shape {list(probs.shape)}; expected [n, labels]. Flatten the other "
+            f"`{name}` has shape {list(probs.shape)}. Pass [n, labels], and flatten other "
             "dimensions into n."
         )
     check_probs(probs.flatten(), name)

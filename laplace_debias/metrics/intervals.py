@@ -36,7 +36,7 @@ class Interval(float):
 
     @property
     def is_known(self) -> bool:
-        """Whether the ends of the interval are known."""
+        """Whether the interval could be computed."""
         return not (math.isnan(self.low) or math.isnan(self.high))
 
     def __repr__(self) -> str:

@@ -86,7 +86,7 @@ class _OverBatches(Metric):
         """The function of the examples of all batches; ValueError if there were none."""
         batches = [getattr(self, f"given_{number}") for number in range(self._num_inputs)]
         if isinstance(batches[0], list) and not batches[0]:
-            raise ValueError(f"{type(self).__name__} has no example. Call `update` first.")
+            raise ValueError(f"{type(self).__name__} has no examples. Call `update` first.")
         return self._function(*map(dim_zero_cat, batches), **self._options)
 
 
@@ -94,8 +94,8 @@ def _check_labelled_scores(scores: Float[Tensor, " n"], is_ood: Integer[Tensor, 
     check_scores(scores, "scores")
     if is_ood.shape != scores.shape or not ((is_ood == 0) | (is_ood == 1)).all():
         raise ValueError(
-            f"`is_ood` must hold 0 or 1 for each of the {len(scores)} scores, with shape "
-            f"{list(scores.shape)}; got shape {list(is_ood.shape)}."
+            f"`is_ood` has shape {list(is_ood.shape)}. Pass 0 or 1 for each of the {len(scores)} "
+            f"scores, in the shape {list(scores.shape)}."
         )
 
 

@@ -85,7 +85,7 @@ def aupr_in(
 def fpr95(
     scores_id: Float[Tensor, " num_id"], scores_ood: Float[Tensor, " num_ood"]
 ) -> Float[Tensor, ""]:
-    """Compute the rate of false alarms when at least 95 % of the OOD examples are detected.
+    """Compute the false-positive rate at which 95 % of the OOD examples are detected.
 
     It is the fraction of ID examples that are taken for OOD. OOD is the positive class, as in the
     reference. Some papers take ID as the positive one, which gives another number. Scores and
@@ -116,9 +116,9 @@ def _ranked(
     check_same_device(scores_id, scores_ood, "scores_id", "scores_ood")
     if torch.finfo(torch.get_default_dtype()).bits < 32:
         raise ValueError(
-            f"torch's default dtype is {torch.get_default_dtype()}, in which torchmetrics counts "
-            "examples: it loses count at some hundred of them. Call "
-            "torch.set_default_dtype(torch.float32) before."
+            f"The default dtype of torch is {torch.get_default_dtype()}, in which torchmetrics "
+            "counts examples, and it cannot count beyond some hundred of them. Call "
+            "torch.set_default_dtype(torch.float32) first."
         )
     scores = torch.cat([scores_id, scores_ood])
     ranks = scores.unique(return_inverse=True)[1].double() / len(scores)

@@ -136,7 +136,7 @@ def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> F
 def interval_score(
     low: Real, high: Real, targets: Real, level: float, *, reduction: Reduction = "mean"
 ) -> Float[Tensor, "..."]:
-    r"""Compute Winkler's score, the width of intervals plus a penalty for targets outside.
+    r"""Compute Winkler's interval score: width, plus a penalty for targets outside.
 
     $$(u - l) + \tfrac2\alpha\,(l - y)_+ + \tfrac2\alpha\,(y - u)_+$$
     with α = 1 − `level`, in the units of the targets. It is proper: the central interval of the
@@ -205,7 +205,7 @@ def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
 
 
 def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor, ""]:
-    """Compute the calibration error of the predicted quantiles, averaged over their levels.
+    """Compute the mean calibration error of the predicted quantiles over their levels.
 
     It is the mean of `|share of targets below their p-quantile - p|` over equally spaced levels p.
 
@@ -226,8 +226,8 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
     check_real({"pit": pit})
     if pit.min() < 0 or pit.max() > 1:
         raise ValueError(
-            f"`pit` lies in [{pit.min():.4g}, {pit.max():.4g}]; expected [0, 1]. Pass the "
-            "distribution function of the predictive at the targets."
+            f"`pit` has values from {pit.min():.4g} to {pit.max():.4g}, but must be between 0 "
+            "and 1. Pass the distribution function of the predictive at the targets."
         )
     steps = torch.arange(1, num_levels + 1, dtype=torch.float64, device=pit.device)
     levels = steps / (num_levels + 1)
@@ -243,14 +243,14 @@ def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = 
     check_real(tensors)
     if standard_deviation.min() <= 0:
         raise ValueError(
-            f"`standard_deviation` has a least entry of {standard_deviation.min():.4g}; expected "
-            "positive numbers. Pass the root of the predictive's variance, the noise included."
+            f"`standard_deviation` has the smallest entry {standard_deviation.min():.4g}, but "
+            "must be positive. Pass the root of the predictive's variance, including the noise."
         )
 
 
 def _check_ends(low: Tensor, high: Tensor) -> None:
     if (high < low).any():
         raise ValueError(
-            f"{int((high < low).sum())} of {low.numel()} intervals have `high` below `low`; "
-            "expected lower ends first."
+            f"In {int((high < low).sum())} of {low.numel()} intervals, `high` is below `low`. "
+            "Pass the lower ends first."
         )

@@ -127,39 +127,39 @@ def compare(a: Report, b: Report) -> Report:
     """
     for name, report in (("a", a), ("b", b)):
         if not isinstance(report, Report):
-            raise TypeError(
-                f"`{name}` is a {type(report).__name__}; expected what `evaluate` returns."
-            )
+            raise TypeError(f"`{name}` is a {type(report).__name__}. Pass what `evaluate` returns.")
     if a.level != b.level:
-        raise ValueError(f"`a` has level {a.level} and `b` {b.level}; expected the same.")
+        raise ValueError(
+            f"`a` has the level {a.level}, but `b` has {b.level}. Evaluate both with the same "
+            "level."
+        )
     if a._targets is not None and b._targets is not None:
         if a._targets.shape != b._targets.shape:
             raise ValueError(
-                f"`a` is on targets {list(a._targets.shape)} and `b` on {list(b._targets.shape)}; "
-                "expected the same examples. Evaluate both on the same loader."
+                f"`a` has targets of shape {list(a._targets.shape)}, but `b` of shape "
+                f"{list(b._targets.shape)}. Evaluate both on the same loader."
             )
         different = int((a._targets != b._targets.to(a._targets.device)).sum())
         if different:
             raise ValueError(
-                f"{different} of {a._targets.numel()} targets of `a` and `b` differ; expected the "
-                "same examples in the same order. Evaluate both on the same loader, one that does "
-                "not shuffle."
+                f"{different} of {a._targets.numel()} targets of `a` and `b` differ. Evaluate "
+                "both on the same loader, without shuffling."
             )
     statistics = a._statistics
     references = b._statistics
     common = [name for name in statistics if name in references]
     if not common:
         raise ValueError(
-            f"`a` has {list(statistics)} and `b` {list(references)}; expected a metric in common. "
-            "Compare predictives of one task."
+            f"`a` has the metrics {list(statistics)}, but `b` has {list(references)}, so no "
+            "metric is in both. Compare predictives of the same task."
         )
     for name in common:
         sizes = statistics[name].sizes
         reference_sizes = references[name].sizes
         if sizes != reference_sizes:
             raise ValueError(
-                f"`{name}` is over {sizes} examples in `a` and {reference_sizes} in `b`; expected "
-                "the same examples. Evaluate both on the same loaders."
+                f"`{name}` is computed on {sizes} examples in `a`, but on {reference_sizes} in "
+                "`b`. Evaluate both on the same loaders."
             )
     differences = {name: statistics[name].difference(references[name], a.level) for name in common}
     return Report(differences, a.level)

@@ -48,7 +48,7 @@ class Uncertainty:
 
 
 def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
-    """Split the entropy of a mixture of S predictives into two parts, `H[E p] = E H[p] + I`.
+    """Split the entropy of a mixture into aleatoric and epistemic uncertainty.
 
     `total = H[(1/S) Σ_s p_s]`, `aleatoric = (1/S) Σ_s H[p_s]`, `epistemic = total - aleatoric`,
     which is never negative.
@@ -75,8 +75,8 @@ def uncertainty(probs: Float[Tensor, "samples n *classes"]) -> Uncertainty:
     check_tensor(probs, "probs")
     if probs.ndim not in (2, 3) or not len(probs):
         raise ValueError(
-            f"`probs` has shape {list(probs.shape)}; expected [samples, n, classes], or "
-            "[samples, n] probabilities of class 1, with at least one sample."
+            f"`probs` has shape {list(probs.shape)}. Pass [samples, n, classes], or [samples, n] "
+            "for probabilities of class 1, with at least one sample."
         )
     checked = check_probs(probs.flatten(0, 1)).unflatten(0, (len(probs), -1))
     total = special.entr(checked.mean(0)).sum(-1)
@@ -152,7 +152,7 @@ def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Ten
 def instability(
     mean: Float[Tensor, "*n classes"], covariance: Float[Tensor, "*n classes classes"]
 ) -> Float[Tensor, "*n"]:
-    """Compute the log-probability that a draw ranks the runner-up above the predicted class.
+    """Compute the log-probability that the runner-up outranks the predicted class.
 
     `log Φ(-m / s)` with m the margin between the two largest mean logits and s its standard
     deviation: at most `log ½`. The logarithm distinguishes decisions that are all safe.
@@ -178,7 +178,7 @@ def instability(
         check_real({name: values})
     _check_covariance(covariance, (*mean.shape, *mean.shape[-1:]))
     if mean.shape[-1] < 2:
-        raise ValueError(f"`mean` has shape {list(mean.shape)}; expected at least two classes.")
+        raise ValueError(f"`mean` has shape {list(mean.shape)}. Pass at least two classes.")
     return mixture_instability(mean.unsqueeze(0), covariance.unsqueeze(0))
 
 
@@ -231,5 +231,6 @@ def margin_instability(
 def _check_covariance(covariance: Tensor, shape: tuple[int, ...]) -> None:
     if covariance.shape != shape:
         raise ValueError(
-            f"`covariance` has shape {list(covariance.shape)}; expected {list(shape)}."
+            f"`covariance` has shape {list(covariance.shape)}. Pass a tensor of shape "
+            f"{list(shape)}."
         )

@@ -1,4 +1,4 @@
-"""Linear operators, their structures and their arithmetic; independent of networks."""
+"""Linear operators, their structures and their arithmetic."""
 
 from laplace_debias.operators.algebra import Product, Scaled, Sum, Transpose
 from laplace_debias.operators.base import LinearOperator

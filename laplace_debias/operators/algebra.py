@@ -41,8 +41,8 @@ class Sum(Joined):
         if len(layouts) > 1:
             raise ValueError(
                 "Operators on different parameters cannot be added, got the names "
-                f"{' and '.join(str(list(layout.names)) for layout in layouts)}. Build them for "
-                "the same parameters in the same order."
+                f"{' and '.join(str(list(layout.names)) for layout in layouts)}. Build them "
+                "for the same parameters in the same order."
             )
 
     @property

@@ -119,16 +119,17 @@ class LinearOperator(ABC):
             if self.shape[1] != other.shape[0]:
                 raise ValueError(
                     f"{type(self).__name__} of shape {self.shape} cannot multiply "
-                    f"{type(other).__name__} of shape {other.shape}: the inner sizes differ."
+                    f"{type(other).__name__} of shape {other.shape}, because the inner sizes "
+                    "differ. Check their order, or transpose one of them."
                 )
             return multiply(*unify([self, other]))
         if isinstance(other, Mapping | list | tuple):
             return self._multiply_parameters(other)
         if not isinstance(other, Tensor):
             raise TypeError(
-                f"{type(self).__name__} cannot multiply {type(other).__name__}: expected a "
-                "tensor, a LinearOperator or a dict of parameters. To multiply NumPy "
-                "arrays, convert the operator with `.to_scipy()`."
+                f"{type(self).__name__} cannot multiply {type(other).__name__}. Pass a tensor, a "
+                "LinearOperator or a dict of parameters. To multiply NumPy arrays, convert the "
+                "operator with `.to_scipy()`."
             )
         operator = self.adopted(other.dtype, other.device)
         check_operand(operator, other)
@@ -164,8 +165,8 @@ class LinearOperator(ABC):
             )
         if self.shape != other.shape:
             raise ValueError(
-                f"{type(self).__name__} of shape {self.shape} and {type(other).__name__} of shape "
-                f"{other.shape} cannot be added: the shapes must be equal."
+                f"{type(self).__name__} of shape {self.shape} and {type(other).__name__} of "
+                f"shape {other.shape} cannot be added. Use operators of the same shape."
             )
         return add(*unify([self, other]))
 
@@ -210,7 +211,10 @@ class LinearOperator(ABC):
         """
         pair = isinstance(index, tuple)
         if pair and len(index) != 2:
-            raise IndexError(f"An operator has two indices, rows and columns, got {len(index)}.")
+            raise IndexError(
+                f"An operator has two indices, rows and columns, got {len(index)}. Index it as "
+                "`A[rows, columns]`."
+            )
         rows, columns = index if pair else (index, slice(None))
         if all(isinstance(side, slice) and side == slice(None) for side in (rows, columns)):
             return self
@@ -228,7 +232,7 @@ class LinearOperator(ABC):
             side_operator = self if side == 1 else self.T
             if side_operator.layout is None and self.layout is not None:
                 raise KeyError(
-                    f"The rows of {type(self).__name__} belong to no parameters. Choose columns, "
+                    f"The rows of {type(self).__name__} belong to no parameters. Select columns, "
                     f"`A[:, {index!r}]`, or index the rows by numbers."
                 )
             index = named_range(side_operator, index)
@@ -268,7 +272,10 @@ class LinearOperator(ABC):
 
         def product(operator: LinearOperator, array: NDArray[Any]) -> NDArray[Any]:
             if np.iscomplexobj(array):
-                raise TypeError("The operator is real. Multiply real and imaginary part apart.")
+                raise TypeError(
+                    "The operator is real, but the vector is complex. Multiply the real and the "
+                    "imaginary part separately."
+                )
             # A copy where SciPy hands out memory that it goes on writing to, or that is read-only.
             tensor = torch.tensor(
                 np.ascontiguousarray(array), dtype=operator.dtype, device=operator.device
@@ -293,8 +300,8 @@ class LinearOperator(ABC):
         """
         if not is_dataclass(self):
             raise TypeError(
-                f"{type(self).__name__} is not made of tensors. Convert what it was built from, "
-                "such as the model, and build it again."
+                f"{type(self).__name__} does not consist of tensors. Convert what it was built "
+                "from, such as the model, and build it again."
             )
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         # A copy, as no constructor has to check fields again that fit each other.
@@ -334,7 +341,8 @@ def unify(operators: Sequence[LinearOperator]) -> list[LinearOperator]:
             return adopted
     dtypes = ", ".join(f"{type(o).__name__} is {o.dtype} on {o.device}" for o in operators)
     raise ValueError(
-        f"Operators must share one dtype and one device: {dtypes}. Convert them with `.to(...)`."
+        f"Operators must have the same dtype and device, got {dtypes}. Convert them with "
+        "`.to(...)`."
     )
 
 
@@ -344,12 +352,12 @@ def check_operand(operator: "LinearOperator", tensor: Tensor) -> None:
     if tensor.ndim not in (1, 2) or tensor.shape[0] != size:
         raise ValueError(
             f"{type(operator).__name__} of shape {operator.shape} cannot multiply a tensor of "
-            f"shape {tuple(tensor.shape)}: expected ({size},) or ({size}, k)."
+            f"shape {tuple(tensor.shape)}. Pass a tensor of shape ({size},) or ({size}, k)."
         )
     if tensor.dtype != operator.dtype or tensor.device != operator.device:
         raise ValueError(
-            f"{type(operator).__name__} is {operator.dtype} on {operator.device}, the tensor "
-            f"{tensor.dtype} on {tensor.device}. Convert one of them with `.to(...)`."
+            f"{type(operator).__name__} is {operator.dtype} on {operator.device}, but the tensor "
+            f"is {tensor.dtype} on {tensor.device}. Convert one of them with `.to(...)`."
         )
 
 
@@ -357,8 +365,8 @@ def check_square(operator: "LinearOperator", result: str = "this") -> None:
     """Require a square operator; the error names the result that it is needed for."""
     if operator.shape[0] != operator.shape[1]:
         raise ValueError(
-            f"{type(operator).__name__} has shape {operator.shape}: {result} needs a square "
-            "operator. Take `A.T @ A` or `A @ A.T`."
+            f"{type(operator).__name__} has shape {operator.shape}, but {result} needs a square "
+            "operator. Use `A.T @ A` or `A @ A.T`."
         )
 
 
@@ -384,7 +392,9 @@ def as_integer(index: Any, size: int) -> int | None:
     if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):
         return None
     if not -size <= index < size:
-        raise IndexError(f"Index {index} is out of range for size {size}.")
+        raise IndexError(
+            f"The index {index} is out of range for the size {size}. Use a smaller index."
+        )
     return int(index) % size
 
 
@@ -402,8 +412,8 @@ def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
                 indices = indices.long()
             return torch.arange(size)[indices].to(device)
     raise TypeError(
-        "Rows and columns are chosen by an integer, a slice, one list, tensor or array of integers "
-        f"or booleans, or a parameter's name, got {index!r}."
+        f"Rows and columns cannot be selected by {index!r}. Use an integer, a slice, one list, "
+        "tensor or array of integers or booleans, or the name of a parameter."
     )
 
 

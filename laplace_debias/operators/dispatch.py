@@ -104,8 +104,8 @@ def check_finite(operator: Any) -> None:
 def not_finite_error(name: str) -> ValueError:
     """Return the error for a named operator or result with numbers that are not finite."""
     return ValueError(
-        f"{name} holds NaN or Inf; expected finite values. Look for NaN in the data and the "
-        "parameters, or for overflow, which float64 may avoid."
+        f"{name} contains NaN or Inf. Look for NaN in the data and the parameters, or for "
+        "overflow, which float64 may avoid."
     )
 
 

@@ -60,9 +60,9 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
         if _is_right(scaled, values, vectors):
             return _ldexp(values, exponent.squeeze(-1)), vectors
     raise torch.linalg.LinAlgError(
-        f"Every eigendecomposition of {name}, {tuple(matrix.shape)} in {matrix.dtype}, failed its "
-        "checks: in its own precision, in double precision and on the CPU. Check how the matrix is "
-        "scaled, and the installation of torch and its BLAS."
+        f"The eigendecomposition of {name}, {tuple(matrix.shape)} in {matrix.dtype}, failed its "
+        "checks in its own precision, in double precision and on the CPU. Check the scale of the "
+        "matrix, and the installation of torch and its BLAS."
     )
 
 
@@ -78,8 +78,8 @@ def _scaled(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
     largest = matrix.detach().tril().abs_().amax((-2, -1), keepdim=True)
     if not bool(largest.isfinite().all()):
         raise ValueError(
-            f"{name} holds NaN or Inf, so it has no eigenvalues. Look for an input, an activation "
-            "or a gradient that overflows, or compute in a wider dtype."
+            f"{name} contains NaN or Inf, so it has no eigenvalues. Look for an input, an "
+            "activation or a gradient that overflows, or compute in a wider dtype."
         )
     exponent = torch.frexp(largest).exponent
     return _ldexp(matrix, -exponent), exponent

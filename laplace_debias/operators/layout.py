@@ -27,9 +27,12 @@ class ParameterLayout:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.shapes):
-            raise ValueError(f"{len(self.names)} names do not fit {len(self.shapes)} shapes.")
+            raise ValueError(
+                f"There are {len(self.names)} names, but {len(self.shapes)} shapes. Pass one "
+                "name per shape."
+            )
         if len(set(self.names)) != len(self.names):
-            raise ValueError(f"The names {self.names} are not unique.")
+            raise ValueError(f"The names {self.names} are not unique. Use different names.")
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> "ParameterLayout":
@@ -54,7 +57,9 @@ class ParameterLayout:
             KeyError: If there is no parameter of this name.
         """
         if name not in self.names:
-            raise KeyError(f"There is no parameter {name!r}: the names are {list(self.names)}.")
+            raise KeyError(
+                f"There is no parameter {name!r}. Use one of the names {list(self.names)}."
+            )
         index = self.names.index(name)
         ends = list(accumulate(self.sizes))
         return range(ends[index] - self.sizes[index], ends[index])
@@ -76,31 +81,33 @@ class ParameterLayout:
             superfluous = [name for name in parameters if name not in self.names]
             if missing or superfluous:
                 raise ValueError(
-                    f"The parameters {missing} are missing and {superfluous} superfluous. Give one "
-                    f"tensor for each of {list(self.names)}."
+                    f"The parameters {missing} are missing, and {superfluous} are not in the "
+                    f"layout. Pass one tensor for each of {list(self.names)}."
                 )
             tensors = [parameters[name] for name in self.names]
         else:
             tensors = list(parameters)
             if len(tensors) != len(self.names):
                 raise ValueError(
-                    f"Got {len(tensors)} tensors for {len(self.names)} parameters. Give one for "
-                    f"each of {list(self.names)}, in this order."
+                    f"There are {len(tensors)} tensors for {len(self.names)} parameters. Pass "
+                    f"one for each of {list(self.names)}, in this order."
                 )
         columns = tuple(tensors[0].shape[len(self.shapes[0]) :])
         wrong = [
-            f"{name} {tuple(tensor.shape)}, expected {(*shape, *columns)}"
+            f"{name} has shape {tuple(tensor.shape)}, expected {(*shape, *columns)}"
             for name, tensor, shape in zip(self.names, tensors, self.shapes, strict=True)
             if tuple(tensor.shape) != (*shape, *columns)
         ]
         if wrong or len(columns) > 1:
             raise ValueError(
-                f"Tensors do not have their parameters' shapes: {'; '.join(wrong) or columns}. "
-                "Give all of them as [*shape], or all with one number k of columns as [*shape, k]."
+                "The tensors do not have the shapes of their parameters: "
+                f"{'; '.join(wrong) or columns}. Pass all of them as [*shape], or all with the "
+                "same number k of columns as [*shape, k]."
             )
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
             raise ValueError(
-                "The parameters' tensors differ in dtype or device. Convert them with `.to(...)`."
+                "The tensors of the parameters differ in dtype or device. Convert them with "
+                "`.to(...)`."
             )
         sized = zip(tensors, self.sizes, strict=True)
         return torch.cat([tensor.reshape((size, *columns)) for tensor, size in sized])
@@ -115,8 +122,8 @@ class ParameterLayout:
         """
         if tensor.ndim not in (1, 2) or tensor.shape[0] != self.size:
             raise ValueError(
-                f"A tensor of shape {tuple(tensor.shape)} does not hold the parameters: expected "
-                f"({self.size},) or ({self.size}, k)."
+                f"A tensor of shape {tuple(tensor.shape)} does not contain the parameters. Pass "
+                f"a tensor of shape ({self.size},) or ({self.size}, k)."
             )
         rows = tensor.split(self.sizes)
         return {

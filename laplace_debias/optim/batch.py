@@ -20,8 +20,8 @@ class Batch:
         loss, outputs = evaluated(closure)
         if not (loss.requires_grad and outputs.requires_grad):
             raise ValueError(
-                "The closure's loss or outputs depend on no parameter. Compute both from the "
-                "model's forward pass, without torch.no_grad()."
+                "The closure's loss or outputs do not depend on any parameter. Compute both with "
+                "the model's forward pass, without torch.no_grad()."
             )
         self.loss = float(loss.detach()) + 0.5 * float(decay @ theta.square())
         gradients = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
@@ -100,16 +100,17 @@ def evaluated(closure: Closure, finite: bool = True) -> tuple[Tensor, Tensor]:
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not all(isinstance(tensor, Tensor) for tensor in result):
         raise TypeError(
-            f"A closure must return (loss, outputs), two tensors, got {type(result).__name__}."
+            f"A closure must return (loss, outputs), two tensors, got {type(result).__name__}. "
+            "Return both."
         )
     loss, outputs = result
     if loss.ndim != 0:
         raise TypeError(
-            f"A closure's loss must be a number, got shape {tuple(loss.shape)}. Take its mean."
+            f"A closure's loss must be a number, got shape {tuple(loss.shape)}. Return its mean."
         )
     if finite and not loss.isfinite():
         raise ValueError(
-            "The loss is NaN or Inf before the step. Look at data and parameters, or start from a "
+            "The loss is NaN or Inf before the step. Check the data and the parameters, or use a "
             "smaller step or more damping."
         )
     return loss, outputs

@@ -48,7 +48,7 @@ class StepReport:
 
 
 class DebiasedHessianFree(Optimizer):
-    r"""A Hessian-free optimiser with directions from one batch and step sizes from another.
+    r"""A Hessian-free optimiser with directions and step sizes from different batches.
 
     A step minimises the batch's quadratic, with the generalised Gauss-Newton matrix (GGN) and
     damping, by conjugate gradients until Martens' rule stops them. It adapts the damping by
@@ -112,11 +112,11 @@ class DebiasedHessianFree(Optimizer):
         line_search: bool = True,
     ) -> None:
         if not damping >= 0:
-            raise ValueError(f"damping must be at least 0, got {damping}.")
+            raise ValueError(f"`damping` is {damping}. Pass a number of at least 0.")
         if max_iter < 1:
-            raise ValueError(f"max_iter must be at least 1, got {max_iter}.")
+            raise ValueError(f"`max_iter` is {max_iter}. Pass a number of at least 1.")
         if not tol >= 0:
-            raise ValueError(f"tol must be at least 0, got {tol}.")
+            raise ValueError(f"`tol` is {tol}. Pass a number of at least 0.")
         defaults = {
             "damping": damping,
             "max_iter": max_iter,
@@ -144,17 +144,19 @@ class DebiasedHessianFree(Optimizer):
         for name, value in shared.items():
             if param_group.get(name, value) != value:
                 raise ValueError(
-                    f"{name} belongs to the whole step and cannot differ between groups. Pass "
+                    f"`{name}` applies to the whole step and cannot differ between groups. Pass "
                     "it to the optimizer."
                 )
         weight_decay = param_group.get("weight_decay", self.defaults["weight_decay"])
         if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
+            raise ValueError(
+                f"`weight_decay` is {weight_decay}. Pass a finite number of at least 0."
+            )
         super().add_param_group({**shared, **param_group})
         if any(hasattr(p, "full_tensor") for p in self.param_groups[-1]["params"]):
             raise NotImplementedError(
-                "Parameters are split over processes (fully_shard, tensor parallelism), whose "
-                "quadratic this optimizer does not see. Train the plain model on one process."
+                "The parameters are split over processes (fully_shard, tensor parallelism), "
+                "which this optimizer does not support. Train the plain model on one process."
             )
 
     def step(self, first: Closure, second: Closure | None = None) -> Tensor:  # type: ignore[override]
@@ -250,10 +252,14 @@ class DebiasedHessianFree(Optimizer):
         parameters = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if not parameters:
             raise ValueError(
-                "No parameter requires a gradient. Call requires_grad_(True) on those to train."
+                "No parameter requires a gradient. Call requires_grad_(True) on the parameters "
+                "to train."
             )
         kinds = {(p.dtype, p.device) for p in parameters}
         if len(kinds) > 1:
             names = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
-            raise ValueError(f"Parameters must share one dtype and one device, found {names}.")
+            raise ValueError(
+                f"The parameters must have the same dtype and device, got {names}. Convert them "
+                "with `.to(...)`."
+            )
         return parameters

@@ -48,7 +48,7 @@ class Cut:
         """
         if len(coordinates) != len(self.slopes):
             raise ValueError(
-                f"A cut along {len(self.slopes)} directions takes as many coordinates, got "
+                f"A cut along {len(self.slopes)} directions needs as many coordinates, got "
                 f"{len(coordinates)}. Call it as cut(a, b, ...)."
             )
         tensors = [torch.as_tensor(coordinate).to(self.slopes) for coordinate in coordinates]
@@ -77,8 +77,8 @@ def solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
     if info > 0:
         smallest = float(eigh(matrix, "the curvature in the subspace")[0][0])
         raise ValueError(
-            f"The quadratic has no minimum: its smallest curvature is {smallest:.3g}. Add damping, "
-            "or use the GGN instead of the Hessian."
+            f"The quadratic has no minimum, because its smallest curvature is {smallest:.3g}. "
+            "Add damping, or use the GGN instead of the Hessian."
         )
     return torch.cholesky_solve(right[:, None], factor)[:, 0]
 
@@ -119,15 +119,15 @@ class Quadratic:
         ):
             raise ValueError(
                 f"A gradient of shape {tuple(self.gradient.shape)}, a matrix of shape "
-                f"{self.matrix.shape} and a position of shape {tuple(self.position.shape)} do not "
-                "fit: expected [D], (D, D) and [D]."
+                f"{self.matrix.shape} and a position of shape {tuple(self.position.shape)} do "
+                "not match. Pass [D], (D, D) and [D]."
             )
         fields = (self.value, self.gradient, self.matrix, self.position)
         if len({(field.dtype, field.device) for field in fields}) > 1:
             dtypes = ", ".join(f"{field.dtype} on {field.device}" for field in fields)
             raise ValueError(
-                "Value, gradient, matrix and position must share one dtype and one device, got "
-                f"{dtypes}."
+                "The value, gradient, matrix and position must have the same dtype and device, "
+                f"got {dtypes}. Convert them with `.to(...)`."
             )
 
     @classmethod
@@ -145,7 +145,7 @@ class Quadratic:
         progress: bool = False,
         batch: Callable[[Any], tuple[Any, Any]] | None = None,
     ) -> "Quadratic":
-        r"""Build the quadratic of a model's loss on data, at the model's parameters (Eq. 1 and 2).
+        r"""Build the quadratic of a loss on data, at the model's parameters (Eq. 1, 2).
 
         Value and gradient take one pass over the data, and every product with the curvature takes
         another pass. The model is not changed.
@@ -168,7 +168,9 @@ class Quadratic:
             ValueError: For an unknown curvature, and as `GGN`.
         """
         if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
+            raise ValueError(
+                f"`weight_decay` is {weight_decay}. Pass a finite number of at least 0."
+            )
         terms = objective(
             model,
             loss,
@@ -198,12 +200,14 @@ class Quadratic:
             ValueError: If β is negative or not finite, or the mask does not fit.
         """
         if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be at least 0 and finite, got {weight_decay}.")
+            raise ValueError(
+                f"`weight_decay` is {weight_decay}. Pass a finite number of at least 0."
+            )
         mask = torch.ones_like(self.position, dtype=torch.bool) if on is None else on
         if mask.shape != self.position.shape:
             raise ValueError(
-                f"The mask has shape {tuple(mask.shape)}, the parameters "
-                f"{tuple(self.position.shape)}: they must be equal."
+                f"`mask` has shape {tuple(mask.shape)}, but the parameters have "
+                f"{tuple(self.position.shape)}. Pass a mask of the same shape."
             )
         diagonal = weight_decay * mask.to(self.position)
         pull = diagonal * self.position
@@ -247,9 +251,9 @@ class Quadratic:
             return _inner(self.gradient, unit)
         if at.ndim == 2 and at.shape != direction.shape:
             raise ValueError(
-                f"Positions of shape {tuple(at.shape)} do not fit directions of shape "
-                f"{tuple(direction.shape)}: expected one position [D] for all directions, "
-                "or one position for each."
+                f"Positions of shape {tuple(at.shape)} do not match directions of shape "
+                f"{tuple(direction.shape)}. Pass one position [D] for all directions, or one "
+                "position per direction."
             )
         return _inner(self.gradient_at(at), unit)
 
@@ -329,14 +333,15 @@ class Quadratic:
             FloatingPointError: If a product is not finite.
         """
         if not damping >= 0:
-            raise ValueError(f"damping must be at least 0, got {damping}.")
+            raise ValueError(f"`damping` is {damping}. Pass a number of at least 0.")
         if method not in ("cg", "exact"):
             raise ValueError(f"Unknown method {method!r}. Use 'cg' or 'exact'.")
         damped = self.matrix + damping * Identity(len(self.gradient))
         if method == "exact":
             if (tol, max_iter, preconditioner, stop) != (1e-6, None, None, None):
                 raise ValueError(
-                    "tol, max_iter, preconditioner and stop belong to method='cg'. Leave them out."
+                    '`tol`, `max_iter`, `preconditioner` and `stop` apply only to `method="cg"`. '
+                    "Remove them."
                 )
             return solve_exactly(damped.to_dense(), -self.gradient)
         solution = cg(
@@ -362,7 +367,7 @@ class Quadratic:
         norm = direction.norm(dim=0)
         if not (norm.isfinite() & (norm > 0)).all():
             raise ValueError(
-                "A direction is zero or not finite; expected a positive, finite length."
+                "A direction is zero or not finite. Pass directions of positive, finite length."
             )
         return direction / norm
 
@@ -370,7 +375,8 @@ class Quadratic:
         size = self.gradient.shape[0]
         if tensor.ndim not in (1, 2) or tensor.shape[0] != size:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}: expected ({size},) or ({size}, k)."
+                f"{name} has shape {tuple(tensor.shape)}. Pass a tensor of shape ({size},) or "
+                f"({size}, k)."
             )
 
 

@@ -1,4 +1,4 @@
-"""Tables and pictures from results. Needs the extra `cli`, and knows no model."""
+"""Tables and pictures of results, which need the extra `cli`."""
 
 from laplace_debias.system.checks import check_extra
 

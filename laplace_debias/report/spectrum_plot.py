@@ -1,4 +1,4 @@
-"""Spectral densities: how many eigenvalues lie where, on a linear or a logarithmic axis."""
+"""Figures of spectral densities."""
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ _BAND = 2
 
 
 def plot_spectral_density(density: SpectralDensity, ax: Axes) -> None:
-    """Draws a spectral density: a line, with a band of two standard errors.
+    """Draw a spectral density with a band of two standard errors.
 
     The density has a logarithmic axis over the six decades below its peak: in the spectra of
     networks nearly all eigenvalues lie next to zero, and those that matter are few. On the

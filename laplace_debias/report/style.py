@@ -1,4 +1,4 @@
-"""How pictures look, and how they are saved.
+"""The style of pictures, and how they are saved.
 
 Neither this file nor the pictures use pyplot, so the user's state is untouched.
 """
@@ -36,7 +36,7 @@ _DPI = 150
 
 
 def style_axes(ax: Axes) -> None:
-    """Gives axes the look of this package: a light grid behind, no frame above and to the right."""
+    """Set the style of axes: a light grid, and no frame above and to the right."""
     ax.grid(visible=True, which="major", color=GRID, linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
@@ -47,6 +47,9 @@ def style_axes(ax: Axes) -> None:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a picture at once and whole, in the format of its suffix; PNG at 150 dots per inch."""
+    """Write a picture atomically, in the format of its suffix.
+
+    PNG files have 150 dots per inch.
+    """
     with written_atomically(path) as temporary:
         figure.savefig(temporary, dpi=_DPI, format=Path(path).suffix[1:].lower())

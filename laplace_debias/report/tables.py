@@ -22,7 +22,7 @@ _MOST_COLUMNS = 1000
 
 
 def print_table(rows: Sequence[Row], title: str) -> None:
-    """Prints a table to the terminal.
+    """Print a table to the terminal.
 
     Real numbers have three decimals; those that would vanish, or have more than six digits before
     the point, appear in scientific notation, missing values and None as a dash.
@@ -49,7 +49,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 
 
 def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
-    """Writes a table as CSV, real numbers in full precision, None and missing values as nothing.
+    """Write a table as CSV, with real numbers in full precision.
 
     The file appears at once and whole; missing parent folders are made. Texts are `not_a_formula`.
     """
@@ -64,7 +64,7 @@ def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
 
 
 def not_a_formula(value: Any) -> Any:
-    """A cell of a CSV file; a text that a spreadsheet would compute has an apostrophe before it.
+    """Return a cell of a CSV file that a spreadsheet does not read as a formula.
 
     Such texts begin with `=`, `+`, `-` or `@`; numbers with a sign stay as they are.
     """

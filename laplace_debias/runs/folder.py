@@ -1,4 +1,4 @@
-"""The run folder: its files by name, read and checked, and each written whole or not at all."""
+"""The run folder, whose files are written atomically and checked when read."""
 
 import io
 import json
@@ -34,7 +34,7 @@ Record = TypeVar("Record")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Names of methods and sets, which name files and parts of figures."""
 _METADATA = b"laplace_debias"
-_AGAIN = "run `laplace-debias report` again with the same settings, which goes on where it stopped"
+_AGAIN = "Run `laplace-debias report` again with the same settings to resume the run"
 _OURS = (
     "config.yaml",
     "metrics.json",
@@ -76,23 +76,23 @@ class RunFolder:
     # ----------------------------------------------------------------------------- paths
 
     def predictions(self, method: str, set_name: str) -> Path:
-        """The table of a method's predictions for a set."""
+        """Return the path of the table of a method's predictions for a set."""
         return self.path / "predictions" / method / f"{set_name}.parquet"
 
     def posterior(self, name: str) -> Path:
-        """The file of a posterior."""
+        """Return the path of a posterior's file."""
         return self.path / "posteriors" / f"{name}.safetensors"
 
     def sweep(self, name: str) -> Path:
-        """The search for a posterior's prior precision."""
+        """Return the path of the search for a posterior's prior precision."""
         return self.path / "sweeps" / f"{name}.json"
 
     def example(self, index: int) -> Path:
-        """The image of a test example."""
+        """Return the path of the image of a test example."""
         return self.path / "examples" / f"{index}.png"
 
     def figure(self, name: str) -> Path:
-        """A figure of the page."""
+        """Return the path of a figure of the page."""
         return self.path / "pictures" / f"{name}.svg"
 
     # --------------------------------------------------------------------------- reading
@@ -107,15 +107,16 @@ class RunFolder:
         if not self._record.is_file():
             state = "does not exist"
             if self.path.is_dir():
-                state = "is no run folder, it has no run.json"
+                state = "is not a run folder, because it has no run.json"
             raise FileNotFoundError(
-                f"{self.path} {state}: give a folder that `laplace-debias report --output` wrote."
+                f"{self.path} {state}. Pass a folder that `laplace-debias report --output` wrote."
             )
         content = read_json(self._record)
         if content.get("format") != FORMAT:
             raise ValueError(
-                f"{self._record} has format {content.get('format')!r}, and this version reads "
-                f"format {FORMAT}: use the version that wrote the run, or give another folder."
+                f"{self._record} has format {content.get('format')!r}, but this version supports "
+                f"format {FORMAT}. Use the version that wrote the run, or pass a different "
+                "folder."
             )
         with _naming_damaged_file(self._record):
             return from_json(RunRecord, content)
@@ -129,9 +130,9 @@ class RunFolder:
         """
         record = self.read_record()
         if record.status != "complete":
-            raise ValueError(f"The run in {self.path} is not complete ({record.status}): {_AGAIN}.")
+            raise ValueError(f"The run in {self.path} is not complete ({record.status}). {_AGAIN}.")
         if not self._measurements.is_file():
-            raise FileNotFoundError(f"{self.path} has no metrics.json: {_AGAIN}.")
+            raise FileNotFoundError(f"{self.path} has no metrics.json. {_AGAIN}.")
         with _naming_damaged_file(self._record):
             if not record.methods or not record.sets_of("test"):
                 raise ValueError("it has no methods, or no set with the role test")
@@ -140,7 +141,8 @@ class RunFolder:
             for name in names:
                 if not NAME.fullmatch(name):
                     raise ValueError(
-                        f"the name {name!r} has more than letters, digits, '.', '_' and '-'"
+                        f"the name {name!r} contains characters other than letters, digits, '.', "
+                        "'_' and '-'"
                     )
         return record
 
@@ -149,11 +151,11 @@ class RunFolder:
         return self._read(Measurements, self._measurements)
 
     def read_sweep(self, name: str) -> Sweep:
-        """Read the search for a prior precision; an empty one where there was none."""
+        """Read the search for a prior precision, which may be empty."""
         return self._read_or_empty(Sweep, self.sweep(name))
 
     def read_examples(self) -> ExampleGroups:
-        """Read the examples to look at; empty groups where there are none."""
+        """Read the groups of notable examples, which may be empty."""
         return self._read_or_empty(ExampleGroups, self._examples)
 
     def _read(self, kind: type[Record], path: Path) -> Record:
@@ -184,7 +186,7 @@ class RunFolder:
         return arrays
 
     def predictions_summary(self, method: str, set_name: str) -> PredictionsSummary | None:
-        """The summary of a complete table, on all processes; None where none can be read."""
+        """Return the summary of a complete table, or None if there is none."""
         ranks = process_group()
         content = None
         if ranks.rank == 0:
@@ -207,21 +209,22 @@ class RunFolder:
             self._remove_run()
             return None
         if self.path.exists() and not self.path.is_dir():
-            raise FileExistsError(f"{self.path} is a file; name a folder as --output")
+            raise FileExistsError(f"{self.path} is a file. Pass the path of a folder as --output.")
         if not self._record.exists():
             names = sorted(path.name for path in self.path.glob("[!.]*"))
             if names:
                 raise FileExistsError(
-                    f"{self.path} holds other files ({', '.join(names[:3])}"
-                    f"{', …' if len(names) > 3 else ''}); name an empty folder as --output"
+                    f"{self.path} contains other files "
+                    f"({', '.join(names[:3])}{(', …' if len(names) > 3 else '')}). Pass an empty "
+                    "folder as --output."
                 )
             return None
         record = self.read_record()
         changed = differences(record.identity, plain(identity))
         if changed:
             raise FileExistsError(
-                f"{self.path} holds a run of other settings ({changed}); give another --output, "
-                "or --overwrite to begin anew there"
+                f"{self.path} contains a run with different settings ({changed}). Pass a "
+                "different --output, or add --overwrite to start again in this folder."
             )
         for path in self.path.rglob(".*.partial"):  # A run that was killed left them.
             path.unlink(missing_ok=True)
@@ -253,7 +256,7 @@ class RunFolder:
         write_json(self.sweep(name), sweep)
 
     def write_examples(self, examples: ExampleGroups) -> None:
-        """Write the examples to look at."""
+        """Write the groups of notable examples."""
         write_json(self._examples, examples)
 
     def write_example_image(self, index: int, pixels: UInt8[np.ndarray, "height width 3"]) -> None:
@@ -288,7 +291,10 @@ class RunFolder:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; the other processes wait for the first one."""
+    """Write a file atomically, on the first process.
+
+    The other processes wait for it.
+    """
     ranks = process_group()
     if ranks.rank == 0:
         with written_atomically(path) as temporary:
@@ -311,7 +317,7 @@ def read_json(path: Path) -> dict[str, Any]:
     with _naming_damaged_file(path):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise TypeError("it is no JSON object")
+            raise TypeError("it is not a JSON object")
         return content
 
 
@@ -340,4 +346,4 @@ def _naming_damaged_file(path: Path) -> Iterator[None]:
     ) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         reason = f"{reason} is missing" if isinstance(error, KeyError) else reason
-        raise ValueError(f"{path} is damaged ({reason}): delete it and {_AGAIN}.") from error
+        raise ValueError(f"{path} is damaged ({reason}). Delete it. {_AGAIN}.") from error

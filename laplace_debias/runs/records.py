@@ -1,4 +1,4 @@
-"""The records of a run: what its JSON files hold, as dataclasses.
+"""The records of a run: the contents of its JSON files, as dataclasses.
 
 The names of fields are the keys of the files, unless `metadata` has another one. Fields with a
 default may be missing in a file, as in those of earlier versions; keys without a field are ignored.
@@ -84,7 +84,7 @@ class MethodRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricValue:
-    """A metric with its 95 % interval; both ends are None where none is known."""
+    """A metric with its 95 % interval, or with None for both ends."""
 
     metric: str
     value: float
@@ -93,22 +93,22 @@ class MetricValue:
 
     @property
     def lower(self) -> float:
-        """The lower end, minus infinity where it is not known."""
+        """The lower end, or minus infinity if it is unknown."""
         return -math.inf if self.low is None else self.low
 
     @property
     def upper(self) -> float:
-        """The upper end, infinity where it is not known."""
+        """The upper end, or infinity if it is unknown."""
         return math.inf if self.high is None else self.high
 
     def sign(self, ideal: float = 0.0) -> int:
-        """Return 1 or -1 where the value is significantly above or below another, else 0."""
+        """Return 1 or -1 if the value is significantly above or below another, else 0."""
         return int(self.lower > ideal) - int(self.upper < ideal)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricRow(MetricValue):
-    """A metric of a method on a set; `score` is the one by which an OOD set is separated."""
+    """A metric of a method on a set, for OOD sets with the name of the score."""
 
     method: str
     set_name: str = field(metadata={"key": "set"})
@@ -118,7 +118,7 @@ class MetricRow(MetricValue):
 
 @dataclass(frozen=True, kw_only=True)
 class DifferenceRow(MetricRow):
-    """A metric of a method minus that of a reference, on the examples that both predicted."""
+    """A metric of a method minus that of a reference, on the same examples."""
 
     reference: str
     reference_score: str | None = field(default=None, metadata={"optional": True})
@@ -143,7 +143,7 @@ class Measurements:
 
 @dataclass
 class TrainingRecord:
-    """How well the network fits the first of its own training examples.
+    """The network's metrics on the first of its training examples.
 
     Attributes:
         num_examples: Number of these examples.
@@ -158,13 +158,13 @@ class TrainingRecord:
     uniform_nll: float | None = field(default=None, metadata={"optional": True})
 
     def metrics(self) -> dict[str, MetricValue]:
-        """The metrics by name."""
+        """Return the metrics by name."""
         return {row.metric: row for row in self.rows}
 
 
 @dataclass
 class RunRecord:
-    """`run.json`: network, data, methods, and how far the run is.
+    """`run.json`: network, data, methods, and the status of the run.
 
     Attributes:
         format: Version of the files.
@@ -220,7 +220,7 @@ class RunRecord:
 
     @property
     def target_kind(self) -> TargetKind:
-        """The kind of the targets, also in runs of earlier versions."""
+        """The type of the targets, also in runs of earlier versions."""
         return self.targets or _TARGETS_BY_TASK[self.task]
 
     @property
@@ -239,11 +239,11 @@ class RunRecord:
         return next(dataset for dataset in self.sets if dataset.role == "test")
 
     def method(self, key: str) -> MethodRecord:
-        """The method of a key."""
+        """Return the method with a key."""
         return next(method for method in self.methods if method.key == key)
 
     def sets_of(self, role: Role) -> list[SetRecord]:
-        """The sets of a role, by severity."""
+        """Return the sets of a role, by severity."""
         sets = [dataset for dataset in self.sets if dataset.role == role]
         return sorted(sets, key=lambda dataset: dataset.severity or 0)
 
@@ -295,7 +295,7 @@ class Sweep:
 
 @dataclass
 class ExampleRecord:
-    """A test example that is worth looking at.
+    """A notable test example.
 
     Attributes:
         index: Its position in the test set.
@@ -320,7 +320,7 @@ class ExampleRecord:
 
 @dataclass
 class ExampleGroups:
-    """`examples.json`: groups of test examples, and the methods by which they were chosen."""
+    """`examples.json`: groups of test examples, and the methods that chose them."""
 
     most_uncertain: list[ExampleRecord] = field(default_factory=list)
     most_confidently_wrong: list[ExampleRecord] = field(default_factory=list)
@@ -336,7 +336,7 @@ class PredictionsSummary:
 
 
 def to_json(value: Any) -> Any:
-    """Return a record as dictionaries and lists; optional fields without a value are left out."""
+    """Convert a record to dictionaries and lists, without empty optional fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         content = {}
         for column in dataclasses.fields(value):
@@ -353,7 +353,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[Record], content: Any) -> Record:
-    """Return the record of a type that JSON content describes.
+    """Build a record of a type from JSON content.
 
     Raises:
         TypeError: If it is no mapping.

@@ -1,4 +1,4 @@
-"""Names of scores, and numbers as people read them."""
+"""Names of scores, and formats of numbers for readers."""
 
 import math
 from collections.abc import Iterable
@@ -20,13 +20,13 @@ MOST_DECIMALS = 5
 
 
 def in_order(metrics: Iterable[str]) -> list[str]:
-    """Metrics without repetition, in the order of `METRICS`."""
+    """Return metrics without repetition, in the order of `METRICS`."""
     names = set(metrics)
     return [name for name in METRICS if name in names]
 
 
 def decimals(low: float, high: float, value: float) -> int:
-    """Return the number of decimals with which an interval has two digits that count.
+    """Return the number of decimals that shows two significant digits of an interval.
 
     Without an interval `value` has three digits, or two where three are more than three decimals.
     """
@@ -41,7 +41,7 @@ def decimals(low: float, high: float, value: float) -> int:
 
 
 def number(value: float | None, places: int) -> str:
-    """A number with a real minus sign; a dash where there is none."""
+    """Format a number with a minus sign, or a missing one as a dash."""
     if value is None or not math.isfinite(value):
         return "–"
     text = f"{value:,.{places}f}"
@@ -49,7 +49,7 @@ def number(value: float | None, places: int) -> str:
 
 
 def brief(value: float) -> str:
-    """A number in a sentence: three decimals, more where it is small, none where large."""
+    """Format a number for a sentence, with at most three decimals unless it is small."""
     if value == 0:
         return "0"
     text = f"{value:.3f}"
@@ -61,7 +61,7 @@ def brief(value: float) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number to some digits, powers of ten where it is very large or small."""
+    """Format a number with some digits, and with a power of ten if needed."""
     if not value or not math.isfinite(value):
         return "0" if value == 0 else "–"
     exponent = math.floor(math.log10(abs(value)))
@@ -71,12 +71,12 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def power_of_ten(exponent: int) -> str:
-    """`10⁻³` for -3."""
+    """Format a power of ten, such as `10⁻³` for -3."""
     return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def duration(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds."""
+    """Format seconds as hours, minutes and seconds."""
     if seconds < 60:
         return f"{significant(seconds, 2)} s"
     minutes, whole_seconds = divmod(round(seconds), 60)
@@ -85,7 +85,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the unit that suits them."""
+    """Format a number of bytes with a suitable unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{significant(num_bytes)} {unit}" if unit != "B" else f"{num_bytes:.0f} B"

@@ -18,26 +18,27 @@ _NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
 
 
 def read_archive(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a `.npz` file by name; nothing is ever unpickled."""
+    """Read the arrays of a `.npz` file by name, without unpickling anything."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             if not isinstance(archive, Mapping):
-                raise ValueError("it holds one array without a name")
+                raise ValueError("it contains one array without a name")
             return dict(archive)
     # Damaged bytes raise errors of any type in the readers of zip files and of headers.
     except Exception as error:
         if "allow_pickle" in str(error):
             raise ValueError(
-                f"{path} holds Python objects, which are not read; save arrays of numbers by "
-                "np.savez(path, x_train=..., y_train=..., x_test=..., y_test=...)"
+                f"{path} contains Python objects, which are not loaded for safety. Save arrays "
+                "of numbers with np.savez(path, x_train=..., y_train=..., x_test=..., "
+                "y_test=...)."
             ) from error
         raise ValueError(
-            f"{path} is damaged or no NumPy archive ({error}); write it again by np.savez"
+            f"{path} is damaged, or is not a NumPy archive ({error}). Write it again with np.savez."
         ) from error
 
 
 def archive_splits(path: Path, settings: SourceSettings) -> Splits:
-    """The splits of a `.npz` file.
+    """Read the splits of a `.npz` file.
 
     Arrays are `x_train`, `y_train`, `x_test`, `y_test` and perhaps `x_val` and `y_val`; or `x` and
     `y`, which the seed splits. Bytes `[N, C, H, W]`, `[N, H, W, C]` or `[N, H, W]` are
@@ -57,9 +58,9 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
         missing = [name for name in needed if name not in arrays]
         if missing:
             raise ValueError(
-                f"{path} has no {' and no '.join(missing)}, but {', '.join(sorted(arrays))}"
-                f"{nearest(missing[0], list(arrays))}; expected {', '.join(_NAMES)} (x_val and "
-                "y_val may be missing), or x and y"
+                f"{path} has the arrays {', '.join(sorted(arrays))}, but no "
+                f"{' and no '.join(missing)}.{nearest(missing[0], list(arrays))} Use the names "
+                f"{', '.join(_NAMES)} (x_val and y_val are optional), or x and y."
             )
         pairs = {
             name[2:]: (arrays[name], arrays[f"y{name[1:]}"]) for name in needed if name[0] == "x"
@@ -68,8 +69,8 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
     pixels = image_pixels(pairs["train"][0], settings)
     if pixels is None and Pixels.from_settings(settings) is not None:
         raise ValueError(
-            f"mean and std apply to images, and {path} has inputs of shape "
-            f"{list(pairs['train'][0].shape[1:])}; leave out mean and std"
+            f"mean and std apply only to images, but {path} has inputs of shape "
+            f"{list(pairs['train'][0].shape[1:])}. Remove mean and std."
         )
     examples = {
         name: _examples(x, y, likelihood, pixels, f"{path}, {name}")
@@ -82,9 +83,9 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
     for name, split in examples.items():
         if split.inputs.shape[1:] != train.inputs.shape[1:]:
             raise ValueError(
-                f"{path}: the inputs of x_{name} have shape "
-                f"{list(split.inputs.shape[1:])}, but those of x_train have shape "
-                f"{list(train.inputs.shape[1:])}; expected the same shape"
+                f"The inputs of x_{name} in {path} have shape {list(split.inputs.shape[1:])}, "
+                f"but those of x_train have shape {list(train.inputs.shape[1:])}. Use the same "
+                "shape for both."
             )
     return Splits(
         train=train,
@@ -104,7 +105,8 @@ def _examples(
 ) -> Examples:
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(
-            f"{source}: x has {len(x)} rows, y {len(y)}; expected one each, at least one"
+            f"x in {source} has {len(x)} rows, but y has {len(y)}. Use at least one row, and as "
+            "many in x as in y."
         )
     inputs = as_inputs(x, source)
     targets = as_targets(y, likelihood, f"y of {source}")
@@ -112,7 +114,7 @@ def _examples(
 
 
 def as_inputs(x: np.ndarray, source: str) -> Tensor:
-    """Inputs as the network takes them; images of bytes as bytes `[N, C, H, W]`."""
+    """Convert inputs to the network's form; images of bytes stay bytes."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         if x.ndim == 3:
             x = x[:, None]
@@ -127,7 +129,7 @@ def as_inputs(x: np.ndarray, source: str) -> Tensor:
 
 
 def image_pixels(x: np.ndarray, settings: SourceSettings) -> Pixels | None:
-    """How inputs are made of pixels; None if they are no images of one or three channels."""
+    """Return how inputs are made of pixels, or None if they are not images."""
     if x.dtype == np.uint8 and x.ndim in (3, 4):
         return Pixels.from_settings(settings) or Pixels()
     if x.ndim != 4 or x.shape[1] not in (1, 3) or x.dtype.kind != "f":

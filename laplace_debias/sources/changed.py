@@ -1,4 +1,4 @@
-"""Test images made into others: corrupted ones, shuffled patches, drawn digits."""
+"""Changed test images: corruptions, shuffled patches, drawn digits."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,10 @@ _GRID = 4
 
 
 class Changed:
-    """Batches with other inputs; `change` takes inputs and the number of the first of them."""
+    """Batches whose inputs are changed by a function.
+
+    The function takes the inputs and the index of the first example.
+    """
 
     def __init__(self, batches: Batches, change: Callable[[Tensor, int], Tensor]) -> None:
         self.source = batches
@@ -31,13 +34,13 @@ class Changed:
             offset += len(batch[0])
 
     def changed(self, batch: Any, offset: int) -> tuple[Tensor, Tensor]:
-        """A batch with other inputs, of which the first is number `offset`."""
+        """Change the inputs of a batch, whose first example has the index `offset`."""
         x, y = batch
         return self._change(x, offset), y
 
 
 class Corruption:
-    """Images corrupted at a severity, each by its own random numbers, as CIFAR-10-C's.
+    """A corruption of images at a severity, like that of CIFAR-10-C.
 
     The pixels that an image was made of are corrupted, at the size that the network takes. The
     results are kept up to 1 GiB, because some corruptions take longer than the network.
@@ -64,13 +67,16 @@ class Corruption:
 def shuffled_patches(
     x: Float[Tensor, "batch channels height width"], offset: int, seed: int
 ) -> Tensor:
-    """Images cut into 4 × 4 patches, which change places; each image in its own way.
+    """Shuffle the 4 × 4 patches of each image.
 
     The first of the images is number `offset`.
     """
     height, width = (side // _GRID for side in x.shape[2:])
     if not height or not width:
-        raise ValueError(f"images of {x.shape[2]} × {x.shape[3]} pixels have no 4 × 4 patches")
+        raise ValueError(
+            f"Images of {x.shape[2]} × {x.shape[3]} pixels are too small for 4 × 4 patches. Use "
+            "larger images."
+        )
     # Pixels beyond the grid, at the right and at the bottom, stay where they are.
     inner = x[:, :, : _GRID * height, : _GRID * width]
     patches = inner.unflatten(3, (_GRID, width)).unflatten(2, (_GRID, height))
@@ -87,7 +93,7 @@ def shuffled_patches(
 
 
 def drawn_digits(shape: tuple[int, ...], pixels: Pixels) -> Examples:
-    """Scikit-learn's 1,797 handwritten digits as inputs of the shape `[C, H, W]`."""
+    """Draw scikit-learn's 1,797 handwritten digits as images `[C, H, W]`."""
     from sklearn.datasets import load_digits
 
     raw = load_digits()

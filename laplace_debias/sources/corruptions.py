@@ -34,7 +34,7 @@ def corrupt(
     seed: int = 0,
     offset: int = 0,
 ) -> UInt8[Tensor, "n channels height width"]:
-    """Corrupt images as the paper makes CIFAR-10-C: each by one kind, chosen uniformly at random.
+    """Corrupt each image by one random type of corruption, like the paper.
 
     Image n of the call is number `offset + n`; its kind and its random numbers depend on that
     number and `seed` only, so the result does not depend on the batch size, and an image has the
@@ -45,9 +45,12 @@ def corrupt(
     """
     kinds = KINDS if kinds is None else kinds
     if severity not in (1, 2, 3, 4, 5):
-        raise ValueError(f"severity {severity}; expected 1, 2, 3, 4 or 5")
+        raise ValueError(f"severity is {severity}. Pass 1, 2, 3, 4 or 5.")
     if images.shape[1] not in (1, 3):
-        raise ValueError(f"images of {images.shape[1]} channels; expected 1 (grey) or 3 (RGB)")
+        raise ValueError(
+            f"The images have {images.shape[1]} channels. Pass images with 1 channel (grey) or 3 "
+            "channels (RGB)."
+        )
     result = torch.empty_like(images, device="cpu")
     for n, image in enumerate(images.cpu().numpy()):
         name = list(kinds)[np.random.default_rng((seed, offset + n)).integers(len(kinds))]
@@ -95,7 +98,10 @@ def _motion_blur(x: Image, severity: int, rng: Generator) -> Image:
 
 
 def streaked(x: Image, radius: int, sigma: float, degrees: float) -> Image:
-    """Each pixel smeared along a direction, with half-normal weights over 2 · radius + 1 steps."""
+    """Smear each pixel along a direction, with half-normal weights.
+
+    The weights are for 2 · radius + 1 steps.
+    """
     angle = np.deg2rad(degrees)
     steps = np.arange(2 * radius + 1)
     weights = np.exp(-0.5 * (steps / sigma) ** 2)
@@ -119,7 +125,7 @@ def _zoom_blur(x: Image, severity: int, rng: Generator) -> Image:
 
 
 def zoomed(x: Image, zoom: float) -> Image:
-    """The image's middle, magnified."""
+    """Magnify the middle of each image."""
     centre = np.array([(x.shape[0] - 1) / 2, (x.shape[1] - 1) / 2, 0.0])
     scale = np.array([1.0 / zoom, 1.0 / zoom, 1.0])
     return ndimage.affine_transform(x, scale, centre * (1.0 - scale), order=1, mode="nearest")
@@ -136,7 +142,10 @@ def _fog(x: Image, severity: int, rng: Generator) -> Image:
 
 
 def value_noise(height: int, width: int, octave: int, rng: Generator) -> np.ndarray:
-    """Uniform random numbers on a grid of 2^octave cells per side, interpolated to pixels."""
+    """Draw random numbers on a coarse grid, interpolated to pixels.
+
+    The grid has 2^octave cells per side, with uniform random numbers.
+    """
     cells = 2**octave
     grid = rng.uniform(size=(cells + 1, cells + 1))
     nodes = np.ix_(np.linspace(0, cells, height), np.linspace(0, cells, width))

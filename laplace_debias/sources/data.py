@@ -1,4 +1,4 @@
-"""Data by name: what is there before the network is known."""
+"""Data by name, before the network is loaded."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -23,20 +23,20 @@ _OF_TABLES = ("target", "features", "standardise")
 
 
 def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module], Splits]]:
-    """The data of the settings; the images of a folder are not read yet.
+    """Find the data of the settings, without reading the images of a folder.
 
     Returns how many outputs a network of it has, None if that is not known, and a function that
     makes the splits for a network.
     """
     if settings.data is None:
-        raise ValueError(f"there is no data; give --data: {_KINDS}")
+        raise ValueError(f"No data was specified. Pass --data with {_KINDS}.")
     text = str(settings.data)
     path = Path(text)
     if is_import_path(text):
-        _check_options(settings, "data of your own", *_OF_TABLES, "image_size")
+        _check_options(settings, "your own data", *_OF_TABLES, "image_size")
         return _read(own_splits(text, settings))
     if not path.exists():
-        raise ValueError(f"nothing is at {path}, which --data names: check the path")
+        raise ValueError(f"The path {path} of --data does not exist. Check the path.")
     files = table_files(path)
     if path.suffix == ".npz":
         _check_options(settings, "a .npz file", *_OF_TABLES, "image_size")
@@ -49,10 +49,13 @@ def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module
         classes, image_files = find_image_folder(path)
         likelihood = likelihood_from_settings(settings) or Categorical()
         if likelihood.targets != "class":
-            raise ValueError(f"task is {settings.task}; class folders make a classification")
+            raise ValueError(
+                f"`task` is {settings.task}, but folders of images by class are a "
+                "classification. Remove task."
+            )
         num_outputs = likelihood.num_outputs(len(classes))
         return num_outputs, partial(_opened, path, classes, image_files, settings, likelihood)
-    raise ValueError(f"--data {path} has an unknown format; expected {_KINDS}")
+    raise ValueError(f"The data {path} has an unknown format. Pass {_KINDS}.")
 
 
 def _read(splits: Splits) -> tuple[int | None, Callable[[nn.Module], Splits]]:
@@ -63,14 +66,14 @@ def _check_options(settings: SourceSettings, kind: str, *names: str) -> None:
     """Refuse options that would have no effect on the data."""
     used = [name for name in names if getattr(settings, name) != getattr(SourceSettings, name)]
     if used:
-        raise ValueError(f"{' and '.join(used)} given with {kind}: leave it out")
+        raise ValueError(f"{' and '.join(used)} cannot be used with {kind}. Remove this option.")
 
 
 _KEYS = ("train", "validation", "test", "ood", "classes")
 
 
 def own_splits(path: str, settings: SourceSettings) -> Splits:
-    """Data of the callable at an import path, a dict of its parts.
+    """Call the function at an import path, and return the data that it returns.
 
     `train` and `test` are needed; `validation`, `ood` (by name) and `classes` are not. Each part
     is a data set, a `DataLoader` or a list of batches `(x, y)`. A data set, and a plain
@@ -80,8 +83,8 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
     if not isinstance(content, Mapping) or not {"train", "test"} <= set(content) <= set(_KEYS):
         keys = f" of {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
         raise ValueError(
-            f"data {path} returned a {type(content).__name__}{keys}; expected a dict of "
-            f"{', '.join(_KEYS)} (train and test are needed)"
+            f"The function {path} of --data returned a {type(content).__name__}{keys}. Return a "
+            f"dict with the keys {', '.join(_KEYS)} (only train and test are required)."
         )
     dataset = getattr(content["train"], "dataset", content["train"])
     classes = content.get("classes", getattr(dataset, "classes", None))
@@ -134,7 +137,7 @@ def _opened(
 
 
 def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple[Path, int]]]]:
-    """List a folder with `train/CLASS`, `test/CLASS`, perhaps `val/CLASS`; or with `CLASS`.
+    """List the images of a folder by split and class.
 
     Returns the classes, and files and labels of `train`, `val` and `test`; only of `all` where
     there are no splits. No image is decoded.
@@ -150,8 +153,9 @@ def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple
     for split in ("train", "test"):
         if split not in folders:
             raise ValueError(
-                f"{root} has {', '.join(f'{folder.name}/' for folder in folders.values())}, but no "
-                f"{split}/; expected train/CLASS/NAME.jpg, test/… and perhaps val/…"
+                f"{root} has {', '.join(f'{folder.name}/' for folder in folders.values())}, "
+                f"but no {split}/. Use the folders train/CLASS/NAME.jpg, test/CLASS/NAME.jpg, "
+                "and optionally val/CLASS/NAME.jpg."
             )
     classes, _ = _classes_in(folders["train"])
     files = {}
@@ -166,8 +170,8 @@ def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple
             problems.append(f"unknown classes {_first_names(unknown)}")
         if problems:
             raise ValueError(
-                f"{folder} has {' and '.join(problems)}; expected the class folders of "
-                f"{folders['train']}: complete or rename them"
+                f"{folder} has {' and '.join(problems)}. Use the same class folders as in "
+                f"{folders['train']}."
             )
     return classes, files
 
@@ -184,12 +188,13 @@ def _classes_in(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
         images = images_below(path)
         if not images:
             raise ValueError(
-                f"{path} has no images (.jpg, .png, …); expected at least one of each class: "
-                "complete or remove the folder"
+                f"{path} has no images (.jpg, .png, …). Add at least one image, or remove the "
+                "folder."
             )
         files += [(file, label) for file in images]
     if not files:
         raise ValueError(
-            f"{folder} has no class folders; expected {folder}/CLASS/NAME.jpg: check the path"
+            f"{folder} has no class folders. Check the path, or use folders "
+            f"{folder}/CLASS/NAME.jpg."
         )
     return tuple(path.name for path in folders), files

@@ -1,4 +1,4 @@
-"""More inputs of the kind that the network takes: out-of-distribution sets, data to predict."""
+"""Further inputs for the network: out-of-distribution sets, data to predict."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from laplace_debias.sources.table_files import SUFFIXES, read_table
 
 @dataclass(frozen=True, eq=False)
 class FurtherInputs:
-    """More inputs, whose labels mean nothing; names are paths in the folder, or None."""
+    """Further inputs without labels, with their paths in a folder as names."""
 
     examples: ExampleSource
     names: tuple[str, ...] | None = None
@@ -26,7 +26,7 @@ class FurtherInputs:
 def read_further_inputs(
     splits: Splits, shape: tuple[int, ...] | None, source: str | Path, option: str
 ) -> FurtherInputs:
-    """Inputs of a folder of images, a `.npz` file, a table or an import path.
+    """Read inputs from a folder of images, a `.npz` file, a table or an import path.
 
     They are of a `shape`, for a network that was trained on `splits`.
     """
@@ -34,18 +34,21 @@ def read_further_inputs(
         return FurtherInputs(called(str(source), imported(str(source), option), {}, option))
     path = Path(source)
     if not path.exists():
-        raise ValueError(f"{option}: nothing is at {path}: check the path")
+        raise ValueError(f"{option}: the path {path} does not exist. Check the path.")
     if path.suffix == ".npz":
         return _from_archive(splits, shape, path, option)
     if path.suffix in SUFFIXES:
         if splits.columns is None:
-            raise ValueError(f"{option}: {path} is a table, but the network was not trained on one")
+            raise ValueError(
+                f"{option}: {path} is a table, but the network was not trained on a table. Pass "
+                "inputs like those of the training data."
+            )
         return FurtherInputs(_unlabelled(splits.columns.inputs(read_table(path), str(path))))
     if path.is_dir():
         return _from_folder(splits, shape, path, option)
     raise ValueError(
-        f"{option}: {path} has an unknown format; expected a folder of images, a .npz file, a "
-        ".csv or .parquet table, or an import path my_pkg.data:make"
+        f"{option}: {path} has an unknown format. Pass a folder of images, a .npz file, a .csv "
+        "or .parquet table, or an import path my_pkg.data:make."
     )
 
 
@@ -54,12 +57,12 @@ def _from_folder(
 ) -> FurtherInputs:
     files = images_below(path)
     if not files:
-        raise ValueError(f"{option}: {path} has no images (.jpg, .png, …): check the path")
+        raise ValueError(f"{option}: {path} has no images (.jpg, .png, …). Check the path.")
     if splits.pixels is None or shape is None or len(shape) != 3:
-        known_shape = "that is not known" if shape is None else list(shape)
+        known_shape = "that is unknown" if shape is None else list(shape)
         raise ValueError(
             f"{option}: {path} is a folder of images, but the network takes inputs of shape "
-            f"{known_shape}; for images of loaders of your own give --mean and --std"
+            f"{known_shape}. If your own loaders yield images, pass --mean and --std."
         )
     channels, height, width = shape
     view = splits.view
@@ -80,21 +83,22 @@ def _from_archive(
     name = next((name for name in ("x", "x_test") if name in arrays), None)
     if name is None:
         raise ValueError(
-            f"{option}: {path} has {', '.join(arrays) or 'no array'}; expected an array x or x_test"
+            f"{option}: {path} has {', '.join(arrays) or 'no array'}, but no array x or x_test. "
+            "Add one of them."
         )
     x = as_inputs(arrays[name], str(path))
     pixels = None
     if x.dtype == torch.uint8 and x.ndim == 4:
         if splits.pixels is None:
             raise ValueError(
-                f"{option}: {path} holds images as bytes, and it is not known how the "
-                "inputs of the network are normalised; give --mean and --std"
+                f"{option}: {path} contains images as bytes, but the normalisation of the "
+                "network's inputs is unknown. Pass --mean and --std."
             )
         pixels = splits.pixels
     if shape is not None and tuple(x.shape[1:]) != shape:
         raise ValueError(
-            f"{option}: {path} has inputs of shape {list(x.shape[1:])}, the network takes "
-            f"{list(shape)}; give inputs of this shape"
+            f"{option}: {path} has inputs of shape {list(x.shape[1:])}, but the network takes "
+            f"{list(shape)}. Pass inputs of this shape."
         )
     return FurtherInputs(_unlabelled(x, pixels))
 

@@ -23,7 +23,7 @@ _GREY = ("1", "L", "LA")
 
 @dataclass(frozen=True)
 class View:
-    """How a picture becomes a network's input.
+    """The conversion of a picture to a network's input.
 
     `resized` maps Pillow images; with `any_size` pictures of different sizes are made equal.
     """
@@ -34,19 +34,22 @@ class View:
     any_size: bool = False
 
     def resized_to(self, height: int, width: int) -> "View":
-        """The same, resized to a height and a width in pixels: filled, then cropped."""
+        """Return the view that also resizes and crops to a height and a width in pixels."""
         fit = partial(ImageOps.fit, size=(width, height), method=PIL.Image.Resampling.BILINEAR)
         return replace(self, resized=fit, any_size=True)
 
 
 def unchanged(image: Any) -> Any:
-    """The picture itself; unlike a closure, processes of a `DataLoader` can be given it."""
+    """Return the picture itself.
+
+    Unlike a closure, this function can be passed to the processes of a `DataLoader`.
+    """
     return image
 
 
 @dataclass(frozen=True, eq=False)
 class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
-    """Images on disk with labels, each decoded, resized and normalised when it is fetched."""
+    """Labelled images on disk, which are decoded when they are fetched."""
 
     files: tuple[tuple[Path, int], ...]
     view: View
@@ -64,8 +67,8 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
             size, _ = header(first_file)
             if image.size != size:
                 raise ValueError(
-                    f"{file} has {image.size[1]} × {image.size[0]} pixels, others {size[1]} × "
-                    f"{size[0]}; give --image_size, to which all are resized"
+                    f"{file} has {image.size[1]} × {image.size[0]} pixels, but others have "
+                    f"{size[1]} × {size[0]}. Pass --image_size to resize all images."
                 )
         pixels = torch.from_numpy(np.array(self.view.resized(image)))
         pixels = pixels[None] if self.view.is_grey else pixels.permute(2, 0, 1)
@@ -73,25 +76,25 @@ class ImageFiles(Dataset[tuple[Tensor, Tensor]]):
 
 
 def opened(file: Path, is_grey: bool = False) -> Any:
-    """A picture, decoded."""
+    """Decode a picture."""
     try:
         with PIL.Image.open(file) as picture:
             if picture.mode[0] in "IF":  # Pillow would clip them
-                raise ValueError("more than 8 bits a pixel")
+                raise ValueError("more than 8 bits per pixel")
             return picture.convert("L" if is_grey else "RGB")
     # On broken bytes Pillow's decoders raise errors of any type.
     except Exception as error:
-        raise ValueError(f"{file} is no readable image ({error}); replace it") from error
+        raise ValueError(f"{file} is not a readable image ({error}). Replace it.") from error
 
 
 def header(file: Path) -> tuple[tuple[int, int], str]:
-    """Width and height of a picture, pixels, and Pillow's mode; it is not decoded."""
+    """Read a picture's width, height and Pillow mode, without decoding it."""
     with PIL.Image.open(file) as picture:
         return picture.size, picture.mode
 
 
 def images_below(folder: Path) -> list[Path]:
-    """All images in a folder and the folders in it, sorted by path."""
+    """List all images in a folder and its subfolders, sorted by path."""
     return sorted(
         path
         for path in folder.rglob("*")
@@ -111,7 +114,7 @@ def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) 
 def view_of(
     settings: SourceSettings, model: nn.Module, files: Iterable[Path]
 ) -> tuple[View, tuple[str, ...]]:
-    """How pictures become the inputs of a network, and notes for the reader.
+    """Return how pictures become the inputs of a network, and notes for the reader.
 
     A network of timm has a configuration (`timm.data.resolve_data_config`), which image_size, mean
     and std of the settings replace. Torchvision's published weights have one, too. The files show
@@ -132,16 +135,16 @@ def view_of(
     notes: tuple[str, ...] = ()
     if Pixels.from_settings(settings) is None:
         notes = (
-            "No --mean and --std: the network gets pixels divided by 255. If it was trained with "
-            "normalised images, give both.",
+            "--mean and --std were not specified, so the pixels are only divided by 255. If the "
+            "network was trained with normalised images, pass both.",
         )
     is_grey = _is_grey(settings, model, files)
     counts = {len(pixels.mean), len(pixels.std)}
     channels = 1 if is_grey else 3
     if not counts <= {1, channels}:
         raise ValueError(
-            f"--mean and --std have {max(counts)} numbers, and the network takes "
-            f"{channels} channels; give one number per channel, or one for all channels"
+            f"--mean and --std have {max(counts)} numbers, but the network takes {channels} "
+            "channels. Pass one number per channel, or one for all channels."
         )
     view = View(unchanged, pixels, is_grey)
     size = settings.image_size

@@ -15,7 +15,7 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*
 
 
 def is_import_path(text: str) -> bool:
-    """Whether a text looks like `my_pkg.models:build`, and no file has this name."""
+    """Return whether a text looks like `my_pkg.models:build` and is not a file."""
     return _PATH.fullmatch(text) is not None and not Path(text).exists()
 
 
@@ -30,7 +30,7 @@ def check_input(value: str | Path, option: str) -> None:
         if _PATH.fullmatch(text) is not None:
             _check_module(text.partition(":")[0].partition(".")[0], text, option)
     elif not Path(text).exists():
-        raise ValueError(f"nothing is at {text}, which --{option} names: check the path")
+        raise ValueError(f"The path {text} of --{option} does not exist. Check the path.")
 
 
 def _check_module(name: str, path: str, option: str) -> None:
@@ -49,17 +49,17 @@ def _make_working_directory_importable() -> None:
 
 def _no_module(path: str, option: str, module: str) -> str:
     return (
-        f"{option} {path}: there is no module {module}; run the command in the folder "
-        f"that holds {module.replace('.', '/')}.py (this is {os.getcwd()}), or install it"
+        f"{option} {path}: there is no module {module}. Run the command in the folder that "
+        f"contains {module.replace('.', '/')}.py (this folder is {os.getcwd()}), or install it."
     )
 
 
 def imported(path: str, option: str) -> Any:
-    """The object at `module:attribute`. The working directory is importable, as by `python -m`."""
+    """Import the object at `module:attribute`, also from the working directory."""
     if _PATH.fullmatch(path) is None:
         raise ValueError(
-            f"{option} is {path!r}; expected an import path module:attribute, for example "
-            "my_pkg.models:build"
+            f"{option} is {path!r}. Pass an import path module:attribute, for example "
+            "my_pkg.models:build."
         )
     module_name, _, attributes = path.partition(":")
     _make_working_directory_importable()
@@ -70,37 +70,38 @@ def imported(path: str, option: str) -> Any:
         if missing and f"{module_name}.".startswith(f"{missing}."):
             raise ValueError(_no_module(path, option, missing)) from error
         raise ValueError(
-            f"{option} {path}: importing {module_name} raised {described(error)}; --traceback "
-            "shows where"
+            f"{option} {path}: importing {module_name} raised {described(error)}. To see where, "
+            "add --traceback."
         ) from error
     for attribute in attributes.split("."):
         if not hasattr(value, attribute):
             names = [name for name in vars(value) if not name.startswith("_")]
             raise ValueError(
-                f"{option} {path}: {getattr(value, '__name__', module_name)} has no {attribute}"
-                f"{nearest(attribute, names)}"
+                f"{option} {path}: {getattr(value, '__name__', module_name)} has no "
+                f"{attribute}.{nearest(attribute, names)}"
             )
         value = getattr(value, attribute)
     return value
 
 
 def called(path: str, function: Any, arguments: Mapping[str, Any], option: str) -> Any:
-    """The value that a user's callable returns."""
+    """Call a user's function, and return its result."""
     if not callable(function):
         raise ValueError(
-            f"{option} {path} is of type {type(function).__name__} and cannot be called; expected "
-            "a function"
+            f"{option} {path} is of type {type(function).__name__}, which cannot be called. Pass "
+            "the import path of a function."
         )
     try:
         return function(**arguments)
     except Exception as error:
         names = f" with {', '.join(arguments)}" if arguments else " without arguments"
         raise ValueError(
-            f"{option}: calling {path}{names} raised {described(error)}; --traceback shows where"
+            f"{option}: calling {path}{names} raised {described(error)}. To see where, add "
+            "--traceback."
         ) from error
 
 
 def described(error: BaseException) -> str:
-    """An error in one line: its type, and the beginning of what it says."""
+    """Describe an error in one line, by its type and the beginning of its message."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

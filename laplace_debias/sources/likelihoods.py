@@ -1,4 +1,4 @@
-"""The likelihood of a network's outputs: from the option `--task`, or inferred from the data."""
+"""The likelihood of a network's outputs, from `--task` or from the data."""
 
 import numpy as np
 from torch import Tensor
@@ -16,12 +16,15 @@ from laplace_debias.sources.settings import SourceSettings
 
 
 def task_name(likelihood: Likelihood) -> str:
-    """The name of a likelihood in run folders and messages; its class for a user's own."""
+    """Return the name of a likelihood for run folders and messages.
+
+    For a user's own likelihood, it is the name of the class.
+    """
     return likelihood.name or type(likelihood).__qualname__
 
 
 def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
-    """The likelihood that `--task` names; None without the option.
+    """Return the likelihood of `--task`, or None without this option.
 
     Raises:
         ValueError: If an import path leads to no likelihood.
@@ -36,14 +39,15 @@ def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
         likelihood = called(task, likelihood, {}, "task")
     if not isinstance(likelihood, Likelihood):
         raise ValueError(
-            f"task {task} is a {type(likelihood).__name__}. Name a Likelihood, a class of one "
-            "without arguments, or a function that returns one."
+            f"The task {task} is a {type(likelihood).__name__}. Pass the import path of a "
+            "Likelihood, of a class of likelihoods without arguments, or of a function that "
+            "returns a likelihood."
         )
     return likelihood
 
 
 def likelihood_of_array(targets: np.ndarray) -> Likelihood:
-    """The likelihood of targets by their type and shape.
+    """Infer the likelihood of targets from their type and shape.
 
     Whole numbers `[N]` are classes, whole numbers `[N, K]` labels, other numbers a regression's
     targets.
@@ -54,7 +58,7 @@ def likelihood_of_array(targets: np.ndarray) -> Likelihood:
 
 
 def likelihood_of_batch(targets: Tensor, outputs: Tensor | None) -> Likelihood:
-    """The likelihood of targets by their type and shape, and by those of a network's outputs.
+    """Infer the likelihood of targets from their shape and that of the outputs.
 
     Raises:
         ValueError: If it cannot be inferred.
@@ -67,6 +71,6 @@ def likelihood_of_batch(targets: Tensor, outputs: Tensor | None) -> Likelihood:
     if targets.ndim == 2 and outputs is not None and targets.shape == outputs.shape:
         return MultiLabel()
     raise ValueError(
-        f"the task cannot be inferred from targets of shape {list(targets.shape)} and dtype "
-        f"{targets.dtype}: give --task"
+        f"The task cannot be inferred from targets of shape {list(targets.shape)} and dtype "
+        f"{targets.dtype}. Pass --task."
     )

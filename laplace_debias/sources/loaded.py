@@ -1,4 +1,4 @@
-"""A trained network with the data that it is fitted, tuned and judged on."""
+"""A trained network with its data."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ class Loaded:
         la = Laplace.load(path, model or self.model, likelihood=own_likelihood)
         if la.likelihood.name != self.likelihood.name:
             raise ValueError(
-                f"{path} was fitted with --task={la.likelihood.name}, this command has "
-                f"--task={self.task}. Give the task of the fit."
+                f"{path} was fitted with --task={la.likelihood.name}, but this command has "
+                f"--task={self.task}. Pass the task of the fit."
             )
         return la

@@ -26,7 +26,7 @@ from laplace_debias.sources.splits import Splits, batches_of
 
 
 def load(settings: SourceSettings) -> Loaded:
-    """Load the network and the data of the settings, and check that they belong together.
+    """Load a network and its data, and check that they match.
 
     Images of folders are decoded when they are read.
 
@@ -46,26 +46,26 @@ def load(settings: SourceSettings) -> Loaded:
     train, number = batches_of(splits.train, settings, "train_examples", mixed=True)
     if number is None:
         raise ValueError(
-            "how many training examples there are is not known; return a data set, or a loader "
-            "with a `dataset` that has a length"
+            "The number of training examples is unknown. Return a data set, or a loader with a "
+            "`dataset` that has a length."
         )
     first = next(iter(train), None)
     if first is None:
-        raise ValueError("the training data is empty; expected at least one batch")
+        raise ValueError("The training data is empty. Pass at least one batch.")
     x = first[0] if isinstance(first, Sequence) and len(first) == 2 else None
     shape = tuple(x.shape[1:]) if isinstance(x, Tensor) else None
     if splits.pixels is not None and (shape is None or len(shape) != 3):
         raise ValueError(
-            f"mean and std apply only to images [C, H, W], but the inputs have shape {shape}; "
-            "leave out mean and std"
+            f"mean and std apply only to images [C, H, W], but the inputs have shape {shape}. "
+            "Remove mean and std."
         )
     validation: Batches | None = None
     if splits.validation is not None:
         validation, _ = batches_of(splits.validation, settings, "validation_examples")
     elif settings.validation_examples is not None:
         raise ValueError(
-            "validation_examples is given, but there is no validation data: add val/, x_val or "
-            "validation to the data, or leave the option out"
+            "`validation_examples` needs validation data, but there is none. Add val/, x_val or "
+            "validation to the data, or remove this option."
         )
     test, _ = batches_of(splits.test, settings, "test_examples")
     ood_sets = _ood_sets(settings, splits, shape)
@@ -78,11 +78,11 @@ def load(settings: SourceSettings) -> Loaded:
     likelihood = _likelihood(model, first, splits, likelihood_from_settings(settings))
     notes += splits.notes + tuple(note for _, notes in ood_sets.values() for note in notes)
     if settings.held_out != SourceSettings.held_out and not splits.was_whole:
-        notes += ("held_out is not used: the data comes in parts of its own.",)
+        notes += ("held_out is not used, because the data is already split.",)
     if validation is None:
         notes += (
-            "There is no validation data: the prior precision can only be tuned by the marginal "
-            "likelihood, and no temperature can be fitted.",
+            "There is no validation data, so the prior precision can only be tuned by the "
+            "marginal likelihood, and no temperature can be fitted.",
         )
     return Loaded(
         model=model,
@@ -113,7 +113,7 @@ def _ood_sets(
         ood_sets[name] = batches, ()
     for name, source in settings.ood.items():
         if name in ood_sets:
-            raise ValueError(f"ood {name} is given twice; give the sets different names")
+            raise ValueError(f"Two OOD sets have the name {name}. Use different names.")
         if source == "builtin:patches":
             _images(splits, shape, f"ood {name}")
             limit = "test_examples" if settings.ood_examples is None else "ood_examples"
@@ -134,12 +134,14 @@ def _images(splits: Splits, shape: tuple[int, ...] | None, option: str) -> Pixel
     """How images are made of pixels, where inputs are images of one or three channels."""
     if splits.pixels is None or shape is None:
         raise ValueError(
-            f"{option}: this option needs images and their normalisation; give --mean and "
-            "--std for images from your own loaders, or leave the option out for other "
-            "inputs"
+            f"{option} needs images and their normalisation. If your own loaders yield images, "
+            "pass --mean and --std. Otherwise remove this option."
         )
     if shape[0] not in (1, 3):
-        raise ValueError(f"{option}: the images have {shape[0]} channels; expected 1 or 3")
+        raise ValueError(
+            f"{option} needs images with 1 or 3 channels, but the images have {shape[0]}. Remove "
+            "this option."
+        )
     return splits.pixels
 
 
@@ -151,7 +153,9 @@ def _device_from(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"no device {name!r} ({reason}); expected 'cpu' or 'cuda'") from error
+        raise ValueError(
+            f"The device {name!r} is not available ({reason}). Use 'cpu' or 'cuda'."
+        ) from error
 
 
 @torch.no_grad()
@@ -163,7 +167,7 @@ def _likelihood(
     if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
         # Dicts of a collator: `Laplace` reads and checks them.
         if likelihood is None:
-            raise ValueError("the task is not known: give --task")
+            raise ValueError("The task cannot be inferred. Pass --task.")
         return likelihood
     x, y = batch
     outputs = _outputs(model, x[:2])
@@ -179,9 +183,9 @@ def _likelihood(
     expected = None if num_targets is None else likelihood.num_outputs(num_targets)
     if expected is not None and outputs.ndim == 2 and width != expected:
         raise ValueError(
-            f"the network gives {width} outputs, the data has {expected} "
-            f"{likelihood.outputs_meaning}: give the network that was trained on this data, or "
-            "make it with as many (--model_args.KEY=VALUE)"
+            f"The network has {width} outputs, but the data has {expected} "
+            f"{likelihood.outputs_meaning}. Use the network that was trained on this data, or "
+            "create it with this number of outputs (--model_args.KEY=VALUE)."
         )
     return likelihood
 
@@ -191,10 +195,10 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
         outputs = model(x.to(next(model.parameters(), x).device))
     except Exception as error:
         raise ValueError(
-            f"the network cannot take inputs of shape {list(x.shape)} and dtype {x.dtype}: "
-            f"{described(error)}; for images, give the --image_size that it was trained with, and "
-            "one number in --mean per channel. If only the dtype differs, return model.float() "
-            "from the function that makes the network"
+            f"The network does not accept inputs of shape {list(x.shape)} and dtype {x.dtype} "
+            f"({described(error)}). For images, pass the --image_size that it was trained with, "
+            "and one number per channel in --mean. If only the dtype differs, return "
+            "model.float() from the function that creates the network."
         ) from error
     if not isinstance(outputs, Tensor):
         outputs = getattr(outputs, "logits", None)

@@ -11,23 +11,24 @@ from laplace_debias.sources.weights import load_weights
 
 
 def build(settings: SourceSettings, num_outputs: int | None) -> tuple[nn.Module, tuple[str, ...]]:
-    """The trained network of the settings, on the CPU, in evaluation mode; and notes."""
+    """Build the trained network of the settings, and return it with notes."""
     notes: tuple[str, ...] = ()
     if settings.model is not None:
         model = imported(settings.model, "model")
         if isinstance(model, nn.Module) and settings.model_args:
             raise ValueError(
-                f"model {settings.model} is a network already, which takes no model_args"
+                f"The model {settings.model} is already a network, so model_args have no effect. "
+                "Remove them."
             )
         if not isinstance(model, nn.Module):
             model = called(settings.model, model, settings.model_args, "model")
         if not isinstance(model, nn.Module):
             raise ValueError(
-                f"model {settings.model} returned {type(model).__name__}; expected a "
-                "torch.nn.Module"
+                f"The function {settings.model} of --model returned {type(model).__name__}. "
+                "Return a torch.nn.Module."
             )
         if settings.checkpoint is None:
-            notes = (f"No checkpoint: the weights are those that {settings.model} gives.",)
+            notes = (f"No checkpoint was specified, so the weights are those of {settings.model}.",)
     else:
         model = _published(settings, num_outputs)
     if settings.checkpoint is not None:
@@ -41,7 +42,7 @@ def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
     pretrained = settings.pretrained
     if settings.checkpoint is None and not pretrained:
         raise ValueError(
-            f"{name} is not trained; give --checkpoint, or --pretrained for the published weights"
+            f"{name} is not trained. Pass --checkpoint, or --pretrained for the published weights."
         )
     if settings.timm:
         import timm
@@ -58,7 +59,9 @@ def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
         is_there = name in names
         make = partial(models.get_model, name, weights="DEFAULT" if pretrained else None)
     if not is_there:
-        raise ValueError(f"there is no {library} architecture {name!r}{nearest(name, names)}")
+        raise ValueError(
+            f"There is no {library} architecture {name!r}.{nearest(name, names)} Check the name."
+        )
     arguments = dict(settings.model_args)
     # Published weights have the classes that they were trained on.
     if num_outputs is not None and not pretrained:
@@ -68,10 +71,10 @@ def _published(settings: SourceSettings, num_outputs: int | None) -> nn.Module:
     except Exception as error:
         if pretrained and not isinstance(error, TypeError):
             raise ConnectionError(
-                f"the published weights of {name} could not be downloaded ({described(error)}); "
-                "check the network and the name, or give --checkpoint"
+                f"The published weights of {name} could not be downloaded ({described(error)}). "
+                "Check the internet connection and the name, or pass --checkpoint."
             ) from error
         raise ValueError(
-            f"{library} could not make {name} with {arguments}: {described(error)}; check "
-            "--model_args"
+            f"{library} could not create {name} with {arguments} ({described(error)}). Check "
+            "--model_args."
         ) from error

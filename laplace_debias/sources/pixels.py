@@ -1,4 +1,4 @@
-"""Between a network's inputs and pixels."""
+"""The conversion between a network's inputs and pixels."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from laplace_debias.sources.settings import SourceSettings
 
 @dataclass(frozen=True)
 class Pixels:
-    """How a network's inputs are made of pixels: (pixel / 255 − mean) / std."""
+    """The normalisation of pixels: (pixel / 255 − mean) / std."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
@@ -19,14 +19,14 @@ class Pixels:
     def inputs(
         self, pixels: UInt8[Tensor, "*n channels height width"]
     ) -> Float[Tensor, "*n channels height width"]:
-        """Inputs of the network, float32."""
+        """Convert pixels to inputs of the network, float32."""
         mean, std = self._columns()
         return (pixels.to(torch.float32) / 255 - mean) / std
 
     def pixels(
         self, inputs: Float[Tensor, "*n channels height width"]
     ) -> UInt8[Tensor, "*n channels height width"]:
-        """Pixels that inputs were made of, rounded to 0 … 255."""
+        """Convert inputs to pixels, rounded to 0 … 255."""
         mean, std = self._columns()
         levels = (inputs.to(torch.float32).cpu() * std + mean) * 255
         return levels.round().clamp(0, 255).to(torch.uint8)
@@ -34,13 +34,13 @@ class Pixels:
     def picture(
         self, image: Float[Tensor, "channels height width"]
     ) -> UInt8[Tensor, "height width 3"]:
-        """One input as a person sees it; of other numbers of channels than 3 the first, in grey."""
+        """Convert one input to a picture; without 3 channels, the first one in grey."""
         pixels = self.pixels(image)
         return (pixels if len(pixels) == 3 else pixels[:1].expand(3, -1, -1)).permute(1, 2, 0)
 
     @classmethod
     def from_settings(cls, settings: SourceSettings) -> "Pixels | None":
-        """The mean and std of the settings; None if neither is given."""
+        """Return the mean and std of the settings, or None without them."""
         if settings.mean is None and settings.std is None:
             return None
         return cls(settings.mean or (0.0,), settings.std or (1.0,))

@@ -1,4 +1,4 @@
-"""Which network and which data: the options that all commands have in common.
+"""The options of network and data that all commands share.
 
 Nothing here imports torch, so that the command line answers at once.
 """
@@ -37,40 +37,46 @@ class SourceSettings:
         timm: A timm architecture, with the number of classes of the data.
         torchvision: A torchvision architecture, with the number of classes of the data.
         pretrained: Download the published weights of timm or torchvision.
-        checkpoint: The trained weights: `.safetensors`, or `.pt`, `.pth`, `.ckpt` or `.bin`, read
-            with `weights_only=True`.
+        checkpoint: The trained weights, a `.safetensors`, `.pt`, `.pth`, `.ckpt` or `.bin` file.
+            Pickled files are loaded with `weights_only=True`.
         data: A folder of images (`train/CLASS/NAME.jpg`, `val/…`, `test/…`; or only class
             folders), a NumPy archive `.npz` (`x_train`, `y_train`, `x_val`, `y_val`, `x_test`,
             `y_test`; or `x` and `y`), a table (`.csv` or `.parquet`, or a folder with `train.csv`,
             `val.csv` and `test.csv`), or an import path `my_pkg.data:make` of a callable that
             returns loaders.
-        target: The column that a table's network predicts.
-        features: The table's columns that the network takes, in this order; all but the target by
-            default.
+        target: The column of a table that the network predicts.
+        features: The columns of a table that are the network's inputs, in this order. By default,
+            all columns except the target.
         standardise: Standardise a table's features by the mean and standard deviation of its
             training rows.
-        task: Likelihood of the outputs: its name, or the import path of one of your own,
-            `my_pkg.likelihoods:Binomial`; inferred from the data by default.
-        held_out: Share of the examples, 0 … 0.5, held out for validation, and the same share again
-            for the test, if the data has no parts. The seed chooses them.
-        ood: Out-of-distribution data by name, once or several times: a path as for `data`, or
-            `builtin:digits` or `builtin:patches`.
-        corruptions: Severities, 1 … 5, of corrupted test images that are evaluated too.
-        image_size: Height and width to which images are resized and cropped, in pixels; not resized
-            by default. A timm network has its own.
-        mean: Mean of each channel after scaling to 0–1, which is subtracted; 0 by default. One
-            number is for all channels. A timm network has its own.
-        std: Standard deviation of each channel; each channel is divided by this after scaling to
-            0–1. 1 by default.
-        train_examples: Number of training examples to fit on, chosen by the seed; the likelihood is
-            rescaled to the full size. All by default.
-        validation_examples: Number of validation examples, chosen by the seed; all by default.
-        test_examples: Number of test examples, chosen by the seed; all by default.
-        ood_examples: Maximum number of examples per out-of-distribution set; all by default.
-        batch_size: Examples per batch; 64 by default. Loaders of your own keep theirs.
-        workers: Number of data-loading worker processes.
-        seed: Seed of all random choices.
-        device: Device, for example `cpu` or `cuda`; `auto` takes a GPU if there is one.
+        task: The likelihood of the outputs, by its name or by the import path of your own, such as
+            `my_pkg.likelihoods:Binomial`. By default, it is inferred from the data.
+        held_out: The fraction of the examples, 0 … 0.5, that is held out for validation, if the
+            data is not split. The same fraction is held out for the test. The seed determines these
+            examples.
+        ood: Out-of-distribution data, as a name and a path like that of `data`, or as
+            `builtin:digits` or `builtin:patches`. The option may be repeated.
+        corruptions: Severities, 1 … 5, at which corrupted test images are evaluated too.
+        image_size: The height and width in pixels to which images are resized and cropped. By
+            default, images are not resized, except for a timm network, which has its own size.
+        mean: The mean of each channel, which is subtracted after the pixels are scaled to 0–1. Pass
+            one number to use it for all channels. The default is 0, except for a timm network,
+            which has its own mean.
+        std: The standard deviation of each channel, by which the channel is divided. The default is
+            1, except for a timm network, which has its own.
+        train_examples: The number of training examples to fit to, chosen by the seed. The
+            likelihood is scaled to the full training set. By default, all examples are used.
+        validation_examples: The number of validation examples, chosen by the seed. By default, all
+            examples are used.
+        test_examples: The number of test examples, chosen by the seed. By default, all examples are
+            used.
+        ood_examples: The maximum number of examples per out-of-distribution set. By default, all
+            examples are used.
+        batch_size: The number of examples per batch, 64 by default. Your own loaders keep their
+            batch size.
+        workers: The number of data-loading worker processes.
+        seed: The seed of all random choices.
+        device: The device, for example `cpu` or `cuda`. With `auto`, a GPU is used if there is one.
         progress: Show progress bars.
         json: Print only a JSON object to standard output.
 
@@ -145,27 +151,27 @@ class SourceSettings:
         self._check_network()
         if self.task is not None and self.task not in LIKELIHOODS and ":" not in self.task:
             raise ValueError(
-                f"task is {self.task}; expected {', '.join(LIKELIHOODS)}, or the import path of a "
-                "likelihood, such as my_pkg.likelihoods:Binomial"
+                f"task is {self.task}. Use {', '.join(LIKELIHOODS)}, or the import path of a "
+                "likelihood, such as my_pkg.likelihoods:Binomial."
             )
         if not 0 < self.held_out < 0.5:
-            raise ValueError(f"held_out is {self.held_out}; expected a share between 0 and 0.5")
+            raise ValueError(f"held_out is {self.held_out}. Pass a fraction between 0 and 0.5.")
         if not set(self.corruptions) <= {1, 2, 3, 4, 5}:
-            raise ValueError(f"corruptions is {self.corruptions}; expected severities in 1 … 5")
+            raise ValueError(f"corruptions is {self.corruptions}. Pass severities from 1 to 5.")
         for name, source in self.ood.items():
             if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name):
                 raise ValueError(
-                    f"ood {name!r}: expected a name of letters, digits, '-' and '_', for example "
-                    "digits"
+                    f"The name {name!r} of an OOD set is not valid. Use letters, digits, '-' and "
+                    "'_', for example digits."
                 )
             scheme, _, builtin_name = source.partition(":")
             if scheme == "builtin" and builtin_name not in BUILT_IN_OOD:
                 raise ValueError(
-                    f"ood {name}: there is no {source}; expected builtin:"
-                    f"{' or builtin:'.join(BUILT_IN_OOD)}, or a path"
+                    f"The OOD set {name} has the unknown source {source}. Use "
+                    f"builtin:{' or builtin:'.join(BUILT_IN_OOD)}, or a path."
                 )
         if self.std is not None and not min(self.std, default=0.0) > 0:
-            raise ValueError(f"std is {self.std}; expected positive numbers, one a channel")
+            raise ValueError(f"std is {self.std}. Pass positive numbers, one per channel.")
 
     def _check_network(self) -> None:
         options = [
@@ -174,19 +180,25 @@ class SourceSettings:
             if getattr(self, name) is not None
         ]
         if len(options) != 1:
-            problem = f"{' and '.join(options)} are given" if options else "there is no network"
+            problem = "No network was specified"
+            if options:
+                problem = f"{' and '.join(options)} cannot be used together"
             raise ValueError(
-                f"{problem}; give one of --model my_pkg.models:build, --timm NAME or "
-                "--torchvision NAME"
+                f"{problem}. Pass exactly one of --model my_pkg.models:build, --timm NAME and "
+                "--torchvision NAME."
             )
         if self.pretrained:
             if self.model is not None:
-                raise ValueError("pretrained is for --timm and --torchvision: leave it out")
+                raise ValueError(
+                    "`pretrained` applies only to --timm and --torchvision. Remove it."
+                )
             if self.checkpoint is not None:
-                raise ValueError("pretrained and checkpoint are both given; leave out one of them")
+                raise ValueError(
+                    "`pretrained` and `checkpoint` cannot be used together. Remove one of them."
+                )
 
     def without_comparison(self: AnySettings) -> AnySettings:
-        """Return the settings without the data sets that only `report` and `evaluate` read."""
+        """Return the settings without the data sets of `report` and `evaluate`."""
         return replace(self, ood={}, corruptions=())
 
     def without_effect(self) -> dict[str, str]:
@@ -199,6 +211,6 @@ class SourceSettings:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """`; did you mean …?` with up to three names that look like it; "" if none does."""
+    """Return the question "Did you mean …?" for up to three similar names, or ""."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+    return f" Did you mean {' or '.join(close)}?" if close else ""

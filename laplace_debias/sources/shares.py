@@ -1,4 +1,4 @@
-"""Batches that several processes share: cut into parts, or dealt out whole."""
+"""Batches that several processes share, by parts of batches or by whole batches."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -14,7 +14,7 @@ from laplace_debias.system.ranks import process_group
 
 
 def share(batches: Batches, model: nn.Module) -> Batches:
-    """This process's part of every batch, as fits and curvature operators take it.
+    """Return this process's part of every batch.
 
     The union of the processes' k-th batches is the k-th batch of one process. Batches of a loader
     of the commands are read in part; of others each process reads all and keeps its part.
@@ -34,7 +34,7 @@ def share(batches: Batches, model: nn.Module) -> Batches:
 
 
 def dealt(batches: Batches, read: BatchReader) -> Iterator[tuple[int, int, Inputs, Tensor]]:
-    """Deal out whole batches, every n-th one to this process.
+    """Return every n-th batch for this process.
 
     Yields the number of the batch among all, that of its first example, inputs and targets.
     """
@@ -97,8 +97,8 @@ class _Cut:
             if was_too_small:
                 # The parts of the batches that follow would be taken for those of this one.
                 raise ValueError(
-                    f"a batch before the last one has fewer examples than there are processes "
-                    f"({self._size}): give larger batches, or start fewer processes"
+                    "A batch before the last one has fewer examples than there are processes "
+                    f"({self._size}). Use larger batches, or start fewer processes."
                 )
             count = num_examples(x)
             was_too_small = count < self._size

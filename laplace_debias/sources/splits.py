@@ -1,4 +1,4 @@
-"""Data in splits (training, validation, test), and the batches that are made of it."""
+"""Training, validation and test splits of data, and their batches."""
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ USUAL_BATCH = 64
 
 @dataclass(frozen=True)
 class Columns:
-    """How rows become inputs: (value − mean) / std, column by column; `target` is predicted."""
+    """The conversion of table rows to inputs: (value − mean) / std, by column."""
 
     names: tuple[str, ...]
     mean: np.ndarray
@@ -32,35 +32,39 @@ class Columns:
     target: str
 
     def row(self, x: Float[Tensor, " columns"]) -> dict[str, float]:
-        """An input's columns by name, in the units of the table."""
+        """Return an input's columns by name, in the units of the table."""
         values = x.double().numpy() * self.std + self.mean
         return dict(zip(self.names, values.tolist(), strict=True))
 
     def inputs(self, table: Any, source: str) -> Float[Tensor, "rows columns"]:
-        """Rows as inputs, float32."""
+        """Convert rows to inputs, float32."""
         values = numbers(table, self.names, source)
         return torch.from_numpy(((values - self.mean) / self.std).astype(np.float32))
 
 
 def numbers(table: Any, names: tuple[str, ...], source: str) -> np.ndarray:
-    """Columns as float64 `[rows, columns]`."""
+    """Convert columns to float64 `[rows, columns]`."""
     for name in names:
         if name not in table.columns:
             raise ValueError(
-                f"{source} has no column {name}{nearest(name, list(table.columns))}; expected the "
-                f"columns {', '.join(names[:20])}"
+                f"{source} has no column {name}.{nearest(name, list(table.columns))} The network "
+                f"needs the columns {', '.join(names[:20])}."
             )
         if table[name].dtype.kind not in "iufb":
             raise ValueError(
-                f"column {name} of {source} holds {table[name].dtype}, no numbers; encode it, or "
-                "name the columns that the network takes by --features"
+                f"The column {name} of {source} contains {table[name].dtype}, not numbers. "
+                "Encode it as numbers, or select the columns that the network takes with "
+                "--features."
             )
     check_complete(table, names, source)
     return table[list(names)].to_numpy(dtype=np.float64)
 
 
 def check_complete(table: Any, names: Iterable[str], source: str) -> None:
-    """Require columns without missing and infinite values; columns that do not exist pass."""
+    """Require columns without missing and infinite values.
+
+    Columns that do not exist are ignored.
+    """
     columns = [name for name in dict.fromkeys(names) if name in table.columns]
     is_bad = table[columns].isna() | table[columns].isin([np.inf, -np.inf])
     counts = is_bad.sum()
@@ -70,14 +74,14 @@ def check_complete(table: Any, names: Iterable[str], source: str) -> None:
     # Rows are counted from 1, without the header.
     first_row = int(is_bad.any(axis=1).to_numpy().argmax())
     raise ValueError(
-        f"{source} has values that are missing or infinite: {listed}; the first is in data "
-        f"row {int(table.index[first_row]) + 1}. Fill in these values, or remove the rows."
+        f"{source} has missing or infinite values: {listed}. The first is in data row "
+        f"{int(table.index[first_row]) + 1}. Fill in these values, or remove the rows."
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """Data before it is batched; None stands for what it lacks or what is not known.
+    """The splits of data, before it is batched.
 
     With `was_whole` validation and test examples were chosen here, by the seed. `num_targets` is
     the number of classes, of labels or of target columns.
@@ -99,7 +103,7 @@ class Splits:
 
     @property
     def num_outputs(self) -> int | None:
-        """Number of outputs of a network for the data, as far as that is known."""
+        """The number of outputs that a network for the data has, or None if unknown."""
         if self.num_targets is None or self.likelihood is None:
             return self.num_targets
         return self.likelihood.num_outputs(self.num_targets)
@@ -150,8 +154,8 @@ def split_by_seed(
     num_train = number - 2 * num_held_out
     if num_held_out < 1 or num_train < 1:
         raise ValueError(
-            f"{number} examples are too few to hold out {held_out:g} of them twice; give "
-            "more examples, or data that is split already"
+            f"{number} examples are too few to hold out a fraction of {held_out:g} twice. Add "
+            "examples, or pass data that is already split."
         )
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
     train, validation, test = order.split([num_train, num_held_out, num_held_out])
@@ -161,12 +165,11 @@ def split_by_seed(
 def split_indices(
     number: int, settings: SourceSettings, source: str, unit: str
 ) -> tuple[dict[str, Int64[Tensor, " split"]], str]:
-    """Indices by split (`train`, `val`, `test`) of data that has none, and a note on it."""
+    """Draw the indices of `train`, `val` and `test`, and return them with a note."""
     train, validation, test = split_by_seed(number, settings.seed, settings.held_out)
     note = (
-        f"{source} has no parts: {len(validation)} validation and {len(test)} test {unit} "
-        "are "
-        f"chosen by the seed {settings.seed}. The network must not have been trained on them."
+        f"{source} is not split, so {len(validation)} validation and {len(test)} test {unit} are "
+        f"chosen with the seed {settings.seed}. The network must not have been trained on them."
     )
     return {"train": train, "val": validation, "test": test}, note
 
@@ -178,7 +181,7 @@ def batches_of(
     *,
     mixed: bool = False,
 ) -> tuple[Batches, int | None]:
-    """Batches in an order that is the same each time, and the number of examples.
+    """Return batches in a fixed order, and the number of examples.
 
     `limit` names the setting with the number of examples that are taken; the number that is
     returned includes those left out, and is None if it is not known. With `mixed` the seed draws
@@ -201,10 +204,13 @@ def batches_of(
         return _unchanged(examples, settings, limit, name)
     number = len(dataset)
     if number == 0:
-        raise ValueError(f"the {name} is empty; expected at least one example")
+        raise ValueError(f"The {name} is empty. Add at least one example.")
     # The number of examples of OOD sets is one for all, and some may be smaller.
     if max_examples is not None and max_examples > number and limit != "ood_examples":
-        raise ValueError(f"{limit} is {max_examples}; the {name} has {number} examples: lower it")
+        raise ValueError(
+            f"{limit} is {max_examples}, but the {name} has only {number} examples. Pass a "
+            "smaller number."
+        )
     generator = torch.Generator().manual_seed(settings.seed)
     indices = torch.randperm(number, generator=generator)[:max_examples]
     indices = indices if mixed else indices.sort().values
@@ -238,18 +244,19 @@ def _unchanged(
     for option in (limit, "batch_size", "workers"):
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
-                f"{option} is given, but the {name} is batches of {type(batches).__name__}; "
-                "return a data set or a plain DataLoader of one, or leave the option out"
+                f"{option} does not support the {name}, which is batches of "
+                f"{type(batches).__name__}. Return a data set or a plain DataLoader of one, or "
+                "remove this option."
             )
     if not isinstance(batches, Iterable):
         raise ValueError(
-            f"the {name} is of type {type(batches).__name__}; expected a DataLoader, a data set "
-            "or a list of batches"
+            f"The {name} is of type {type(batches).__name__}. Return a DataLoader, a data set or "
+            "a list of batches."
         )
     if iter(batches) is batches:
         raise ValueError(
-            f"the {name} is an iterator, which can be read only once; return a DataLoader, a "
-            "data set or a list of batches"
+            f"The {name} is an iterator, which can be read only once. Return a DataLoader, a "
+            "data set or a list of batches."
         )
     dataset = getattr(batches, "dataset", None)
     if isinstance(dataset, Sized):

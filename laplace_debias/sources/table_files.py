@@ -25,7 +25,10 @@ MOST_CLASSES = 20
 
 
 def table_files(path: Path) -> dict[str, Path] | None:
-    """The tables of a path by split, `all` for one table without; None if it is no table."""
+    """Find the tables of a path by split, or None if it is not a table.
+
+    A single table without splits has the key `all`.
+    """
     if path.suffix in SUFFIXES and path.is_file():
         return {"all": path}
     files = {
@@ -38,27 +41,31 @@ def table_files(path: Path) -> dict[str, Path] | None:
 
 
 def read_table(path: Path) -> Any:
-    """A table as a pandas data frame."""
+    """Read a table as a pandas data frame."""
     import pandas
 
     try:
         table = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not in UTF-8 ({error}); save it in UTF-8") from error
+        raise ValueError(f"{path} is not encoded in UTF-8 ({error}). Save it in UTF-8.") from error
     except Exception as error:
-        raise ValueError(f"{path} is damaged, or is not a {path.suffix} table ({error})") from error
+        raise ValueError(
+            f"{path} is damaged, or is not a {path.suffix} table ({error}). Write it again."
+        ) from error
     if len(table) == 0:
-        raise ValueError(f"{path} has no rows; expected at least one")
+        raise ValueError(f"{path} has no rows. Add at least one row.")
     table.columns = [str(name) for name in table.columns]
     return table.reset_index(drop=True)
 
 
 def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
-    """The splits of a table, standardised by its training rows."""
+    """Read the splits of a table, standardised by its training rows."""
     first = next(iter(files.values()))
     missing = [split for split in ("train", "test") if split not in files and "all" not in files]
     if missing:
-        raise ValueError(f"{first.parent} has no {missing[0]}.csv or {missing[0]}.parquet")
+        raise ValueError(
+            f"{first.parent} has no {missing[0]}.csv or {missing[0]}.parquet. Add this file."
+        )
     tables = {split: read_table(path) for split, path in files.items()}
     notes: tuple[str, ...] = ()
     target = _target(tables, files, settings)
@@ -74,7 +81,9 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
         notes = (note,)
     train = tables["train"]
     if target in features:
-        raise ValueError(f"target {target} is one of the features; leave it out of them")
+        raise ValueError(
+            f"The target {target} is also one of the features. Remove it from the features."
+        )
     values = numbers(train, features, str(first))
     mean = np.zeros(len(features))
     std = np.ones(len(features))
@@ -110,15 +119,15 @@ def _target(tables: dict[str, Any], files: dict[str, Path], settings: SourceSett
     names = list(next(iter(tables.values())).columns)
     if settings.target is None:
         raise ValueError(
-            f"it is not known which column of {next(iter(files.values()))} is the target; "
-            f"give --target, one of {', '.join(names[:20])}"
+            f"The target column of {next(iter(files.values()))} cannot be inferred. Pass "
+            f"--target with one of {', '.join(names[:20])}."
         )
     for split, table in tables.items():
         if settings.target not in table.columns:
             raise ValueError(
-                f"{files[split]} has no column {settings.target}"
-                f"{nearest(settings.target, list(table.columns))}; its columns are "
-                f"{', '.join(list(table.columns)[:20])}: give another --target"
+                f"{files[split]} has no column "
+                f"{settings.target}.{nearest(settings.target, list(table.columns))} Its columns "
+                f"are {', '.join(list(table.columns)[:20])}. Pass a different --target."
             )
     return settings.target
 
@@ -132,8 +141,8 @@ def _likelihood(column: Any, chosen: Likelihood | None, name: str) -> Likelihood
     num_values = column.nunique()
     if column.dtype.kind in "iu" and num_values > MOST_CLASSES:
         raise ValueError(
-            f"target {name} has {num_values} different whole numbers; say what they are by "
-            "--task=regression, --task=poisson (counts) or --task=classification"
+            f"The target {name} has {num_values} different whole numbers, so the task cannot be "
+            "inferred. Pass --task=regression, --task=poisson (counts) or --task=classification."
         )
     return Categorical()
 
@@ -142,15 +151,19 @@ def _classes(column: Any, likelihood: Likelihood, name: str) -> list[Any] | None
     """The classes of a target's training rows; None if it is a number."""
     task = task_name(likelihood)
     if likelihood.targets == "labels":
-        raise ValueError("a table can have only one target; use a .npz file for several labels")
+        raise ValueError("A table can have only one target. For several labels, use a .npz file.")
     if likelihood.targets != "class":
         if column.dtype.kind not in "iuf":
-            raise ValueError(f"target {name} holds {column.dtype}; expected numbers ({task})")
+            raise ValueError(
+                f"The target {name} contains {column.dtype}, not numbers. Encode it as numbers "
+                f"({task})."
+            )
         return None
     values = sorted(column.unique().tolist())
     if len(values) < 2:
         raise ValueError(
-            f"target {name} has {len(values)} different values; expected at least two (task={task})"
+            f"The target {name} has {len(values)} different values, but {task} needs at least "
+            "two. Check the target."
         )
     try:
         likelihood.num_outputs(len(values))
@@ -166,7 +179,7 @@ def _targets(column: Any, classes: list[Any] | None, likelihood: Likelihood, sou
     unknown = [value for value in column.unique().tolist() if value not in number]
     if unknown:
         raise ValueError(
-            f"{source} has {unknown[0]!r}, which no training row has; expected "
-            f"{', '.join(map(str, classes[:10]))}"
+            f"{source} has {unknown[0]!r}, which does not occur in the training rows. Use only "
+            f"{', '.join(map(str, classes[:10]))}."
         )
     return as_targets(column.map(number).to_numpy(dtype=np.int64), likelihood, source)

@@ -1,4 +1,4 @@
-"""Targets from arrays, as the likelihoods take them."""
+"""Targets from arrays, in the form of the likelihoods."""
 
 import numpy as np
 import torch
@@ -11,17 +11,17 @@ from laplace_debias.sources.likelihoods import task_name
 def check_numbers(values: np.ndarray, source: str) -> None:
     """Require finite numbers."""
     if values.dtype.kind not in "iubf":
-        raise ValueError(f"{source} is of type {values.dtype}; expected numbers")
+        raise ValueError(f"{source} is of type {values.dtype}. Convert it to numbers.")
     bad = ~np.isfinite(values)
     if bad.any():
         raise ValueError(
             f"{source} has {int(bad.sum())} numbers that are NaN or infinite, the first at index "
-            f"{np.argwhere(bad)[0][0]}: remove or repair these examples"
+            f"{np.argwhere(bad)[0][0]}. Remove or correct these examples."
         )
 
 
 def as_targets(array: np.ndarray, likelihood: Likelihood, source: str) -> Tensor:
-    """Targets as the likelihood takes them: classes int64 `[N]`, others float32 `[N, K]`."""
+    """Convert targets to classes, int64 `[N]`, or to numbers, float32 `[N, K]`."""
     check_numbers(array, source)
     if likelihood.targets == "class":
         targets = _classes(array, task_name(likelihood), source)
@@ -41,9 +41,9 @@ def _classes(array: np.ndarray, task: str, source: str) -> Tensor:
         array = array[:, 0]
     if array.ndim != 1 or (array != np.rint(array)).any() or array.min(initial=0) < 0:
         raise ValueError(
-            f"{source} has shape {list(array.shape)} and values {array.min(initial=0):g} … "
-            f"{array.max(initial=0):g}; expected class numbers 0, 1, 2, …, one per example, "
-            f"for task={task}"
+            f"{source} has shape {list(array.shape)} and values from {array.min(initial=0):g} to "
+            f"{array.max(initial=0):g}. For task={task}, pass class numbers 0, 1, 2, …, one per "
+            "example."
         )
     return torch.from_numpy(array.astype(np.int64))
 
@@ -51,8 +51,8 @@ def _classes(array: np.ndarray, task: str, source: str) -> Tensor:
 def _labels(array: np.ndarray, task: str, source: str) -> Tensor:
     if array.ndim != 2 or not np.isin(array, (0, 1)).all():
         raise ValueError(
-            f"{source} has shape {list(array.shape)}; expected zeros and ones [N, labels] for "
-            f"task={task}"
+            f"{source} has shape {list(array.shape)}. For task={task}, pass zeros and ones of "
+            "shape [N, labels]."
         )
     return _columns(array, source)
 
@@ -60,5 +60,7 @@ def _labels(array: np.ndarray, task: str, source: str) -> Tensor:
 def _columns(array: np.ndarray, source: str) -> Tensor:
     columns = array[:, None] if array.ndim == 1 else array
     if columns.ndim != 2:
-        raise ValueError(f"{source} has shape {list(array.shape)}; expected [N] or [N, targets]")
+        raise ValueError(
+            f"{source} has shape {list(array.shape)}. Use the shape [N] or [N, targets]."
+        )
     return torch.from_numpy(columns.astype(np.float32))

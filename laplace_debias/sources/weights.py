@@ -1,4 +1,4 @@
-"""Trained weights from files, as people save them."""
+"""Trained weights from files of several formats."""
 
 import copy
 import re
@@ -17,50 +17,51 @@ _PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
 
 
 def with_weights(model: nn.Module, path: Path) -> nn.Module:
-    """A copy of a network with the weights of another checkpoint."""
+    """Copy a network, with the weights of a different checkpoint."""
     copied = copy.deepcopy(model)
     load_weights(copied, path)
     return copied
 
 
 def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Load a checkpoint into a model, strictly and in place; its entries `split.…` are returned.
+    """Load a checkpoint into a model, strictly and in place.
 
     A state dict may lie under `state_dict`, `model` and the like. Prefixes of wrappers (`module.`,
     `_orig_mod.`, `model.`) that all its names have, and the model's have not, are taken off.
     """
     if not path.is_file():
-        raise ValueError(f"no checkpoint at {path}: check the path")
+        raise ValueError(f"The checkpoint {path} does not exist. Check the path.")
     if path.suffix == ".safetensors":
         try:
             tensors: Mapping[str, Tensor] = load_file(path)
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"{path} is damaged or not a safetensors file ({error}); fetch or write it again"
+                f"{path} is damaged, or is not a safetensors file ({error}). Download or write "
+                "it again."
             ) from error
     elif path.suffix in _PICKLED:
         tensors = _unwrapped(_pickled(path), path)
     else:
         raise ValueError(
-            f"checkpoint {path} ends with {path.suffix or 'nothing'}; expected .safetensors, "
-            f"{', '.join(_PICKLED)}"
+            f"The checkpoint {path} ends with {path.suffix or 'nothing'}. Use a file that ends "
+            f"with .safetensors, {', '.join(_PICKLED)}."
         )
     names = list(model.state_dict())
     tensors = _without_prefixes(tensors, names)
     if names and not any(name in tensors for name in names):
         raise ValueError(
-            f"{path} is of another network: none of its {len(tensors)} names "
-            f"({', '.join(list(tensors)[:3])}, …) is one of the {len(names)} of "
-            f"{type(model).__name__} ({', '.join(names[:3])}, …); name the network that it was "
-            "saved from, with its arguments as --model_args.KEY=VALUE"
+            f"{path} belongs to a different network, because none of its {len(tensors)} names "
+            f"({', '.join(list(tensors)[:3])}, …) is one of the {len(names)} names of "
+            f"{type(model).__name__} ({', '.join(names[:3])}, …). Use the network that it was "
+            "saved from, and pass the network's arguments as --model_args.KEY=VALUE."
         )
     split = {name: tensor for name, tensor in tensors.items() if name.startswith("split.")}
     try:
         model.load_state_dict({k: v for k, v in tensors.items() if k not in split})
     except RuntimeError as error:
         raise ValueError(
-            f"{path} does not belong to this {type(model).__name__}: "
-            f"{' '.join(str(error).split())[:600]}; build the model that it was saved from"
+            f"{path} does not match this {type(model).__name__} "
+            f"({' '.join(str(error).split())[:600]}). Use the model that it was saved from."
         ) from error
     return split
 
@@ -73,10 +74,12 @@ def _pickled(path: Path) -> Any:
         # Torch names what it does not unpickle; other files it cannot read at all.
         if re.search("Unsupported (global|class)|GLOBAL", str(error)):
             raise ValueError(
-                f"{path} holds pickled Python objects, which could run code and are not read; save "
-                "only the weights where the network was made: torch.save(model.state_dict(), PATH)"
+                f"{path} contains pickled Python objects, which could run code, so it is not "
+                "loaded. Save only the weights: torch.save(model.state_dict(), PATH)."
             ) from error
-        raise ValueError(f"{path} is damaged or no file of torch.save: fetch it again") from error
+        raise ValueError(
+            f"{path} is damaged, or is not a file of torch.save. Download or write it again."
+        ) from error
 
 
 def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
@@ -94,7 +97,8 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
     if isinstance(content, Mapping):
         keys = ", ".join(map(str, content))
     raise ValueError(
-        f"{path} holds no state dict, but {keys[:200]}; save torch.save(model.state_dict(), PATH)"
+        f"{path} contains no state dict, but {keys[:200]}. Save one with "
+        "torch.save(model.state_dict(), PATH)."
     )
 
 

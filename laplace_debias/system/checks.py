@@ -1,4 +1,4 @@
-"""Checks of arguments: each is checked once, at the public door."""
+"""Checks of arguments, each of which is checked once, in a public function."""
 
 import operator
 import reprlib
@@ -30,13 +30,14 @@ def whole(value: Any, name: str, minimum: int = 1, maximum: int = 2**53) -> int:
     if not minimum <= number <= maximum:
         limit = "2**53" if maximum == 2**53 else maximum
         raise ValueError(
-            f"{name} must be at least {minimum} and at most {limit}, got {reprlib.repr(number)}."
+            f"{name} must be at least {minimum} and at most {limit}, got {reprlib.repr(number)}. "
+            "Pass a number in this range."
         )
     return number
 
 
 def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
-    """An argument of one or several real numbers as a float64 tensor."""
+    """Convert an argument of one or several real numbers to a float64 tensor."""
     is_complex = "complex" in str(getattr(value, "dtype", ""))
     try:
         if is_complex or isinstance(value, bool):
@@ -54,14 +55,18 @@ def real(value: Any, name: str, device: torch.device | None = None) -> Tensor:
 def checked_weights(
     weights: Sequence[float] | Tensor | float | None, name: str
 ) -> Float[Tensor, " n"] | None:
-    """Weights, not negative, not all zero, as a float64 vector on the CPU; None for None."""
+    """Convert weights to a float64 vector on the CPU, or None to None.
+
+    Weights must be at least 0, and not all of them 0.
+    """
     if weights is None:
         return None
     values = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().clone().reshape(-1)
     is_vector = torch.as_tensor(weights).ndim <= 1 and len(values) > 0
     if not is_vector or not (values.isfinite() & (values >= 0)).all() or not values.any():
         raise ValueError(
-            f"{name} must be finite numbers, none negative and not all zero, got {weights}."
+            f"`{name}` must be finite numbers of at least 0, and not all of them 0, got "
+            f"{weights}. Pass such weights."
         )
     return values
 
@@ -70,15 +75,18 @@ def check_is(value: object, name: str, *kinds: Any) -> None:
     """Require an argument of one of some types."""
     if not isinstance(value, kinds):
         allowed = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
-        raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}.")
+        raise TypeError(
+            f"{name} must be {allowed}, got {type(value).__name__}. Convert it, or pass a "
+            "different object."
+        )
 
 
 def check_generator(generator: object) -> None:
     """Require a `torch.Generator`, or None."""
     if generator is not None and not isinstance(generator, torch._C.Generator):
         raise TypeError(
-            f"generator must be a torch.Generator or None, got {type(generator).__name__}: for a "
-            "seed pass torch.Generator().manual_seed(seed)."
+            f"`generator` must be a torch.Generator or None, got {type(generator).__name__}. For "
+            "a seed, pass torch.Generator().manual_seed(seed)."
         )
 
 

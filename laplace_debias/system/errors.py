@@ -2,4 +2,7 @@
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, with an error that has no counterpart here, or is gone."""
+    """An error for a different rank that has failed or disappeared.
+
+    It stands for an error whose type is not available on this rank.
+    """

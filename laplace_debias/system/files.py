@@ -1,4 +1,4 @@
-"""Files: there in full or not at all, with a checksum, and of the same run or not."""
+"""Files that are written atomically, with a checksum."""
 
 import hashlib
 import json
@@ -61,30 +61,30 @@ def check_target(path: str | os.PathLike[str], *, make_folders: bool = False) ->
     """
     target = Path(os.path.realpath(path))
     if os.path.isdir(target):
-        raise IsADirectoryError(f"{path} is a folder. Name a file in it.")
+        raise IsADirectoryError(f"{path} is a folder. Pass the path of a file in it.")
     if os.path.lexists(target) and not os.path.isfile(target):
         raise OSError(
-            f"{path} is a device, a pipe or a symbolic link that leads back to itself. Name a "
-            "regular file."
+            f"{path} is a device, a pipe or a symbolic link that points back to itself. Pass the "
+            "path of a regular file."
         )
     folder = target.parent
     while not os.path.lexists(folder):
         folder = folder.parent
     if not os.path.isdir(folder):
         raise NotADirectoryError(
-            f"{path} cannot be written, since {folder} is a file and no folder. Choose another "
-            "place."
+            f"{path} cannot be written, because {folder} is a file, not a folder. Choose a "
+            "different path."
         )
     if folder != target.parent and not make_folders:
-        raise FileNotFoundError(f"There is no folder {target.parent}. Make it first.")
+        raise FileNotFoundError(f"The folder {target.parent} does not exist. Create it first.")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(
-            f"{path} cannot be written, since the folder {folder} may not be written to. Choose "
-            "another place, or change its permissions."
+            f"{path} cannot be written, because the folder {folder} is write-protected. Choose a "
+            "different folder, or change its permissions."
         )
     if os.path.isfile(target) and not os.access(target, os.W_OK):
         raise PermissionError(
-            f"{path} is write-protected. Choose another name, or change its permissions."
+            f"{path} is write-protected. Choose a different name, or change its permissions."
         )
     return target
 
@@ -93,8 +93,8 @@ def _explained(error: OSError, path: str | os.PathLike[str]) -> OSError:
     """The error of the same type, whose text is only a sentence."""
     reason = error if error.errno is None else os.strerror(error.errno)
     message = (
-        f"{path} cannot be written ({reason}). Choose another name or place, or free some space "
-        "there."
+        f"{path} cannot be written ({reason}). Choose a different path, or free some space on "
+        "the disk."
     )
     kind = type(error) if error.errno is None else type(OSError(error.errno, ""))
     explained = kind(message)
@@ -109,7 +109,7 @@ _CHECKSUM = re.compile(rb'"checksum": ?"([0-9a-f]{64})"')
 
 
 class DamagedFileError(ValueError):
-    """A file that is not what was written; the message says what is wrong in it."""
+    """An error for a damaged file."""
 
 
 def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
@@ -150,7 +150,7 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
 
 
 def read_sealed(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read a file's texts and tensors (on the CPU); it must be as it was written."""
+    """Read a file's texts and tensors, and check that the file is not damaged."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DamagedFileError("it is a device or a pipe")
     raw = path.read_bytes()
@@ -162,7 +162,7 @@ def read_sealed(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     digest = hashlib.blake2b(raw[:start] + _BLANK.encode(), digest_size=32)
     digest.update(memoryview(raw)[start + len(_BLANK) :])
     if digest.hexdigest().encode() != checksum[1]:
-        raise DamagedFileError("its checksum is not that of its content")
+        raise DamagedFileError("its checksum does not match its content")
     try:
         texts = json.loads(raw[8:end])["__metadata__"]
         return {name: texts[name] for name in texts if name != "checksum"}, load(raw)
@@ -174,7 +174,7 @@ _MOST_SHOWN_DIFFERENCES = 5
 
 
 def differences(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Describe the settings that differ, as `seed was 0, is 1; ...`; empty if none does."""
+    """Describe the settings that differ, as in `seed was 0, is now 1; ...`."""
     earlier_leaves = _leaves(earlier)
     present_leaves = _leaves(present)
     lines = []
@@ -182,7 +182,7 @@ def differences(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> str:
         was = earlier_leaves.get(key)
         is_now = present_leaves.get(key)
         if was != is_now:
-            lines.append(f"{key} was {_shortened(was)}, is {_shortened(is_now)}")
+            lines.append(f"{key} was {_shortened(was)}, is now {_shortened(is_now)}")
     num_hidden = len(lines) - _MOST_SHOWN_DIFFERENCES
     if num_hidden > 0:
         lines = [*lines[:_MOST_SHOWN_DIFFERENCES], f"and {num_hidden} more"]

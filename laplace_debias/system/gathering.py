@@ -1,4 +1,4 @@
-"""Parameters that are sharded over processes, whole for a moment.
+"""The temporary gathering of parameters that are sharded over processes.
 
 A sharded parameter becomes whole by a collective operation, which all processes must join. They
 read different data, so that they need their parameters in different orders and numbers of times.
@@ -87,14 +87,14 @@ def full_value(parameter: Tensor) -> Tensor:
             return sharded.full_tensor()
         if IS_ALONE.get():
             raise RuntimeError(
-                "The model's parameters are sharded, so that no process can run it within alone(). "
-                "Call the method on all processes, outside of alone()."
+                "The model's parameters are sharded, so no single process can run it within "
+                "alone(). Call the method on all processes, outside of alone()."
             )
         gatherings = _gatherings()
         number = gatherings.number(parameter)
         if number is None:
             raise RuntimeError(
-                "A parameter was sharded or moved after Laplace had been built. Call fully_shard "
+                "A parameter was sharded or moved after Laplace was built. Call fully_shard "
                 "first, and then build Laplace."
             )
         while True:

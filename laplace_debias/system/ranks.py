@@ -1,4 +1,4 @@
-"""Several processes that share one piece of work: sums over them, and errors that reach all.
+"""Processes that share their work: sums over them, and errors on all of them.
 
 `process_group()` returns the ranks of torch's process group. Without one it returns `ALONE`, whose
 methods return their arguments.
@@ -108,10 +108,9 @@ class Group(Ranks):
             for rank, texts_of_rank in enumerate(by_rank):
                 if texts_of_rank[name] != first_text:
                     raise ValueError(
-                        f"{name} differs between the ranks: {first_text} on rank 0, "
-                        f"{texts_of_rank[name]} on rank {rank}. All of them work on the same "
-                        "together. Pass the same on each, generators of one seed where something "
-                        "is drawn."
+                        f"{name} differs between the ranks: it is {first_text} on rank 0, but "
+                        f"{texts_of_rank[name]} on rank {rank}. Pass the same value on every "
+                        "rank. For generators, use the same seed."
                     )
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
@@ -201,9 +200,9 @@ def check_joined() -> None:
     is_joined = IS_ALONE.get() or (dist.is_available() and dist.is_initialized())
     if "RANK" in os.environ and size not in ("0", "1") and not is_joined:
         raise RuntimeError(
-            f"WORLD_SIZE is {size} in the environment, but there is no process group, so each "
-            "process would do the work of all. Call torch.distributed.init_process_group() first; "
-            "or work within laplace_debias.alone(), or unset RANK and WORLD_SIZE."
+            f"The environment variable WORLD_SIZE is {size}, but there is no process group, so "
+            "each process would do all of the work. Call torch.distributed.init_process_group() "
+            "first, work within laplace_debias.alone(), or unset RANK and WORLD_SIZE."
         )
 
 
@@ -224,8 +223,8 @@ def collective(verb: str) -> Iterator[None]:
         if len(set(verbs)) > 1:
             listed = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(verbs))
             raise RankError(
-                f"The ranks made different calls: {listed}. Every rank must make the same calls in "
-                "the same order. Put calls that only one rank makes inside "
+                f"The ranks made different calls: {listed}. Make the same calls in the same "
+                "order on every rank. Put calls that only one rank makes inside "
                 "`laplace_debias.alone()`."
             )
         yield
@@ -244,8 +243,8 @@ def refuse_ranks(subject: str, advice: str) -> None:
     """Raise an error if several processes share the data."""
     if process_group().size > 1:
         raise NotImplementedError(
-            f"{subject} is not supported for data that several processes share ({advice}). Use it "
-            "on one process's data, inside `laplace_debias.alone()`."
+            f"{subject} is not supported for data that several processes share ({advice}). Use "
+            "the data of one process, inside `laplace_debias.alone()`."
         )
 
 
@@ -264,9 +263,9 @@ def _collective_errors() -> Iterator[None]:
     except RuntimeError as error:
         _leave()
         raise RankError(
-            f"The processes do not reach each other: {error}. One of them was killed, has failed "
-            "or is in another call. Look at the first error in their logs, and start all of them "
-            "again."
+            f"The processes cannot reach each other ({error}), because one of them was killed, "
+            "has failed or is in a different call. Find the first error in their logs, and start "
+            "all of them again."
         ) from error
 
 

@@ -2,8 +2,8 @@
 
 
 def check_at_least(settings: object, least: int, *names: str) -> None:
-    """Refuse settings below a bound; None passes."""
+    """Require settings of at least a bound, or None."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < least:
-            raise ValueError(f"{name} is {value}; expected at least {least}")
+            raise ValueError(f"{name} is {value}. Pass at least {least}.")

@@ -1,4 +1,4 @@
-"""Objects in one line or as a table, warnings, lines on the terminal: shown to a user."""
+"""Objects, tables, warnings and lines for the terminal."""
 
 import math
 import sys
@@ -16,7 +16,10 @@ _MOST_SHOWN_VALUES = 3
 
 
 def one_line(value: Any) -> str:
-    """Format an object's class and its attributes, without empty ones; long tensors by shape."""
+    """Format an object's class and its non-empty attributes in one line.
+
+    Long tensors are shown by their shapes.
+    """
     attributes = []
     for name, attribute in vars(value).items():
         is_empty = attribute is None or (isinstance(attribute, Mapping) and not attribute)
@@ -55,7 +58,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
-    """A table for notebooks: a real number with four digits, None as nothing."""
+    """Format a table for notebooks.
+
+    Real numbers have four digits, and None is an empty cell.
+    """
     head = f"<thead>{_line('th', header)}</thead>" if header else ""
     return f"<table>{head}{''.join(_line('td', row) for row in rows)}</table>"
 
@@ -90,7 +96,10 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: lists and numbers for tensors, null for what is not finite."""
+    """Convert a value to plain JSON data.
+
+    Tensors become numbers and lists, and numbers that are not finite become null.
+    """
     if isinstance(value, Tensor):
         return plain(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):

@@ -14,7 +14,7 @@ import torch
 
 
 class Lock:
-    """A re-entrant lock that can be copied with its owner: a copy is another lock, free."""
+    """A re-entrant lock that can be copied with its owner; a copy is a new lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -41,7 +41,7 @@ _GLOBAL = threading.RLock()
 
 
 class Randomness:
-    """Random numbers that stand in for torch's global generator on the CPU while it is entered.
+    """A context in which random numbers replace torch's global generator.
 
     The global generator is afterwards as if nothing had been drawn. Another thread that draws from
     it meanwhile does not get its own sequence. `random` and NumPy's generators are not changed.

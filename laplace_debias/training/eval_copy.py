@@ -15,16 +15,16 @@ def eval_copy(model: nn.Module) -> nn.Module:
         NotImplementedError: For trainable parameters in half precision.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(f"`model` is a {type(model).__name__}. Pass a torch.nn.Module.")
     plain = unwrapped(model)
     copied = shared_copy(plain)
     trainable = {name for name, p in plain.named_parameters() if p.requires_grad}
     for name, parameter in copied.named_parameters():
         if name in trainable and parameter.dtype in NARROW:
             raise NotImplementedError(
-                f"{name} is in {parameter.dtype}, and curvature is computed in single precision, "
-                "on a copy that would not follow the training. Train parameters in float32, with "
-                "torch.autocast around the forward pass."
+                f"{name} is in {parameter.dtype}, and its curvature would be computed on a "
+                "float32 copy that does not follow the training. Train parameters in float32, "
+                "with torch.autocast around the forward pass."
             )
         parameter.requires_grad_(name in trainable)
     return copied

@@ -70,7 +70,7 @@ def marginal_likelihood_training(
     fisher: str = "exact",
     generator: torch.Generator | None = None,
 ) -> MarginalLikelihoodRun:
-    r"""Train a network, and choose prior precision and noise by the marginal likelihood.
+    r"""Train a network, with prior precision and noise from the marginal likelihood.
 
     The weights minimise $\sum_n \ell_n/T + \tfrac12\sum_b\delta_b\lVert\theta_b\rVert^2$ by the
     optimizer, divided by N. After every `every` epochs a posterior is fitted to all data, and
@@ -137,8 +137,8 @@ def marginal_likelihood_training(
     delta = real(prior_precision, "prior_precision")
     if delta.ndim:
         raise TypeError(
-            f"prior_precision must be one number at the start, got {delta.tolist()}. Use per= for "
-            "several."
+            f"`prior_precision` is {delta.tolist()}. Pass one number as the initial value. For "
+            "several prior precisions, use `per=`."
         )
     check_prior_precision(delta, 1)
     refuse_ranks(
@@ -215,7 +215,7 @@ def _check_options(
     whole(steps, "steps")
     if whole(burn_in, "burn_in", 0) >= epochs:
         raise ValueError(
-            f"burn_in={burn_in} leaves no fit in {epochs} epochs. Use fewer epochs of burn-in."
+            f"`burn_in={burn_in}` leaves no fit in {epochs} epochs. Use a shorter burn-in."
         )
     if patience is not None:
         whole(patience, "patience")
@@ -224,8 +224,8 @@ def _check_options(
     check_is(learning_rate, "learning_rate", int, float)
     if not 0 < learning_rate < math.inf:
         raise ValueError(
-            f"learning_rate must be positive and finite, got {learning_rate}. Use 0.1, a step of "
-            "10 % of a hyper-parameter."
+            f"`learning_rate` must be positive and finite, got {learning_rate}. Use for example "
+            "0.1, a step of 10 % of a hyper-parameter."
         )
 
 
@@ -240,12 +240,13 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module, names: Sequence[str
         trained |= members
         if group.get("weight_decay", 0) and members & bayesian:
             raise ValueError(
-                f"The optimizer has weight_decay={group['weight_decay']} for parameters that have "
-                "a prior. Set it to 0: the prior precision is their weight decay."
+                f"The optimizer has weight_decay={group['weight_decay']} for parameters that "
+                "have a prior, although the prior precision already is their weight decay. Set "
+                "weight_decay to 0."
             )
     if not trained & bayesian:
         raise ValueError(
-            "The optimizer has none of the model's Bayesian parameters. Build it with "
+            "The optimizer contains none of the model's Bayesian parameters. Create it with "
             "model.parameters()."
         )
 
@@ -369,7 +370,7 @@ class HyperParameters:
         tunes_noise: bool,
         learning_rate: float,
     ) -> "HyperParameters":
-        """The hyper-parameters before the first step."""
+        """Make the hyper-parameters before the first step."""
         device = fitted.posterior.mean.device
         groups = torch.tensor(_groups(fitted, per), device=device)
         log_deltas = torch.full(
@@ -384,8 +385,9 @@ class HyperParameters:
         if tunes_noise:
             if fitted.num_targets is None:
                 raise ValueError(
-                    'The noise cannot be optimised with fisher="empirical", whose curvature is not '
-                    'proportional to it. Pass sigma=, or use fisher="exact" or "mc".'
+                    'The noise cannot be optimised with `fisher="empirical"`, because its '
+                    "curvature is not proportional to the noise precision. Pass `sigma=`, or use "
+                    '`fisher="exact"` or `fisher="mc"`.'
                 )
             log_noise = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
             tuned.append(log_noise)
@@ -393,7 +395,7 @@ class HyperParameters:
         return cls(log_deltas, groups, log_noise, fitted.likelihood, optimizer)
 
     def deltas(self) -> Float[Tensor, " blocks"]:
-        """δ of every block, without gradient."""
+        """Return δ of every block, without gradient."""
         return self.log_deltas.detach().exp()[self.groups]
 
     def improve(self, fitted: FittedPosterior, steps: int) -> FittedPosterior:
@@ -449,8 +451,9 @@ def _groups(fitted: FittedPosterior, per: str | None) -> list[int]:
         return [0] * len(names)
     if fitted.config.structure.is_dense:
         raise ValueError(
-            f"curvature={fitted.config.structure.name!r} is one block of all parameters, which has "
-            "one prior precision. Pass per=None, or use 'kfac', 'ekfac' or 'diag'."
+            f"`curvature={fitted.config.structure.name!r}` is one block of all parameters, which "
+            'has one prior precision. Pass `per=None`, or use `curvature="kfac"`, "ekfac" or '
+            '"diag".'
         )
     if per == "kind":
         names = [block.kind for block in fitted.parameters.blocks]

@@ -154,7 +154,7 @@ class OnlineCurvature:
         self.every = whole(every, "every")
         if curvature not in RUNNING_MAGNITUDES:
             raise ValueError(
-                f"curvature={curvature!r} has no running means of Kronecker factors. Use "
+                f"`curvature={curvature!r}` has no running means of Kronecker factors. Use "
                 f"{' or '.join(map(repr, RUNNING_MAGNITUDES))}."
             )
         check_generator(generator)
@@ -193,7 +193,7 @@ class OnlineCurvature:
 
     @torch.inference_mode(False)
     def update(self, x: Inputs, y: Tensor) -> None:
-        """Measure the curvature of a batch at the present weights, and update the running means.
+        """Update the running means with the curvature of a batch at the present weights.
 
         The first batch is measured, and every `every`-th one after it. For the others this only
         counts the batch.
@@ -238,14 +238,14 @@ class OnlineCurvature:
         size = TrainingSize(whole(num_data, "num_data"))
         if self._loaded is not None:
             raise RuntimeError(
-                "A loaded state is compared with the model at the next update. Call update before "
-                "posterior."
+                "A loaded state is only compared with the model at the next update. Call "
+                "`update` before `posterior`."
             )
         if self._context is None or not self._bases:
             raise RuntimeError(
-                f"A posterior needs directions and magnitudes of different batches, and there were "
-                f"{self._num_updates} updates with every={self.every}. Call update at least "
-                f"{self.every + 1} times."
+                "A posterior needs directions and magnitudes from different batches, but there "
+                f"were {self._num_updates} updates with every={self.every}. Call `update` at "
+                f"least {self.every + 1} times."
             )
         assert self._parameters is not None
         state = self._state
@@ -301,7 +301,7 @@ class OnlineCurvature:
         """
         if "options" not in state or "blocks" not in state:
             raise ValueError(
-                f"The state has the entries {list(state)[:5]}, and no options and blocks. Pass "
+                f"The state has the entries {list(state)[:5]}, but no options and blocks. Pass "
                 "what OnlineCurvature.state_dict() returned."
             )
         # A state without the entry is of an earlier version, which measured every batch.
@@ -310,7 +310,7 @@ class OnlineCurvature:
             saved = options[name]
             if saved != value:
                 raise ValueError(
-                    f"The state was saved with {name}={saved!r}, and this object has "
+                    f"The state was saved with {name}={saved!r}, but this object has "
                     f"{name}={value!r}. Use the options of the saved run."
                 )
         if self._state.parameters is not None:
@@ -398,8 +398,8 @@ class OnlineCurvature:
         for name, parameter in plain.named_parameters():
             if name not in shared or shared[name].data_ptr() != parameter.data_ptr():
                 raise RuntimeError(
-                    f"{name} was moved or replaced since OnlineCurvature was built, so updates "
-                    "would not follow it. Build OnlineCurvature once the model is on its device."
+                    f"{name} was moved or replaced after OnlineCurvature was built, so updates "
+                    "would not follow it. Build OnlineCurvature when the model is on its device."
                 )
         own_buffers = dict(self._context.network.named_buffers())
         for name, buffer in plain.named_buffers():
@@ -452,11 +452,11 @@ class OnlineCurvature:
 def _checked_decay(value: Any) -> float:
     decay = real(value, "decay")
     if decay.ndim:
-        raise TypeError(f"decay must be one number, got {decay.tolist()}.")
+        raise TypeError(f"`decay` is {decay.tolist()}. Pass one number.")
     if not 0 < float(decay) <= 1:
         raise ValueError(
-            f"decay must be above 0 and at most 1, got {float(decay)}. Use 0.95 for a mean over "
-            "about 20 batches, 1 for a mean over all batches."
+            f"`decay` must be greater than 0 and at most 1, got {float(decay)}. Use 0.95 for a "
+            "mean over about 20 batches, or 1 for a mean over all batches."
         )
     return float(decay)
 
@@ -466,8 +466,8 @@ def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str
     for name, tensors in saved.items():
         if name not in blocks:
             raise ValueError(
-                f"The state has a block {name!r}, which this model does not have. Load it for the "
-                "model and the params= that it was saved with."
+                f"The state has a block {name!r}, but this model does not. Load the state for "
+                "the model and the `params=` that it was saved with."
             )
         block = blocks[name]
         shape_G, shape_A = block.factor_shapes
@@ -475,6 +475,6 @@ def _check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str
         shapes = [tuple(tensors["G"].shape), tuple(tensors["A"].shape)]
         if shapes != expected:
             raise ValueError(
-                f"The state's factors of {name!r} have the shapes {shapes}, and this model's have "
-                f"{expected}. Load it for the model that it was saved with."
+                f"The state's factors of {name!r} have the shapes {shapes}, but those of this "
+                f"model have {expected}. Load the state for the model that it was saved with."
             )

@@ -66,7 +66,7 @@ class RunningSum:
 
 
 class RunningMagnitudes(ABC):
-    """Measures the magnitudes of batches, and keeps their running sum.
+    """Magnitudes of batches, and their running sum.
 
     Attributes:
         num_parts: The number of tensors of a block.
@@ -98,7 +98,7 @@ class RunningMagnitudes(ABC):
 
     @abstractmethod
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
-        """A block's curvature along the directions, per example."""
+        """Return a block's curvature along the directions, per example."""
 
 
 class FactorMagnitudes(RunningMagnitudes):
@@ -127,7 +127,7 @@ class FactorMagnitudes(RunningMagnitudes):
                 along[side] = (overlap @ along[side].unsqueeze(-1)).squeeze(-1)
 
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
-        """The product of the factors' mean curvatures."""
+        """Return the product of the factors' mean curvatures."""
         along_G, along_A = self.sums.parts[block]
         return outer(along_G / self.sums.weight, along_A / self.sums.weight)
 
@@ -165,7 +165,7 @@ class GradientMagnitudes(RunningMagnitudes):
         self.sums.parts[block] = [squares]
 
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
-        """The mean of the squares."""
+        """Return the mean of the squares."""
         (squares,) = self.sums.parts[block]
         return squares / self.sums.weight
 

@@ -289,7 +289,7 @@ def test_a_score_is_recommended_for_the_sets_that_it_detects():
     assert "“ood-odd” is separated from test images" in last
     assert "no score that was chosen beforehand detects “ood-sure”" in last
     only = verdict(ood_tables({"odd": (0.3, 0.1)}), training=trained(), recommended=chosen)[-1]
-    assert only.startswith("Foreign inputs: the entropy of “Laplace” is recommended; ")
+    assert only.startswith("Unfamiliar inputs: the entropy of “Laplace” is recommended; ")
     assert "no score" not in only
 
 

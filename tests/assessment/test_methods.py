@@ -43,8 +43,8 @@ def test_the_default_has_a_temperature_where_one_can_be_fitted():
 @pytest.mark.parametrize(
     ("methods", "task", "has_validation", "told"),
     [
-        ([NETWORK, TEMPERATURE], "regression", True, "leave out temperature"),
-        ([NETWORK, TEMPERATURE], "binary", False, "there are none; give some"),
+        ([NETWORK, TEMPERATURE], "regression", True, "Remove temperature"),
+        ([NETWORK, TEMPERATURE], "binary", False, "there are none. Add validation examples"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(methods, task, has_validation, told):
@@ -53,12 +53,12 @@ def test_what_cannot_be_compared_is_refused(methods, task, has_validation, told)
 
 
 def test_a_key_must_name_files():
-    with pytest.raises(ValueError, match="key names files"):
+    with pytest.raises(ValueError, match="used in file names"):
         Method(key="../x", label="", describes="")
 
 
 def test_a_posterior_of_one_example_is_refused():
-    with pytest.raises(ValueError, match="expected at least 2"):
+    with pytest.raises(ValueError, match="Pass at least 2"):
         PosteriorChoice(fit_examples=1)
 
 
@@ -77,7 +77,7 @@ def test_methods_can_be_named_and_keep_their_order():
     found = chosen_methods(("laplace", "temperature"), {}, 7, loaded("classification", True))
     assert keys(found) == ["network", "temperature", "laplace"]
     assert found[-1].examples == 7
-    with pytest.raises(ValueError, match="no method magic; expected network, temperature"):
+    with pytest.raises(ValueError, match=r"no method magic. Use network, temperature"):
         chosen_methods(("magic",), {}, None, loaded("classification", True))
     with pytest.raises(ValueError, match="built-in method"):
         chosen_methods(None, {"laplace": PosteriorChoice()}, None, loaded("classification", True))

@@ -185,7 +185,7 @@ def test_without_validation_the_prior_is_tuned_by_the_evidence(tmp_path):
     values = [row["value"] for row in sweep["rows"]]
     of = {row["prior_precision"]: row["value"] for row in sweep["rows"]}
     assert of[sweep["chosen"]] == pytest.approx(max(values), abs=1e-3)
-    with pytest.raises(ValueError, match="temperature is fitted on validation examples"):
+    with pytest.raises(ValueError, match="temperature is fitted to validation examples"):
         assess(loaded, tmp_path / "other", (NETWORK, TEMPERATURE))
     assert not (tmp_path / "other").exists()
 
@@ -240,7 +240,7 @@ def test_names_of_ood_sets_must_name_files(tmp_path):
     loaded = a_run.loaded_images(num_test=30, num_ood=0, severities=())
     data = loaded.test
     for name in ("test", "../x", ""):
-        with pytest.raises(ValueError, match="cannot be a file's name"):
+        with pytest.raises(ValueError, match="cannot be used for a file"):
             assess(replace(loaded, ood={name: data}), tmp_path / "run", (NETWORK,))
     assert not (tmp_path / "run").exists()
 

@@ -135,5 +135,7 @@ def test_some_examples_are_chosen_across_batches(fitted):
 def test_outputs_for_positions_are_refused():
     loaded = a_run.loaded_rows(num_test=10, num_ood=0)
     model = nn.Sequential(loaded.model, nn.Unflatten(1, (1, 1))).eval()
-    with pytest.raises(ValueError, match=r"outputs have the shape .*one row of outputs"):
+    with pytest.raises(
+        ValueError, match=r"outputs of the network have the shape .*one row of outputs"
+    ):
         predict_set(replace(loaded, model=model), loaded.test, None, None)

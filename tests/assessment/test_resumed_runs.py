@@ -136,16 +136,16 @@ def test_a_complete_run_predicts_nothing_again(loaded, unbroken, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"seed": 1}, "seed was 0, is 1"),
-        ({"settings": {"data": "x"}}, "settings.data was None, is x"),
-        ({"methods": (NETWORK, TEMPERATURE)}, "methods.last-layer.key was last-layer, is None"),
+        ({"seed": 1}, "seed was 0, is now 1"),
+        ({"settings": {"data": "x"}}, "settings.data was None, is now x"),
+        ({"methods": (NETWORK, TEMPERATURE)}, "methods.last-layer.key was last-layer, is now None"),
     ],
 )
 def test_other_settings_are_refused_and_named(loaded, unbroken, options, told):
     before = contents(unbroken)
     with pytest.raises(FileExistsError, match=told) as refused:
         run(loaded, unbroken, **options)
-    assert "another --output, or --overwrite" in str(refused.value)
+    assert "different --output, or add --overwrite" in str(refused.value)
     assert json.dumps(contents(unbroken)) == json.dumps(before)
 
 
@@ -181,9 +181,9 @@ def test_a_replacement_that_is_broken_off_begins_again(loaded, tmp_path, monkeyp
 
 def test_a_folder_with_other_files_is_left_alone(loaded, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(FileExistsError, match=r"holds other files \(thesis.tex\)"):
+    with pytest.raises(FileExistsError, match=r"contains other files \(thesis.tex\)"):
         run(loaded, tmp_path)
-    with pytest.raises(FileExistsError, match="is a file; name a folder"):
+    with pytest.raises(FileExistsError, match=r"is a file\. Pass the path of a folder"):
         run(loaded, tmp_path / "thesis.tex")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -67,7 +67,7 @@ def test_as_many_examples_are_predicted_as_ten_minutes_allow(
     if notes:
         every = duration(seconds * 1250)
         assert notes[0].startswith(f"Laplace, all parameters predicts {number} examples of each")
-        assert f"all would take about {every} (--examples)" in notes[0]
+        assert f"All examples would take about {every} (--examples)" in notes[0]
     (folder / "predictions/laplace/test.parquet").unlink()
     monkeypatch.setattr(stages, "seconds_per_example", lambda *_: 1e6 - seconds)
     assess(loaded, folder, methods)

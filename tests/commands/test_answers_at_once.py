@@ -32,18 +32,22 @@ ANSWERED = [
     (["--version"], 0, "."),
     *(([command, "--help"], 0, f"usage: laplace-debias {command}") for command in COMMANDS),
     (["reprot"], 2, "did you mean report?"),
-    ([], 2, "there is no command"),
+    ([], 2, "There is no command"),
     (["fit", "--model=m:b"], 2, "--output is required"),
     (["fit", "--batch_szie=3"], 2, "did you mean --batch_size?"),
     (["fit", "--output=p", "--batch_size=x"], 2, "--batch_size x: expected a whole number"),
     (["fit", "--output=p"], 2, "there is no network"),
     (["fit", "--output=p", "--model=m:b"], 2, "there is no module m"),
-    (["fit", "--output=p", "--model=mine:b", "--data=d.npz"], 2, "d.npz, which --data names"),
+    (["fit", "--output=p", "--model=mine:b", "--data=d.npz"], 2, "d.npz of --data"),
     (["fit", "--output=p", "--model=mine:b", "--checkpoint=c"], 2, "c, which --checkpoint names"),
-    (["tune", "--model=mine:b", "--posterior=p"], 2, "nothing is at p, which --posterior names"),
+    (["tune", "--model=mine:b", "--posterior=p"], 2, "The path p of --posterior does not exist"),
     (["evaluate", "--model=mine:b", "--posterior=p"], 2, "p, which --posterior names"),
-    (["report", "--from=run"], 2, "nothing is at run, which --from names"),
-    (["report", "--model=mine:b", "--config=c.yaml"], 2, "--config: no file is at c.yaml"),
+    (["report", "--from=run"], 2, "The path run of --from does not exist"),
+    (
+        ["report", "--model=mine:b", "--config=c.yaml"],
+        2,
+        "The file of --config, c.yaml, does not exist",
+    ),
 ]
 
 
@@ -150,7 +154,7 @@ def test_help_of_tune_tells_the_grid_that_it_has(capsys, monkeypatch):
 
     text = " ".join(help_of("tune", capsys, monkeypatch).split())
     grid = tune.DEFAULT_GRID
-    assert f"by default {len(grid)} values, four per decade from 1e-4 to 1e8" in text
+    assert f"it has {len(grid)} values, four per decade from 1e-4 to 1e8" in text
     assert (float(grid[0]), float(grid[-1])) == pytest.approx((1e-4, 1e8))
     assert float(grid[4] / grid[0]) == pytest.approx(10)
 

@@ -218,7 +218,7 @@ def test_a_network_that_predicts_its_noise(here, capsys):
     capsys.readouterr()
     wrong = ["fit", "--model=nets:rows", "--model_args.outputs=1", *common[1:], "--output=w"]
     assert main(wrong) == 2
-    assert "gives 1 outputs, the data has 2 means and log-variances" in capsys.readouterr().err
+    assert "has 1 outputs, but the data has 2 means and log-variances" in capsys.readouterr().err
 
 
 def test_draws_of_predictions_follow_the_seed(here):
@@ -298,7 +298,7 @@ def test_json_is_all_there_is_on_the_standard_output(here, capsys):
     assert main(["fit", *ROWS, "--output=p.safetensors", "--json"]) == 2  # it exists
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "give --overwrite" in captured.err
+    assert "add --overwrite" in captured.err
 
 
 def test_without_validation_data_tune_says_what_is_possible(here, capsys):
@@ -316,13 +316,13 @@ def test_without_validation_data_tune_says_what_is_possible(here, capsys):
     [
         (
             ["predict", "--posterior=no.safetensors", "--output=p.csv"],
-            "check the path",
+            "Check the path",
         ),
-        (["predict", "--posterior=p.safetensors", "--output=p.txt"], "a .parquet or .csv file"),
-        (["predict", "--posterior=p.safetensors", "--output=o.csv"], "give --overwrite"),
+        (["predict", "--posterior=p.safetensors", "--output=p.txt"], "ends with .parquet or .csv"),
+        (["predict", "--posterior=p.safetensors", "--output=o.csv"], "add --overwrite"),
         (
             ["predict", "--posterior=p.safetensors", "--output=n.csv", "--inputs=none"],
-            "nothing is at none, which --inputs names",
+            "The path none of --inputs does not exist",
         ),
         (
             ["predict", "--posterior=p.safetensors", "--output=n.csv", "--inputs=."],
@@ -330,13 +330,13 @@ def test_without_validation_data_tune_says_what_is_possible(here, capsys):
         ),
         (
             ["predict", "--posterior=p.safetensors", "--output=n.csv", "--inputs=w.npz"],
-            "inputs: w.npz has inputs of shape [3], the network takes [4]",
+            "inputs: w.npz has inputs of shape [3], but the network takes [4]",
         ),
         (
             ["predict", "--posterior=p.safetensors", "--output=n.csv", "--samples=0"],
             "samples is 0",
         ),
-        (["fit", "--output=n.safetensors", "--sigma=1.0"], "sigma is the noise of a regression"),
+        (["fit", "--output=n.safetensors", "--sigma=1.0"], "`sigma` is the noise of a regression"),
     ],
 )
 def test_options_that_make_no_sense(here, arguments, message, capsys):

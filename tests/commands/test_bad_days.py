@@ -120,7 +120,7 @@ def test_a_read_only_folder_is_told_before_the_work(here, disk, monkeypatch, cap
         assert main(command) == 2
         line = only_line(capsys)
         assert str(place) in line, line
-        assert "may not be written to. Choose another place, or change its permissions" in line
+        assert "is write-protected. Choose a different folder, or change its permissions" in line
 
 
 def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys):
@@ -128,7 +128,7 @@ def test_a_full_disk_leaves_no_half_file_and_says_what_to_do(here, disk, capsys)
     data = ["--model=nets:wide", "--data=d.npz", "--device=cpu", "--progress=false"]
     posterior = place / "p.safetensors"
     assert main(["fit", *data, f"--output={posterior}"]) == 2
-    told = f"{posterior} cannot be written (No space left on device). Choose another"
+    told = f"{posterior} cannot be written (No space left on device). Choose a different"
     assert told in only_line(capsys)
     assert list(place.iterdir()) == []
     disk("size=8m")
@@ -174,7 +174,7 @@ def test_a_warning_is_a_line_without_a_place_in_the_source(here, processes):
     [
         ("killed", ["DataLoader worker (pid", "fewer --workers", "/dev/shm"]),
         ("crashing", ["DataLoader worker (pid", "or it crashed", "--workers=0"]),
-        ("raising", ["the data set failed", "OSError: image", "--workers=0 with --traceback"]),
+        ("raising", ["The data set failed", "OSError: image", "--workers=0 --traceback"]),
     ],
 )
 def test_a_worker_that_dies_is_told_with_what_to_do(here, data, parts, capfd):

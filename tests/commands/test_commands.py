@@ -23,7 +23,7 @@ FIT = ["fit", "--model=nets:build", "--data=d.npz", "--output=p.safetensors"]
         (["fit"], "--output"),
         (["predict", "--posterior=p"], "--output"),
         (["improve"], "improve"),
-        (["reprot"], "did you mean report?"),
+        (["reprot"], "Did you mean report?"),
         ([], "command"),
     ],
 )
@@ -42,11 +42,11 @@ def test_bad_arguments_end_with_one_line_that_names_them(
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("batch_szie: 3", "bad.yaml: laplace-debias fit has no option batch_szie; did you mean"),
-        ("batch_size: many", "bad.yaml: batch_size many: expected a whole number"),
+        ("batch_szie: 3", "bad.yaml: laplace-debias fit has no option batch_szie. Did you mean"),
+        ("batch_size: many", "bad.yaml is not valid. Pass a whole number"),
         ("{", "bad.yaml is not a valid YAML file ("),
         ("a: [1,\nb: 2", "bad.yaml is not a valid YAML file ("),
-        ("just words", "bad.yaml must contain options, got 'just words'"),
+        ("just words", "bad.yaml must contain options, but contains 'just words'"),
     ],
 )
 def test_bad_config_ends_with_one_line_that_names_it(text, named, capsys, tmp_path):
@@ -72,10 +72,10 @@ def test_printed_config_can_be_read_again(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        ("--examples=all", "--examples all: expected a whole number"),
-        ("--workers=1.5", "--workers 1.5: expected a whole number"),
-        ("--corruptions=x", "--corruptions x: expected a whole number"),
-        ("--task=foo", "task is foo; expected classification, regression"),
+        ("--examples=all", "`--examples all` is not valid. Pass a whole number"),
+        ("--workers=1.5", "`--workers 1.5` is not valid. Pass a whole number"),
+        ("--corruptions=x", "`--corruptions x` is not valid. Pass a whole number"),
+        ("--task=foo", "task is foo. Use classification, regression"),
     ],
 )
 def test_a_value_of_another_kind_is_told_in_a_sentence(option, told, capsys):
@@ -87,7 +87,7 @@ def test_a_missing_extra_is_named_with_its_remedy(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert main([*FIT, "--print_config"]) == 2
     error = capsys.readouterr().err
-    assert "this command needs yaml" in error
+    assert "This command needs yaml" in error
     assert "pip install 'laplace-debias[cli]'" in error
 
 

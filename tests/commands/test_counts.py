@@ -208,7 +208,7 @@ def test_what_is_no_count_is_refused_before_the_work(counts, capsys):
     frame.loc[3, "y"] = -1
     frame.to_csv("data/train.csv", index=False)
     assert main(["fit", *COMMON, "--task=poisson", "--output=q.safetensors"]) == 2
-    assert "Counts must be whole numbers from 0 on" in capsys.readouterr().err
+    assert "Counts must be whole numbers of at least 0" in capsys.readouterr().err
 
 
 def test_a_posterior_of_another_task_is_refused(counts, capsys):

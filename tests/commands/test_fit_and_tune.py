@@ -68,7 +68,7 @@ def test_fit_takes_a_number_of_inducing_inputs(checkpoint, tmp_path, capsys):
     output = tmp_path / "posterior.safetensors"
     options = [f"--output={output}", "--mode=mini", "--batch_size=6", "--inducing=2"]
     assert main(command("fit", checkpoint, *options)) == 2
-    assert "inducing=2 applies only to curvature=gp, got curvature=kfac" in " ".join(
+    assert "`inducing=2` applies only to `curvature=gp`, got `curvature=kfac`" in " ".join(
         capsys.readouterr().err.split()
     )
     assert main(command("fit", checkpoint, *options, "--curvature=gp")) == 0
@@ -97,19 +97,19 @@ def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric
     assert float(Laplace.load(output, model).prior_precision) == found.prior_precision
     assert posterior.read_bytes() == before
     is_at_the_end = found.prior_precision != 10.0
-    assert ("value tried" in capsys.readouterr().out) == is_at_the_end
+    assert ("one tried" in capsys.readouterr().out) == is_at_the_end
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("fit", ["--mode=full", "--train_examples=0"], "train_examples is 0"),
-        ("fit", ["--train_examples=100000"], "train data has 1000 examples"),
+        ("fit", ["--train_examples=100000"], "train data has only 1000 examples"),
         ("fit", ["--batch_size=0"], "batch_size is 0"),
         ("fit", ["--mode=ful"], "mode"),
         ("tune", ["--validation_examples=0"], "validation_examples is 0"),
-        ("tune", ["--validation_examples=100000"], "validation data has 297 examples"),
-        ("tune", ["--method=marglik", "--metric=brier"], "reads no data"),
+        ("tune", ["--validation_examples=100000"], "validation data has only 297 examples"),
+        ("tune", ["--method=marglik", "--metric=brier"], "uses no data"),
         ("tune", ["--prior_precisions=[0.0]"], "positive"),
     ],
 )

@@ -49,7 +49,7 @@ def test_on_the_line_of_a_command_they_are_refused(here, command, options, capsy
     assert main([command, *SOURCE, *NEEDED.get(command, []), *options.split()]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "has no effect here (" in line
-    assert line.endswith("): leave it out")
+    assert line.endswith("). Remove it.")
     assert sorted(path.name for path in here.iterdir()) == ["d.npz", "nets.py"]
 
 
@@ -71,8 +71,8 @@ def test_in_a_file_for_several_commands_they_are_told(here, capsys):
     assert main(["fit", *common, "--output=p.safetensors"]) == 0
     printed = capsys.readouterr().out
     assert "Not used: ood, corruptions (for `report` and `evaluate`).\n" in printed
-    assert "Not used: validation_examples (`fit` does not read these examples).\n" in printed
-    assert "held_out is not used: the data comes in parts of its own.\n" in printed
+    assert "Not used: validation_examples (`fit` does not use these examples).\n" in printed
+    assert "held_out is not used, because the data is already split.\n" in printed
     assert main(["tune", *common, "--posterior=p.safetensors", "--json"]) == 0
     captured = capsys.readouterr()
     assert "Not used: ood, corruptions" in captured.err
@@ -81,7 +81,7 @@ def test_in_a_file_for_several_commands_they_are_told(here, capsys):
     assert main(["fit", *SOURCE, "--output=q.safetensors"]) == 0
     assert "Not used" not in capsys.readouterr().out
     assert main(["report", *common, "--output=run"]) == 2
-    assert "ood x: nothing is at nowhere" in capsys.readouterr().err
+    assert "ood x: the path nowhere does not exist" in capsys.readouterr().err
 
 
 def test_held_out_is_told_of_where_data_has_parts_alone(here):
@@ -105,20 +105,23 @@ def test_workers_of_batches_that_are_taken_as_they_are_are_refused(here, capsys)
         )
     source = ["--model=nets:rows", "--data=nets:batches", "--device=cpu", "--workers=2"]
     assert main(["fit", *source, "--output=p.safetensors"]) == 2
-    assert "workers is given, but the train data is batches of list" in capsys.readouterr().err
+    assert (
+        "workers does not support the train data, which is batches of list"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("curvature", ["diag", "lowrank", "full"])
 def test_sharing_without_kronecker_factors_is_refused(curvature):
     model = nn.Linear(4, 3).eval()
-    with pytest.raises(ValueError, match="sharing='reduce' applies to Kronecker factors"):
+    with pytest.raises(ValueError, match="`sharing='reduce'` applies only to Kronecker factors"):
         Laplace(model, curvature=curvature, sharing="reduce")
 
 
 @pytest.mark.parametrize("curvature", ["lowrank", "full"])
 def test_joint_blocks_of_one_block_are_refused(curvature):
     model = nn.Linear(4, 3).eval()
-    with pytest.raises(ValueError, match=r"joint=True .* is one block of all parameters"):
+    with pytest.raises(ValueError, match=r"`joint=True` .* is one block of all parameters"):
         Laplace(model, curvature=curvature, joint=True)
 
 

@@ -108,10 +108,10 @@ def test_posteriors_can_be_described_in_a_file(place, capsys):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--methods=[magic]"], "there is no method magic; expected network"),
+        (["--methods=[magic]"], "There is no method magic. Use network"),
         (["--from=nowhere"], "--model has no effect here"),
         (["--output=data.npz"], "data.npz"),
-        (["--examples=1"], "examples is 1; expected at least 2"),
+        (["--examples=1"], "examples is 1. Pass at least 2"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(place, options, told, capsys):
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_told_in_one_line(place, options, told, capsys):
 
 def test_a_page_of_no_run_cannot_be_drawn(place, capsys):
     assert main(["report", "--from=nowhere"]) == 2
-    assert "nothing is at nowhere, which --from names" in capsys.readouterr().err
+    assert "The path nowhere of --from does not exist" in capsys.readouterr().err
 
 
 def test_saved_posteriors_are_evaluated_and_nothing_is_written(place, capsys):

@@ -87,7 +87,7 @@ def test_configs_are_valid(name, capsys):
     [
         ({"examples": 0}, "examples is 0"),
         ({"eigenpairs": 0}, "eigenpairs is 0"),
-        ({"eigenpairs": 20, "max_matvecs": 10}, "max_matvecs is 10; expected at least 20"),
+        ({"eigenpairs": 20, "max_matvecs": 10}, "max_matvecs is 10. Pass at least 20"),
         ({"trace_matvecs": 1}, "trace_matvecs is 1"),
         ({"tolerance": 0.0}, "tolerance is 0.0"),
         ({"density_width": -1.0}, "density_width is -1.0"),

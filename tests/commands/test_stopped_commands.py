@@ -57,14 +57,14 @@ def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, here, monkeyp
     assert captured.out == ""
     (line,) = captured.err.strip().splitlines()
     assert line.startswith("laplace-debias: stopped: ")
-    assert "give the same command again" in line
+    assert "run the same command" in line
     assert ("--resume" in line) == (command == "fit")
 
 
 def test_ctrl_c_before_the_command_runs(monkeypatch, capsys):
     monkeypatch.setattr("laplace_debias.cli._run", stop)
     assert main(["fit"]) == 130
-    assert "has not begun; give the same command again" in capsys.readouterr().err
+    assert "had not started. Run the same command again" in capsys.readouterr().err
 
 
 def stopped(arguments, folder, monkeypatch, capsys):
@@ -88,7 +88,7 @@ def stopped(arguments, folder, monkeypatch, capsys):
     resumed = [*arguments("resumed"), f"--resume={folder}"]
     capsys.readouterr()
     assert main(resumed) == 130
-    assert "give the same command again, and it goes on" in capsys.readouterr().err
+    assert "To resume, run the same command again" in capsys.readouterr().err
     return resumed
 
 
@@ -113,7 +113,7 @@ def test_a_fit_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, 
     [
         (["fit"], ["--output", "--data", "--checkpoint"]),
         (["tune", "--data=d"], ["--posterior", "--checkpoint"]),
-        (["fit", "--output=x.safetensors"], ["no network", "--model", "--timm", "--torchvision"]),
+        (["fit", "--output=x.safetensors"], ["No network", "--model", "--timm", "--torchvision"]),
     ],
 )
 def test_everything_that_is_missing_is_told_at_once(

@@ -110,7 +110,7 @@ def test_supported_parameters_are_those_that_their_layers_tell():
 
 def test_backpack_alone_refuses_what_it_has_no_layer_for():
     model, x, y = unusual_parameters.network("weight standardisation")
-    with pytest.raises(NotImplementedError, match="BackPACK cannot handle this model"):
+    with pytest.raises(NotImplementedError, match="BackPACK does not support this model"):
         Laplace(model, backend="backpack").fit([(x, y)])
 
 
@@ -153,11 +153,11 @@ class Auxiliary(torch.nn.Module):
 
 def test_the_warning_of_unused_parameters_says_what_to_type():
     model, x, y = Auxiliary().eval(), torch.randn(6, 3), torch.randint(3, (6,))
-    with pytest.warns(UserWarning, match="left out of the posterior") as warned:
+    with pytest.warns(UserWarning, match="excluded from the posterior") as warned:
         la = Laplace(model).fit([(x, y)])
-    (text,) = [str(w.message) for w in warned if "left out" in str(w.message)]
+    (text,) = [str(w.message) for w in warned if "excluded" in str(w.message)]
     assert text.count("auxiliary.") == 8  # Four names, and once more in what to type.
-    expression = text.partition("params=")[2].partition(", or freeze")[0]
+    expression = text.partition("params=")[2].partition("`, or freeze")[0]
     # What a user would type.
     typed = Laplace(model, params=eval(expression)).fit([(x, y)])
     assert typed.param_names == la.param_names

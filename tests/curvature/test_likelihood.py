@@ -99,7 +99,7 @@ def test_gaussian_predictive_adds_the_noise():
 @pytest.mark.parametrize(
     ("likelihood", "outputs", "targets", "error", "says"),
     [
-        (Categorical(), (4, 3), torch.tensor([0, 1, 2, 3]), ValueError, "0 … 2"),
+        (Categorical(), (4, 3), torch.tensor([0, 1, 2, 3]), ValueError, "between 0 and 2"),
         (Categorical(), (4, 3), torch.tensor([0, 1, 2, -1]), ValueError, "-1"),
         (Categorical(), (4, 3), torch.rand(4), TypeError, "integers"),
         (Categorical(), (4, 3), torch.zeros(4, 3, dtype=torch.long), ValueError, "one class label"),
@@ -129,5 +129,5 @@ def test_likelihood_names():
     assert likelihood_from("regression", 0.3).sigma == 0.3
     with pytest.raises(ValueError, match="Unknown likelihood 'gamma'"):
         likelihood_from("gamma")
-    with pytest.raises(ValueError, match="sigma belongs"):
+    with pytest.raises(ValueError, match="`sigma` applies only"):
         likelihood_from("classification", 0.3)

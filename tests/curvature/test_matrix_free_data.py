@@ -160,7 +160,7 @@ def test_sequences_of_several_lengths():
     padded = y.clone()
     padded[3:, 2:] = -100
     close(GGN(model, loss, data), dense_ggn(model, loss, x, padded))
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match="the same shape"):
         Jacobian(model, data).to_dense()
     wrong = [data[0], (x[3:, :, :2], y[3:, :3])]
     with pytest.raises(ValueError, match="class indices of shape"):
@@ -247,7 +247,7 @@ OF_A_MODEL = {
     "batch norm": (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), ValueError, "model.eval"),
     "random": (random_net(), ValueError, "deterministic"),
     "model": (F.relu, TypeError, "nn.Module"),
-    "nan parameter": (broken(), ValueError, "0.weight holds NaN"),
+    "nan parameter": (broken(), ValueError, "0.weight contains NaN"),
 }
 SHUFFLED = DataLoader(TensorDataset(X, LABELS), 3, shuffle=True, generator=torch.Generator())
 OF_DATA = {
@@ -257,12 +257,12 @@ OF_DATA = {
     "empty": ([], ValueError, "empty"),
     "no pairs": ([X], TypeError, "pairs"),
     "sizes": ([(X, LABELS[:3])], ValueError, "targets of shape"),
-    "shared iterator": (Shared, TypeError, "Shared gave no batch .* only once"),
+    "shared iterator": (Shared, TypeError, "Shared yielded no batch in the second pass"),
     "nan": ([(X / 0 * 0, LABELS)], ValueError, "NaN"),
     "dtype": ([(X.float(), LABELS)], TypeError, "Convert"),
     "shuffled": (SHUFFLED, ValueError, "shuffle=False"),
     "all ignored": ([(X, torch.full_like(LABELS, -100))], ValueError, "ignore_index"),
-    "labels": ([(X, LABELS + 1)], ValueError, "0 … 2"),
+    "labels": ([(X, LABELS + 1)], ValueError, "between 0 and 2"),
     "one-hot": ([(X, F.one_hot(LABELS))], ValueError, "class indices of shape"),
     "bool": ([(X, LABELS > 0)], TypeError, "must be integers"),
 }
@@ -271,22 +271,22 @@ OF_A_LOSS = {
     "none": (CE(reduction="none"), LABELS, ValueError, "scalar loss"),
     "no reduction": (F.cross_entropy, LABELS, ValueError, "reduction="),
     "weighted mean": (nn.NLLLoss(weight=W), LABELS, ValueError, 'reduction="sum"'),
-    "weight": (CE(weight=W[:2]), LABELS, ValueError, "weight of shape"),
-    "negative weight": (CE(weight=-W), LABELS, ValueError, "weight must be"),
-    "pos_weight": (BCE(pos_weight=W[:2]), zero_one(3), ValueError, "pos_weight of shape"),
+    "weight": (CE(weight=W[:2]), LABELS, ValueError, "`weight` of shape"),
+    "negative weight": (CE(weight=-W), LABELS, ValueError, "`weight` of the loss must be"),
+    "pos_weight": (BCE(pos_weight=W[:2]), zero_one(3), ValueError, "`pos_weight` of shape"),
     "weight rows": (BCE(weight=W[:2, None]), zero_one(3), ValueError, "To weight examples"),
     "ignored": (CE(ignore_index=1), probabilities(3), ValueError, "ignore_index=1"),
-    "shape": (nn.MSELoss(), inputs(1), ValueError, "outputs' shape"),
+    "shape": (nn.MSELoss(), inputs(1), ValueError, "shape of the outputs"),
     "integers": (nn.MSELoss(), random_labels(3), TypeError, "float"),
-    "range": (BCE(), X, ValueError, r"in \[0, 1\]"),
+    "range": (BCE(), X, ValueError, "between 0 and 1"),
 }
-NAMES = r"got a list of Parameter. Give names, of \['0.weight', [^=]*$"
+NAMES = r"got a list of Parameter. Pass names, such as \['0.weight', [^=]*$"
 BAD = {
     **{name: ({"model": model}, *says) for name, (model, *says) in OF_A_MODEL.items()},
     **{name: ({"data": data}, *says) for name, (data, *says) in OF_DATA.items()},
     **{n: ({"loss": loss, "data": [(X, y)]}, *says) for n, (loss, y, *says) in OF_A_LOSS.items()},
-    "num_data": ({"num_data": 7}, ValueError, "holds 6"),
-    "two reductions": ({"reduction": "sum"}, ValueError, "Remove the operator.s reduction="),
+    "num_data": ({"num_data": 7}, ValueError, "has 6 examples"),
+    "two reductions": ({"reduction": "sum"}, ValueError, "Remove the operator.s `reduction=`"),
     "not scalar": ({"loss": lambda f, y: f, "reduction": "sum"}, TypeError, "scalar"),
     "params": ({"params": ["5.weight"]}, ValueError, "5.weight"),
     "tensors as params": ({"params": list(build("mlp").parameters())}, TypeError, NAMES),

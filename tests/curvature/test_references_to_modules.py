@@ -64,7 +64,7 @@ def data():
 def test_a_layer_that_only_a_lambda_refers_to_is_refused(read):
     model = network()
     with pytest.raises(
-        NotImplementedError, match=r"inner.*, a Linear, by a reference that is not a submodule"
+        NotImplementedError, match=r"inner.*, a Linear, which is not one of its submodules"
     ):
         read(model)
     assert not nn.modules.module._global_forward_pre_hooks

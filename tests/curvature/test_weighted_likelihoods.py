@@ -117,7 +117,7 @@ ONES3 = torch.ones(4, 3).double()
         (MultiLabel(label_weights=[1, 2]), 3, ONES3, ValueError, "label_weights has 2"),
         (MultiLabel(positive_weights=[1, 2]), 3, ONES3, ValueError, "positive_weights has 2"),
         (HeteroscedasticGaussian(), 3, ONES3, ValueError, "mean and a log-variance"),
-        (HeteroscedasticGaussian(), 2, ONES3, ValueError, "half as many"),
+        (HeteroscedasticGaussian(), 2, ONES3, ValueError, "half of the outputs"),
         (HeteroscedasticGaussian(), 6, ONES3.long(), TypeError, "floating"),
         (HeteroscedasticGaussian(), 6, ONES3 * torch.nan, ValueError, "NaN"),
     ],
@@ -138,13 +138,13 @@ def test_log_variances_out_of_range_are_refused():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Categorical(class_weights=[1.0, -1.0]), "class_weights must be finite"),
-        (lambda: Categorical(class_weights=[0.0, 0.0]), "not all zero"),
+        (lambda: Categorical(class_weights=[1.0, -1.0]), "`class_weights` must be finite"),
+        (lambda: Categorical(class_weights=[0.0, 0.0]), "not all of them 0"),
         (lambda: Categorical(class_weights=torch.ones(2, 2)), "class_weights"),
-        (lambda: Categorical(label_smoothing=1.5), "label_smoothing must lie in"),
-        (lambda: Categorical(label_smoothing=float("nan")), "label_smoothing must lie in"),
+        (lambda: Categorical(label_smoothing=1.5), "`label_smoothing` must be between"),
+        (lambda: Categorical(label_smoothing=float("nan")), "`label_smoothing` must be between"),
         (lambda: Bernoulli(positive_weight=0.0), "positive_weight"),
-        (lambda: MultiLabel(label_weights=[float("inf")]), "label_weights must be finite"),
+        (lambda: MultiLabel(label_weights=[float("inf")]), "`label_weights` must be finite"),
     ],
 )
 def test_arguments_out_of_range_are_refused(make, says):

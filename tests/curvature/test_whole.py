@@ -137,7 +137,9 @@ def test_there_are_no_more_directions_than_jacobian_rows():
 
 def test_a_rank_belongs_to_low_rank_and_factors():
     model, _, _ = conv2d()
-    with pytest.raises(ValueError, match='rank belongs to curvature="kfac", "ekfac" and "lowrank"'):
+    with pytest.raises(
+        ValueError, match='`rank` applies only to curvature="kfac", "ekfac" and "lowrank"'
+    ):
         Laplace(model, curvature="full", rank=3)
     with pytest.raises(ValueError, match="rank must be at least 1"):
         Laplace(model, curvature="lowrank", rank=0)

@@ -46,7 +46,7 @@ def test_a_process_that_is_killed_ends_all(processes):
         for rank in (0, 1):
             kind, message = processes.result(rank)
             assert kind == "RankError"
-            assert "was killed, has failed or is in another call" in message, message
+            assert "was killed, has failed or is in a different call" in message, message
             assert "start all of them again" in message
     finally:
         processes.close()
@@ -61,12 +61,24 @@ def test_a_process_that_is_killed_ends_all(processes):
         (tasks.the_same_loader_as_a_scheme, "ValueError", ["ShardedBatches", "end to end"]),
         (tasks.the_same_batches, "ValueError", ["same batch", "ShardedBatches"]),
         (tasks.padded, "ValueError", ["DistributedSampler", "ShardedBatches(data, batch_size)"]),
-        (tasks.sharded_on_one, "ValueError", ["must be the same on all ranks", "rank 1 none"]),
+        (
+            tasks.sharded_on_one,
+            "ValueError",
+            ["ShardedBatches differs between the ranks", "rank 1 none"],
+        ),
         (tasks.another_model, "ValueError", ["model differs between the ranks"]),
-        (tasks.other_sets, "ValueError", ["ood differs", "['shifted'] on rank 0, [] on rank 1"]),
-        (tasks.another_num_data, "ValueError", ["num_data differs", "37 on rank 0, 38 on rank 1"]),
+        (
+            tasks.other_sets,
+            "ValueError",
+            ["ood differs", "['shifted'] on rank 0, but [] on rank 1"],
+        ),
+        (
+            tasks.another_num_data,
+            "ValueError",
+            ["num_data differs", "37 on rank 0, but 38 on rank 1"],
+        ),
         (tasks.different_calls, "RankError", ["rank 0 fit", "rank 1 save"]),
-        (tasks.a_shard_alone, "ValueError", ["ShardedBatches is for", "2 processes, of which 1"]),
+        (tasks.a_shard_alone, "ValueError", ["ShardedBatches is for", "2 processes, but 1"]),
     ],
 )
 def test_what_would_be_wrong_is_refused_on_all(processes, task, kind, parts):
@@ -90,7 +102,7 @@ def test_what_would_be_wrong_is_refused_on_all(processes, task, kind, parts):
 def test_arguments_are_the_same_on_all(processes, call, option, values):
     for kind, message in processes.run(2, tasks.another_argument, call, option, values):
         assert kind == "ValueError", message
-        shown = f"{values[0]} on rank 0, {values[1]} on rank 1"
+        shown = f"it is {values[0]} on rank 0, but {values[1]} on rank 1"
         assert f"{option} differs between the ranks: {shown}" in message
 
 

@@ -69,8 +69,8 @@ def test_without_a_process_group_it_has_everything():
 @pytest.mark.parametrize(
     ("data", "options", "error", "message"),
     [
-        (range(5), {"batch_size": 0}, ValueError, "at least 1, got 0"),
-        (range(5), {"batch_size": 2, "rank": 1}, ValueError, "Give both"),
+        (range(5), {"batch_size": 0}, ValueError, "batch_size. is 0. Pass at least 1"),
+        (range(5), {"batch_size": 2, "rank": 1}, ValueError, "Pass both"),
         (range(5), {"batch_size": 2, "rank": 2, "num_ranks": 2}, ValueError, "rank=2"),
         (iter([]), {"batch_size": 2}, TypeError, "no length"),
     ],

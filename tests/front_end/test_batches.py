@@ -168,20 +168,30 @@ def test_a_loaded_posterior_takes_a_hook(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "hook", "error", "says"),
     [
-        ((X, Y, 0), None, TypeError, r"pass batch=.*batch\[0\], batch\[1\]"),
-        ((X, Y, 0, 0), None, TypeError, "tuple of length 4: pass batch="),
+        ((X, Y, 0), None, TypeError, r"pass `batch=`.*batch\[0\], batch\[1\]"),
+        ((X, Y, 0, 0), None, TypeError, "tuple of length 4. For other batches, pass `batch=`"),
         (X, None, TypeError, "got Tensor of length 6"),
-        ({"image": X}, None, ValueError, r"entries \['image'\], none that is targets"),
+        (
+            {"image": X},
+            None,
+            ValueError,
+            r"entries \['image'\], and none of them",
+        ),
         ({"x": X, "y": Y, "label": Y}, None, ValueError, r"several .* \['label', 'y'\]"),
         (
             {"pixels": X, "index": torch.arange(6), "label": Y},
             None,
             ValueError,
-            r"no parameters \['index'\].*it has \['pixels', 'mask', 'labels'\]",
+            r"entries \['index'\], which are.* parameters are \['pixels', 'mask', 'labels'\]",
         ),
         ({"pixels": X, "labels": Y.tolist()}, None, TypeError, 'return_tensors="pt"'),
-        ({"pixels": X, "labels": Y[:5]}, None, ValueError, r"6 inputs but targets of shape \(5,\)"),
-        ((X, Y), lambda batch: batch[0], TypeError, r"must return a pair .* got Tensor"),
+        (
+            {"pixels": X, "labels": Y[:5]},
+            None,
+            ValueError,
+            r"6 inputs, but targets of shape \(5,\)",
+        ),
+        ((X, Y), lambda batch: batch[0], TypeError, r"returned Tensor.* Return a pair"),
     ],
 )
 def test_what_is_not_clear_is_asked(batch, hook, error, says):

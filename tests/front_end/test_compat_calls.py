@@ -270,7 +270,7 @@ def test_a_state_dict_of_other_options_is_refused():
     for other in others:
         with pytest.raises(ValueError, match=r"parameters|The state has"):
             other.load_state_dict(state)
-    with pytest.raises(ValueError, match="states of laplace-torch cannot be read"):
+    with pytest.raises(ValueError, match="A state of laplace-torch cannot be loaded"):
         la.load_state_dict({"mean": la.mean})
 
 

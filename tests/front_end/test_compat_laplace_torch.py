@@ -195,7 +195,7 @@ def test_what_has_no_equivalent_is_refused():
             ValueError,
             "n_subset applies",
         ),
-        (lambda: setattr(la, "sigma_noise", 2.0), ValueError, "tunes the noise of Gaussian"),
+        (lambda: setattr(la, "sigma_noise", 2.0), ValueError, "tunes the noise of a regression"),
         (lambda: Laplace(network(), "classification", "subnetwork"), ValueError, "Pass both"),
         (
             lambda: Laplace(network(), "classification", sigma_noise=2.0),
@@ -210,9 +210,9 @@ def test_what_has_no_equivalent_is_refused():
         (
             lambda: Laplace(network(), "classification").fit(data, override=False),
             RuntimeError,
-            "Not fitted yet",
+            "not fitted yet",
         ),
-        (lambda: la(x, pred_type="nn"), ValueError, 'Use link_approx="mc"'),
+        (lambda: la(x, pred_type="nn"), ValueError, 'Use `link_approx="mc"'),
         (lambda: la(x, link_approx="exact"), ValueError, "link_approx='exact'"),
         (
             lambda: la.optimize_prior_precision(prior_structure="diag"),

@@ -214,14 +214,14 @@ def test_wrong_calls_have_remedies(classifier):
         Conformal(la).predict(data[0])
     with pytest.raises(ValueError, match=r"`level` is 1\.5"):
         Conformal(la).calibrate([data], 1.5)
-    with pytest.raises(ValueError, match=r"30 calibration examples are too few for level=0.99"):
+    with pytest.raises(ValueError, match=r"30 calibration examples are too few for `level=0.99"):
         Conformal(la).calibrate([data], 0.99)
     by_group = Conformal(la, groups=halves).calibrate([(data[0].abs(), data[1])], 0.8)
-    with pytest.raises(ValueError, match=r"The groups \[0\] had no calibration example"):
+    with pytest.raises(ValueError, match=r"The groups \[0\] have no calibration examples"):
         by_group.predict(-data[0].abs())
-    with pytest.raises(ValueError, match="Return a tensor of one integer per example"):
+    with pytest.raises(ValueError, match="Return a tensor with one integer per example"):
         Conformal(la, groups=lambda x: x[:, 0]).calibrate([data])
     labels = torch.randint(2, (30, 5)).double()
     several = Laplace(model, "multilabel", curvature="diag").fit([(data[0], labels)])
-    with pytest.raises(NotImplementedError, match="one Conformal for each label"):
+    with pytest.raises(NotImplementedError, match="a separate Conformal for each label"):
         Conformal(several).calibrate([(data[0], labels)])

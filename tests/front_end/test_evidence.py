@@ -163,8 +163,8 @@ def test_blocks_without_curvature_or_at_the_priors_mean_are_told(likelihood):
     assert by_name["off.bias"] == pytest.approx(together.prior_precision, rel=1e-3)
     assert by_name["zero.weight"] == BOUNDS[1]
     assert by_name["on.weight"] != pytest.approx(together.prior_precision, rel=1e-3)
-    assert "off.weight, off.bias: almost no curvature" in found.message
-    assert "zero.weight: almost no distance" in found.message
+    assert "off.weight, off.bias: there is almost no curvature" in found.message
+    assert "zero.weight: the parameters are almost equal to" in found.message
     assert torch.tensor(found.prior_precision).isfinite().all()
     assert la.functional(x)[1].isfinite().all()
     by_kind = la.tune(**arguments, per="kind")

@@ -103,10 +103,10 @@ def test_an_infinite_input_that_tanh_bounds_is_refused(curvature, mode, backend)
             assert fit(la, batches, mode).sample(1).isfinite().all()
             continue
         with pytest.raises(
-            ValueError, match=r"0\.weight holds NaN or Inf: the inputs of layer '0'"
+            ValueError, match=r"0\.weight contains NaN or Inf. The inputs of layer '0'"
         ):
             fit(la, batches, mode)
-        with pytest.raises(RuntimeError, match="Not fitted"):
+        with pytest.raises(RuntimeError, match="not fitted"):
             la.posterior
 
 
@@ -158,8 +158,8 @@ def test_no_part_of_a_posterior_may_be_infinite(block, part, value):
     of_blocks = parts()
     assert made(of_blocks).sample(1).isfinite().all()
     of_blocks[block][part].view(-1)[1] = value
-    what = "curvature" if part == "magnitudes" else "directions"
-    with pytest.raises(ValueError, match=f"The {what} of {block} holds? NaN or Inf"):
+    what = "curvature" if part == "magnitudes" else "eigenvectors"
+    with pytest.raises(ValueError, match=f"Entries of the {what} of {block} are NaN or Inf"):
         made(of_blocks)
 
 
@@ -168,7 +168,7 @@ def test_magnitudes_are_not_negative_and_the_mean_is_finite():
     of_blocks["second"]["magnitudes"][1] = -1e-30
     with pytest.raises(ValueError, match="The curvature of second has negative magnitudes"):
         made(of_blocks)
-    with pytest.raises(ValueError, match="mean holds NaN or Inf"):
+    with pytest.raises(ValueError, match="mean contains NaN or Inf"):
         made(parts(), mean=torch.full((10,), math.nan))
 
 
@@ -416,5 +416,5 @@ def test_noise_too_small_for_the_dtype_is_refused(curvature):
     model = piecewise_linear(torch.float32)
     x = torch.randn(3, 2)
     la = Laplace(model, "regression", curvature, sigma=1e-30)
-    with pytest.raises(ValueError, match=r"sigma is 1e-30, whose square is out of the range"):
+    with pytest.raises(ValueError, match=r"`sigma` is 1e-30, but its square is out of the range"):
         la.fit_batches([(x, model(x).detach())])

@@ -310,11 +310,11 @@ def test_each_inducing_example_has_the_rows_that_those_before_leave_most_of(like
 @pytest.mark.parametrize(
     ("inducing", "error", "message"),
     [
-        (25, ValueError, "inducing=25 is more than the 24 examples"),
-        (torch.zeros(4, 2).double(), ValueError, r"inducing has shape \(4, 2\).*\[M, 3\]"),
-        (torch.zeros(0, 3).double(), ValueError, r"inducing has shape \(0, 3\)"),
-        (torch.zeros(3).double(), ValueError, r"inducing has shape \(3,\)"),
-        (torch.zeros(4, 3), TypeError, r"inducing is torch.float32.*torch.float64"),
+        (25, ValueError, "`inducing=25` is more than the number of examples in the data, 24"),
+        (torch.zeros(4, 2).double(), ValueError, r"`inducing` has shape \(4, 2\).*\[M, 3\]"),
+        (torch.zeros(0, 3).double(), ValueError, r"`inducing` has shape \(0, 3\)"),
+        (torch.zeros(3).double(), ValueError, r"`inducing` has shape \(3,\)"),
+        (torch.zeros(4, 3), TypeError, r"`inducing` is torch.float32.*torch.float64"),
     ],
 )
 def test_inducing_inputs_that_do_not_fit_the_data_are_refused(inducing, error, message):
@@ -331,8 +331,12 @@ def test_inducing_inputs_that_do_not_fit_the_data_are_refused(inducing, error, m
     [
         ({"inducing": 0}, ValueError, "inducing must be at least 1"),
         ({"inducing": 2.5}, TypeError, "inducing must be a whole number"),
-        ({"inducing": 4, "curvature": "kfac"}, ValueError, 'inducing belongs to curvature="gp"'),
-        ({"rank": 4}, ValueError, "rank belongs to"),
+        (
+            {"inducing": 4, "curvature": "kfac"},
+            ValueError,
+            '`inducing` applies only to curvature="gp"',
+        ),
+        ({"rank": 4}, ValueError, "`rank` applies only to"),
         ({"joint": True}, ValueError, "joint=True"),
     ],
 )
@@ -345,9 +349,9 @@ def test_data_that_can_be_read_only_once_are_refused():
     model = network("regression")
     data = batches(*examples("regression"))
     la = laplace(model, "regression")
-    with pytest.raises(TypeError, match="reads the data twice"):
+    with pytest.raises(TypeError, match="needs two passes over the data"):
         la.fit(iter(data))
-    with pytest.raises(TypeError, match="reads the data twice"):
+    with pytest.raises(TypeError, match="needs two passes over the data"):
         la.fit_batches(iter(data[:1]), data[1:])
 
 

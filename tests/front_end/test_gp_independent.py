@@ -294,7 +294,7 @@ def test_an_interrupted_fit_continues_with_the_output_it_had_reached(tmp_path, m
     assert torch.equal(*[each.functional(new)[1] for each in fitted])
     with pytest.raises(BrokenError):
         fit(Breaking(data, 8), num_data=SIZE, resume=tmp_path / "state")
-    with pytest.raises(ValueError, match="independent outputs was True, is False"):
+    with pytest.raises(ValueError, match="independent outputs was True, is now False"):
         Laplace(model, curvature="gp").fit(data, num_data=SIZE, resume=tmp_path / "state")
 
 

@@ -10,7 +10,7 @@ from laplace_debias import Laplace
 from laplace_debias.curvature.losses.likelihoods import Categorical, MultiLabel
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
-IGNORED = "is ignored"
+IGNORED = "are ignored"
 
 
 def network():
@@ -55,7 +55,7 @@ def test_a_fit_of_no_target_is_refused_and_leaves_the_posterior_as_it_was(curvat
         if curvature == "diag" and what == "batches of the directions":
             continue  # Nothing is read of them: the coordinate axes are nobody's choice.
         for fit in ways:
-            with pytest.raises(ValueError, match=rf"target of the {what} .*-100. {IGNORED}"):
+            with pytest.raises(ValueError, match=rf"targets of the {what} .*-100. {IGNORED}"):
                 fit()
     assert la.posterior is before
 
@@ -92,14 +92,14 @@ def test_predictions_are_scored_where_targets_count():
     la = Laplace(network()).fit_batches([SOME])
     before = la.prior_precision
     for metric in ("nll", "brier"):
-        with pytest.raises(ValueError, match=rf"loader {IGNORED}: nothing to tune on"):
+        with pytest.raises(ValueError, match=rf"loader {IGNORED}, so there is nothing to tune on"):
             la.tune([NOTHING, NOTHING], metric=metric)
         one, two = (
             la.tune(data, metric, grid=[0.5, 3.0]).table for data in ([NOTHING, SOME], [SOME])
         )
         assert one == two
         la.prior_precision = before
-    with pytest.raises(ValueError, match=rf"loader {IGNORED}: nothing to evaluate"):
+    with pytest.raises(ValueError, match=rf"loader {IGNORED}, so there is nothing to evaluate"):
         la.evaluate([NOTHING])
     assert la.evaluate([NOTHING, SOME]) == la.evaluate([SOME])
 
@@ -147,7 +147,7 @@ def test_multi_label_targets_are_ignored_by_the_example():
     with pytest.raises(ValueError, match=IGNORED):
         both.tune([(x, nothing)])
     half[5, 1] = 1.0
-    with pytest.raises(ValueError, match="some labels are not known"):
+    with pytest.raises(ValueError, match="only some labels are known"):
         la.fit_batches([(x, half)])
 
 

@@ -86,9 +86,9 @@ def test_groups_of_inputs_give_the_same(name, curvature):
         la._state = replace(la._fitted, config=config)
 
     bounded(1)
-    with pytest.raises(ValueError, match=r"joint covariance of 2 example\(s\) takes") as error:
+    with pytest.raises(ValueError, match=r"joint covariance of 2 example\(s\) needs") as error:
         la.functional(x, joint=True)
-    needed = int(re.search(r"takes (\d+) bytes", str(error.value))[1])
+    needed = int(re.search(r"needs (\d+) bytes", str(error.value))[1])
     for memory in (needed, 2 * needed):
         bounded(memory)
         close(la.functional(x, joint=True)[1], expected)

@@ -191,16 +191,14 @@ def test_files_of_other_models_are_refused(fitted, model, tmp_path):
     with pytest.raises(FileNotFoundError):
         Laplace.load(tmp_path / "nothing", model)
     other = network()
-    with pytest.raises(ValueError, match="not those of the fit"):
+    with pytest.raises(ValueError, match="differ from those of the fit"):
         Laplace.load(path, other)
     other[6] = nn.Linear(6, 4)
     with pytest.raises(ValueError, match="283 parameters, but the model has 290"):
         Laplace.load(path, other)
-    with pytest.raises(ValueError, match="which the model does not have"):
+    with pytest.raises(ValueError, match="the model does not have these parameters"):
         Laplace.load(path, nn.Sequential(nn.Linear(3, 3)).eval())
-    with pytest.raises(
-        ValueError, match=r"of a model in torch\.float32, but the model is in torch\.float64"
-    ):
+    with pytest.raises(ValueError, match=r"in torch\.float32, but the model is in torch\.float64"):
         Laplace.load(path, model.double())
 
 
@@ -218,16 +216,16 @@ pytest_unchecked = pytest.mark.usefixtures("unchecked")
         ({"params": "biases"}, ValueError, "'all', 'weights', 'supported', 'last_layer'"),
         ({"params": ["9.weight"]}, ValueError, "0.weight"),
         ({"params": lambda name, p: False}, ValueError, "selects no parameter"),
-        ({"params": 3}, TypeError, "params must be"),
+        ({"params": 3}, TypeError, "`params` must be"),
         ({"backend": "autograd"}, ValueError, "'auto', 'backpack' or 'hooks'"),
         ({"fisher": "true"}, ValueError, "exact, mc, empirical"),
         ({"fisher": "mc", "mc_samples": 0}, ValueError, "at least 1"),
-        ({"mc_samples": 4}, ValueError, 'belongs to fisher="mc"'),
+        ({"mc_samples": 4}, ValueError, 'applies only to `fisher="mc"`'),
         ({"prior_precision": 0.0}, ValueError, "positive"),
         ({"prior_precision": -1.0}, ValueError, "positive"),
         ({"prior_precision": float("nan")}, ValueError, "positive"),
         ({"prior_precision": torch.ones(2)}, ValueError, "6 blocks"),
-        ({"sigma": 1.0}, ValueError, 'belongs to likelihood="regression"'),
+        ({"sigma": 1.0}, ValueError, 'applies only to `likelihood="regression"'),
         ({"factor_dtype": torch.int32}, ValueError, "float64"),
         ({"memory_bound": 0}, ValueError, "at least 1"),
     ],
@@ -269,7 +267,7 @@ def test_backpack_refuses_what_it_would_get_wrong():
             return x + self.layer(x)
 
     model = nn.Sequential(Residual(), nn.Linear(3, 2)).eval()
-    with pytest.raises(NotImplementedError, match=r"0 \(Residual\) has a forward pass of its own"):
+    with pytest.raises(NotImplementedError, match=r"0 \(Residual\) has its own forward pass"):
         Laplace(model, backend="backpack")
     x, y = torch.randn(4, 3), torch.randint(2, (4,))
     la = Laplace(model).fit_batches([(x, y)])
@@ -280,9 +278,9 @@ def test_nan_parameters_are_refused_by_name(model, loader):
     la = Laplace(model)
     with torch.no_grad():
         model[2].bias[0] = torch.nan
-    with pytest.raises(ValueError, match=r"2\.bias holds NaN"):
+    with pytest.raises(ValueError, match=r"2\.bias contains NaN"):
         la.fit(loader)
-    with pytest.raises(ValueError, match=r"2\.bias holds NaN"):
+    with pytest.raises(ValueError, match=r"2\.bias contains NaN"):
         Laplace(model)
 
 
@@ -291,11 +289,11 @@ def test_nan_parameters_are_refused_by_name(model, loader):
     ("batches", "error", "says"),
     [
         ([], ValueError, "no example"),
-        ([(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]))], ValueError, "0 … 2"),
+        ([(torch.randn(4, 1, 8, 8), torch.tensor([0, 1, 2, 3]))], ValueError, "between 0 and 2"),
         ([(torch.randn(4, 1, 8, 8), torch.rand(4))], TypeError, "integers"),
         ([(torch.randn(4, 1, 8, 8), torch.zeros(3, dtype=torch.long))], ValueError, "4 inputs"),
         ([torch.randn(4, 1, 8, 8)], TypeError, "pairs"),
-        ([(torch.randn(4, 1, 8, 8), [0, 1, 2, 0])], TypeError, "got list: torch.as_tensor"),
+        ([(torch.randn(4, 1, 8, 8), [0, 1, 2, 0])], TypeError, r"got list\. .*as_tensor"),
         ([(torch.randn(4, 1, 8, 8).double(), torch.zeros(4).long())], TypeError, "float64"),
         ([(torch.full((4, 1, 8, 8), torch.inf), torch.zeros(4).long())], ValueError, "NaN or Inf"),
     ],
@@ -304,13 +302,13 @@ def test_bad_batches_are_refused(model, batches, error, says):
     la = Laplace(model)
     with pytest.raises(error, match=says):
         la.fit_batches(batches, num_data=10)
-    with pytest.raises(RuntimeError, match="Not fitted"):
+    with pytest.raises(RuntimeError, match="not fitted"):
         la.posterior
 
 
 def test_outputs_of_the_wrong_rank_are_refused(loader):
     no_outputs = nn.Sequential(nn.Conv2d(1, 1, 8), nn.Flatten(0)).eval()
-    with pytest.raises(ValueError, match="needs at least two outputs, the model has one"):
+    with pytest.raises(ValueError, match="needs at least two outputs, but the model has one"):
         Laplace(no_outputs).fit(loader)
     channels_second = nn.Sequential(nn.Conv2d(1, 3, 3)).eval()
     with pytest.raises(ValueError, match=r"movedim\(1, -1\)"):
@@ -325,7 +323,7 @@ def test_fit_needs_what_its_mode_needs(model, loader):
         la.fit(one, mode="debiased")
     with pytest.raises(ValueError, match="full, mini, debiased, crossfit"):
         la.fit(loader, mode="half")
-    with pytest.raises(ValueError, match="Pass num_data"):
+    with pytest.raises(ValueError, match="Pass `num_data"):
         la.fit(list(loader), mode="mini")
     with pytest.raises(ValueError, match="at least 1"):
         la.fit(loader, num_data=0)
@@ -363,7 +361,7 @@ def test_bad_arguments_after_the_fit_change_nothing(fitted, loader):
     assert fitted.prior_precision.item() == 1.0
     for call, says in (
         (lambda: fitted.predict(x, "laplace"), "glm, glm-mc, nn, map"),
-        (lambda: fitted.predict(x, "map", samples=3), "none to"),
+        (lambda: fitted.predict(x, "map", samples=3), 'and "map" uses none'),
         (lambda: fitted.predict(x, samples=0), "samples must be at least 1"),
         (lambda: fitted.predict(x[:0]), "at least one example"),
         (lambda: fitted.sample(0), "at least 1"),
@@ -372,11 +370,14 @@ def test_bad_arguments_after_the_fit_change_nothing(fitted, loader):
         (lambda: fitted.tune(loader, grid=torch.tensor([0.0, 1.0])), "grid"),
         (fitted.tune, "needs held-out data"),
         (lambda: fitted.tune(method="cv"), "'grid' or 'marglik'"),
-        (lambda: fitted.tune(loader, method="marglik"), "uses no loader"),
-        (lambda: fitted.tune(metric="brier", method="marglik"), "or metric"),
+        (lambda: fitted.tune(loader, method="marglik"), "does not use `loader`"),
+        (lambda: fitted.tune(metric="brier", method="marglik"), "or `metric`"),
         (lambda: fitted.tune(progress=True, method="marglik"), "progress"),
-        (lambda: fitted.tune([(loader.dataset[0][0][None], torch.tensor([7]))]), "0 … 2"),
-        (lambda: fitted.evaluate([(loader.dataset[0][0][None], torch.tensor([7]))]), "0 … 2"),
+        (lambda: fitted.tune([(loader.dataset[0][0][None], torch.tensor([7]))]), "between 0 and 2"),
+        (
+            lambda: fitted.evaluate([(loader.dataset[0][0][None], torch.tensor([7]))]),
+            "between 0 and 2",
+        ),
         (lambda: fitted.tune([]), "no batch"),
         (lambda: fitted.evaluate([]), "no batch"),
         (lambda: fitted.evaluate(loader, ood={"empty": []}), "empty"),

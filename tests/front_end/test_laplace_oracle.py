@@ -351,7 +351,7 @@ def test_crossfit_needs_enough_examples():
     case = Case("regression")
     with pytest.raises(ValueError, match="2 to 6 folds, got 7"):
         case.la.fit_batches([(case.x, case.y)], folds=7)
-    with pytest.raises(ValueError, match="Remove magnitudes="):
+    with pytest.raises(ValueError, match="Remove `magnitudes="):
         case.la.fit_batches([case.first], [case.second], folds=2)
 
 

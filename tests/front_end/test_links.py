@@ -211,7 +211,7 @@ def test_predict_and_tune_take_the_bridges(name):
     la.tune([(x, y)], link=name)
     assert la.link.name == name
     binary, x, _ = fitted("binary", 1)
-    with pytest.raises(ValueError, match=r"is for exclusive classes.*Use \"probit\" or"):
+    with pytest.raises(ValueError, match=r"applies only to exclusive classes.*Use \"probit\" or"):
         binary.predict(x, link=name)
 
 
@@ -253,10 +253,10 @@ def test_a_link_that_has_no_use_is_refused():
     with pytest.raises(ValueError, match="Unknown link='laplace'"):
         la.predict(x, link="laplace")
     for wrong in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="Give a positive number"):
+        with pytest.raises(ValueError, match="Pass a positive number"):
             Link("probit", wrong)
     for options in ({"method": "nn"}, {"samples": 5}, {"method": "map"}):
-        with pytest.raises(ValueError, match="applies to the closed form"):
+        with pytest.raises(ValueError, match="applies only to the closed form"):
             la.predict(x, link="probit", **options)
     regression, x, y = fitted("regression")
     for call in (
@@ -265,5 +265,5 @@ def test_a_link_that_has_no_use_is_refused():
         lambda: regression.evaluate([(x, y)], link="probit"),
         lambda: setattr(regression, "link", "probit"),
     ):
-        with pytest.raises(ValueError, match="a Gaussian does not have"):
+        with pytest.raises(ValueError, match="but Gaussian has no classes"):
             call()

@@ -224,10 +224,10 @@ def test_metrics_are_those_of_the_labels(dtype):
 @pytest.mark.parametrize(
     ("probs", "labels", "ood", "says"),
     [
-        (torch.rand(4), torch.ones(4).long(), None, r"expected \[n, labels\]"),
+        (torch.rand(4), torch.ones(4).long(), None, r"Pass \[n, labels\]"),
         (torch.rand(4, 2) + 1, torch.ones(4, 2).long(), None, "sigmoid"),
         (torch.rand(4, 2), torch.ones(4).long(), None, "the shape of `probs`"),
-        (torch.rand(4, 2), torch.full((4, 2), 2), None, "expected 0 ... 1"),
+        (torch.rand(4, 2), torch.full((4, 2), 2), None, "must be between 0 and 1"),
         (torch.rand(4, 2), torch.ones(4, 2).long(), torch.rand(4, 3), "has 3 labels"),
     ],
 )
@@ -274,7 +274,7 @@ def test_names():
     assert type(likelihood_from("multilabel")) is MultiLabel
     with pytest.raises(ValueError, match="'multilabel'"):
         likelihood_from("multi-label")
-    with pytest.raises(ValueError, match="sigma belongs"):
+    with pytest.raises(ValueError, match="`sigma` applies only"):
         likelihood_from("multilabel", 0.1)
 
 
@@ -286,8 +286,8 @@ ADVICE = 'likelihood="multilabel"'
 @pytest.mark.parametrize(
     ("likelihood", "targets", "error", "says", "says_not"),
     [
-        (Bernoulli(), MULTI_HOT, ValueError, [ADVICE, "several at once"], "argmax"),
-        (Bernoulli(), MULTI_HOT, ValueError, ['"classification" if exactly one'], "argmax"),
+        (Bernoulli(), MULTI_HOT, ValueError, [ADVICE, "several labels can apply"], "argmax"),
+        (Bernoulli(), MULTI_HOT, ValueError, ["If exactly one class applies"], "argmax"),
         (Categorical(), MULTI_HOT, TypeError, [ADVICE], "argmax"),
         (Categorical(), MULTI_HOT.long(), ValueError, [ADVICE], "argmax"),
         (Categorical(), 2 * ONE_HOT, TypeError, [ADVICE, "sum to 1"], "0 or 1"),
@@ -299,7 +299,7 @@ ADVICE = 'likelihood="multilabel"'
         (MultiLabel(), MULTI_HOT + 1, ValueError, ["0 or 1"], "argmax"),
         (MultiLabel(), MULTI_HOT * 0.3, ValueError, ["0 or 1"], "argmax"),
         (MultiLabel(), MULTI_HOT * math.nan, ValueError, ["0 or 1"], "argmax"),
-        (MultiLabel(), MULTI_HOT - 101 * ONE_HOT, ValueError, ["not known"], "argmax"),
+        (MultiLabel(), MULTI_HOT - 101 * ONE_HOT, ValueError, ["some labels are known"], "argmax"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_sent_to_the_right_likelihood(likelihood, targets, error, says, says_not):

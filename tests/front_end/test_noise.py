@@ -186,7 +186,9 @@ def test_the_noise_of_a_curvature_that_does_not_go_with_it_is_not_tuned(tmp_path
     la, _, _ = fitted("kfac", fisher="empirical")
     la.save(tmp_path / "empirical.safetensors")
     for some in (la, Laplace.load(tmp_path / "empirical.safetensors", la.model)):
-        with pytest.raises(ValueError, match=r'sigma=True is not supported for fisher="empirical"'):
+        with pytest.raises(
+            ValueError, match=r'`sigma=True` is not supported for `fisher="empirical"'
+        ):
             some.tune_evidence(sigma=True)
         assert some.tune_evidence().sigma is None
 
@@ -208,14 +210,14 @@ def test_an_assumed_sigma_is_told_once_and_not_after_tuning():
 
 def test_what_cannot_be_tuned_says_so():
     la, x, y = fitted()
-    with pytest.raises(ValueError, match="uses no loader"):
+    with pytest.raises(ValueError, match="does not use `loader"):
         la.tune([(x, y)], method="marglik", sigma=True)
     other = Laplace(la.model, "binary").fit_batches([(x, (y > 0).double())])
-    with pytest.raises(ValueError, match="noise of Gaussian, not of Bernoulli"):
+    with pytest.raises(ValueError, match="noise of a regression, but the likelihood is Bernoulli"):
         other.tune(method="marglik", sigma=True)
     perfect = Laplace(la.model, "regression", sigma=1.0).fit_batches([(x, la.model(x).detach())])
     before = perfect.likelihood, perfect.prior_precision.clone()
-    with pytest.raises(ValueError, match="no noise can be estimated"):
+    with pytest.raises(ValueError, match="the noise cannot be estimated"):
         perfect.tune(method="marglik", sigma=True)
     assert before == (perfect.likelihood, perfect.prior_precision)
 

@@ -147,7 +147,7 @@ def test_what_cannot_be_tuned_is_refused_before_work_starts():
     before = la.predict(x).variance
     cases = [
         (lambda: la.tune(data, sigma="per output"), ValueError, "Unknown sigma='per output'"),
-        (lambda: la.tune(data, sigma="per_output", grid=[1.0]), ValueError, "Remove grid="),
+        (lambda: la.tune(data, sigma="per_output", grid=[1.0]), ValueError, "Remove `grid="),
         (lambda: la.tune(iter(data), sigma="per_output"), TypeError, "reads the data twice"),
         (lambda: la.tune(method="marglik", sigma="per_output"), ValueError, "held-out data"),
         (lambda: la.tune_evidence(sigma="per_output"), TypeError, "sigma"),
@@ -161,5 +161,5 @@ def test_what_cannot_be_tuned_is_refused_before_work_starts():
         la.tune([(x, zero)], sigma="per_output")
     assert torch.equal(la.predict(x).variance, before)
     binary = Laplace(nn.Linear(2, 1).double(), "binary").fit([(x, (y[:, 0] > 0).double())])
-    with pytest.raises(ValueError, match="not of Bernoulli"):
+    with pytest.raises(ValueError, match="but the likelihood is Bernoulli"):
         binary.tune([(x, (y[:, 0] > 0).double())], sigma="per_output")

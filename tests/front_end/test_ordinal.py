@@ -144,7 +144,7 @@ def test_a_report(tmp_path):
 @pytest.mark.parametrize(
     ("thresholds", "message"),
     [
-        (None, "thresholds of the ordinal likelihood are missing"),
+        (None, "The ordinal likelihood has no thresholds"),
         ([1.0, 0.0], "increasing"),
         ([0.0, 0.0], "increasing"),
         ([], "increasing"),
@@ -161,7 +161,7 @@ def test_bad_thresholds_are_refused(thresholds, message):
 def test_data_that_do_not_fit_are_refused():
     x, y = examples()
     cases = [
-        (network(), y + 1, ValueError, "0 … 3"),
+        (network(), y + 1, ValueError, "between 0 and 3"),
         (network(), y.double(), TypeError, "must be integers"),
         (network(), y.unsqueeze(1), ValueError, "one class label per example"),
         (nn.Linear(3, 4).double().eval(), y, ValueError, "needs one output"),

@@ -54,7 +54,7 @@ def same(one, two):
 
 def test_where_both_readings_fit_the_user_is_asked():
     with pytest.raises(
-        ValueError, match=r"class_dim=-1 to Laplace for .* class_dim=1 for"
+        ValueError, match=r"class_dim=-1` to Laplace for .* `class_dim=1` for"
     ) as caught:
         Laplace(build()).fit_batches([(inputs(), labels())])
     assert "(6, 5, 5)" in str(caught.value)
@@ -85,7 +85,7 @@ def test_nobody_is_asked_where_one_reading_fits():
     x = torch.randn(2, 3, 4, 4).double()
     with pytest.raises(ValueError, match="class_dim"):
         Laplace(images).fit_batches([(x, torch.randint(4, (2, 4, 4)))])
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         Laplace(images).fit_batches([(x[..., :3], torch.randint(4, (2, 4, 3)))])
 
 
@@ -257,13 +257,13 @@ def test_what_is_no_dimension_of_classes_is_refused(class_dim, error, says, unch
 @pytest.mark.parametrize("class_dim", [3, -3, -4])
 def test_a_dimension_that_the_outputs_do_not_have_is_refused(class_dim):
     with pytest.raises(
-        ValueError, match=rf"class_dim={class_dim} does not fit .* shape \[batch, 5, 5\]"
+        ValueError, match=rf"class_dim={class_dim}` is not a dimension .* shape \[batch, 5, 5\]"
     ):
         Laplace(build(), class_dim=class_dim).fit_batches([(inputs(), labels())])
 
 
 def test_backpack_and_another_layout_are_refused():
-    with pytest.raises(NotImplementedError, match=r"class_dim=.* backend='hooks'"):
+    with pytest.raises(NotImplementedError, match=r"class_dim=.* `backend=.hooks"):
         Laplace(build(), class_dim=1, backend="backpack")
 
 

@@ -123,5 +123,5 @@ def test_one_of_the_package_needs_no_instance(tmp_path):
 
 def test_options_must_be_plain_data(tmp_path):
     la, _ = fitted(Odd())
-    with pytest.raises(ValueError, match=r"options of Odd .* not plain data"):
+    with pytest.raises(ValueError, match=r"options of Odd .* cannot be saved"):
         la.save(tmp_path / "odd.safetensors", own_likelihood=True)

@@ -110,5 +110,5 @@ def test_an_unknown_one_is_refused_with_those_that_there_are(case):
     model, _ = case
     with pytest.raises(ValueError, match=r"Unknown curvature='tri'.*kfac.*gp, scalar\."):
         Laplace(model, curvature="tri")
-    with pytest.raises(ValueError, match=r"rank belongs to.*not to 'scalar'"):
+    with pytest.raises(ValueError, match=r"`rank` applies only to.*got 'scalar'"):
         Laplace(model, curvature="scalar", rank=2)

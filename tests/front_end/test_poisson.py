@@ -108,7 +108,7 @@ def test_quantiles_are_the_smallest_counts():
     # Without a variance it is the Poisson distribution.
     expected = scipy.stats.poisson(1.0).ppf(probabilities[:, 0])
     assert quantiles[:, -1].tolist() == expected.tolist()
-    with pytest.raises(ValueError, match="above 0 and below 1"):
+    with pytest.raises(ValueError, match="greater than 0 and less than 1"):
         counts.icdf(torch.tensor(1.0))
 
 
@@ -201,7 +201,7 @@ def test_it_is_evaluated_tuned_and_mixed(la):
     assert result.value == pytest.approx(float(best), rel=1e-9)
     with pytest.raises(ValueError, match="Use one of nll"):
         tuned.tune([(x, y)], metric="brier")
-    with pytest.raises(ValueError, match="link='probit' computes probabilities"):
+    with pytest.raises(ValueError, match="`link='probit'` computes probabilities"):
         tuned.predict(x, link="probit")
     mixture = Mixture([la, tuned])
     parts = [member.uncertainty(x) for member in mixture.members]
@@ -277,10 +277,10 @@ def test_a_likelihood_of_ones_own_is_saved_and_exported(tmp_path):
 @pytest.mark.parametrize(
     ("targets", "error", "message"),
     [
-        (torch.zeros(N, 3), ValueError, r"outputs' shape \(30, 2\), got \(30, 3\)"),
-        (torch.full((N, 2), 0.5), ValueError, "whole numbers from 0 on"),
-        (torch.full((N, 2), -1), ValueError, "whole numbers from 0 on"),
-        (torch.full((N, 2), torch.nan), ValueError, "whole numbers from 0 on"),
+        (torch.zeros(N, 3), ValueError, r"shape of the outputs, \(30, 2\), got \(30, 3\)"),
+        (torch.full((N, 2), 0.5), ValueError, "whole numbers of at least 0"),
+        (torch.full((N, 2), -1), ValueError, "whole numbers of at least 0"),
+        (torch.full((N, 2), torch.nan), ValueError, "whole numbers of at least 0"),
         (torch.ones(N, 2, dtype=torch.bool), TypeError, "Use `targets.long"),
     ],
 )

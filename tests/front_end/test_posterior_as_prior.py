@@ -226,7 +226,7 @@ def test_tuning_chooses_the_part_that_all_parameters_share():
     delta = float(la.prior_precision)
     assert delta == tuned.prior_precision
     oracle.close(precision(la), weights + delta * identity, 1e-10)
-    with pytest.raises(ValueError, match=r"Use tune\(loader\)"):
+    with pytest.raises(ValueError, match=r"Use `tune\(loader\)"):
         la.tune_evidence()
 
 
@@ -237,21 +237,21 @@ def test_what_does_not_fit_is_refused_before_work_starts():
     model = network()
     size, names = len(la.mean), names_of(model)
     ones = torch.ones(size, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="Not fitted yet"):
+    with pytest.raises(RuntimeError, match="not fitted yet"):
         posterior_as_prior(laplace("kfac"))
-    with pytest.raises(ValueError, match="Use another curvature, such as 'lowrank'"):
+    with pytest.raises(ValueError, match='Use a different curvature, such as "lowrank"'):
         posterior_as_prior(Laplace(network(), curvature="gp").fit([FIRST]))
-    with pytest.raises(ValueError, match="Use the same curvature="):
+    with pytest.raises(ValueError, match="Use the same `curvature="):
         Laplace(model, curvature="full", prior=prior)
-    with pytest.raises(ValueError, match="Pass params=, the names of the prior"):
+    with pytest.raises(ValueError, match="Pass the names of the prior to `params="):
         Laplace(model, params="weights", prior=prior)
-    with pytest.raises(ValueError, match=r"Pass params=list\(prior.param_names\)"):
+    with pytest.raises(ValueError, match=r"Pass `params=list\(prior.param_names\)"):
         Laplace(model, params="last_layer", prior=prior)
-    with pytest.raises(ValueError, match="Remove prior_precision="):
+    with pytest.raises(ValueError, match="Remove `prior_precision="):
         Laplace(model, prior=prior, prior_precision=2.0)
-    with pytest.raises(ValueError, match='prior= requires mode="full"'):
+    with pytest.raises(ValueError, match='`prior=` requires `mode="full"'):
         Laplace(model, prior=prior).fit([FIRST, SECOND], mode="debiased", num_data=9)
-    with pytest.raises(ValueError, match='prior= requires mode="full"'):
+    with pytest.raises(ValueError, match='`prior=` requires `mode="full"'):
         Laplace(model, prior=prior).fit(Split([FIRST], [SECOND]))
     with pytest.raises(ValueError, match='Use curvature="diag" or "full"'):
         Laplace(model, prior=GaussianPrior(0 * ones, ones, names))

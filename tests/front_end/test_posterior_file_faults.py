@@ -156,12 +156,12 @@ def test_a_file_of_format_4_is_read():
 def test_an_earlier_format_is_refused_with_what_to_do(la, path):
     texts, tensors = read_sealed(path)
     texts["format"] = "laplace-debias/3"
-    says = r"its format is 'laplace-debias/3'.* becomes such a file .* of version 0\.2\.0"
+    says = r"its format is 'laplace-debias/3'.* To convert .* of version 0\.2\.0"
     for write in (write_sealed, lambda to, told, values: save_file(values, to, told)):
         write(path, texts, tensors)
         with pytest.raises(ValueError, match=says):
             Laplace.load(path, la.model)
-        says = r"it has no checksum.* becomes such a file .* of version 0\.2\.0"
+        says = r"it has no checksum.* To convert .* of version 0\.2\.0"
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_an_earlier_format_is_refused_with_what_to_do(la, path):
         ("0.magnitudes", lambda m: -m, "negative"),
         ("0.magnitudes", lambda m: m / 0, "NaN or Inf"),
         ("prior_precision", lambda d: 0 * d, "positive and finite"),
-        ("mean", lambda m: m + 1, "parameters are not those of the fit"),
+        ("mean", lambda m: m + 1, "parameters differ from those of the fit"),
         (
             "mean",
             lambda m: m.double(),
             r"in torch.float64, but the model is in torch.float32",
         ),
-        ("mean", lambda m: m[:-2], r"is over \d+ parameters, but the model has \d+"),
+        ("mean", lambda m: m[:-2], r"has \d+ parameters, but the model has \d+"),
     ],
 )
 def test_a_file_of_another_posterior_is_refused(la, path, name, change, says):
@@ -206,10 +206,10 @@ def in_time():
 @pytest.mark.parametrize(
     ("what", "error", "says"),
     [
-        ("nothing", FileNotFoundError, "There is no file .*. Check the path"),
-        ("below a file", FileNotFoundError, "There is no file .*. Check the path"),
-        ("dangling link", FileNotFoundError, "There is no file .*. Check the path"),
-        ("folder", IsADirectoryError, r"is a folder. Name a file.* of version 0\.2\.0"),
+        ("nothing", FileNotFoundError, "The file .* does not exist. Check the path"),
+        ("below a file", FileNotFoundError, "The file .* does not exist. Check the path"),
+        ("dangling link", FileNotFoundError, "The file .* does not exist. Check the path"),
+        ("folder", IsADirectoryError, r"is a folder. Pass the path of a file.* of version 0\.2\.0"),
         ("pipe", ValueError, "a device or a pipe"),
         ("device", ValueError, "a device or a pipe"),
         ("empty", ValueError, "is damaged, or is not a posterior file"),
@@ -298,12 +298,12 @@ def test_a_disk_that_is_full_at_the_end_is_told(la, path, place, monkeypatch):
 @pytest.mark.parametrize(
     ("what", "error", "says"),
     [
-        ("folder", IsADirectoryError, "is a folder. Name a file in it"),
-        ("below a file", NotADirectoryError, "is a file and no folder"),
-        ("no parent", FileNotFoundError, "There is no folder .*. Make it first"),
+        ("folder", IsADirectoryError, "is a folder. Pass the path of a file in it"),
+        ("below a file", NotADirectoryError, "is a file, not a folder"),
+        ("no parent", FileNotFoundError, "The folder .* does not exist. Create it first"),
         ("pipe", OSError, "a device, a pipe or"),
-        ("loop", OSError, "leads back to itself"),
-        ("long name", OSError, "cannot be written .*. Choose another name"),
+        ("loop", OSError, "points back to itself"),
+        ("long name", OSError, "cannot be written .*. Choose a different"),
     ],
 )
 def test_bad_targets_are_told_before_anything_is_written(la, tmp_path, what, error, says):
@@ -330,7 +330,7 @@ def test_bad_targets_are_told_before_anything_is_written(la, tmp_path, what, err
 def test_what_may_not_be_written_is_told(la):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755 if os.getuid() == 0 else 0o555)
-        with not_root(), pytest.raises(PermissionError, match="may not be written to"):
+        with not_root(), pytest.raises(PermissionError, match="is write-protected"):
             la.save(Path(folder) / "posterior")
         Path(folder).chmod(0o777)
         protected = Path(folder) / "protected"
@@ -443,7 +443,7 @@ def test_commands_refuse_a_bad_output_before_work(
     posterior = [f"--posterior={path}", "--method=marglik"] if command == "tune" else []
     options = [*SOURCE, f"--output={output}", "--overwrite", *posterior]
     assert main([command, *options]) == 2
-    assert ("is a folder" if what == "folder" else "is a file and no folder") in one_line(capsys)
+    assert ("is a folder" if what == "folder" else "is a file, not a folder") in one_line(capsys)
 
 
 def test_tune_refuses_a_damaged_posterior_before_work(path, capsys, monkeypatch):

@@ -74,24 +74,26 @@ def test_no_card_is_written_without_one(tmp_path):
 
 def test_wrong_folders_and_arguments_are_rejected(tmp_path, unchecked):
     la = fitted()
-    with pytest.raises(RuntimeError, match="Not fitted"):
+    with pytest.raises(RuntimeError, match="not fitted"):
         Laplace(network()).save_pretrained(tmp_path / "a")
     with pytest.raises(TypeError, match="evaluation must be Report or None, got dict"):
         la.save_pretrained(tmp_path / "a", evaluation={"nll": 0.3})
-    with pytest.raises(ValueError, match=r"for the card\. Remove card=False"):
+    with pytest.raises(ValueError, match=r"no effect with `card=False`"):
         la.save_pretrained(tmp_path / "a", card=False, evaluation=la.evaluate(BATCHES))
     assert not (tmp_path / "a").exists()
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match=r"is a file\. Name a folder"):
+    with pytest.raises(NotADirectoryError, match=r"is a file\. Pass the path of a folder"):
         la.save_pretrained(tmp_path / "file")
     with pytest.raises(FileNotFoundError, match=r"has no posterior.safetensors. Write it with"):
         Laplace.from_pretrained(tmp_path, network())
     with pytest.raises(
-        FileNotFoundError, match=r"There is no folder .*and this is no name of a rep"
+        FileNotFoundError, match=r"The folder .* does not exist, and this is not the name of a rep"
     ):
         Laplace.from_pretrained(tmp_path / "missing", network())
     la.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"for a repository, and .* is a folder\. Remove"):
+    with pytest.raises(
+        ValueError, match=r"applies only to a repository, but .* is a folder\. Remove"
+    ):
         Laplace.from_pretrained(tmp_path, network(), revision="main")
     with pytest.raises(ValueError, match="Load the checkpoint"):
         Laplace.from_pretrained(tmp_path, network().requires_grad_(True).apply(changed))
@@ -176,7 +178,7 @@ la = fitted()
 print(la.push_to_hub("me/net", evaluation=la.evaluate(BATCHES), token="hf_secret"))
 again = Laplace.from_pretrained("me/net", network(), revision="main")
 assert torch.equal(again.predict(X).probs, la.predict(X).probs)
-for name, message in [("me/other", "no repository of this name"), ("a//b", "no name of a repo")]:
+for name, message in [("me/other", "no repository with"), ("a//b", "not the name of a repo")]:
     try:
         Laplace.from_pretrained(name, network())
     except FileNotFoundError as error:

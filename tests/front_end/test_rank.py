@@ -242,14 +242,14 @@ def test_a_plan_counts_kept_directions_alone(curvature):
 def test_wrong_ranks_are_refused():
     model, data = decaying(2)
     for curvature in ("diag", "full"):
-        with pytest.raises(ValueError, match=f"rank belongs to.*not to '{curvature}'"):
+        with pytest.raises(ValueError, match=f"`rank` applies only to.*got '{curvature}'"):
             Laplace(model, curvature=curvature, rank=3)
     for rank in (1.0, 0.0, 64.0, float("nan")):
-        with pytest.raises(ValueError, match="a share of the trace below 1"):
+        with pytest.raises(ValueError, match="a fraction of the trace below 1"):
             Laplace(model, rank=rank)
     with pytest.raises(ValueError, match="rank"):
         Laplace(model, rank=0)
     with pytest.raises(TypeError, match="rank"):
         Laplace(model, curvature="lowrank", rank=0.9)
-    with pytest.raises(ValueError, match=r'mode="auto".*Remove rank='):
+    with pytest.raises(ValueError, match=r'mode="auto".*Remove `rank='):
         Laplace(model, rank=3).fit(data, mode="auto", num_data=64)

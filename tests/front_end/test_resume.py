@@ -160,16 +160,16 @@ def test_an_update_of_other_earlier_data_is_refused(folder):
     la = fit(loader())
     with pytest.raises(BrokenError):
         updated(la, Breaking(second, 4), folder)
-    with pytest.raises(ValueError, match=r"the state of another fit: .*earlier data"):
+    with pytest.raises(ValueError, match=r"the state of a different fit: .*earlier data"):
         updated(fit(loader(seed=3)), second, folder)
-    with pytest.raises(ValueError, match=r"the state of another fit: .*earlier data"):
+    with pytest.raises(ValueError, match=r"the state of a different fit: .*earlier data"):
         Laplace(network()).fit(second, generator=generator(5), resume=folder)
     assert_same(updated(la, second, folder), updated(fit(loader()), second))
 
 
 def test_an_update_that_cannot_be_repeated_is_refused_before_work(folder):
     la = fit(loader())
-    with pytest.raises(ValueError, match="shuffles by itself"):
+    with pytest.raises(ValueError, match="shuffles with its own generator"):
         la.update(loader(seed=2), resume=folder)
     assert la.num_data == SIZE
     assert not folder.exists()
@@ -258,9 +258,7 @@ def test_a_disk_that_is_full_does_not_end_a_fit(folder, monkeypatch):
 
     expected = fit(loader())
     monkeypatch.setattr(checkpoint, "write_sealed", full)
-    with pytest.warns(
-        UserWarning, match=r"not saved, and the fit goes on: .*There is no space left"
-    ):
+    with pytest.warns(UserWarning, match=r"not saved .*There is no space left"):
         la = fit(loader(), folder)
     assert_same(la, expected)
 
@@ -300,7 +298,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"curvature": "ekfac"}, "curvature was kfac, is ekfac"),
+        ({"curvature": "ekfac"}, "curvature was kfac, is now ekfac"),
         ({"fisher": "empirical"}, "fisher"),
         ({"factor_dtype": torch.float32}, "factor_dtype"),
         ({"joint": True}, "joint"),
@@ -318,7 +316,7 @@ def test_another_fit_is_refused_with_what_differs(folder, change, says):
         batches = [(x, nn.functional.one_hot(y, 4).float())]
     else:
         batches = loader()
-    with pytest.raises(ValueError, match=f"the state of another fit: .*{says}"):
+    with pytest.raises(ValueError, match=f"the state of a different fit: .*{says}"):
         fit(batches, folder, **change)
     assert_same(fit(loader(), folder), fit(loader()))
 
@@ -331,15 +329,18 @@ def test_another_model_is_refused(folder):
     ):
         model = network()
         change(model)
-        with pytest.raises(ValueError, match=f"another fit: {says}"):
+        with pytest.raises(ValueError, match=f"different fit: {says}"):
             fit(loader(), folder, model=model)
 
 
 def test_other_data_are_refused(folder):
     broken_off(folder)
-    with pytest.raises(ValueError, match=r"another fit: generator was .*, is "):
+    with pytest.raises(ValueError, match=r"different fit: generator was .*, is now "):
         fit(loader(), folder, seed=4)
-    with pytest.raises(ValueError, match=r"other batches .in pass 1 others are in the sums.. Give"):
+    with pytest.raises(
+        ValueError,
+        match=r"different batches .in pass 1 the saved sums contain different batches.. Pass",
+    ):
         fit(loader(seed=2), folder)
 
 
@@ -348,7 +349,7 @@ def test_another_number_of_threads_is_refused(folder):
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:
-        with pytest.raises(ValueError, match=f"threads was {before}, is {before + 1}"):
+        with pytest.raises(ValueError, match=f"threads was {before}, is now {before + 1}"):
             fit(loader(), folder)
     finally:
         torch.set_num_threads(before)
@@ -359,20 +360,22 @@ def test_other_batches_behind_the_first_are_refused(folder):
     with pytest.raises(BrokenError):
         fit(Breaking(batches, 5), folder)
     exchanged = [batches[0], batches[2], batches[1], *batches[3:]]
-    with pytest.raises(ValueError, match=r"other batches .in pass 1 others are in the sums"):
+    with pytest.raises(
+        ValueError, match=r"different batches .in pass 1 the saved sums contain different batches"
+    ):
         fit(Breaking(exchanged, -1), folder)
-    with pytest.raises(ValueError, match="the data gave 3 batches, and 5 are in the sums"):
+    with pytest.raises(ValueError, match="the data has 3 batches, but the saved sums contain 5"):
         fit(Breaking(batches[:3], -1), folder)
 
 
 @pytest.mark.parametrize(
     ("options", "batches", "says"),
     [
-        ({}, loader(), "shuffles by itself. Remove .* same generator="),
+        ({}, loader(), "shuffles with its own generator. Remove .* same generator="),
         (
             {"fisher": "mc"},
             loader(shuffle=False),
-            "needs the same labels again. To draw them, pass the same generator=",
+            "must draw the same labels again. To draw them, pass the same generator=",
         ),
     ],
 )
@@ -385,7 +388,9 @@ def test_what_cannot_be_repeated_is_refused_before_work(folder, options, batches
 
 def test_a_loader_that_shuffles_by_a_generator_of_its_own_is_refused(folder):
     own = DataLoader(data(), batch_size=BATCH, shuffle=True, generator=generator())
-    with pytest.raises(ValueError, match=r"shuffles by itself\. Remove generator= from the loader"):
+    with pytest.raises(
+        ValueError, match=r"shuffles with its own generator\. Remove `generator=` from the loader"
+    ):
         fit(own, folder)
     assert not folder.exists()
 
@@ -393,7 +398,7 @@ def test_a_loader_that_shuffles_by_a_generator_of_its_own_is_refused(folder):
 def test_a_folder_that_is_none(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(NotADirectoryError, match=r"is a file\. Name a folder"):
+    with pytest.raises(NotADirectoryError, match=r"is a file\. Pass the path of a folder"):
         fit(loader(), file)
 
 
@@ -412,7 +417,9 @@ def test_a_damaged_state_is_never_used(folder, how):
     damaged = {"cut": whole[:-9], "byte": whole[:-5] + b"\1" + whole[-4:], "empty": b""}[how]
     assert damaged != whole
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"is damaged .*. Remove the folder, and fit anew"):
+    with pytest.raises(
+        ValueError, match=r"is damaged .*. Delete the folder, and start the fit again"
+    ):
         fit(loader(), folder)
 
 

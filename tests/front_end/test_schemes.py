@@ -68,19 +68,19 @@ def test_cross_fitting_takes_two_folds_unless_it_is_told(model, curvature):
 def test_a_batch_of_two_examples_can_be_cross_fitted(model):
     la = Laplace(model).fit([batch(0, size=2)], mode="crossfit", num_data=50)
     assert la.predict(batch(1)[0]).probs.isfinite().all()
-    with pytest.raises(ValueError, match="Cross-fitting 1 examples takes"):
+    with pytest.raises(ValueError, match="Cross-fitting 1 examples needs"):
         Laplace(model).fit([batch(0, size=1)], mode="crossfit", num_data=50)
 
 
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased"])
 def test_folds_belong_to_cross_fitting(model, mode):
-    with pytest.raises(ValueError, match='folds=2 belongs to mode="crossfit"'):
+    with pytest.raises(ValueError, match='`folds=2` applies only to mode="crossfit"'):
         Laplace(model).fit([batch(0), batch(1)], mode=mode, num_data=50, folds=2)
 
 
 @pytest.mark.parametrize("options", [{"folds": 2}, {"mode": "mini"}], ids=str)
 def test_what_a_scheme_says_itself_is_refused(model, options):
-    with pytest.raises(ValueError, match=r"Split\(...\) already defines the mode. Remove mode="):
+    with pytest.raises(ValueError, match=r"Split\(...\) already defines the mode. Remove `mode="):
         Laplace(model).fit(Split(A, B), **options)
 
 
@@ -97,12 +97,12 @@ def test_illegal_combinations_cannot_be_written(model):
         Split(A)
     with pytest.raises(FrozenInstanceError):
         Full(A).data = B
-    with pytest.raises(ValueError, match="Remove magnitudes="):
+    with pytest.raises(ValueError, match="Remove `magnitudes="):
         Laplace(model).fit_batches(A, B, folds=2)
 
 
 def test_an_iterator_is_refused_where_it_is_read_twice(model):
-    with pytest.raises(TypeError, match="reads the data twice"):
+    with pytest.raises(TypeError, match="needs two passes over the data"):
         Laplace(model, curvature="ekfac").fit(Full(iter(A)))
     Laplace(model, curvature="kfac").fit(Full(iter(A)))
 

@@ -208,7 +208,7 @@ def test_inputs_that_do_not_belong_together_are_refused(unchecked):
     y = torch.randint(3, (4,))
     with pytest.raises(ValueError, match="the same number in every tensor"):
         Laplace(model).fit_batches([((torch.randn(4, 3), torch.randn(3, 2)), y)])
-    with pytest.raises(TypeError, match="a tuple or a mapping of tensors"):
+    with pytest.raises(TypeError, match="a tuple or mapping of tensors"):
         Laplace(model).fit_batches([("text", y)])
     with pytest.raises(TypeError, match=r"float64.*float32"):
         Laplace(model).fit_batches([((torch.randn(4, 3), torch.randn(4, 2).double()), y)])

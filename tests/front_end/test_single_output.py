@@ -301,7 +301,7 @@ def test_other_targets_are_an_error_that_names_the_hook(likelihood, outputs, tar
         use = partial(GGN, model, likelihood)
     else:
         use = Laplace(model, likelihood).fit_batches
-    with pytest.raises(ValueError, match="Reshape the targets in the data, or pass batch="):
+    with pytest.raises(ValueError, match="Reshape the targets in the data, or pass `batch=`"):
         use(data)
 
 
@@ -336,6 +336,8 @@ def test_the_export_of_a_squeezed_output_is_refused_with_the_remedy(tmp_path):
     data = [examples("[B]")]
     la = Laplace(Squeezed(columns()), "regression", params="last_layer", sigma=SIGMA)
     la.fit_batches(data)
-    with pytest.raises(NotImplementedError, match=r"as \[B\], which is not exported. Return it as"):
+    with pytest.raises(
+        NotImplementedError, match=r"as \[B\], which cannot be exported. Return it as"
+    ):
         la.export(tmp_path / "squeezed.pt2", data[0][0])
     assert not (tmp_path / "squeezed.pt2").exists()

@@ -137,16 +137,20 @@ def test_what_selects_no_entries_is_refused():
     model, _, _ = problem()
     for entries, error, message in (
         ([], ValueError, "selects no entry"),
-        ([1, 1], ValueError, "has an index twice"),
-        ([0, 43], ValueError, r"lie in 0 ... 43, and the model has 43"),
-        ([0.5], TypeError, "Pass indices as whole numbers"),
+        ([1, 1], ValueError, "contains an index twice"),
+        ([0, 43], ValueError, r"contains indices from 0 to 43, but the model has 43"),
+        ([0.5], TypeError, "Pass indices as integers"),
         ({"1.weight": torch.ones(1).bool()}, ValueError, r"names \['1.weight'\]"),
-        ({"2.bias": torch.ones(2).bool()}, ValueError, r"has shape \(2,\), the parameter \(3,\)"),
+        (
+            {"2.bias": torch.ones(2).bool()},
+            ValueError,
+            r"has shape \(2,\), but the parameter has shape \(3,\)",
+        ),
         ({"2.bias": torch.ones(3)}, TypeError, "Pass booleans"),
     ):
         with pytest.raises(error, match=message):
             Subnetwork(model, entries)
     with pytest.raises(ValueError, match="count must be at least 1 and at most 18"):
         largest_magnitude(model, 19, ["2.weight", "2.bias"])
-    with pytest.raises(ValueError, match=r"`variances` has shape \(3,\), and the model 43"):
+    with pytest.raises(ValueError, match=r"`variances` has shape \(3,\), but the model has 43"):
         largest_variance(model, 2, torch.ones(3))

@@ -433,18 +433,18 @@ def test_thin_takes_positions_of_sequences():
 @pytest.mark.usefixtures("unchecked")
 def test_wrong_calls_of_thin():
     la, x = wide()
-    with pytest.raises(RuntimeError, match="Not fitted"):
+    with pytest.raises(RuntimeError, match="not fitted"):
         Laplace(la.model).thin(x)
     for error in (0.0, -1e-3, float("nan"), float("inf"), torch.ones(2)):
-        with pytest.raises(ValueError, match="error must be one positive finite number"):
+        with pytest.raises(ValueError, match="`error` must be positive and finite"):
             la.thin(x, error)
     with pytest.raises(TypeError, match="error must be a real number"):
         la.thin(x, "small")
-    with pytest.raises(ValueError, match="Pass two inputs or more"):
+    with pytest.raises(ValueError, match="Pass at least two inputs"):
         la.thin(x[:1])
     for curvature in ("diag", "full", "lowrank"):
         other, _ = wide(curvature=curvature, params=["4.weight"])
-        with pytest.raises(ValueError, match=f"'kfac' and 'ekfac'.*'{curvature}'"):
+        with pytest.raises(ValueError, match=f".kfac. or .ekfac..*'{curvature}'"):
             other.thin(x)
     assert la.thin(x[:2], 1e-2).half_width == float("inf")
 
@@ -539,10 +539,10 @@ def test_what_a_thin_posterior_cannot_do_is_said(is_saved, tmp_path):
         evidence = la.log_marginal_likelihood().item()
     assert evidence < full_evidence
     for per in (None, "block"):
-        with pytest.raises(ValueError, match="Call tune_evidence before thin"):
+        with pytest.raises(ValueError, match="Call `tune_evidence` before `thin`"):
             la.tune_evidence(per=per)
     smaller = la.tune(data, grid=[0.1])
-    assert "thinned at the prior precision 1. At 0.1 the error" in smaller.message
+    assert "thinned at the prior precision 1. At 0.1, the error" in smaller.message
     for delta in (1.0, 10.0):
         assert "thinned" not in la.tune(data, grid=[delta]).message
     with warnings.catch_warnings():
@@ -552,7 +552,7 @@ def test_what_a_thin_posterior_cannot_do_is_said(is_saved, tmp_path):
     below = torch.ones(len(la.block_names))
     below[-1] = 0.1
     for value in (0.1, below):
-        with pytest.warns(UserWarning, match="thinned at the prior precision 1. At 0.1 the error"):
+        with pytest.warns(UserWarning, match="thinned at the prior precision 1. At 0.1, the error"):
             la.prior_precision = value
     # Another fit has all its directions again.
     la.fit(data)

@@ -91,12 +91,15 @@ def test_the_optimum_is_found_in_one_pass():
 def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
     found, _, _ = shaped(lambda power: 2 + slope * power)
     assert found.prior_precision == pytest.approx(end)
-    assert f"the {word} value tried, {end:.3g}" in found.message
+    assert f"the {word} one tried, {end:.3g}" in found.message
 
 
 @pytest.mark.parametrize(
     ("temperature", "scale", "end"),
-    [(0.1, 3.0, "largest tried, 4: look"), (8.0, 0.3, "smallest tried, 0.5: the posterior")],
+    [
+        (0.1, 3.0, "largest one tried, 4. Check"),
+        (8.0, 0.3, "smallest one tried, 0.5. The posterior"),
+    ],
 )
 def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end):
     model, x, y = problem(scale, 400, temperature=temperature)
@@ -145,14 +148,14 @@ def test_of_equal_values_the_middle_of_the_longest_run_is_taken():
     every, batches, _ = shaped(lambda power: 1.0)
     assert every.prior_precision == pytest.approx(100)
     assert batches.count == 1
-    assert "untrained or broken" in every.message
+    assert "untrained or damaged" in every.message
 
 
 def test_points_that_are_nan_are_passed_over():
     found, _, _ = shaped(lambda power: math.nan if power < 0 else 1 + 0.1 * (power - 1) ** 2)
     assert found.prior_precision == pytest.approx(10, rel=0.1)
     assert found.flat[0] >= 1
-    assert "The best is the smallest value at which" not in found.message
+    assert "The best prior precision is the smallest one at which" not in found.message
     with pytest.raises(ValueError, match="NaN or infinite at every"):
         shaped(lambda power: math.nan)
 
@@ -217,7 +220,7 @@ def test_a_covariance_that_is_singular_or_overflows_is_infinitely_bad():
     found = la.tune([(large, labels)], grid=[1e-3, 10.0])
     assert found.table[0]["nll"] == math.inf
     assert found.prior_precision == 10.0
-    assert "smallest value at which the metric is finite" in found.message
+    assert "smallest one at which the metric is finite" in found.message
     la.prior_precision = 1e-3
     with pytest.raises(ValueError, match="overflows"):
         la.predict(large)
@@ -270,7 +273,7 @@ def test_passes_of_the_front_end():
     data = Passes([(x, y)])
     given = la.tune(data, grid=[1e-4, 1e-3], link=PLAIN)
     assert (data.count, len(given.table)) == (1, 2)
-    assert "a grid= (command tune: --prior_precisions) of larger ones" in given.message
+    assert "a `grid=` (command tune: --prior_precisions) of larger ones" in given.message
 
 
 @pytest.mark.parametrize("metric", ["nll", "brier"])
@@ -342,7 +345,7 @@ def test_a_network_that_knows_nothing_is_told_of():
     found = Laplace(model).fit([(x, y)]).tune([(x, y)])
     assert found.all_alike
     assert "score the same, within one standard error" in found.message
-    assert "untrained or broken" in found.message
+    assert "untrained or damaged" in found.message
     assert "tried" not in found.message
     few = Laplace(model).fit([(x, y)]).tune([(x, y)], grid=[1.0, 2.0])
     assert "untrained" not in few.message
@@ -630,13 +633,13 @@ def test_a_noise_that_was_given_stays_and_one_that_was_not_is_tuned():
 def test_a_noise_that_cannot_be_tuned_on_data_says_so():
     model, x, y = regression()
     la = Laplace(model, "regression", sigma=0.5).fit([(x, y)])
-    with pytest.raises(ValueError, match="Remove grid= or sigma="):
+    with pytest.raises(ValueError, match="Remove `grid=` or `sigma="):
         la.tune([(x, y)], sigma=True, grid=[1.0])
     with pytest.raises(ValueError, match="validation data are zero"):
         la.tune([(x, model(x).detach())], sigma=True)
     la = Laplace(model, "regression", sigma=0.5, fisher="empirical").fit([(x, y)])
-    with pytest.raises(ValueError, match="not supported for fisher="):
+    with pytest.raises(ValueError, match="not supported for `fisher="):
         la.tune([(x, y)], sigma=True)
     la = Laplace(model, "binary").fit([(x, (y > 0).double())])
-    with pytest.raises(ValueError, match="not of Bernoulli"):
+    with pytest.raises(ValueError, match="but the likelihood is Bernoulli"):
         la.tune([(x, (y > 0).double())], sigma=True)

@@ -175,7 +175,7 @@ def test_a_mask_of_minus_infinity_is_no_damage():
     torch.testing.assert_close(la.functional(x[:2])[1], expected)
     for damage in (torch.nan, torch.inf):
         model.mask[0, 0] = damage
-        with pytest.raises(ValueError, match="outputs hold NaN or Inf"):
+        with pytest.raises(ValueError, match="outputs contain NaN or Inf"):
             Laplace(model).fit_batches([(x, torch.randint(3, (6,)))])
 
 
@@ -236,7 +236,7 @@ def test_what_is_not_bayesian_must_stay_too(normalised, change, tmp_path):
     for use in (la.predict, la.functional):
         with pytest.raises(RuntimeError, match=f"{name} has changed since the fit"):
             use(x)
-    with pytest.raises(ValueError, match=f"{name} is not that of the fit"):
+    with pytest.raises(ValueError, match=f"{name} differs from that of the fit"):
         Laplace.load(tmp_path / "posterior.safetensors", normalised)
 
 
@@ -351,7 +351,7 @@ def test_experts_that_see_some_examples_have_the_dense_curvature(seed, is_weighe
         other = Laplace(model, curvature=curvature).fit_batches([(x, y)])
         covariance = other.posterior.covariance.to_dense()
         torch.testing.assert_close(other.functional(x)[1], J @ covariance @ J.mT)
-    with pytest.raises(ValueError, match=r"Found .*experts.0 .*experts.1 .*experts.2"):
+    with pytest.raises(ValueError, match=r"the model has .*experts.0 .*experts.1 .*experts.2"):
         Laplace(model, params="last_layer").fit_batches([(x, y)])
 
 
@@ -364,7 +364,7 @@ def test_routing_that_the_first_batch_does_not_show_is_found_in_the_next_one():
     expected = dense_ggn(model, nn.CrossEntropyLoss(), every_x, every_y, la.param_names)
     torch.testing.assert_close(la.posterior.curvature.to_dense(), expected)
     # Batches that can be read once are not looked through.
-    message = r"\(a mixture of experts\), begin the data of the fit with a batch in which they do"
+    message = r"\(a mixture of experts\), .*start the data with a batch in which it processes"
     with pytest.raises(NotImplementedError, match=message):
         Laplace(model).fit_batches(iter(batches), num_data=len(every_x))
 
@@ -433,12 +433,12 @@ def test_nested_tensors_are_refused(layout):
     model = Returns(lambda z: z.unflatten(-1, (-1, 3)).mean(-2)).eval()
     la = Laplace(model).fit_batches([(x, y)])
     for work in (la.fit_batches, partial(ggn, model)):
-        with pytest.raises(TypeError, match=r"Inputs hold a nested tensor.*to_padded_tensor"):
+        with pytest.raises(TypeError, match=r"Inputs contain a nested tensor.*to_padded_tensor"):
             work([(ragged, y)])
         with pytest.raises(TypeError, match=r"Targets are a nested tensor.*to_padded_tensor"):
             work([(x, nested((1,), (2,)))])
     for method in ("glm", "nn", "map"):
-        with pytest.raises(TypeError, match="Inputs hold a nested tensor"):
+        with pytest.raises(TypeError, match="Inputs contain a nested tensor"):
             la.predict(ragged, method)
     for work in (lambda m: Laplace(m).fit_batches([(x, y)]), lambda m: ggn(m, [(x, y)])):
         model = Returns(nn.Identity()).eval()

@@ -29,10 +29,10 @@ def test_those_of_a_fit():
     assumed = Laplace(nn.Linear(4, 2).eval(), "regression")
     with pytest.warns() as caught:
         assumed.fit([(X, Y)])
-    assert only_one(caught, "estimated by the residuals") == __file__
+    assert only_one(caught, "estimated from the residuals") == __file__
     with pytest.warns() as caught:
         assumed.fit_batches([(X, Y)])
-    assert only_one(caught, "estimated by the residuals") == __file__
+    assert only_one(caught, "estimated from the residuals") == __file__
     with pytest.warns() as caught:
         Laplace(Unused().eval(), "regression", sigma=0.1).fit([(X, Y)], mode="mini", num_data=12)
     assert only_one(caught, "do not depend on ['beside.weight'") == __file__

@@ -110,7 +110,7 @@ def test_inverse_probabilities_make_draws_unbiased(curvature: str):
         (torch.arange(12), TypeError, "floating-point"),
         ("weights", TypeError, "floating-point"),
         (torch.ones(11), ValueError, "shape"),
-        (-torch.ones(12), ValueError, "not negative"),
+        (-torch.ones(12), ValueError, "at least 0"),
         (torch.full((12,), torch.nan), ValueError, "finite"),
         (torch.full((12,), torch.inf), ValueError, "finite"),
         (torch.zeros(12), ValueError, "zero"),
@@ -168,7 +168,7 @@ def test_n_of_a_loader_is_that_of_repeated_examples(mode: str):
     if mode == "full":
         la.fit(weighted, mode)
     else:
-        with pytest.raises(ValueError, match=r"sum of the weights.*Pass num_data="):
+        with pytest.raises(ValueError, match=r"sum of the weights.*Pass `num_data="):
             la.fit(weighted, mode)
         la.fit(weighted, mode, num_data=18)
     repeats = Laplace(perceptron()).fit(plain, mode)
@@ -201,7 +201,7 @@ def test_an_evaluation_with_whole_weights_is_that_of_repeated_examples(likelihoo
         assert weighted[name].low == pytest.approx(value.low, rel=1e-10, nan_ok=True)
     with pytest.raises(ValueError, match="have fractions"):
         la.evaluate([(x, y, COUNTS.double() / 2)])
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="at least 0"):
         la.evaluate([(x, y, -COUNTS.double())])
     with pytest.raises(ValueError, match="nothing to evaluate"):
         la.evaluate([(x, y, 0 * COUNTS.double())])

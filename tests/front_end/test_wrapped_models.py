@@ -132,7 +132,7 @@ def test_parameters_are_selected_by_either_name(name):
     seen = []
     Laplace(wrapped, params=lambda n, _: bool(seen.append(n)) or True)
     assert seen == [n for n, _ in plain().named_parameters()]
-    with pytest.raises(ValueError, match=r"module.tail.*has \['body.0.weight'"):
+    with pytest.raises(ValueError, match=r"module.tail.*these names: \['body.0.weight'"):
         Laplace(wrapped, params=["module.tail"])
     assert plain_names(wrapped, own) == la.param_names
 
@@ -251,7 +251,7 @@ def test_operators_find_the_logits(name):
         (lambda logits: SimpleNamespace(logits=None), "`.logits` is of type NoneType"),
         (lambda logits: (None, logits), r"tuple of \[NoneType, Tensor\]"),
         (lambda logits: logits.tolist(), r"list of \[list"),
-        (lambda logits: None, "got NoneType. Wrap it"),
+        (lambda logits: None, "returned NoneType. Wrap it"),
     ],
 )
 def test_outputs_without_logits_are_named(returns, says):

@@ -113,7 +113,7 @@ def test_names_that_nobody_has_are_pythons_errors(la):
     [
         (lambda la: Laplace(MODEL, subset_of_weights="all"), TypeError, "params=.*last_layer"),
         (lambda la: Laplace(MODEL, hessian_structure="kron"), TypeError, 'curvature="kfac"'),
-        (lambda la: Laplace(MODEL, curvature="kron"), ValueError, 'Use curvature="kfac"'),
+        (lambda la: Laplace(MODEL, curvature="kron"), ValueError, 'Use `curvature="kfac'),
         (lambda la: Laplace(MODEL, "regression", sigma_noise=1.0), TypeError, "sigma="),
         (lambda la: la.predict(X, pred_type="nn"), TypeError, 'method="glm" or "nn"'),
         (lambda la: la.predict(X, link_approx="probit"), TypeError, 'link="probit"'),

@@ -165,7 +165,7 @@ def test_lightning_refuses_before_the_training(lightning, tmp_path, unchecked):
     with pytest.raises(ValueError, match="'half'"):
         LaplaceCallback(mode="half")
     for callback, loaders, message in (
-        (LaplaceCallback(), (TRAIN, None), r"the run has none\. Pass some"),
+        (LaplaceCallback(), (TRAIN, None), r"the run has none\. Pass validation data"),
         (LaplaceCallback(network="body"), (TRAIN, VALIDATION), r"no network='body'.*\(inner\)"),
         (LaplaceCallback(curvature="block"), (TRAIN, VALIDATION), "'block'"),
         (LaplaceCallback(), ([TRAIN, TRAIN], VALIDATION), "has 2 training loaders"),

@@ -175,18 +175,18 @@ def test_observations_of_another_shape_are_refused(botorch_model):
     X = torch.randn(2, 3).double()
     with pytest.raises(ValueError, match=r"Pass observations \[\.\.\., 2, 1\]"):
         model.condition_on_observations(X, torch.zeros(3, 1).double())
-    with pytest.raises(NotImplementedError, match="Remove noise="):
+    with pytest.raises(NotImplementedError, match="Remove `noise="):
         model.condition_on_observations(X, torch.zeros(2, 1).double(), torch.ones(2, 1))
 
 
 def test_botorch_model_refuses_what_is_no_regression(botorch_model):
     model = nn.Sequential(nn.Linear(3, 1)).double().eval()
-    with pytest.raises(TypeError, match="Gaussian, got Bernoulli"):
+    with pytest.raises(TypeError, match="a Gaussian likelihood, got Bernoulli"):
         botorch_model(Laplace(model, "binary"))
-    with pytest.raises(RuntimeError, match="Not fitted"):
+    with pytest.raises(RuntimeError, match="not fitted"):
         botorch_model(Laplace(model, "regression"))
     X = torch.randn(2, 3).double()
     with pytest.raises(ValueError, match="num_outputs=1"):
         botorch_model(fitted(2)).posterior(X)
-    with pytest.raises(NotImplementedError, match="observation_noise=True or False"):
+    with pytest.raises(NotImplementedError, match="`observation_noise` must be True or False"):
         botorch_model(fitted(1)).posterior(X, observation_noise=torch.ones(2))

@@ -340,7 +340,7 @@ def test_skorch_nets_that_do_not_match_are_rejected():
         LaplaceClassifier(skorch_net(criterion=nn.NLLLoss)).fit(X, y)
     with pytest.raises(ValueError, match=r"criterion CrossEntropyLoss. Use nn.MSELoss"):
         LaplaceRegressor(skorch_net()).fit(X, y)
-    with pytest.raises(ValueError, match=r"optimizer of its own\. Remove optimizer="):
+    with pytest.raises(ValueError, match=r"has an optimizer\. Remove `optimizer="):
         LaplaceClassifier(skorch_net(), optimizer=ADAM).fit(X, y)
 
 
@@ -351,13 +351,13 @@ def test_skorch_nets_that_do_not_match_are_rejected():
             LaplaceClassifier,
             {"network": hidden_layer},
             ValueError,
-            r"untrained network\. Pass optimizer=",
+            r"untrained network\. Pass `optimizer=",
         ),
         (LaplaceClassifier, {"network": "mlp"}, TypeError, "skorch net, got str. Pass"),
-        (LaplaceClassifier, {"network": nn.Linear(4, 2)}, ValueError, r"\(2,\), and y has 3 clas"),
-        (LaplaceClassifier, {"network": nn.Linear(4, 1)}, ValueError, r"\(1,\), and y has 3 clas"),
-        (LaplaceRegressor, {"network": nn.Linear(4, 3)}, ValueError, r"\(3,\), and y has 1 targ"),
-        (LaplaceRegressor, {"sigma": -1.0}, ValueError, "sigma must be one positive number"),
+        (LaplaceClassifier, {"network": nn.Linear(4, 2)}, ValueError, r"\(2,\), but y has 3 clas"),
+        (LaplaceClassifier, {"network": nn.Linear(4, 1)}, ValueError, r"\(1,\), but y has 3 clas"),
+        (LaplaceRegressor, {"network": nn.Linear(4, 3)}, ValueError, r"\(3,\), but y has 1 targ"),
+        (LaplaceRegressor, {"sigma": -1.0}, ValueError, "`sigma` must be a positive number"),
         (LaplaceClassifier, {"epochs": 0}, ValueError, "epochs must be at least 1"),
         (LaplaceClassifier, {"batch_size": 2.5}, TypeError, "batch_size must be a whole number"),
         (LaplaceClassifier, {"prior_precision": "best"}, ValueError, 'number or "evidence"'),
@@ -377,7 +377,7 @@ def test_wrong_data_are_rejected(unchecked):
     classifier = LaplaceClassifier(nn.Linear(4, 3))
     with pytest.raises(NotFittedError):
         classifier.predict(X)
-    with pytest.raises(ValueError, match="y has only 1 class, 0"):
+    with pytest.raises(ValueError, match="y has only the class 0"):
         classifier.fit(X[:50], y[:50])
     with pytest.raises(ValueError, match="Input X contains NaN"):
         classifier.fit(np.where(X > 7, np.nan, X), y)
@@ -385,7 +385,7 @@ def test_wrong_data_are_rejected(unchecked):
         classifier.fit(X, y).predict(X[:, :3])
     network = nn.Linear(4, 1).double()
     fitted_exactly = network(torch.tensor(X)).detach().numpy()
-    with pytest.raises(ValueError, match=r"residuals of zero on the training data\. Pass sigma="):
+    with pytest.raises(ValueError, match=r"on the training data are zero\. Pass `sigma="):
         LaplaceRegressor(network).fit(X, fitted_exactly)
     with pytest.raises(ValueError, match="n_samples must be at least 1"):
         LaplaceRegressor(network).fit(X, y).sample_y(X, 0)

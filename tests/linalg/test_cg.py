@@ -380,11 +380,14 @@ def test_it_ends_where_either_quadratic_has_no_curvature():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"b": torch.ones(4).double()}, r"`b` has shape \(4,\) and the operator \(3, 3\)"),
-        ({"b": torch.ones(3)}, "`b` is torch.float32 on cpu, the operator torch.float64"),
-        ({"b": torch.tensor([1.0, torch.nan, 0.0]).double()}, "`b` holds NaN or Inf"),
-        ({"b": torch.ones(3, 1, 1).double()}, "expected"),
-        ({"x0": torch.ones(3, 2).double()}, "they must be equal"),
+        (
+            {"b": torch.ones(4).double()},
+            r"`b` has shape \(4,\), but the operator has shape \(3, 3\)",
+        ),
+        ({"b": torch.ones(3)}, "`b` is torch.float32 on cpu, but the operator is torch.float64"),
+        ({"b": torch.tensor([1.0, torch.nan, 0.0]).double()}, "`b` contains NaN or Inf"),
+        ({"b": torch.ones(3, 1, 1).double()}, "Pass a tensor"),
+        ({"x0": torch.ones(3, 2).double()}, "of the same shape"),
         ({"A": Counted(torch.ones(3, 2).double())}, "the quadratic needs a square operator"),
         ({"tol": -1.0}, "`tol` is"),
         ({"tol": float("nan")}, "`tol` is"),
@@ -405,7 +408,7 @@ def test_two_systems_must_fit_each_other(unchecked):
     b = torch.ones(3).double()
     for other, right in ((I4, torch.ones(4).double()), (Counted(torch.eye(3)), b.float())):
         with pytest.raises(
-            ValueError, match="two systems must have one shape, dtype and device, got"
+            ValueError, match="two systems must have the same shape, dtype and device, got"
         ):
             debiased_cg(I3, other, b, right)
     with pytest.raises(ValueError, match="must be positive"):

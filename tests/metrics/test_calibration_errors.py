@@ -172,7 +172,7 @@ def test_certainty_is_perfect_or_worst(metric):
 def test_empty_input_and_bad_labels_are_refused(metric):
     with pytest.raises(ValueError, match="is empty"):
         metric(torch.empty(0, 3), torch.empty(0, dtype=torch.long))
-    with pytest.raises(ValueError, match="labels` lie in 3"):
+    with pytest.raises(ValueError, match="labels` are between 3"):
         metric(torch.full((2, 3), 1 / 3), torch.tensor([3, 3]))
 
 

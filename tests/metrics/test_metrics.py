@@ -221,21 +221,21 @@ LABELS = torch.tensor([0, 1, 0, 1])
         (torch.empty(0, 2), torch.empty(0, dtype=torch.long), "`probs` is empty"),
         (torch.full((4, 2), math.nan), LABELS, "NaN"),
         (torch.tensor([[1.5, -0.5]] * 4), LABELS, "softmax"),
-        (torch.tensor([[-1e-3, 1.0]] * 4), LABELS, "expected probabilities in"),
-        (torch.tensor([[math.inf, 0.0]] * 4), LABELS, "expected probabilities in"),
+        (torch.tensor([[-1e-3, 1.0]] * 4), LABELS, "which are not probabilities"),
+        (torch.tensor([[math.inf, 0.0]] * 4), LABELS, "which are not probabilities"),
         (torch.tensor([[0.5, 0.4998]] * 4), LABELS, "must sum to 1"),
         (torch.ones(4, 2).long(), LABELS, "dtype torch.int64"),
         (torch.ones(4, 1), LABELS, "at least two classes"),
-        (torch.full((4, 3, 2), 0.5), LABELS, "Flatten"),
+        (torch.full((4, 3, 2), 0.5), LABELS, "flatten"),
         (torch.tensor(0.5), LABELS, "has shape"),
         (torch.full((4,), 1.5), LABELS, "sigmoid"),
         (HALVES, LABELS[:3], "`labels` has 3"),
-        (HALVES, LABELS + 1, "labels` lie in 1 ... 2"),
-        (HALVES, -LABELS, "labels` lie in -1 ... 0"),
+        (HALVES, LABELS + 1, "labels` are between 1 and 2"),
+        (HALVES, -LABELS, "labels` are between -1 and 0"),
         (HALVES, LABELS.float(), "labels.long"),
         (HALVES, LABELS.bool(), "labels.long"),
-        (HALVES, LABELS[:, None], "expected \\[n\\]"),
-        (HALVES, LABELS.to("meta"), "one device"),
+        (HALVES, LABELS[:, None], "must have shape \\[n\\]"),
+        (HALVES, LABELS.to("meta"), "Move one of them"),
     ],
 )
 def test_bad_predictions_and_labels_are_refused(metric, probs, labels, message):
@@ -261,7 +261,7 @@ def test_rows_normalised_to_single_precision_pass():
     ("scores_ood", "message"),
     [
         (torch.empty(0), "`scores_ood` is empty"),
-        (torch.tensor([0.0, math.nan]), "`scores_ood` holds NaN"),
+        (torch.tensor([0.0, math.nan]), "`scores_ood` contains NaN"),
         (torch.tensor([0, 1]), "floating point"),
         (HALVES, "one score per example"),
     ],
@@ -272,7 +272,7 @@ def test_bad_scores_are_refused(metric, scores_ood, message):
 
 
 def test_evaluate_refuses_ood_sets_of_other_classes_by_name():
-    with pytest.raises(ValueError, match=r"ood\['noise'\]` has 4 classes and `probs` 2"):
+    with pytest.raises(ValueError, match=r"ood\['noise'\]` has 4 classes, but `probs` has 2"):
         metrics.evaluate(HALVES, LABELS, {"noise": torch.full((3, 4), 0.25)})
     with pytest.raises(ValueError, match=r"ood\['noise'\]` is empty"):
         metrics.evaluate(HALVES, LABELS, {"noise": torch.empty(0, 2)})

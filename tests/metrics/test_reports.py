@@ -100,17 +100,17 @@ def test_what_cannot_be_paired_is_refused():
     report = metrics.evaluate(a, labels)
     with pytest.raises(ValueError, match="120 targets of `a` and `b` differ"):
         metrics.compare(report, metrics.evaluate(b, (labels + 1) % 3))
-    with pytest.raises(ValueError, match=r"targets \[120\] and `b` on \[100\]"):
+    with pytest.raises(ValueError, match=r"targets of shape \[120\], but `b` of shape \[100\]"):
         metrics.compare(report, metrics.evaluate(b[:100], labels[:100]))
-    with pytest.raises(ValueError, match=r"level 0\.95 and `b` 0\.9"):
+    with pytest.raises(ValueError, match=r"level 0\.95, but `b` has 0\.9"):
         metrics.compare(report, metrics.evaluate(b, labels, level=0.9))
-    with pytest.raises(ValueError, match=r"auroc_x` is over \(120, 30\)"):
+    with pytest.raises(ValueError, match=r"auroc_x` is computed on \(120, 30\)"):
         metrics.compare(
             metrics.evaluate(a, labels, {"x": OOD}), metrics.evaluate(b, labels, {"x": OOD[:9]})
         )
     with pytest.raises(TypeError, match="`b` is a dict"):
         metrics.compare(report, dict(report))
-    with pytest.raises(ValueError, match="metric in common"):
+    with pytest.raises(ValueError, match="so no metric is in both"):
         metrics.compare(report, metrics.evaluate_ood(a[:, 0], b[:, 0]))
 
 

@@ -113,9 +113,11 @@ def test_a_way_to_fit_is_a_class_and_a_line(model, monkeypatch):
     torch.testing.assert_close(
         la.posterior.precision.to_dense(), expected.posterior.precision.to_dense()
     )
-    with pytest.raises(ValueError, match=r'folds=2 belongs to mode="crossfit", not to mode="fir'):
+    with pytest.raises(
+        ValueError, match=r'`folds=2` applies only to mode="crossfit", got `mode="fir'
+    ):
         Laplace(model).fit(data, "first-four", num_data=54, folds=2)
-    with pytest.raises(ValueError, match=r'mode="first-four" needs 4 batch'):
+    with pytest.raises(ValueError, match=r'mode="first-four"` needs 4 batch'):
         Laplace(model).fit(data[:3], "first-four", num_data=54)
 
 

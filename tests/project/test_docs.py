@@ -369,6 +369,6 @@ def test_messages_in_troubleshooting_are_those_of_the_package():
     sources = "".join(
         path.read_text(encoding="utf-8") for path in (ROOT / "laplace_debias").rglob("*.py")
     )
-    messages = re.sub(r'"\s+f?"', "", sources)
+    messages = re.sub(r"[\"']\s+f?[\"']", "", sources)
     assert len(quoted) > 10
     assert [message for message in quoted if message not in messages] == []

@@ -137,9 +137,9 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"`curvature` is 'hesian'.*Did you mean 'hessian'"):
         Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), "hesian")
     for decay in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="weight_decay must be"):
+        with pytest.raises(ValueError, match="`weight_decay` is"):
             Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), weight_decay=decay)
-        with pytest.raises(ValueError, match="weight_decay must be"):
+        with pytest.raises(ValueError, match="`weight_decay` is"):
             Quadratic.from_data(model, nn.CrossEntropyLoss(), data()).regularized(decay)
     with pytest.raises(ValueError, match="num_data=7"):
         Quadratic.from_data(model, nn.CrossEntropyLoss(), data(), num_data=7)

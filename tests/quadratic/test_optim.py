@@ -243,12 +243,12 @@ def test_a_closure_that_raises_in_the_line_search_leaves_the_parameters():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"damping": -1.0}, "damping must be"),
-        ({"max_iter": 0}, "max_iter must be"),
-        ({"tol": -1.0}, "tol must be"),
-        ({"weight_decay": -1.0}, "weight_decay must be"),
-        ({"weight_decay": float("nan")}, "weight_decay must be"),
-        ({"weight_decay": float("inf")}, "weight_decay must be"),
+        ({"damping": -1.0}, "`damping` is"),
+        ({"max_iter": 0}, "`max_iter` is"),
+        ({"tol": -1.0}, "`tol` is"),
+        ({"weight_decay": -1.0}, "`weight_decay` is"),
+        ({"weight_decay": float("nan")}, "`weight_decay` is"),
+        ({"weight_decay": float("inf")}, "`weight_decay` is"),
     ],
 )
 def test_options_out_of_range_are_named(options, message):
@@ -258,7 +258,7 @@ def test_options_out_of_range_are_named(options, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"weight_decay": -1.0}, "weight_decay must be"), ({"max_iter": 3}, "cannot differ")],
+    [({"weight_decay": -1.0}, "`weight_decay` is"), ({"max_iter": 3}, "cannot differ")],
 )
 def test_a_group_added_later_is_checked_too(options, message):
     model = network()
@@ -296,9 +296,9 @@ def test_closures_and_groups_that_cannot_work_are_named():
     good = closure(model, x, y)
     for bad, error, message in (
         (lambda: good()[0], TypeError, r"must return \(loss, outputs\)"),
-        (lambda: (model(x), model(x)), TypeError, "Take its mean"),
+        (lambda: (model(x), model(x)), TypeError, "Return its mean"),
         (lambda: (good()[0], model(x)), ValueError, "not computed from the outputs"),
-        (lambda: tuple(t.detach() for t in good()), ValueError, "depend on no parameter"),
+        (lambda: tuple(t.detach() for t in good()), ValueError, "do not depend on any parameter"),
         (lambda: (good()[0] * torch.nan, good()[1]), ValueError, "NaN or Inf before the step"),
     ):
         with pytest.raises(error, match=message):
@@ -309,5 +309,5 @@ def test_closures_and_groups_that_cannot_work_are_named():
     with pytest.raises(ValueError, match="No parameter requires a gradient"):
         optimizer.step(good)
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(ValueError, match="share one dtype"):
+    with pytest.raises(ValueError, match="have the same dtype"):
         DebiasedHessianFree(mixed.parameters()).step(good)

@@ -223,9 +223,9 @@ def test_the_slope_along_the_negative_gradient_is_steepest_on_its_own_batch(seed
 def test_bad_input_is_named(unchecked):
     q, _ = quadratic()
     g, theta = q.gradient, q.position
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="do not match"):
         Quadratic(q.value, g[:4], q.matrix, theta)
-    with pytest.raises(ValueError, match="share one dtype"):
+    with pytest.raises(ValueError, match="have the same dtype"):
         Quadratic(q.value, g.float(), q.matrix, theta)
     with pytest.raises(ValueError, match="zero or not finite"):
         q.slope(torch.zeros(9).double())
@@ -233,17 +233,17 @@ def test_bad_input_is_named(unchecked):
         q.curvature(torch.ones(4).double())
     with pytest.raises(ValueError, match="one position"):
         q.slope(g, at=torch.ones(9, 2).double())
-    with pytest.raises(ValueError, match="takes as many coordinates"):
+    with pytest.raises(ValueError, match="needs as many coordinates"):
         q.cut(randn(9, 2))(torch.zeros(3))
     with pytest.raises(ValueError, match="at least 0"):
         q.regularized(-1.0)
-    with pytest.raises(ValueError, match="mask has shape"):
+    with pytest.raises(ValueError, match="`mask` has shape"):
         q.regularized(1.0, on=torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="Unknown method 'lu'"):
         q.newton_step("lu")
-    with pytest.raises(ValueError, match="damping must be"):
+    with pytest.raises(ValueError, match="`damping` is"):
         q.newton_step(damping=-1.0)
-    with pytest.raises(ValueError, match="belong to method='cg'"):
+    with pytest.raises(ValueError, match=r"apply only to `method=.cg"):
         q.newton_step("exact", max_iter=3)
 
 

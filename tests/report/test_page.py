@@ -245,13 +245,13 @@ def test_what_is_not_there_is_left_out(run_of_images, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "error", "told"),
     [
-        (lambda f: (f / "run.json").unlink(), FileNotFoundError, "is no run folder"),
+        (lambda f: (f / "run.json").unlink(), FileNotFoundError, "is not a run folder"),
         (lambda f: (f / "metrics.json").unlink(), FileNotFoundError, "has no metrics.json"),
         (lambda f: (f / "run.json").write_text('{"format": 1,'), ValueError, "run.json is damaged"),
         (
             lambda f: (f / "run.json").write_text("[1]"),
             ValueError,
-            "run.json is damaged (it is no JSON object)",
+            "run.json is damaged (it is not a JSON object)",
         ),
         (lambda f: change(f / "run.json", format=7), ValueError, "has format 7"),
         (lambda f: change(f / "run.json", status="running"), ValueError, "not complete"),
@@ -276,7 +276,7 @@ def test_what_is_not_there_is_left_out(run_of_images, tmp_path):
         (
             lambda f: min((f / "examples").iterdir()).write_bytes(b"no"),
             ValueError,
-            ".png is no picture",
+            ".png is not a readable picture",
         ),
     ],
 )
@@ -286,7 +286,7 @@ def test_damaged_folders_are_refused_with_what_to_do(run_of_images, tmp_path, sp
     with pytest.raises(error, match=re.escape(told)) as caught:
         write_page(folder)
     assert re.search(
-        r"run the report again|`laplace-debias report|use the version that", str(caught.value)
+        r"run the report again|`laplace-debias report|Use the version that", str(caught.value)
     )
     assert not (folder / "report.html").exists()
 

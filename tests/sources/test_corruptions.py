@@ -158,7 +158,7 @@ def test_brightness_keeps_the_ratio_of_the_channels():
 
 
 def test_corruption_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match="severity 6"):
+    with pytest.raises(ValueError, match="severity is 6"):
         corrupt(GREY[:1], 6)
     with pytest.raises(ValueError, match="2 channels"):
         corrupt(torch.zeros(1, 2, 8, 8, dtype=torch.uint8), 1)

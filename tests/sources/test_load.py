@@ -92,7 +92,7 @@ def test_data_without_parts_is_parted_as_told(here):
     assert torch.cat(parts).sort().values.tolist() == list(range(20))
     for batches, indices in ((found.validation, parts[1]), (found.test, parts[2])):
         assert every(batches)[1].tolist() == content["y"][indices.numpy()].tolist()
-    assert "chosen by the seed 3" in " ".join(found.notes)
+    assert "chosen with the seed 3" in " ".join(found.notes)
 
 
 def test_archives_of_bytes_are_images(here):
@@ -134,7 +134,7 @@ def test_a_folder_gives_what_pillow_reads(images):
 def test_images_of_16_bits_are_refused_not_clipped(images):
     file = min((images / "test").glob("*/*.png"))
     Image.fromarray(np.full((8, 8), 40_000, np.uint16)).save(file)
-    with pytest.raises(ValueError, match="more than 8 bits a pixel"):
+    with pytest.raises(ValueError, match="more than 8 bits per pixel"):
         loaded(model="nets:build", data=images).test.dataset[0]
 
 
@@ -142,7 +142,7 @@ def test_a_folder_is_not_decoded_before_it_is_read(images):
     files = sorted((images / "test").glob("*/*.png"))
     files[1].write_bytes(b"no image")
     found = loaded(model="nets:build", data=images)
-    with pytest.raises(ValueError, match=r"1\.png is no readable image"):
+    with pytest.raises(ValueError, match=r"1\.png is not a readable image"):
         every(found.test)
 
 
@@ -202,7 +202,9 @@ def test_channels_are_told_from_the_files_where_no_convolution_tells_them(here, 
 
 def test_images_of_several_sizes_need_a_size(images):
     Image.new("RGB", (30, 30)).save(images / "test" / "eel" / "2.png")
-    with pytest.raises(ValueError, match=r"30 × 30 pixels, others 16 × 20; give --image_size"):
+    with pytest.raises(
+        ValueError, match=r"30 × 30 pixels, but others have 16 × 20. Pass --image_size"
+    ):
         every(loaded(model="nets:build", data=images).test)
     assert len(every(loaded(model="nets:build", data=images, image_size=16).test)[0]) == 9
 
@@ -334,7 +336,9 @@ def test_loaders_of_ones_own_keep_their_examples_in_one_order(own):
 def test_batch_size_and_limits_apply_to_loaders_of_data_sets(own):
     found = loaded(model="nets:rows", data="own:parts", batch_size=4, train_examples=10)
     assert [len(batch) for batch, _ in found.train] == [4, 4, 2]
-    with pytest.raises(ValueError, match="test_examples is given, but the test data is batches"):
+    with pytest.raises(
+        ValueError, match="test_examples does not support the test data, which is batches"
+    ):
         loaded(model="nets:rows", data="own:make", test_examples=3)
 
 
@@ -359,8 +363,8 @@ def test_a_network_that_is_one_already(own):
     ("name", "message"),
     [
         ("iterator", "train data is an iterator"),
-        ("half", "a dict of train; expected"),
-        ("typo", "a dict of train, test, validaton; expected"),
+        ("half", "a dict of train. Return a dict"),
+        ("typo", "a dict of train, test, validaton. Return a dict"),
         ("Doubling", "without arguments"),
         ("none", "own has no none"),
     ],
@@ -372,7 +376,7 @@ def test_what_a_callable_must_return(own, name, message):
 
 def test_inputs_of_another_dtype_than_the_network_are_refused(own):
     (own / "double.py").write_text("import nets\n\ndef build():\n    return nets.rows().double()\n")
-    with pytest.raises(ValueError, match=r"dtype torch.float32: .* return model.float\(\)"):
+    with pytest.raises(ValueError, match=r"dtype torch.float32 .* return model.float\(\)"):
         loaded(model="double:build", data="own:parts")
     found = loaded(model="double:build", data="own:in_double")
     Laplace(found.model, found.task).fit(found.train, num_data=30)

@@ -112,15 +112,15 @@ def test_limits_are_at_most(images):
 @pytest.mark.parametrize(
     ("ood", "message"),
     [
-        ({"x": "nowhere"}, "ood x: nothing is at nowhere"),
-        ({"x": "images/floats.npz"}, r"shape \[3, 8, 8\], the network takes \[3, 16, 20\]"),
-        ({"x": "images/bytes.npz"}, r"shape \[3, 8, 8\], the network takes \[3, 16, 20\]"),
-        ({"x": "images/none.npz"}, "expected an array x or x_test"),
-        ({"x": "images/t.csv"}, "is a table, but the network was not trained on one"),
+        ({"x": "nowhere"}, "ood x: the path nowhere does not exist"),
+        ({"x": "images/floats.npz"}, r"shape \[3, 8, 8\], but the network takes \[3, 16, 20\]"),
+        ({"x": "images/bytes.npz"}, r"shape \[3, 8, 8\], but the network takes \[3, 16, 20\]"),
+        ({"x": "images/none.npz"}, "but no array x or x_test"),
+        ({"x": "images/t.csv"}, "is a table, but the network was not trained on a table"),
         ({"x": "images/empty"}, "has no images"),
-        ({"x": "builtin:digit"}, "there is no builtin:digit; expected builtin:digits or"),
-        ({"near:x": "images"}, "expected a name of letters, digits"),
-        ({"a/b": "images"}, "expected a name of letters"),
+        ({"x": "builtin:digit"}, "unknown source builtin:digit. Use builtin:digits or"),
+        ({"near:x": "images"}, "is not valid. Use letters, digits"),
+        ({"a/b": "images"}, "is not valid. Use letters"),
     ],
 )
 def test_sets_that_cannot_be_used(images, ood, message):
@@ -137,5 +137,5 @@ def test_rows_have_no_corruptions(images):
     bring.archive(images / "d.npz")
     options = {"model": "nets:rows", "data": images / "d.npz", "mean": None, "std": None}
     for change in ({"corruptions": (1,)}, {"ood": {"p": "builtin:patches"}}):
-        with pytest.raises(ValueError, match="this option needs images"):
+        with pytest.raises(ValueError, match="needs images and their normalisation"):
             loaded(**options, **change)

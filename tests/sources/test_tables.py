@@ -107,26 +107,26 @@ def test_out_of_distribution_rows_need_no_target(here):
 @pytest.mark.parametrize(
     ("change", "options", "message"),
     [
-        ({}, {"target": None}, "give --target, one of age, height, constant, price, kind"),
-        ({}, {"target": "prise"}, "no column prise; did you mean price"),
-        ({}, {"target": "price"}, "column kind of t.csv holds .*--features"),
+        ({}, {"target": None}, "Pass --target with one of age, height, constant, price, kind"),
+        ({}, {"target": "prise"}, "no column prise. Did you mean price"),
+        ({}, {"target": "price"}, "column kind of t.csv contains .*--features"),
         (
             {"age": [np.nan] + [1.0] * 39},
             {"features": ("age",)},
-            "t.csv has values that are missing or infinite: 1 in age; the first is in data row 1.",
+            "t.csv has missing or infinite values: 1 in age. The first is in data row 1.",
         ),
-        ({"price": [1.0] * 39 + [np.nan]}, {"features": ("age",)}, "1 in price; .* data row 40"),
+        ({"price": [1.0] * 39 + [np.nan]}, {"features": ("age",)}, r"1 in price\. .* data row 40"),
         (
             {"kind": ["red"] * 3 + [None] * 30 + ["blue"] * 7},
             {"target": "kind", "features": ("age",)},
-            "30 in kind; the first is in data row 4",
+            r"30 in kind\. The first is in data row 4",
         ),
-        ({"price": range(40)}, {"features": ("age",)}, "24 different whole numbers; say what"),
-        ({}, {"features": ("agee",)}, "no column agee; did you mean age"),
-        ({}, {"features": ("price",)}, "target price is one of the features"),
-        ({}, {"features": ("age",), "task": "multilabel"}, "a table can have only one target"),
-        ({}, {"target": "kind", "features": ("age",), "task": "regression"}, "expected numbers"),
-        ({}, {"features": ("age",), "image_size": 3}, "image_size given with a table"),
+        ({"price": range(40)}, {"features": ("age",)}, "24 different whole numbers, so the task"),
+        ({}, {"features": ("agee",)}, "no column agee. Did you mean age"),
+        ({}, {"features": ("price",)}, "target price is also one of the features"),
+        ({}, {"features": ("age",), "task": "multilabel"}, "A table can have only one target"),
+        ({}, {"target": "kind", "features": ("age",), "task": "regression"}, "not numbers"),
+        ({}, {"features": ("age",), "image_size": 3}, "image_size cannot be used with a table"),
     ],
 )
 def test_tables_that_cannot_be_used(here, change, options, message):
@@ -141,7 +141,7 @@ def test_missing_values_of_all_rows_and_columns_are_counted(here):
     data.loc[4:39, "age"] = np.nan
     data.loc[2:59:3, "price"] = np.inf
     data.to_csv("t.csv", index=False)
-    with pytest.raises(ValueError, match="36 in age, 20 in price; the first is in data row 3"):
+    with pytest.raises(ValueError, match=r"36 in age, 20 in price. The first is in data row 3"):
         loaded(data="t.csv", target="price", features=("age", "height"))
     # In a table of further inputs likewise.
     table().to_csv("whole.csv", index=False)
@@ -151,7 +151,7 @@ def test_missing_values_of_all_rows_and_columns_are_counted(here):
         features=("age", "height"),
         model_args={"inputs": 2, "outputs": 1},
     )
-    with pytest.raises(ValueError, match=r"t\.csv has values .* 36 in age; .* data row 5"):
+    with pytest.raises(ValueError, match=r"t\.csv has missing .* 36 in age\. .* data row 5"):
         found.read("t.csv", "inputs")
 
 
@@ -161,7 +161,7 @@ def test_a_class_that_no_training_row_has(here):
     data = table()[["age", "kind"]]
     data[:20].to_csv(folder / "train.csv", index=False)
     data[20:].replace("red", "blue").to_csv(folder / "test.csv", index=False)
-    with pytest.raises(ValueError, match=r"test\.csv has 'blue', which no training row has"):
+    with pytest.raises(ValueError, match=r"test\.csv has 'blue', which does not occur"):
         loaded(data=folder, target="kind")
 
 
@@ -177,7 +177,7 @@ def test_files_that_are_no_tables(here):
 def test_a_table_in_another_encoding_is_refused_with_the_one_that_is_read(tmp_path):
     path = tmp_path / "d.csv"
     path.write_text("größe,y\n1.0,2.0\n", encoding="cp1252")
-    with pytest.raises(ValueError, match=r"d\.csv is not in UTF-8 .* save it in UTF-8"):
+    with pytest.raises(ValueError, match=r"d\.csv is not encoded in UTF-8 .* Save it in UTF-8"):
         read_table(path)
     path.write_text("größe,y\n1.0,2.0\n", encoding="utf-8")
     assert list(read_table(path)) == ["größe", "y"]

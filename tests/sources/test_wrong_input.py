@@ -34,74 +34,92 @@ def here(tmp_path, monkeypatch):
 ROWS = ["--model=nets:rows", "--data=d.npz"]
 IMAGES = ["--model=nets:build", "--data=images"]
 WRONG = {
-    "no network": (["--data=d.npz"], "there is no network; give one of --model"),
-    "two networks": ([*ROWS, "--timm=resnet18"], "--model and --timm are given"),
-    "no data": (["--model=nets:rows"], "there is no data; give --data"),
-    "no such data": (["--model=nets:rows", "--data=nowhere"], "nothing is at nowhere"),
-    "no import path": (["--model=nets.rows", "--data=d.npz"], "expected an import path"),
-    "no such module": (["--model=nest:rows", "--data=d.npz"], "there is no module nest; run the"),
-    "no such package": (["--model=a.b:rows", "--data=d.npz"], "there is no module a; run the"),
-    "no such attribute": (["--model=nets:row", "--data=d.npz"], "has no row; did you mean rows"),
+    "no network": (["--data=d.npz"], "No network was specified. Pass exactly one of --model"),
+    "two networks": ([*ROWS, "--timm=resnet18"], "--model and --timm cannot be used together"),
+    "no data": (["--model=nets:rows"], "No data was specified. Pass --data"),
+    "no such data": (
+        ["--model=nets:rows", "--data=nowhere"],
+        "The path nowhere of --data does not exist",
+    ),
+    "no import path": (["--model=nets.rows", "--data=d.npz"], "Pass an import path"),
+    "no such module": (["--model=nest:rows", "--data=d.npz"], "there is no module nest. Run the"),
+    "no such package": (["--model=a.b:rows", "--data=d.npz"], "there is no module a. Run the"),
+    "no such attribute": (["--model=nets:row", "--data=d.npz"], "has no row. Did you mean rows"),
     "no callable": (
         ["--model=nets:no_network", "--data=d.npz"],
-        "of type int and cannot be called",
+        "of type int, which cannot be called",
     ),
     "returns text": (
         ["--model=nets:returns_text", "--data=d.npz"],
-        "returned str; expected a torch",
+        "returned str. Return a torch",
     ),
     "raises": (["--model=nets:breaks", "--data=d.npz"], "raised RuntimeError: no such file on two"),
     "asks": (["--model=nets:asks", "--data=d.npz"], "missing 1 required positional argument"),
     "arguments": ([*ROWS, "--model_args.outptus=3"], "unexpected keyword argument 'outptus'"),
-    "classes": ([*ROWS, "--model_args.outputs=5"], "gives 5 outputs, the data has 3 classes"),
-    "inputs": ([*ROWS, "--model_args.inputs=5"], "cannot take inputs of shape [2, 4]"),
+    "classes": ([*ROWS, "--model_args.outputs=5"], "has 5 outputs, but the data has 3 classes"),
+    "inputs": ([*ROWS, "--model_args.inputs=5"], "does not accept inputs of shape [2, 4]"),
     "timm": (
         ["--timm=resnet18x", "--data=images", "--checkpoint=text.pt"],
-        "did you mean resnet18",
+        "Did you mean resnet18",
     ),
     "torchvision": (
         ["--torchvision=squeezenet1_11", "--data=images", "--checkpoint=text.pt"],
-        "did you mean squeezenet1_1",
+        "Did you mean squeezenet1_1",
     ),
     "no weights": (
         ["--timm=test_resnet", "--data=images"],
-        "is not trained; give --checkpoint",
+        "is not trained. Pass --checkpoint",
     ),
-    "no checkpoint": (
+    "The checkpoint ": (
         [*ROWS, "--checkpoint=none.pt"],
-        "nothing is at none.pt, which --checkpoint names: check the path",
+        "The path none.pt of --checkpoint does not exist. Check the path",
     ),
     "other widths": ([*ROWS, "--checkpoint=narrow.pt"], "size mismatch for 0.weight"),
     "other depth": ([*ROWS, "--checkpoint=deep.pt"], 'Unexpected key(s) in state_dict: "3.weight"'),
     "other names": ([*ROWS, "--checkpoint=foreign.pt"], "none of its 4 names (body.0.weight"),
     "pickled": ([*ROWS, "--checkpoint=whole.pt"], "torch.save(model.state_dict(), PATH)"),
-    "no state": ([*ROWS, "--checkpoint=empty.pt"], "holds no state dict, but epoch"),
-    "damaged": ([*ROWS, "--checkpoint=text.pt"], "text.pt is damaged or no file of torch.save"),
+    "no state": ([*ROWS, "--checkpoint=empty.pt"], "contains no state dict, but epoch"),
+    "damaged": (
+        [*ROWS, "--checkpoint=text.pt"],
+        "text.pt is damaged, or is not a file of torch.save",
+    ),
     # Words that torch's reader takes for instructions: it ends in KeyError, IndexError and others.
-    "text": ([*ROWS, "--checkpoint=words.pt"], "words.pt is damaged or no file of torch.save"),
-    "numbers": ([*ROWS, "--checkpoint=table.pt"], "table.pt is damaged or no file of torch.save"),
-    "other file": ([*ROWS, "--checkpoint=net.onnx"], "ends with .onnx; expected .safetensors"),
-    "ood": ([*IMAGES, "--ood", "digits"], "expected --ood NAME=PATH"),
+    "text": (
+        [*ROWS, "--checkpoint=words.pt"],
+        "words.pt is damaged, or is not a file of torch.save",
+    ),
+    "numbers": (
+        [*ROWS, "--checkpoint=table.pt"],
+        "table.pt is damaged, or is not a file of torch.save",
+    ),
+    "other file": (
+        [*ROWS, "--checkpoint=net.onnx"],
+        "ends with .onnx. Use a file that ends with .safetensors",
+    ),
+    "ood": ([*IMAGES, "--ood", "digits"], "Use --ood NAME=PATH"),
     "ood of a fit": ([*IMAGES, "--ood", "x=nowhere"], "--ood has no effect here"),
-    "ood value": ([*IMAGES, "--ood"], "--ood: expected --ood NAME=PATH"),
-    "severity": ([*IMAGES, "--corruptions=[6]"], "expected severities in 1 … 5"),
-    "std": ([*IMAGES, "--std=[0.0]"], "expected positive numbers"),
+    "ood value": ([*IMAGES, "--ood"], "--ood has no value. Use --ood NAME=PATH"),
+    "severity": ([*IMAGES, "--corruptions=[6]"], "Pass severities from 1 to 5"),
+    "std": ([*IMAGES, "--std=[0.0]"], "Pass positive numbers"),
     "mean": ([*IMAGES, "--mean=[0.5, 0.5]", "--std=1,1,1"], "one number per channel"),
     "channels": ([*IMAGES, "--mean=0.5,0.5", "--std=1,1"], "one number per channel"),
-    "limit": ([*ROWS, "--train_examples=31"], "train data has 30 examples: lower it"),
-    "target": ([*ROWS, "--target=y"], "target given with a .npz file"),
+    "limit": ([*ROWS, "--train_examples=31"], "train data has only 30 examples. Pass a smaller"),
+    "target": ([*ROWS, "--target=y"], "target cannot be used with a .npz file"),
     "standardise": (
         [*ROWS, "--standardise=false"],
-        "standardise given with a .npz file: leave it out",
+        "standardise cannot be used with a .npz file. Remove this option",
     ),
     "no images": (
         [*ROWS, "--mean=[0.5]"],
-        "mean and std apply to images, and d.npz has inputs of shape",
+        "mean and std apply only to images, but d.npz has inputs of shape",
     ),
-    "task": ([*IMAGES, "--task=regression"], "class folders make a classification"),
-    "two classes": ([*IMAGES, "--task=binary"], "3 classes, and binary classification needs two"),
-    "held out": ([*ROWS, "--held_out=0.6"], "expected a share between 0 and 0.5"),
-    "pretrained": ([*ROWS, "--pretrained"], "pretrained is for --timm and --torchvision"),
+    "task": ([*IMAGES, "--task=regression"], "folders of images by class are a classification"),
+    "two classes": ([*IMAGES, "--task=binary"], "3 classes, but binary classification needs two"),
+    "held out": ([*ROWS, "--held_out=0.6"], "Pass a fraction between 0 and 0.5"),
+    "pretrained": (
+        [*ROWS, "--pretrained"],
+        "`pretrained` applies only to --timm and --torchvision",
+    ),
 }
 
 
@@ -118,18 +136,18 @@ def test_a_line_says_what_to_do(here, case, capsys):
 
 ARCHIVES = {
     "no y": ({"x_train": np.zeros((4, 4))}, "no y_train and no x_test and no y_test"),
-    "lengths": (bring.arrays() | {"y_test": np.arange(3)}, "x has 9 rows, y 3"),
+    "lengths": (bring.arrays() | {"y_test": np.arange(3)}, "has 9 rows, but y has 3"),
     "nan": (bring.arrays() | {"x_val": np.full((12, 4), np.nan)}, "48 numbers that are NaN"),
     "text": (
         bring.arrays() | {"y_train": np.array(["a"] * 30)},
-        "is of type <U1; expected numbers",
+        "is of type <U1. Convert it to numbers",
     ),
-    "objects": ({"x": np.array([None, 1])}, "holds Python objects, which are not read"),
+    "objects": ({"x": np.array([None, 1])}, "contains Python objects, which are not loaded"),
     "shapes": (
         bring.arrays() | {"x_test": np.zeros((9, 5))},
-        "the inputs of x_test have shape [5]",
+        "The inputs of x_test in bad.npz have shape [5]",
     ),
-    "negative": (bring.arrays() | {"y_train": np.arange(30) - 1}, "expected class numbers 0, 1"),
+    "negative": (bring.arrays() | {"y_train": np.arange(30) - 1}, "pass class numbers 0, 1"),
     "empty": (
         bring.arrays() | {"x_test": np.zeros((0, 4)), "y_test": np.zeros(0, int)},
         "at least one",
@@ -189,7 +207,10 @@ def test_an_error_nobody_foresaw_is_a_line_too(here, capsys, monkeypatch):
     arguments = ["fit", *ROWS, "--output=p.safetensors"]
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == ("laplace-debias: error: RuntimeError: out of memory; --traceback shows where")
+    assert line == (
+        "laplace-debias: error: RuntimeError: out of memory. To see where it was raised, "
+        "add --traceback."
+    )
     assert main([*arguments, "--traceback"]) == 2
     error = capsys.readouterr().err
     assert "Traceback" in error

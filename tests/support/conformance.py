@@ -169,7 +169,7 @@ class OperatorConformance:
             operator @ x.cpu().numpy()
         with pytest.raises(ValueError, match="the inner sizes differ"):
             operator @ Identity(n + 1)
-        with pytest.raises(ValueError, match=r"share one dtype.*`.to\(...\)`"):
+        with pytest.raises(ValueError, match=r"have the same dtype.*`.to\(...\)`"):
             operator @ Identity(n, other)
 
     def test_nothing_given_is_modified(self, case):

@@ -243,7 +243,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(num_updates, every, tmp_path
     resumed.load_state_dict(torch.load(tmp_path / "online.pt"))
     assert resumed.num_updates == num_updates
     assert resumed.state_dict()["num_updates"] == num_updates
-    with pytest.raises(RuntimeError, match="Call update before posterior"):
+    with pytest.raises(RuntimeError, match="Call `update` before `posterior`"):
         resumed.posterior(100)
     for x, y in data[num_updates:]:
         resumed.update(x, y)
@@ -257,9 +257,9 @@ def test_a_state_of_another_model_or_run_is_refused():
     wider = nn.Sequential(nn.Conv1d(2, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
     with pytest.raises(ValueError, match=r"factors of '0.weight' have the shapes"):
         OnlineCurvature(wider, **OPTIONS).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"a block '3.weight', which this model does not have"):
+    with pytest.raises(ValueError, match=r"a block '3.weight', but this model does not"):
         OnlineCurvature(model[:1], **OPTIONS).load_state_dict(state)
-    with pytest.raises(ValueError, match=r"decay=0.8, and this object has decay=0.5"):
+    with pytest.raises(ValueError, match=r"decay=0.8, but this object has decay=0.5"):
         OnlineCurvature(model, **{**OPTIONS, "decay": 0.5}).load_state_dict(state)
     with pytest.raises(ValueError, match="no options and blocks"):
         OnlineCurvature(model, **OPTIONS).load_state_dict(model.state_dict())
@@ -268,12 +268,12 @@ def test_a_state_of_another_model_or_run_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": 0.0}, "decay must be above 0 and at most 1, got 0.0"),
-        ({"decay": 1.5}, "decay must be above 0 and at most 1, got 1.5"),
-        ({"decay": float("nan")}, "decay must be above 0 and at most 1, got nan"),
+        ({"decay": 0.0}, "`decay` must be greater than 0 and at most 1, got 0.0"),
+        ({"decay": 1.5}, "`decay` must be greater than 0 and at most 1, got 1.5"),
+        ({"decay": float("nan")}, "`decay` must be greater than 0 and at most 1, got nan"),
         ({"refresh": 0}, "refresh must be"),
         ({"every": 0}, "every must be"),
-        ({"curvature": "full"}, "curvature='full' has no running means"),
+        ({"curvature": "full"}, "`curvature='full'` has no running means"),
         ({"fisher": "sampled"}, "Unknown fisher='sampled'"),
     ],
 )
@@ -287,11 +287,11 @@ def test_a_batch_that_cannot_be_measured_changes_nothing():
     online = updated(model, data[:4])
     before = dense(online.posterior(100))
     x, y = data[4]
-    with pytest.raises(ValueError, match="Inputs must hold at least one example"):
+    with pytest.raises(ValueError, match="Inputs must contain at least one example"):
         online.update(x[:0], y[:0])
     with pytest.raises(ValueError, match="NaN or Inf"):
         online.update(x * torch.inf, y)
-    with pytest.raises(ValueError, match="11 inputs but targets"):
+    with pytest.raises(ValueError, match="11 inputs, but targets"):
         online.update(x, y[:3])
     assert online.num_updates == 4
     assert torch.equal(dense(online.posterior(100)), before)
@@ -300,7 +300,7 @@ def test_a_batch_that_cannot_be_measured_changes_nothing():
 @pytest.mark.parametrize(("count", "every"), [(0, 1), (1, 1), (3, 3)])
 def test_a_posterior_needs_two_measured_batches(count, every):
     model, data = convolutional(), batches()
-    message = f"there were {count} updates with every={every}. Call update at least {every + 1}"
+    message = f"there were {count} updates with every={every}. Call `update` at least {every + 1}"
     with pytest.raises(RuntimeError, match=message):
         updated(model, data[:count], every=every).posterior(100)
     updated(model, data[: every + 1], every=every).posterior(100)
@@ -310,7 +310,7 @@ def test_a_state_without_every_is_of_a_run_that_measured_every_batch():
     model, data = convolutional(), batches()
     state = updated(model, data[:3]).state_dict()
     del state["options"]["every"]
-    with pytest.raises(ValueError, match="every=1, and this object has every=4"):
+    with pytest.raises(ValueError, match="every=1, but this object has every=4"):
         OnlineCurvature(model, **{**OPTIONS, "every": 4}).load_state_dict(state)
     resumed = OnlineCurvature(model, **OPTIONS)
     resumed.load_state_dict(state)

@@ -35,9 +35,10 @@ def check_finite(sums: Mapping[Block, Factor]) -> None:
         if not is_finite and not bool(tensor.isfinite().all()):
             layer = f"layer {block.layer!r}" if block.layer else "the model"
             raise ValueError(
-                f"The curvature of {block.name} holds NaN or Inf: the inputs of {layer}, or the "
-                "gradients at its outputs, hold Inf or overflow when they are squared. Look for "
-                "Inf in the data, rescale it, or convert the model to a wider dtype."
+                f"The curvature of {block.name} contains NaN or Inf. The inputs of {layer}, or "
+                "the gradients with respect to its outputs, contain Inf or overflow when they "
+                "are squared. Remove Inf from the data, rescale the data, or convert the model "
+                "to a wider dtype."
             )
 
 

@@ -88,7 +88,7 @@ class PassState:
             texts, sums = read_sealed(path)
         except DamagedFileError as error:
             raise ValueError(
-                f"{path} is damaged ({error}). Remove the folder, and fit anew."
+                f"{path} is damaged ({error}). Delete the folder, and start the fit again."
             ) from error
         progress = json.loads(texts["progress"])
         digest = progress.pop("mark")
@@ -144,8 +144,8 @@ class Checkpoint:
             different = differences(json.loads(saved_identity), json.loads(new_identity))
             if different:
                 raise ValueError(
-                    f"{folder} holds the state of another fit: {different}. Give the model, the "
-                    "data and the options of that fit, or another folder."
+                    f"{folder} contains the state of a different fit: {different}. Use the "
+                    "model, the data and the options of that fit, or pass a different folder."
                 )
             with written_atomically(path) as temporary:
                 temporary.write_text(new_identity, encoding="utf-8")
@@ -178,7 +178,7 @@ class Checkpoint:
         self._digest.update(str(marks).encode())
         is_last_saved = self._num_read == self._num_saved
         if is_last_saved and self._digest.hexdigest() != self._saved_digest:
-            self._raise_different_batches("others are in the sums")
+            self._raise_different_batches("the saved sums contain different batches")
         return self._num_read <= self._num_saved
 
     def save(self, totals: DataTotals, check: Callable[[], None]) -> None:
@@ -196,14 +196,18 @@ class Checkpoint:
             state.write(self._path)
         except OSError as error:
             # The fit may have taken days.
-            warn(f"The state of the fit was not saved, and the fit goes on: {error}")
+            warn(
+                f"The state of the fit was not saved ({error}). The fit continues, but cannot be "
+                "resumed from this point."
+            )
         self._last_saved = time.monotonic()
 
     def end(self) -> None:
         """End the pass."""
         if self._num_read < self._num_saved:
             self._raise_different_batches(
-                f"the data gave {self._num_read} batches, and {self._num_saved} are in the sums"
+                f"the data has {self._num_read} batches, but the saved sums contain "
+                f"{self._num_saved}"
             )
 
     def remove(self) -> None:
@@ -218,15 +222,15 @@ class Checkpoint:
 
     def _raise_different_batches(self, difference: str) -> None:
         raise ValueError(
-            f"{self._folder} holds a fit of other batches (in pass {self._number} "
-            f"{difference}). Give the same data in the same order, or another folder. If "
-            "the loader shuffles, pass generator= to the fit to get the same order."
+            f"{self._folder} contains the state of a fit to different batches (in pass "
+            f"{self._number} {difference}). Pass the same data in the same order, or a different "
+            "folder. If the loader shuffles, pass `generator=` to the fit to get the same order."
         )
 
 
 def check_folder(folder: Path) -> Path:
     """Require that states can be written to a folder, before any work."""
     if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"resume={str(folder)!r} is a file. Name a folder.")
+        raise NotADirectoryError(f"`resume={str(folder)!r}` is a file. Pass the path of a folder.")
     check_target(folder / _IDENTITY, make_folders=True)
     return folder

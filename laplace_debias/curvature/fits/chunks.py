@@ -91,7 +91,7 @@ class ChunkRunner:
         num_columns = _num_columns(context, outputs)
         column_bytes = tap.output_bytes + accumulator.row_bytes
         bound = granted(
-            context.memory_bound, column_bytes, "one cotangent of one example", context.device
+            context.memory_bound, column_bytes, "output gradients of one example", context.device
         )
         num_columns = min(num_columns, bound // column_bytes)
         if accumulator.takes_single_columns and tap.one_by_one:
@@ -262,10 +262,10 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
     num_bytes = num_columns * num_outputs * outputs.element_size()
     if num_bytes > MOST_GRANTED:
         raise ValueError(
-            f"One example has {num_outputs} outputs of shape {tuple(outputs.shape[1:])}, and "
-            f"the root of its loss Hessian takes {num_bytes} bytes ({num_columns} columns of this "
-            'shape). Use fisher="mc", which needs one column for each of mc_samples labels, or '
-            'fisher="empirical".'
+            f"One example has {num_outputs} outputs of shape {tuple(outputs.shape[1:])}, and the "
+            f"root of its loss Hessian needs {num_bytes} bytes ({num_columns} columns of this "
+            'shape). Use `fisher="mc"`, which needs only one column per sampled label, or '
+            '`fisher="empirical"`.'
         )
     return num_columns
 
@@ -277,8 +277,9 @@ def _check_weights(blocks: Sequence[Block], batch: tuple[Any, ...]) -> None:
     for block in blocks:
         if block.is_joint or block.is_one_hot:
             raise ValueError(
-                "The examples have weights, which joint=True and the table of an embedding do not "
-                'support. Remove joint=, or select other parameters (params="last_layer").'
+                "The batches contain weights of examples, which are not supported with "
+                "`joint=True` or for the table of an embedding. Remove `joint=`, or select other "
+                'parameters, such as `params="last_layer"`.'
             )
 
 
@@ -293,7 +294,7 @@ def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:
     """Return the error for a chunk that cannot be made smaller, with what to do."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return RuntimeError(
-        f"Not enough memory for {chunk.size} example(s) ({reason}). Nothing was fitted. "
-        'Pass a smaller memory_bound=, use fisher="mc", or fewer parameters '
-        '(params="last_layer"); la.plan(loader) shows how much memory a fit needs.'
+        f"Not enough memory for {chunk.size} example(s) ({reason}). Nothing was fitted. Pass a "
+        'smaller `memory_bound=`, use `fisher="mc"`, or select fewer parameters, such as '
+        '`params="last_layer"`. To see how much memory a fit needs, call `la.plan(loader)`.'
     )

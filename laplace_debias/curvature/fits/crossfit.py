@@ -63,11 +63,11 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
     first_indices = first_indices_of_batches(ranks, [len(batch[1]) for batch in batches])
     num_examples = sum(ranks.exchange(sum(len(batch[1]) for batch in batches)))
     if not num_examples:
-        raise ValueError("The data holds no example. Pass at least one batch.")
+        raise ValueError("The data contains no examples. Pass at least one batch.")
     if not 2 <= num_folds <= num_examples:
         raise ValueError(
-            f"Cross-fitting {num_examples} examples takes 2 to {num_examples} folds, got "
-            f"{num_folds}."
+            f"Cross-fitting {num_examples} examples needs 2 to {num_examples} folds, got "
+            f"{num_folds}. Change `folds`."
         )
     if ranks.size == 1:
         # All batches make one.
@@ -86,7 +86,7 @@ def split_folds(ranks: Ranks, data: FitData, num_folds: int) -> list[Fold]:
                 fold.first_indices.append(num_before + index_in_fold)
         size = sum(ranks.exchange(sum(map(weight_of, fold.pairs))))
         if not size:
-            raise ValueError("All examples of a fold have the weight zero. Use fewer folds.")
+            raise ValueError("All examples of one fold have the weight zero. Use fewer folds.")
         folds.append(replace(fold, size=size))
         num_before += (num_examples - fold_index + num_folds - 1) // num_folds
     return folds

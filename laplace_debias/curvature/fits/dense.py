@@ -279,8 +279,8 @@ def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     # No product is larger than the largest square.
     if not products.diagonal().isfinite().all():
         raise ValueError(
-            f"The curvature of {DENSE_BLOCK} holds NaN or Inf: squares of the network's "
-            f"derivatives overflow {products.dtype}. Rescale the inputs, the targets and their "
-            "sigma, or use factor_dtype=torch.float64."
+            f"The curvature of {DENSE_BLOCK} contains NaN or Inf, because squares of the "
+            f"network's derivatives overflow {products.dtype}. Rescale the inputs, the targets "
+            "and `sigma`, or use `factor_dtype=torch.float64`."
         )
     return products

@@ -454,8 +454,8 @@ def drawn_inputs(context: FitContext, data: FitData, least: int, size: int) -> I
     num_drawn = sum(ranks.exchange(len(keys)))
     if num_drawn < least:
         raise ValueError(
-            f"inducing={least} is more than the {num_drawn} examples of the data. Pass a smaller "
-            "number, or None for all of them."
+            f"`inducing={least}` is more than the number of examples in the data, {num_drawn}. "
+            "Pass a smaller number, or None to use all examples."
         )
     all_keys = torch.cat(ranks.exchange(keys))
     pool = _joined(_gathered(ranks, drawn, context.device))
@@ -475,6 +475,6 @@ def _joined(batches: Sequence[Inputs]) -> Inputs:
         return join(batches)
     except RuntimeError as error:
         raise ValueError(
-            'curvature="gp" keeps inducing inputs in one tensor, but the batches have inputs of '
-            f"different shapes ({error}). Pad them to one shape."
+            '`curvature="gp"` stores its inducing inputs in one tensor, but the inputs of the '
+            f"batches have different shapes ({error}). Pad them to the same shape."
         ) from error

@@ -42,7 +42,12 @@ class DataTotals:
         num_examples, nll, num_outputs, weight = zip(*ranks.exchange(values), strict=True)
         totals = DataTotals(sum(num_examples), sum(nll), sum(num_outputs), sum(weight))
         if totals.num_examples == 0:
-            raise ValueError("The data holds no example. Pass a loader with at least one batch.")
+            raise ValueError(
+                "The data contains no examples. Pass a loader with at least one batch."
+            )
         if not totals.weight:
-            raise ValueError("The weights of all examples are zero. Give some of them a weight.")
+            raise ValueError(
+                "The weights of all examples are zero. Pass a positive weight for at least one "
+                "example."
+            )
         return totals

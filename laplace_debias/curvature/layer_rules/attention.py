@@ -24,7 +24,7 @@ class AttentionRule(LayerRule):
     made_layers = _PROJECTIONS
 
     def owns(self, layer: nn.Module, key: str) -> bool:
-        """Whether the rule holds for a parameter: not in subclasses, nor with a `bias_k`."""
+        """Return whether the rule applies: not in subclasses, nor with a `bias_k`."""
         is_plain = type(layer) in (nn.MultiheadAttention, _ExposedAttention)
         return is_plain and layer.bias_k is None
 

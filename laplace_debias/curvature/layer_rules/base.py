@@ -136,7 +136,7 @@ ModuleTypes = tuple[type[nn.Module] | str, ...]
 
 
 class LayerRule:
-    r"""How the curvature of one type of layer is measured.
+    r"""The rule by which the curvature of one layer type is measured.
 
     The defaults are those of a layer with a weight matrix W, and perhaps a bias b. Its output at
     each position t is $W a_t + b$, and its weight's gradient along one cotangent is
@@ -181,7 +181,7 @@ class LayerRule:
     # Blocks and the order of their entries.
 
     def owns(self, layer: nn.Module, key: str) -> bool:
-        """Whether the rule holds for a parameter, by its name in the layer."""
+        """Return whether the rule applies to a parameter, by its name in the layer."""
         return key in (self.weight_name, self.bias_name)
 
     def blocks(
@@ -263,7 +263,7 @@ class LayerRule:
     # Activations and output gradients.
 
     def unfold(self, layer: nn.Module, x: Tensor) -> Float[Tensor, "batch positions features"]:
-        """Reshape inputs to the rows that meet the weight; a group's features are neighbours.
+        """Reshape inputs to the rows that the weight multiplies, group by group.
 
         T is the product of the leading dimensions behind the first.
         """
@@ -274,7 +274,7 @@ class LayerRule:
         return x.shape[1:-1].numel()
 
     def unfolded_size(self, layer: nn.Module, block: Block, x: Tensor) -> int:
-        """Count the numbers in one example's rows of `unfold`, or estimate them from above."""
+        """Return an upper bound of the entries in one example's rows of `unfold`."""
         return x[0].numel()
 
     def activations(
@@ -331,7 +331,7 @@ class LayerRule:
     def summed_products(
         self, layer: nn.Module, block: Block, x: Tensor, g: Tensor
     ) -> Float[Tensor, "batch rows d_in"] | None:
-        """Compute `Σ_t g_t a_tᵀ` of each example, one column's rows below the other's.
+        """Compute `Σ_t g_t a_tᵀ` of each example, with the columns stacked.
 
         None if products of `output_gradients` and `activations` are as fast.
         """
@@ -395,7 +395,7 @@ class LayerRule:
         return None
 
     def problem(self, layer: nn.Module) -> str | None:
-        """Why the outputs of an example are not defined by its inputs, with what to do."""
+        """Return why an example's outputs depend on other examples, and what to do."""
         return None
 
 

@@ -26,7 +26,7 @@ _VECTOR_CHANNELS = 8
 
 
 class ConvolutionRule(LayerRule):
-    """A convolution: positions are those of the output, and activations the patches they see.
+    """A convolution: its positions are output pixels, and its activations are patches.
 
     A convolution with one output channel per group has no matrix but a vector per group, whose
     matrices are exact.

@@ -1,4 +1,4 @@
-"""The `Conv1D` of transformers, which GPT-2 has in the place of linear layers."""
+"""The `Conv1D` of transformers, which GPT-2 uses instead of linear layers."""
 
 from jaxtyping import Shaped
 from torch import Tensor, nn

@@ -67,7 +67,7 @@ class ChannelNormRule(NormRule):
     channels_first = True
 
     def owns(self, layer: nn.Module, key: str) -> bool:
-        """Whether the rule holds for a parameter."""
+        """Return whether the rule applies to a parameter."""
         has_rule = isinstance(layer, (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
         return has_rule and super().owns(layer, key)
 
@@ -88,19 +88,19 @@ class ChannelNormRule(NormRule):
             layer.register_forward_hook(_make_gradients_contiguous, prepend=True)
 
     def problem(self, layer: nn.Module) -> str | None:
-        """Why batch normalisation mixes the examples of a batch, with what to do."""
+        """Return why batch normalisation mixes the examples of a batch, and what to do."""
         if not isinstance(layer, _BatchNorm):
             return None
         if layer.running_mean is None:
             return (
-                "keeps no running statistics, so an example's output depends on the rest of its "
-                "batch, and curvature per example is not defined: train it with "
-                "track_running_stats=True."
+                "keeps no running statistics, so an example's output depends on the other "
+                "examples of its batch, and the curvature per example is not defined. Train the "
+                "model with track_running_stats=True."
             )
         if layer.training:
             return (
-                "is in training mode and would mix the examples of a batch. Curvature is computed "
-                "in eval mode: call `model.eval()` first."
+                "is in training mode, so an example's output depends on the other examples of "
+                "its batch. Curvature is computed in eval mode. Call `model.eval()` first."
             )
         return None
 

@@ -77,7 +77,7 @@ def has_displacements(layer: nn.Module) -> bool:
 def patch_moments(
     layer: nn.Conv1d | nn.Conv2d, x: Float[Tensor, "batch channels *space"]
 ) -> Float[Tensor, "d_in d_in"]:
-    """`Σ_n Σ_t a aᵀ` over the patches of one group, in `unfold`'s order, exact to rounding."""
+    """Compute `Σ_n Σ_t a aᵀ` over the patches of one group, in `unfold`'s order."""
     rows, columns = _axes(layer, tuple(x.shape[2:]))
     if x.ndim == 3:
         x = x.unsqueeze(2)

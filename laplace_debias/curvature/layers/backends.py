@@ -54,7 +54,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
     """
     for name, parameter in model.named_parameters():
         if parameter.dtype in NARROW:
-            return f"{name} is in half precision, and is computed with in single precision"
+            return f"{name} is in half precision, which is computed in single precision"
         if is_quantised(parameter):
             return f"{name} is quantised ({type(parameter).__name__})"
     visited: set[nn.Module] = set()
@@ -62,7 +62,7 @@ def why_not_backpack(model: nn.Module) -> str | None:
         kind = type(module)
         title = f"{path or 'model'} ({kind.__name__})"
         if module in visited:
-            return f"{title} stands in the model twice"
+            return f"{title} is in the model twice"
         visited.add(module)
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not hook.__module__.startswith("backpack"):
@@ -71,13 +71,13 @@ def why_not_backpack(model: nn.Module) -> str | None:
             padding = getattr(module, "padding", 0)
             mode = getattr(module, "padding_mode", "zeros")
             if getattr(module, "groups", 1) != 1 or isinstance(padding, str) or mode != "zeros":
-                return f"{title} has padding or groups that BackPACK cannot follow"
+                return f"{title} has padding or groups that BackPACK does not support"
         elif kind is not nn.Sequential:
             if module._modules or not kind.__module__.startswith("torch.nn.modules"):
-                return f"{title} has a forward pass of its own"
+                return f"{title} has its own forward pass"
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
-                    return f"{title} holds {name} in a layer that BackPACK has no rule for"
+                    return f"{title} contains {name} in a layer for which BackPACK has no rule"
     return None
 
 
@@ -105,7 +105,10 @@ class BackpackTap:
     def forward(self, x: Inputs) -> Tensor:
         """Run the network and keep what goes into its layers; returns outputs `[B, ..., C]`."""
         if not isinstance(x, Tensor):
-            raise TypeError(f"A sequential network takes one tensor, got {type(x).__name__}.")
+            raise TypeError(
+                f"A sequential network needs one tensor as input, got {type(x).__name__}. Pass a "
+                "tensor."
+            )
         passed = [x]
         self._passed = passed
         with torch.no_grad():
@@ -185,11 +188,12 @@ def choose_backend(
     obstacle = why_not_backpack(model)
     for block in blocks:
         if obstacle is None and block.rule.is_generic:
-            obstacle = f"{block.name} belongs to no layer that it knows"
+            obstacle = f"{block.name} is not a parameter of a layer that BackPACK supports"
     if obstacle is None:
         return BackpackTap
     if name == "auto":
         return Tap.attach
     raise NotImplementedError(
-        f"BackPACK cannot handle this model: {obstacle}. Use backend='hooks' or 'auto'."
+        f'BackPACK does not support this model: {obstacle}. Use `backend="hooks"` or '
+        '`backend="auto"`.'
     )

@@ -46,7 +46,8 @@ def curvature_blocks(
     if missing := sorted(layer_sharings.keys() - modules.keys()):
         layers = [path for path, layer in modules.items() if not layer_rule(layer).is_generic]
         raise ValueError(
-            f"sharing names {missing}, which the model does not have. Its layers are {layers}."
+            f"`sharing` contains the names {missing}, but the model does not have these layers. "
+            f"Use these names: {layers}."
         )
     owners = owners_of_parameters(model)
     parameters = dict(model.named_parameters())

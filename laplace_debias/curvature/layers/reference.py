@@ -253,7 +253,7 @@ def _gradients(
         if is_out_of_memory(error):
             raise
         raise NotImplementedError(
-            f"torch cannot differentiate the model's outputs ({error}) Use out-of-place operations "
-            "in its forward pass; with recurrent layers on a GPU make every call within "
-            "`with torch.backends.cudnn.flags(enabled=False):`."
+            f"torch cannot differentiate the model's outputs ({error}). Use out-of-place "
+            "operations in its forward pass. If the model has recurrent layers on a GPU, make "
+            "every call inside `with torch.backends.cudnn.flags(enabled=False):`."
         ) from error

@@ -110,9 +110,9 @@ def resolve(
                     lost[name] = error
         if lost:
             raise NotImplementedError(
-                f"The gradients of single examples cannot be computed for {list(lost)} "
-                f"({next(iter(lost.values()))}) Leave these parameters out with "
-                f"{leaving_out(list(lost))}, or freeze them with requires_grad_(False)."
+                f"The gradients of single examples cannot be computed for {list(lost)}. "
+                f"{next(iter(lost.values()))} Exclude these parameters with "
+                f"`{leaving_out(list(lost))}`, or freeze them with `requires_grad_(False)`."
             )
 
 
@@ -197,8 +197,7 @@ def _different(
             allowed = max(1e-2, 16 * reference.eps) * norm + reference.rounding
             if math.isfinite(norm) and not deviation <= allowed:
                 wrong[block] = NotImplementedError(
-                    f"The outputs depend on {list(block.parameters)} in another way than through "
-                    f"{block.site}."
+                    f"The outputs depend on {list(block.parameters)} not only through {block.site}."
                 )
     return wrong
 

@@ -224,15 +224,15 @@ class Tap:
         faults: dict[Site, Exception] = {}
         for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
-                f"{sorted(self._dims.uncopied)} look up the same entries for all examples "
-                "at once. Give each example its own indices, of shape [batch, positions], "
-                "or leave out these parameters with params=."
+                f"{sorted(self._dims.uncopied)} look up the same entries for all examples at "
+                "once. Pass separate indices for each example, of shape [batch, positions], or "
+                "exclude these parameters with `params=`."
             )
         for layer_call in self.layer_calls:
             if layer_call.x._version != layer_call.version:
                 faults[Site((layer_call.layer,))] = NotImplementedError(
-                    f"The input of {layer_call.layer} is overwritten in place by the forward pass "
-                    "(`+=`, `relu_`, ...). Use the out-of-place form there."
+                    f"The forward pass overwrites the input of {layer_call.layer} in place "
+                    "(`+=`, `relu_`, ...). Use the out-of-place operation in the forward pass."
                 )
             elif len(layer_call.x) != self._batch:
                 faults[Site((layer_call.layer,))] = not_batched(
@@ -241,8 +241,8 @@ class Tap:
         for site in self.layers:
             if site.is_call and self._merged_calls.intersection(site.paths):
                 faults[site] = NotImplementedError(
-                    f"Calls of {site} have no dimension of their own for the examples. Leave "
-                    "their parameters out with params=."
+                    f"Inputs of {site} have no dimension for the examples. Exclude its "
+                    "parameters with `params=`."
                 )
         return faults
 
@@ -271,9 +271,9 @@ class Tap:
             names = [n for n in self._names[site] if id(self.network.get_parameter(n)) in read]
             if names:
                 faults[site] = NotImplementedError(
-                    f"The outputs of these examples depend on {names}, but their forward "
-                    f"pass does not call {site}, although that of other examples does. "
-                    f"Leave these parameters out with {leaving_out(names)}."
+                    f"The outputs of these examples depend on {names}, but their forward pass "
+                    f"does not call {site}, unlike that of other examples. Exclude these "
+                    f"parameters with `{leaving_out(names)}`."
                 )
             else:
                 self.conditional.add(site)
@@ -478,11 +478,10 @@ def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[Remov
 def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
     """Make the error for an input whose leading dimension is not the examples."""
     return NotImplementedError(
-        f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples: its leading "
-        "dimension must be the examples. Keep positions in a dimension of their own, "
-        "[batch, positions, features] (attention: batch_first=True), instead of merging them "
-        "into the batch, and let position embeddings look up a position for every example; or "
-        "leave the layer's parameters out with params=. If only some examples pass through it "
-        "(a mixture of experts), begin the data of the fit with a batch in which they do, and "
-        "others do not."
+        f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples, but its first "
+        "dimension must be the examples. Keep positions in a separate dimension, [batch, "
+        "positions, features] (for attention, use batch_first=True), and let position embeddings "
+        "look up a position for every example. Or exclude the layer's parameters with `params=`. "
+        "If the layer processes only some of the examples (a mixture of experts), start the data "
+        "with a batch in which it processes some examples but not all."
     )

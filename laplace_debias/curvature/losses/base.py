@@ -119,8 +119,8 @@ class OutputLoss(ABC):
         A loss that has no such root in closed form raises a `TypeError`.
         """
         raise TypeError(
-            "The root of the loss Hessian is known for nn.CrossEntropyLoss, nn.MSELoss and "
-            'nn.BCEWithLogitsLoss only. Use fisher="empirical" for other losses, or GGN.'
+            "The root of the loss Hessian is only available for nn.CrossEntropyLoss, nn.MSELoss "
+            'and nn.BCEWithLogitsLoss. For other losses, use `fisher="empirical"` or `GGN`.'
         )
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
@@ -279,9 +279,9 @@ def flat_terms(
     positions = outputs.shape[:-1]
     if targets.shape[: len(positions)] != positions:
         raise ValueError(
-            f"Targets of shape {tuple(targets.shape)} do not fit outputs of shape "
-            f"{tuple(outputs.shape)}: expected {tuple(positions)}, one for each position; outputs "
-            "have the classes in the last dimension (for [B, C, ...] use class_dim=1, or "
-            "`outputs.movedim(1, -1)` in the model)."
+            f"Targets of shape {tuple(targets.shape)} do not match outputs of shape "
+            f"{tuple(outputs.shape)}. Pass one target per position, {tuple(positions)}. The "
+            "classes must be the last dimension of the outputs. For outputs [B, C, ...], use "
+            "class_dim=1, or `outputs.movedim(1, -1)` in the model."
         )
     return outputs.flatten(0, -2), targets.flatten(0, len(positions) - 1)

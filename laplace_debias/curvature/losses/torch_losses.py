@@ -32,35 +32,36 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
     if isinstance(loss, Likelihood):
         if reduction not in (None, "mean"):
             raise ValueError(
-                f"A likelihood's loss is the mean over examples, got reduction={reduction!r}. "
-                "Multiply the operator by N for the sum."
+                "The loss of a likelihood is the mean over examples, got "
+                f"`reduction={reduction!r}`. Remove `reduction=`. For the sum, multiply the "
+                "operator by the number of examples."
             )
         return NegativeLogLikelihood(loss)
     if not callable(loss) or isinstance(loss, type):
         raise TypeError(
-            f"loss must be an instance such as nn.CrossEntropyLoss() or a callable "
-            f"(outputs, targets) -> scalar, got {loss!r}."
+            f"`loss` is {loss!r}. Pass an instance, such as nn.CrossEntropyLoss(), or a function "
+            "from (outputs, targets) to a scalar."
         )
     loss_reduction = getattr(loss, "reduction", None)
     if None not in (loss_reduction, reduction) and loss_reduction != reduction:
         raise ValueError(
-            f"The loss has reduction={loss_reduction!r}, the operator was given "
-            f"reduction={reduction!r}. Remove the operator's reduction=."
+            f"The loss has `reduction={loss_reduction!r}`, but the operator has "
+            f"`reduction={reduction!r}`. Remove the operator's `reduction=`."
         )
     stated = loss_reduction if loss_reduction is not None else reduction
     name = type(loss).__name__
     if stated is None:
         raise ValueError(
-            f"{name} does not say how it reduces over the examples of a batch. Pass "
-            'reduction="mean" or reduction="sum".'
+            f"{name} does not state how it reduces over the examples of a batch. Pass "
+            '`reduction="mean"` or `reduction="sum"`.'
         )
     if stated == "batchmean":
         # KLDivLoss's name for a mean over examples.
         stated = "mean"
     if stated not in REDUCTIONS:
         raise ValueError(
-            f"{name} has reduction={stated!r}, and an operator needs a scalar loss. Use "
-            '"mean" or "sum".'
+            f"{name} has `reduction={stated!r}`, but an operator needs a scalar loss. Use "
+            '`reduction="mean"` or `reduction="sum"`.'
         )
     for kind, in_closed_form in (
         (nn.CrossEntropyLoss, CrossEntropy),
@@ -73,8 +74,8 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
     for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
         if stated == "mean" and getattr(loss, argument, neutral) not in (None, neutral):
             raise ValueError(
-                f"{name} has {argument}=..., so the number that its mean over a batch divides by "
-                'is not known. Pass the loss with reduction="sum".'
+                f"{name} is a weighted mean ({argument}=...), and the divisor of its mean over a "
+                'batch cannot be determined. Pass the loss with `reduction="sum"`.'
             )
     # The functions ignore what the classes ignore, without saying so.
     silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None
@@ -103,29 +104,33 @@ class CrossEntropy(NegativeLogLikelihood):
         shape = outputs.shape
         if shape[1] < 2:
             raise ValueError(
-                "CrossEntropyLoss needs outputs [B, C] or [B, C, d1, ...] of two classes or more, "
-                f"got {tuple(shape)}. For one logit per example use nn.BCEWithLogitsLoss."
+                "CrossEntropyLoss needs outputs [B, C] or [B, C, d1, ...] with at least two "
+                f"classes, got shape {tuple(shape)}. For one logit per example, use "
+                "nn.BCEWithLogitsLoss."
             )
         if self._weight is not None and self._weight.shape != shape[1:2]:
             raise ValueError(
-                f"CrossEntropyLoss has weight of shape {tuple(self._weight.shape)} for {shape[1]} "
-                "classes (dimension 1 of the outputs). Give one weight per class."
+                f"CrossEntropyLoss has a `weight` of shape {tuple(self._weight.shape)} for "
+                f"{shape[1]} classes (dimension 1 of the outputs). Pass one weight per class."
             )
         is_soft = targets.is_floating_point()
         if targets.shape != (shape if is_soft else shape[:1] + shape[2:]):
             raise ValueError(
-                f"Expected class indices of shape {tuple(shape[:1] + shape[2:])}, or class "
-                f"probabilities of shape {tuple(shape)}, got {tuple(targets.shape)}."
+                f"Targets have shape {tuple(targets.shape)}. Pass class indices of shape "
+                f"{tuple(shape[:1] + shape[2:])}, or class probabilities of shape "
+                f"{tuple(shape)}."
             )
         if not is_soft:
             self.likelihood.check(outputs.movedim(1, -1).flatten(0, -2), targets.flatten())
         elif self._ignore_index >= 0:
             raise ValueError(
-                f"ignore_index={self._ignore_index} means nothing for class probabilities, and "
-                "torch refuses it. Leave it out, or pass class indices."
+                f"`ignore_index={self._ignore_index}` is not supported for targets that are "
+                "class probabilities. Remove `ignore_index`, or pass class indices."
             )
         elif not (targets.isfinite() & (targets >= 0)).all():
-            raise ValueError("Class probabilities must be finite and not negative.")
+            raise ValueError(
+                "Class probabilities must be finite and at least 0. Check the targets."
+            )
 
     def count(self, targets: Tensor) -> float:
         """Compute the sum of the weights of the targets that are not ignored."""
@@ -214,17 +219,18 @@ class BinaryCrossEntropy(OutputLoss):
         _check_like_outputs("BCEWithLogitsLoss", outputs, targets)
         if not ((targets >= 0) & (targets <= 1)).all():
             raise ValueError(
-                f"BCEWithLogitsLoss needs targets in [0, 1], got {float(targets.min())} … "
-                f"{float(targets.max())}."
+                "Targets of BCEWithLogitsLoss must be between 0 and 1, got "
+                f"{float(targets.min())} to {float(targets.max())}. Pass labels or "
+                "probabilities."
             )
         example_shape = torch.Size((1, *shape[1:]))
         for name, weight in (("weight", self._weight), ("pos_weight", self._pos_weight)):
             if weight is not None and not _broadcasts(weight, example_shape):
                 raise ValueError(
-                    f"BCEWithLogitsLoss has {name} of shape {tuple(weight.shape)}, which "
+                    f"BCEWithLogitsLoss has a `{name}` of shape {tuple(weight.shape)}, which "
                     "does not broadcast to the outputs of one example, of shape "
-                    f"{tuple(shape[1:])}. Give one weight per output. To weight examples, "
-                    "use batches (x, y, weights)."
+                    f"{tuple(shape[1:])}. Pass one weight per output. To weight examples, use "
+                    "batches (x, y, weights)."
                 )
 
     def labels(self, targets: Tensor, ndim: int) -> Labels:
@@ -320,9 +326,9 @@ class AnyLoss(OutputLoss):
         )
         if is_mean_of_fewer:
             raise ValueError(
-                f"Targets are ignored (ignore_index={self._ignore_index}), so the number that "
-                f"the mean of {type(self._loss).__name__} over a batch divides by is not known. "
-                'Pass the loss with reduction="sum".'
+                f"Some targets are ignored (`ignore_index={self._ignore_index}`), so the divisor "
+                f"of the mean of {type(self._loss).__name__} over a batch cannot be determined. "
+                'Pass the loss with `reduction="sum"`.'
             )
         return float(targets.shape[0])
 
@@ -335,7 +341,7 @@ class AnyLoss(OutputLoss):
                 description = str(tuple(value.shape))
             raise TypeError(
                 f"The loss must return a scalar tensor for a batch, got {description}. Reduce it "
-                "with `.mean()` or `.sum()`, and state which with `reduction=`."
+                "with `.mean()` or `.sum()`, and pass the same to `reduction=`."
             )
         return value * outputs.shape[0] if self.reduction == "mean" else value
 
@@ -369,7 +375,7 @@ def _each_alone(values: Tensor) -> Tensor:
 
 def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:
     if weight is not None and not (weight.isfinite() & (weight >= 0)).all():
-        raise ValueError(f"The loss's {name} must be finite and not negative.")
+        raise ValueError(f"`{name}` of the loss must be finite and at least 0. Check its entries.")
     return None if weight is None else weight.detach().clone()
 
 
@@ -383,6 +389,6 @@ def _check_like_outputs(name: str, outputs: Tensor, targets: Tensor) -> None:
     check_finite_floats(targets, name)
     if columns_of(targets, outputs.ndim).shape != outputs.shape:
         raise ValueError(
-            f"{name} needs targets of the outputs' shape {tuple(outputs.shape)}, got "
+            f"Targets of {name} must have the shape of the outputs, {tuple(outputs.shape)}, got "
             f"{tuple(targets.shape)}. {RESHAPE_TARGETS}"
         )

@@ -1,1 +1,1 @@
-"""The one way to see a network: its inputs, its parameters, the data it is run on."""
+"""Networks, their inputs, their parameters and their data."""

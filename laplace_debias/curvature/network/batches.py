@@ -39,8 +39,8 @@ TARGETS = ("labels", "label", "label_ids", "targets", "target", "y")
 """Entries of a batch with names that are its targets."""
 
 USE_A_HOOK = (
-    "pass batch=, a function from a batch to (inputs, targets), such as "
-    "batch=lambda batch: (batch[0], batch[1])"
+    "pass `batch=`, a function that converts a batch to (inputs, targets), such as `batch=lambda "
+    "batch: (batch[0], batch[1])`"
 )
 
 
@@ -84,12 +84,12 @@ class BatchReader:
             came += f" of length {len(batch)}" if isinstance(batch, Sized) else ""
             if self.hook is not None:
                 raise TypeError(
-                    f"The function batch= must return a pair (inputs, targets), got {came}."
+                    f"The function `batch=` returned {came}. Return a pair (inputs, targets)."
                 )
             raise TypeError(
                 "Batches must be pairs (inputs, targets), or mappings or dataclasses with the "
-                f"targets under {', '.join(map(repr, TARGETS))}; got {came}: {USE_A_HOOK}. "
-                "Several inputs go into a tuple or a dict."
+                f"targets under {', '.join(map(repr, TARGETS))}, got {came}. For other batches, "
+                f"{USE_A_HOOK}. Combine several inputs in a tuple or a dict."
             )
         return _checked(inputs, targets, weights, name)
 
@@ -130,12 +130,12 @@ class BatchReader:
     def _from_names(self, named: dict[str, Any]) -> tuple[Inputs, Any]:
         target_keys = [key for key in TARGETS if key in named]
         if len(target_keys) != 1:
-            reason = "none that is targets"
+            problem = "none of them has a name of targets"
             if target_keys:
-                reason = f"several that may be the targets, {target_keys}"
+                problem = f"several of them have names of targets, {target_keys}"
             raise ValueError(
-                f"The batch has the entries {list(named)}, {reason}: {USE_A_HOOK}. One entry of "
-                f"{', '.join(map(repr, TARGETS))} is taken for the targets."
+                f"The batch has the entries {list(named)}, and {problem}. Give exactly one entry a "
+                f"name of {', '.join(map(repr, TARGETS))}, or {USE_A_HOOK}."
             )
         batch = dict(named)
         self._add_decoder_inputs(named)
@@ -194,9 +194,9 @@ class BatchReader:
             return value
         if unknown and not takes_any:
             raise ValueError(
-                f"The model's forward pass has no parameters {unknown}, which are entries of the "
-                f"batch besides the targets; it has {list(parameters)}. Leave them out of the "
-                f"batch, or {USE_A_HOOK}."
+                f"The batch has the entries {unknown}, which are not parameters of the model's "
+                f"forward pass. Its parameters are {list(parameters)}. Remove these entries from "
+                f"the batch, or {USE_A_HOOK}."
             )
         return named
 
@@ -216,33 +216,40 @@ _ANY = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any, ...]:
     """A pair, or a triple whose weights are finite and not negative, of one size."""
     if not isinstance(targets, Tensor):
-        advice = ', and tokenizers and collators give one with return_tensors="pt"'
+        advice = ' Or use `return_tensors="pt"` in the tokenizer or collator.'
         raise TypeError(
-            f"Targets must be a tensor, got {type(targets).__name__}: torch.as_tensor "
-            f"makes one of an array or a list{advice if isinstance(targets, list) else ''}."
+            f"Targets must be a tensor, got {type(targets).__name__}. Convert an array or a "
+            f"list with `torch.as_tensor`.{advice if isinstance(targets, list) else ''}"
         )
     if targets.is_nested:
         raise TypeError(
-            "Targets are a nested tensor. Pad them with torch.nested.to_padded_tensor(y, "
-            "-100); classification ignores targets of -100."
+            "Targets are a nested tensor. Pad them with `torch.nested.to_padded_tensor(y, "
+            "-100)`. Classification ignores targets of -100."
         )
     size = num_examples(inputs)
     if targets.ndim == 0 or size != len(targets):
-        raise ValueError(f"{name} holds {size} inputs but targets of shape {tuple(targets.shape)}.")
+        raise ValueError(
+            f"{name} contains {size} inputs, but targets of shape {tuple(targets.shape)}. Pass "
+            "one target per input."
+        )
     if weights is None:
         return inputs, targets
     if not isinstance(weights, Tensor) or not weights.is_floating_point():
         raise TypeError(
-            "A third entry of a batch is the weights of its examples, a tensor of floating-point "
-            f"numbers; got {getattr(weights, 'dtype', type(weights).__name__)}. To leave it out, "
-            f"{USE_A_HOOK}."
+            "The third entry of a batch must be the weights of its examples, a tensor of "
+            f"floating-point numbers, got {getattr(weights, 'dtype', type(weights).__name__)}. "
+            f"Convert the weights. If the third entry is something else, {USE_A_HOOK}."
         )
     if weights.shape != (size,):
         raise ValueError(
-            f"{name} holds {size} examples, but weights of shape {tuple(weights.shape)}."
+            f"{name} contains {size} examples, but weights of shape {tuple(weights.shape)}. Pass "
+            "one weight per example."
         )
     if not (weights.isfinite() & (weights >= 0)).all():
-        raise ValueError(f"The weights of examples must be finite and not negative: {name} is not.")
+        raise ValueError(
+            f"The weights of examples must be finite and at least 0, but {name} is not. Check "
+            "the third entry of the batches."
+        )
     return inputs, targets, weights
 
 
@@ -298,9 +305,10 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
     if read not in ([last], [last - 1]):
         raise ValueError(
-            f"{type(candidate).__name__} takes labels, but for the label of position {last} its "
-            f"loss reads the logits of {read}. Pass batch=, a function from a batch to (inputs, "
-            "targets) that puts each target at the position of the output that predicts it."
+            f"{type(candidate).__name__} computes its loss from labels, but for the label of "
+            f"position {last} the loss uses the logits of {read}. Pass `batch=`, a function that "
+            "converts a batch to (inputs, targets) and puts each target at the position of the "
+            "output that predicts it."
         )
     return read == [last - 1]
 
@@ -376,13 +384,13 @@ def check_batches(source: Any) -> None:
     if hasattr(source, "shape"):
         raise TypeError(
             f"Data must be batches (inputs, targets), got a {type(source).__name__} of shape "
-            f"{tuple(source.shape)}. Pass a DataLoader, DataLoader(TensorDataset(x, y), "
-            "batch_size=128), or a list of batches, [(x, y)]."
+            f"{tuple(source.shape)}. Pass a DataLoader, such as `DataLoader(TensorDataset(x, y), "
+            "batch_size=128)`, or a list of batches, `[(x, y)]`."
         )
     if isinstance(source, Dataset) and not isinstance(source, IterableDataset):
         raise TypeError(
-            f"Data must be batches (inputs, targets), got a {type(source).__name__}, which yields "
-            "single examples. Pass a DataLoader, DataLoader(dataset, batch_size=128)."
+            f"Data must be batches (inputs, targets), but a {type(source).__name__} yields "
+            "single examples. Pass a DataLoader, such as `DataLoader(dataset, batch_size=128)`."
         )
 
 
@@ -471,8 +479,8 @@ class Stream:
         by_rank = process_group().exchange((num_batches, any_counts))
         if any(number for number, _ in by_rank) and not any(counts for _, counts in by_rank):
             raise ValueError(
-                f"Every target of the {self.description} is ignored. They have no curvature. Pass "
-                "batches in which at least one target counts."
+                f"All targets of the {self.description} are ignored, so they have no curvature. "
+                "Pass batches in which at least one target contributes to the loss."
             )
 
     def in_step(self) -> Iterator[tuple[Any, ...]]:
@@ -520,10 +528,10 @@ class Stream:
                 marks.add(mark_of(x, y))
                 if len(marks) < number:
                     raise ValueError(
-                        f"The {num_workers} workers that read the stream begin with the "
-                        "same examples, so every example would count several times. Let "
-                        "each worker yield its own part of the examples by "
-                        "torch.utils.data.get_worker_info(), or set num_workers=1."
+                        f"The {num_workers} workers that read the stream start with the same "
+                        "examples, so every example would count several times. Use "
+                        "torch.utils.data.get_worker_info() to let each worker yield a different "
+                        "part of the examples, or set num_workers=1."
                     )
             x = move(x, self.device, self.dtypes)
             if self.target_device is not None:

@@ -8,7 +8,7 @@ from laplace_debias.system.checks import check_is
 
 
 class BradleyTerry(nn.Module):
-    r"""A reward model whose output for a pair is the logit that the first input is preferred.
+    r"""A reward model whose output for a pair is the first input's logit of preference.
 
     $$p(a \succ b) = \sigma(r(a) - r(b))$$
 

@@ -126,17 +126,18 @@ def _as_tensor(positions: Positions) -> Int[Tensor, "*shape"]:
     try:
         requested = torch.as_tensor(positions)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"positions must be integers, got {_shown(positions)}.") from error
+        raise TypeError(
+            f"`positions` must be integers, got {_shown(positions)}. Pass an integer or a tensor."
+        ) from error
     if requested.ndim > 2 or requested.numel() == 0:
         raise ValueError(
-            "positions must be an integer, a tensor [p] for all examples, or a tensor "
-            "[batch, p] with positions for each example, got shape "
-            f"{tuple(requested.shape)}."
+            f"`positions` has shape {tuple(requested.shape)}. Pass an integer, a tensor [p] for "
+            "all examples, or a tensor [batch, p] with positions for each example."
         )
     if requested.is_floating_point() or requested.is_complex() or requested.dtype == torch.bool:
         raise TypeError(
-            f"positions must be integers, got {requested.dtype}. To pass the positions at which a "
-            "mask is True, use mask.nonzero()."
+            f"`positions` must be integers, got {requested.dtype}. To pass the positions at which "
+            "a mask is True, use mask.nonzero()."
         )
     return requested.long()
 
@@ -151,17 +152,19 @@ def _columns(
     """Compute the positions' indices from the start, `[B, p]`."""
     if requested.ndim == 2 and len(requested) != batch:
         raise ValueError(
-            f"positions of shape {tuple(requested.shape)} are for {len(requested)} examples, but "
-            f"the inputs have {batch}. Pass one row for each, or [p] for all."
+            f"`positions` of shape {tuple(requested.shape)} are for {len(requested)} examples, "
+            f"but the inputs have {batch}. Pass one row per example, or a tensor [p] for all "
+            "examples."
         )
     num_positions = requested.shape[-1] if requested.ndim else 1
     requested = requested.reshape(-1, num_positions).expand(batch, -1)
     if mask is not None and mask.shape != (batch, length):
         if bool((requested < 0).any()):
             raise ValueError(
-                "Negative positions count back from the last one that is not padding, which an "
-                f"attention_mask of shape {tuple(mask.shape)} does not determine for the {length} "
-                f"positions of the outputs. Pass positions from 0 to {length - 1}."
+                "Negative positions are counted back from the last position that is not padding, "
+                f"but an attention_mask of shape {tuple(mask.shape)} does not determine this "
+                f"position for outputs of {length} positions. Pass positions from 0 to "
+                f"{length - 1}."
             )
         mask = None
     is_real = requested.new_ones(batch, length) if mask is None else (mask != 0).long()
@@ -170,8 +173,9 @@ def _columns(
     if bool(is_missing.any()):
         example, index = is_missing.nonzero()[0].tolist()
         raise ValueError(
-            f"Example {example} has no position {int(requested[example, index])}: it has "
-            f"{int(num_real[example])} that are not padding, of {length}."
+            f"Example {example} has no position {int(requested[example, index])}. It has "
+            f"{int(num_real[example])} positions that are not padding, of {length} in total. "
+            "Pass one of these positions."
         )
     # Padding first, then the other positions, each in its order.
     in_order = is_real.argsort(dim=1, stable=True)
@@ -180,8 +184,9 @@ def _columns(
     if bool(is_padding.any()):
         example, index = is_padding.nonzero()[0].tolist()
         raise ValueError(
-            f"Position {int(columns[example, index])} of example {example} is padding by the "
-            "attention_mask. Choose others, or count from the end (-1 is the last real one)."
+            f"Position {int(columns[example, index])} of example {example} is padding according "
+            "to the attention_mask. Pass a different position, or count from the end (-1 is the "
+            "last position that is not padding)."
         )
     return columns
 

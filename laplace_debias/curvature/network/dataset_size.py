@@ -52,17 +52,18 @@ def training_size(
     inferred = dataset_size(loader)
     if inferred is None and not reads_all:
         raise ValueError(
-            f'mode="{mode}" uses only part of the data, and the size of the training set cannot be '
-            "inferred from this loader. Pass num_data=, the number of training examples."
+            f'`mode="{mode}"` uses only part of the data, and the number of training examples '
+            "cannot be inferred from this loader. Pass `num_data=`, the number of training "
+            "examples."
         )
     batch_size = int(getattr(loader, "batch_size", None) or 1)
     drops_last = bool(getattr(loader, "drop_last", False))
     if reads_all and inferred and drops_last and inferred % batch_size:
         raise ValueError(
-            f'mode="{mode}" reads all data, but every pass of this loader leaves out '
+            f'`mode="{mode}"` uses all data, but every pass of this loader leaves out '
             f"{inferred % batch_size} of its {inferred} examples (drop_last=True). Use "
-            f"drop_last=False, or pass num_data={inferred} to scale the curvature to all "
-            "examples."
+            "drop_last=False. To scale the curvature to all examples instead, pass "
+            f"`num_data={inferred}`."
         )
     return TrainingSize(inferred, is_inferred=True, is_shared=is_shared)
 
@@ -103,15 +104,16 @@ def check_sampler(loader: Any) -> None:
         if batches.num_ranks != process_group().size:
             raise _not_inferred(
                 batches,
-                f"is for {batches.num_ranks} processes, of which {process_group().size} take part",
+                f"is for {batches.num_ranks} processes, but {process_group().size} take part",
             )
         return
     sampler: Any = getattr(batches, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise _not_inferred(
             sampler,
-            f"splits the data over {sampler.num_replicas} processes, padded or cut to equal parts "
-            "(batch_sampler=ShardedBatches(data, batch_size) does neither)",
+            f"splits the data over {sampler.num_replicas} processes, and repeats or drops "
+            "examples to make the parts equal (`batch_sampler=ShardedBatches(data, batch_size)` "
+            "does not)",
         )
     if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
         if isinstance(sampler, RandomSampler):
@@ -131,7 +133,7 @@ def _has_sampler(loader: Any) -> bool:
 
 def _not_inferred(sampler: Any, reason: str) -> ValueError:
     return ValueError(
-        "Cannot infer the number of training examples: the loader's "
-        f"{type(sampler).__name__} {reason}. Pass num_data=, the size of the full training set; "
-        "the curvature is averaged over the examples that the loader gives."
+        "The number of training examples cannot be inferred, because the loader's "
+        f"{type(sampler).__name__} {reason}. Pass `num_data=`, the size of the full training "
+        "set. The curvature is averaged over the examples that the loader yields."
     )

@@ -72,14 +72,14 @@ def _check_parameters(parameters: object) -> None:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             shown = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(
-                f"The parameter {name!r} is {shown}. Pass a tensor of floating-point numbers; what "
-                "is constant belongs into the function."
+                f"The parameter {name!r} is {shown}. Pass a tensor of floating-point numbers. "
+                "Define constants inside the function instead."
             )
     names = sorted(map(str, parameters))
     for name in names:
         nested = [longer for longer in names if longer.startswith(f"{name}.")]
         if nested:
             raise ValueError(
-                f"The names {name!r} and {nested[0]!r} are a tensor and a path through it. Rename "
-                "one of them."
+                f"The name {name!r} is a tensor, but it is also the first part of the name "
+                f"{nested[0]!r}. Rename one of them."
             )

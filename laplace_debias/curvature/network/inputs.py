@@ -35,7 +35,7 @@ class Record(Protocol):
 
 
 class OneArgument(dict[str, Any]):
-    """A mapping that is passed as a single argument: `model(batch)`, not `model(**batch)`.
+    """A mapping that is passed as one argument: `model(batch)`, not `model(**batch)`.
 
     It stands for the inputs wherever inputs go: `[(OneArgument(x), y) for x, y in loader]`, and
     `la.predict(OneArgument(x))`. The model gets a plain `dict`, and all examples' tensors in it
@@ -111,10 +111,10 @@ def returned_outputs(
 def mixing_error() -> ValueError:
     """Make the error for a model in which an example's outputs depend on other examples."""
     return ValueError(
-        "The outputs of an example change with the other examples of the batch, so "
-        "curvature per example is not defined. Look for statistics over the batch or "
-        "attention along the wrong dimension, and compute the outputs of each example "
-        "from this example only."
+        "The outputs of an example change with the other examples of the batch, so the curvature "
+        "per example is not defined. Look for statistics over the batch, or attention along the "
+        "wrong dimension, and change the model so that the outputs of each example depend only "
+        "on this example."
     )
 
 
@@ -339,21 +339,22 @@ def num_examples(inputs: Inputs) -> int:
     for x in tensors_of(inputs):
         if x.is_nested:
             raise TypeError(
-                "Inputs hold a nested tensor, of examples of several shapes. Pad them with "
-                "torch.nested.to_padded_tensor(x, 0.0), and mark by a mask what is "
+                "Inputs contain a nested tensor, whose examples have different shapes. Pad it "
+                "with `torch.nested.to_padded_tensor(x, 0.0)`, and pass a mask that marks the "
                 "padding."
             )
         shapes.append(tuple(x.shape))
         sizes.add(x.shape[:1])
     if not shapes:
         raise TypeError(
-            "Inputs must be a tensor, a tuple or a mapping of tensors, got "
-            f"{type(inputs).__name__}."
+            "Inputs must be a tensor, or a tuple or mapping of tensors, got "
+            f"{type(inputs).__name__}. Convert them."
         )
     size = max(shapes[0][:1], default=0)
     if size == 0 or sizes != {(size,)}:
         raise ValueError(
-            f"Inputs must hold at least one example, the same number in every tensor, got {shapes}."
+            "Inputs must contain at least one example, and the same number in every tensor, got "
+            f"{shapes}. Check the batches."
         )
     return size
 
@@ -369,7 +370,9 @@ def join(batches: Sequence[Inputs]) -> Inputs:
     if isinstance(first, Tensor):
         return torch.cat(list(batches))  # type: ignore[arg-type]
     if any(type(batch) is not type(first) or len(batch) != len(first) for batch in batches):
-        raise TypeError("The batches' inputs are of different kinds. Pass them all in one form.")
+        raise TypeError(
+            "The inputs of the batches have different types. Pass all of them in the same form."
+        )
     keys: Any = first if isinstance(first, Mapping) else range(len(first))
     joined = {
         key: torch.cat([batch[key] for batch in batches])
@@ -408,8 +411,8 @@ def move(
 def dtype_error(dtype: torch.dtype, dtypes: Collection[torch.dtype]) -> TypeError:
     """Make the error for inputs of a dtype that no parameter has."""
     return TypeError(
-        f"Inputs are {dtype}, the model's parameters {', '.join(map(str, dtypes))}. "
-        "Convert one of them."
+        f"Inputs have dtype {dtype}, but the model's parameters have "
+        f"{', '.join(map(str, dtypes))}. Convert one of them."
     )
 
 
@@ -462,17 +465,20 @@ def logits_of(outputs: Any) -> Tensor:
         is_loss = isinstance(outputs[0], Tensor) and outputs[0].ndim == 0 and len(outputs) > 1
         logits = outputs[1] if is_loss else outputs[0]
     if isinstance(logits, Tensor) and (logits.is_nested or logits.is_complex()):
-        kind = "a nested tensor" if logits.is_nested else f"complex ({logits.dtype})"
+        kind = f"complex ({logits.dtype})"
+        remedy = "converts them with torch.view_as_real"
+        if logits.is_nested:
+            kind = "a nested tensor"
+            remedy = "pads them"
         raise TypeError(
-            f"The model's outputs are {kind}, where real ones of shape [batch, ..., outputs] are "
-            f"needed. Wrap it so that it {'pads' if logits.is_nested else 'takes view_as_real of'} "
-            "them."
+            f"The model's outputs are {kind}, but a real tensor of shape [batch, ..., outputs] is "
+            f"needed. Wrap the model in a module that {remedy}."
         )
     if not isinstance(logits, Tensor):
         raise TypeError(
-            f"The model must return a tensor or have `.logits`, got {_description(outputs)}. Wrap "
-            "it so that it returns a tensor, an object with `.logits`, a dict with the entry "
-            "'logits', or a tuple that begins with the logits."
+            f"The model returned {_description(outputs)}. Wrap it in a module that returns a "
+            "tensor, an object with the attribute `logits`, a dict with the entry 'logits', or a "
+            "tuple that begins with the logits."
         )
     return logits.to(wide(logits.dtype))
 

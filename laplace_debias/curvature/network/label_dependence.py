@@ -58,11 +58,11 @@ def check_outputs_without_targets(
         return
     if not _are_close(outputs_with, outputs_without, model):
         raise ValueError(
-            f"{type(model).__name__} computes its outputs from {name!r} as well, "
-            "but is called without the targets: for the first example the outputs "
-            f"differ. Add to the batch what the forward pass makes from {name!r} "
-            "(decoder_input_ids, say), or pass batch=, a function from a batch to (inputs, "
-            "targets) whose inputs contain it."
+            f"{type(model).__name__} computes its outputs also from {name!r}, but is called "
+            "without the targets, and for the first example the outputs differ. Add to the batch "
+            f"what the forward pass computes from {name!r} (such as decoder_input_ids), or pass "
+            "`batch=`, a function that converts a batch to (inputs, targets), with inputs that "
+            "contain it."
         )
 
 

@@ -56,9 +56,10 @@ class Network:
         plain = validate_model(model)
         if has_units(model):
             raise NotImplementedError(
-                "fully_shard has split the model, which Laplace takes and curvature operators do "
-                "not. Build the plain model on each process and load the full state into it: "
-                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+                "fully_shard has split the model, which curvature operators do not support "
+                "(`Laplace` does). Build the plain model on each process, and load the full "
+                "state into it, with get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)) of "
                 "torch.distributed.checkpoint.state_dict."
             )
         if isinstance(params, (list, tuple)):
@@ -154,14 +155,15 @@ class Network:
         if outputs.shape[:1] != (size,) or outputs.dtype != self.dtype:
             raise ValueError(
                 f"The model returned {outputs.dtype} outputs of shape {tuple(outputs.shape)} for "
-                f"{size} examples: expected {self.dtype}, one row per example."
+                f"{size} examples. Return {self.dtype} outputs, one row per example."
             )
         check_outputs(outputs, least=0)
         # Not to the last bit: parallel sums on an accelerator may differ in their order.
         if not torch.allclose(once, twice, rtol=1e-4, atol=1e-6):
             raise ValueError(
-                "Two forward passes of the same examples differ: curvature needs a deterministic "
-                "model. Take out random layers, or make them repeatable in eval mode."
+                "Two forward passes of the same examples differ, but curvature needs a "
+                "deterministic model. Remove random layers, or make them deterministic in eval "
+                "mode."
             )
         check_repeatable(self._call.model, first_input, first_output, outputs[:1])
         return outputs

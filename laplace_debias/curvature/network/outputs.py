@@ -106,12 +106,12 @@ def granted(
         return available
     if bound is None and needed <= MOST_GRANTED:
         return needed
-    reason = f"and memory_bound={bound} is too small"
+    reason = f"but `memory_bound={bound}` is smaller"
     if bound is None:
-        reason = f"more than the {MOST_GRANTED} that are used without being asked for"
+        reason = f"which is more than the default limit of {MOST_GRANTED} bytes"
     subject = subject[:1].upper() + subject[1:]
     raise ValueError(
-        f"{subject} takes {needed} bytes, {reason}. Pass memory_bound={needed}{remedy}."
+        f"{subject} needs {needed} bytes, {reason}. Pass `memory_bound={needed}`{remedy}."
     )
 
 
@@ -121,17 +121,18 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
     Within a pass over data, `Faults` reports whether they are finite.
     """
     if outputs.ndim < least:
-        came = tuple(outputs.shape)
+        shape = tuple(outputs.shape)
+        remedy = "flattens or selects them" if shape else "keeps a dimension for the examples"
         raise ValueError(
-            "The model must return outputs of shape [batch, outputs] or [batch, positions, "
-            f"outputs], or [batch] for a single output; got {came}. Wrap it in a module that "
-            f"{'keeps a dimension for the examples' if not came else 'flattens or selects them'}."
+            f"The model returned outputs of shape {shape}. Supported shapes are [batch, outputs], "
+            "[batch, positions, outputs], and [batch] for a single output. Wrap the model in a "
+            f"module that {remedy}."
         )
     require(
         are_finite(outputs.detach()),
         lambda: ValueError(
-            "The model's outputs hold NaN or Inf for these examples. Check the inputs' scale and "
-            "the checkpoint."
+            "The model's outputs contain NaN or Inf for these examples. Check the scale of the "
+            "inputs and the checkpoint."
         ),
     )
 
@@ -154,8 +155,8 @@ def explain_unbatched(error: Exception, model: nn.Module, x: Inputs) -> None:
     ):
         return
     raise ValueError(
-        f"The inputs of shape {tuple(x.shape)} are one example without a dimension for the "
-        f"examples. Pass x.unsqueeze(0), of shape {(1, *x.shape)}."
+        f"The inputs of shape {tuple(x.shape)} are one example, without a dimension for the "
+        f"examples. Pass `x.unsqueeze(0)`, of shape {(1, *x.shape)}."
     ) from error
 
 
@@ -173,7 +174,7 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
 
 
 def check_repeatable(network: nn.Module, x: Inputs, outputs: Tensor, batch_outputs: Tensor) -> None:
-    """Require a network to give the same outputs again, whatever else is in the batch."""
+    """Require outputs that are the same again, with any other examples in the batch."""
     largest = float(outputs.abs().max())
     has_its_shape = batch_outputs.shape == outputs.shape
     if has_its_shape and torch.allclose(outputs, batch_outputs, 1e-3, 1e-5 * largest):
@@ -209,8 +210,8 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
             # How many examples a probe had is none of the user's business.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
-                f"class_dim={class_dim} does not fit the model's outputs, of shape "
-                f"[{shape}]. Pass one of their dimensions except the first."
+                f"`class_dim={class_dim}` is not a dimension of the model's outputs, of shape "
+                f"[{shape}], or is the first one. Pass one of the other dimensions."
             )
         return outputs.movedim(class_dim, -1)
 

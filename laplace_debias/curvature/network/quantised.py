@@ -128,7 +128,7 @@ def quantised_state(module: nn.Module) -> Iterator[Tensor]:
 
 
 def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
-    """Refuse a Bayesian parameter that is quantised, offloaded or sharded.
+    """Require a Bayesian parameter that is not quantised, offloaded or sharded.
 
     Raises:
         NotImplementedError: With the parameter's name and what to do instead.
@@ -137,14 +137,14 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
         raise split_over_processes(name)
     if parameter.is_meta:
         raise NotImplementedError(
-            f"{name} is offloaded, and cannot be Bayesian. Keep it on a device (device_map=), or "
-            "freeze it with requires_grad_(False)."
+            f"{name} is offloaded, so it cannot be Bayesian. Keep it on a device (device_map=), "
+            "or freeze it with requires_grad_(False)."
         )
     if is_quantised(parameter):
         raise NotImplementedError(
-            f"{name} is quantised ({type(parameter).__name__}), and cannot be Bayesian. Freeze it "
-            "with requires_grad_(False), name other parameters (params=[...]), or use the model "
-            "as it was before quantisation."
+            f"{name} is quantised ({type(parameter).__name__}), so it cannot be Bayesian. Freeze "
+            "it with requires_grad_(False), select other parameters (`params=[...]`), or use the "
+            "model as it was before quantisation."
         )
 
 

@@ -16,10 +16,10 @@ from laplace_debias.curvature.network.shards import (
 )
 from laplace_debias.system.ranks import ALONE, Ranks
 
-_EMPTY = "The data is empty: it must yield at least one batch."
+_EMPTY = "The data is empty. Pass at least one batch."
 _NO_PART = (
-    "This process has no example of the data: curvature operators take no more processes than "
-    "there are examples in a batch."
+    "This process has no examples of the data. Curvature operators need at least one example per "
+    "process in each batch. Use larger batches or fewer processes."
 )
 
 
@@ -69,7 +69,7 @@ class Data:
         for number, pair in enumerate(stream, start=1):
             inputs, targets, *_ = pair
             if any(x.isnan().any() for x in (*tensors_of(inputs), targets)):
-                raise ValueError(f"Batch {number} holds NaN. Remove these examples.")
+                raise ValueError(f"Batch {number} contains NaN. Remove these examples.")
             self.sizes.append(len(targets))
             self._marks.append(mark_of(*pair))
             weight += weight_of(pair)
@@ -80,12 +80,15 @@ class Data:
         self.num_examples = sum(ranks.exchange(sum(self.sizes)))
         self.total_weight = sum(ranks.exchange(weight))
         if not self.total_weight:
-            raise ValueError("The weights of all examples are zero. Give some of them a weight.")
+            raise ValueError(
+                "The weights of all examples are zero. Pass a positive weight for at least one "
+                "example."
+            )
         self.firsts = first_indices_of_batches(ranks, self.sizes)
         if num_data is not None and num_data != self.num_examples:
             raise ValueError(
-                f"num_data={num_data}, but the data holds {self.num_examples} examples. Leave "
-                "num_data out, or check drop_last and the sampler."
+                f"`num_data={num_data}`, but the data has {self.num_examples} examples. Remove "
+                "`num_data=`, or check drop_last and the sampler."
             )
         self.batch(0)
 
@@ -105,10 +108,9 @@ class Data:
             )
         if index == -1:
             raise TypeError(
-                f"{type(self._stream.source).__name__} gave no batch when it was read again: it "
-                "can be read only once, as where `__iter__` returns one iterator every time, and "
-                "every product reads it. Make a new iterator in `__iter__`, or pass a list of "
-                "batches or a DataLoader."
+                f"{type(self._stream.source).__name__} yielded no batch in the second pass, but "
+                "every product needs a pass over the data. Create a new iterator in `__iter__`, "
+                "or pass a list of batches or a DataLoader."
             )
         if index + 1 != len(self.sizes):
             self._refuse(index + 1)
@@ -119,9 +121,9 @@ class Data:
 
     def _refuse(self, index: int) -> None:
         raise ValueError(
-            f"Batch {index + 1} of the data is not what it was in the first pass. Products need "
-            "the same batches every time. Use shuffle=False and no random augmentation, or pass "
-            "`list(loader)`."
+            f"Batch {index + 1} of the data differs from that of the first pass, but products "
+            "need the same batches every time. Use shuffle=False and no random augmentation, or "
+            "pass `list(loader)`."
         )
 
 
@@ -138,9 +140,11 @@ def check_repeatable(batches: Any) -> None:
     if isinstance(batches, Iterator):
         raise TypeError(
             f"The data is an iterator ({type(batches).__name__}), which can be read only once, "
-            "and every product reads it. Pass a list of batches or a DataLoader."
+            "but every product needs a pass over the data. Pass a list of batches or a "
+            "DataLoader."
         )
     if not isinstance(batches, Iterable):
         raise TypeError(
-            f"The data must be an iterable of (inputs, targets), got {type(batches).__name__}."
+            f"The data is a {type(batches).__name__}. Pass an iterable of batches (inputs, "
+            "targets)."
         )

@@ -18,7 +18,8 @@ LAST_LAYER = "last_layer"
 # Examples that are run if one does not reach all layers.
 _NUM_EXAMPLES = 16
 _REMEDY = (
-    'Take params="all", or name the parameters, params=[...] (model.named_parameters() lists them).'
+    'Use `params="all"`, or pass the names of the parameters, `params=[...]` (see '
+    "model.named_parameters())."
 )
 
 
@@ -32,14 +33,14 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f'params="{LAST_LAYER}" selects no parameter: the model has no trainable one '
-            "(requires_grad)."
+            f'`params="{LAST_LAYER}"` selects no parameter, because the model has no trainable '
+            "parameters. Call requires_grad_(True) on the last layer."
         )
     if example is None:
         raise ValueError(
-            f'params="{LAST_LAYER}" is the layer that the outputs come from. For a '
-            f"{type(model).__name__} it is found by running an example, and there is none here. "
-            "Name its parameters, params=[...]."
+            f'`params="{LAST_LAYER}"` selects the layer that computes the outputs. For a '
+            f"{type(model).__name__} it is determined by running an example, but no example is "
+            "available here. Pass the names of the layer's parameters, `params=[...]`."
         )
     layers, parameters = _sources(model, example)
     if len(layers) == 1 and not parameters:
@@ -50,9 +51,10 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
     chosen = names if inside and names else "[...]"
     raise ValueError(
-        f'params="{LAST_LAYER}" needs exactly one layer whose output becomes the model\'s '
-        f"output by differentiable operations. Found {' and '.join(titles) or 'none'}. "
-        f'Pass params="all", or the names of the parameters, params={chosen}.'
+        f'`params="{LAST_LAYER}"` needs exactly one layer whose output becomes the model\'s '
+        "output by differentiable operations, but the model has "
+        f'{" and ".join(titles) or "no such layer"}. Pass `params="all"`, or the names of the '
+        f"parameters, `params={chosen}`."
     )
 
 
@@ -141,14 +143,14 @@ def _trainable(model: nn.Module, path: str) -> list[str]:
     ]
     if sharing:
         raise ValueError(
-            f'params="{LAST_LAYER}": the outputs come from {title}, whose parameters are tied to '
-            f"{sharing}, so that they belong to other layers, too. {_REMEDY}"
+            f'`params="{LAST_LAYER}"` is not available, because the outputs come from {title}, '
+            f"whose parameters are shared with {sharing}. {_REMEDY}"
         )
     names = [n for n, p in model.named_parameters() if id(p) in parameter_ids and p.requires_grad]
     if not names:
         raise ValueError(
-            f'params="{LAST_LAYER}": the outputs come from {title}, which is frozen '
-            f"(requires_grad=False). Unfreeze it with requires_grad_(True), or: {_REMEDY}"
+            f'`params="{LAST_LAYER}"` is not available, because the outputs come from {title}, '
+            f"which is frozen. Unfreeze it with requires_grad_(True). {_REMEDY}"
         )
     return names
 
@@ -176,9 +178,8 @@ def select_parameters(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise ValueError(
-            f"The model ({type(model).__name__}) is frozen, so it has no trainable "
-            "parameter (requires_grad). Call requires_grad_(True) on it, or on the layers "
-            "that are to be Bayesian."
+            f"The model ({type(model).__name__}) has no trainable parameters. Call "
+            "requires_grad_(True) on it, or on the layers that should be Bayesian."
         )
     names = list(trainable)
     if selection == "weights":
@@ -198,8 +199,8 @@ def select_parameters(
         unknown = sorted(selected - trainable.keys())
         if unknown:
             raise ValueError(
-                f"params names {unknown}, which the model does not have or which are frozen "
-                f"(requires_grad=False). It has {list(trainable)}."
+                f"`params` contains the names {unknown}, but the model does not have these "
+                f"parameters, or they are frozen. Use these names: {list(trainable)}."
             )
         names = [name for name in trainable if name in selected]
     else:
@@ -208,12 +209,13 @@ def select_parameters(
         if isinstance(selection, Sequence) and selection:
             came += f" of {type(selection[0]).__name__}"
         raise TypeError(
-            f"params must be a string, a sequence of names or a predicate, got a {came}. "
-            f"Give names, of {list(trainable)}."
+            f"`params` must be a string, a sequence of names or a predicate, got a {came}. Pass "
+            f"names, such as {list(trainable)}."
         )
     if not names:
         raise ValueError(
-            f"params={selection!r} selects no parameter; trainable ones are {list(trainable)}."
+            f"`params={selection!r}` selects no parameter. Select some of the trainable "
+            f"parameters, {list(trainable)}."
         )
     return names
 
@@ -231,18 +233,21 @@ def check_parameters(model: nn.Module, names: Sequence[str]) -> None:
         check_can_be_bayesian(name, parameter)
         if parameter.is_complex():
             raise ValueError(
-                f"{name} is complex ({parameter.dtype}), and curvature is that of real parameters. "
-                "Hold real and imaginary part, torch.view_as_real, as a parameter, and make the "
-                "complex one of it in the forward pass; or freeze all complex parameters with "
-                "requires_grad_(False)."
+                f"{name} is complex ({parameter.dtype}), but curvature is only available for "
+                "real parameters. Store its real and imaginary parts as one real parameter "
+                "(torch.view_as_real), and compute the complex tensor in the forward pass. Or "
+                "freeze all complex parameters with requires_grad_(False)."
             )
         kinds.add((wide(parameter.dtype), parameter.device))
     if len(kinds) > 1:
         listed = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
-        raise ValueError(f"The Bayesian parameters must share one dtype and device, got {listed}.")
+        raise ValueError(
+            f"The Bayesian parameters must have the same dtype and device, got {listed}. Convert "
+            "the model, or select parameters with `params=`."
+        )
     dtype, _ = kinds.pop()
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"The Bayesian parameters are {dtype}, in which curvature cannot be computed. Convert "
-            "them with `.float()`."
+            f"The Bayesian parameters are {dtype}, and curvature cannot be computed in this "
+            "dtype. Convert them with `.float()`."
         )

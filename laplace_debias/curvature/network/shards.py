@@ -69,15 +69,15 @@ class ShardedBatches(Sampler[list[int]]):
     ) -> None:
         if not isinstance(data, Sized):
             raise TypeError(
-                f"{type(data).__name__} has no length, so it cannot be shared by index. Give each "
-                "process its own part of the stream."
+                f"{type(data).__name__} has no length, so it cannot be shared by index. Pass a "
+                "different part of the stream to each process."
             )
         if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+            raise ValueError(f"`batch_size` is {batch_size}. Pass at least 1.")
         if (rank is None) != (num_ranks is None) or not 0 <= (rank or 0) < (num_ranks or 1):
             raise ValueError(
-                f"rank={rank} of num_ranks={num_ranks}. Give both, with rank from 0 to "
-                "num_ranks - 1, or neither."
+                f"`rank={rank}` and `num_ranks={num_ranks}` do not fit together. Pass both, with "
+                "a rank from 0 to num_ranks - 1, or neither."
             )
         self.data = data
         self.batch_size = batch_size
@@ -147,7 +147,7 @@ def first_indices_of_batches(ranks: Ranks, sizes: Sequence[int]) -> list[int]:
 
 
 def check_shared(ranks: Ranks, data: Any) -> bool:
-    """Check, before data is read, that no process reads what another one does.
+    """Require, before data is read, that the processes read different examples.
 
     Returns:
         Whether the processes share the data by `ShardedBatches`.
@@ -159,10 +159,10 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
         num_repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if num_repeated > 0:
             raise ValueError(
-                f"The loader's DistributedSampler repeats {num_repeated} examples, so that all of "
-                f"{sampler.num_replicas} processes have as many, and they would count twice. Use "
-                "DataLoader(data, batch_sampler=ShardedBatches(data, batch_size)), which repeats "
-                "none."
+                f"The loader's DistributedSampler repeats {num_repeated} examples to give all "
+                f"{sampler.num_replicas} processes the same number, so these examples would "
+                "count twice. Use DataLoader(data, batch_sampler=ShardedBatches(data, "
+                "batch_size)), which repeats no examples."
             )
     if ranks.size == 1:
         return False
@@ -177,8 +177,8 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
     elif len(set(shardings)) > 1:
         listed = ", ".join(f"rank {rank} {text or 'none'}" for rank, text in enumerate(shardings))
         raise ValueError(
-            "ShardedBatches must be the same on all ranks (length of the data, batch_size, "
-            f"shuffle, seed): {listed}."
+            "ShardedBatches differs between the ranks. It has (length of the data, batch_size, "
+            f"shuffle, seed) {listed}. Use the same values on all ranks."
         )
     return any(shardings)
 
@@ -189,10 +189,10 @@ def check_all_different(marks: Sequence[str | None], coincidence: str) -> None:
         first_rank = marks.index(mark)
         if mark is not None and first_rank < rank:
             raise ValueError(
-                f"Rank {rank} {coincidence} as rank {first_rank}, so that every example would "
-                "count several times. Let the processes share the data, DataLoader(data, "
-                "batch_sampler=ShardedBatches(data, batch_size)), or work on one process only, "
-                "within `laplace_debias.alone()`."
+                f"Rank {rank} {coincidence} as rank {first_rank}, so every example would count "
+                "several times. Use DataLoader(data, batch_sampler=ShardedBatches(data, "
+                "batch_size)) to share the data between the processes, or work on one process "
+                "only, within `laplace_debias.alone()`."
             )
 
 

@@ -61,9 +61,9 @@ def shared_copy(model: nn.Module) -> nn.Module:
         if is_out_of_memory(error):
             raise
         raise TypeError(
-            f"{type(model).__name__} cannot be copied ({error}). Curvature is computed on a copy "
-            "so that your model stays untouched. Keep non-leaf tensors, locks and open files out "
-            "of the module's attributes, or implement `__deepcopy__`."
+            f"{type(model).__name__} cannot be copied ({error}), but curvature is computed on a "
+            "copy, so that your model is not changed. Remove non-leaf tensors, locks and open "
+            "files from the module's attributes, or implement `__deepcopy__`."
         ) from error
     for module, copied in zip(model.modules(), copied_model.modules(), strict=False):
         layer_rule(copied).use_dense_gradients(copied)
@@ -80,7 +80,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module) -> Iterator[None]:
-    """Refuse calls of the user's own modules, which a copy must not make.
+    """Raise an error if a copy calls the user's own modules.
 
     A function that refers to a module, such as a lambda in an attribute, is copied as it is. The
     copy then calls the module itself, and no derivative in its parameters is computed.
@@ -105,10 +105,10 @@ def refuse_calls(model: nn.Module, names: Iterable[str], copied_model: nn.Module
         name = names_by_module.get(id(module))
         if name is not None and threading.get_ident() == thread:
             raise NotImplementedError(
-                f"The model calls {name}, a {type(module).__name__}, by a reference that "
-                "is not a submodule, for example in a lambda or a list. Derivatives with "
-                "respect to its parameters cannot be computed. Call it as an attribute of "
-                "the module whose forward pass needs it, or leave out its parameters."
+                f"The model calls {name}, a {type(module).__name__}, which is not one of its "
+                "submodules (it may be in a lambda or a list). Derivatives with respect to its "
+                "parameters cannot be computed. Make it an attribute of the module that calls "
+                "it, or exclude its parameters."
             )
 
     # Hooks of the user's own modules would be in the copies that other threads make meanwhile.

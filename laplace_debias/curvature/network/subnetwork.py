@@ -95,7 +95,7 @@ class Subnetwork(nn.Module):
 def largest_magnitude(
     model: nn.Module, count: int, params: ParameterSelection = "all"
 ) -> Int[Tensor, " count"]:
-    """Return the indices of the entries with the largest absolute values, for `Subnetwork`.
+    """Return the indices of the entries with the largest absolute values.
 
     Args:
         model: The network.
@@ -123,7 +123,7 @@ def largest_magnitude(
 def largest_variance(
     model: nn.Module, count: int, variances: Float[Tensor, " parameters"]
 ) -> Int[Tensor, " count"]:
-    """Return the indices of the entries with the largest variances, for `Subnetwork`.
+    """Return the indices of the entries with the largest variances.
 
     Args:
         model: The network.
@@ -140,8 +140,8 @@ def largest_variance(
     num_entries = sum(parameter.numel() for parameter in _trainable(unwrapped(model)).values())
     if variances.shape != (num_entries,):
         raise ValueError(
-            f"`variances` has shape {tuple(variances.shape)}, and the model {num_entries} "
-            'trainable entries. Pass the variances of a posterior with params="all".'
+            f"`variances` has shape {tuple(variances.shape)}, but the model has {num_entries} "
+            'trainable entries. Pass the variances of a posterior with `params="all"`.'
         )
     whole(count, "count", 1, num_entries)
     return variances.topk(count).indices.sort().values
@@ -168,19 +168,20 @@ def _indices(entries: EntrySelection, parameters: Mapping[str, Tensor]) -> Int[T
         is_wrong_dtype = values.dtype == torch.bool or values.is_floating_point()
         if values.numel() and is_wrong_dtype:
             raise TypeError(
-                f"`entries` are of {values.dtype}. Pass indices as whole numbers, or a dict "
-                "from names to masks."
+                f"`entries` has dtype {values.dtype}. Pass indices as integers, or a dict from "
+                "names to masks."
             )
         indices = values.flatten().long().sort().values
     if not len(indices):
         raise ValueError("`entries` selects no entry. Select at least one.")
     if indices[0] < 0 or indices[-1] >= num_entries:
         raise ValueError(
-            f"`entries` lie in {int(indices[0])} ... {int(indices[-1])}, and the model has "
-            f"{num_entries} trainable entries. Pass indices from 0 to {num_entries - 1}."
+            f"`entries` contains indices from {int(indices[0])} to {int(indices[-1])}, but the "
+            f"model has {num_entries} trainable entries. Pass indices from 0 to "
+            f"{num_entries - 1}."
         )
     if (indices[1:] == indices[:-1]).any():
-        raise ValueError("`entries` has an index twice. Pass each index once.")
+        raise ValueError("`entries` contains an index twice. Pass each index only once.")
     return indices.to(device)
 
 
@@ -191,8 +192,8 @@ def _complete_mask(
     unknown = sorted(masks.keys() - parameters.keys())
     if unknown:
         raise ValueError(
-            f"`entries` names {unknown}, which the model does not have or which are frozen. It has "
-            f"{list(parameters)}."
+            f"`entries` contains the names {unknown}, but the model does not have these "
+            f"parameters, or they are frozen. Use these names: {list(parameters)}."
         )
     complete = []
     for name, parameter in parameters.items():
@@ -203,8 +204,8 @@ def _complete_mask(
             raise TypeError(f"The mask of {name!r} is {mask.dtype}. Pass booleans.")
         if mask.shape != parameter.shape:
             raise ValueError(
-                f"The mask of {name!r} has shape {tuple(mask.shape)}, the parameter "
-                f"{tuple(parameter.shape)}. Pass a mask of the parameter's shape."
+                f"The mask of {name!r} has shape {tuple(mask.shape)}, but the parameter has "
+                f"shape {tuple(parameter.shape)}. Pass a mask of the parameter's shape."
             )
         complete.append(mask.flatten().to(parameter.device))
     return torch.cat(complete)

@@ -46,7 +46,8 @@ def without_outer_wrappers(model: nn.Module) -> nn.Module:
         if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
             raise ValueError(
                 f"The {type(model).__name__} around {type(inside).__name__} has forward hooks, "
-                "which would be lost with it. Register them on the module inside."
+                "which would be lost because only the module inside is used. Register them on "
+                "the module inside."
             )
     return model
 

@@ -1,4 +1,4 @@
-"""Checks of a user's model: is curvature defined for it?"""
+"""Checks that curvature is defined for a user's model."""
 
 import torch
 from torch import nn
@@ -21,14 +21,14 @@ def validate_model(model: nn.Module) -> nn.Module:
     buffer may hold Inf, as a mask of attention does: if it matters, the outputs are not finite.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(f"`model` is a {type(model).__name__}. Pass a torch.nn.Module.")
     sharded = set[int]()
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"{path or 'The model'} is TorchScript (torch.jit.script, torch.jit.trace), whose "
-                "layers cannot be looked into. Pass the Python module that it was made from, with "
-                "the same state_dict."
+                f"{path or 'The model'} is TorchScript (torch.jit.script, torch.jit.trace), "
+                "whose layers are not accessible. Pass the Python module that it was made from, "
+                "with the same state_dict."
             )
         # By attributes: to import the classes takes a second.
         if hasattr(module, "summon_full_params"):
@@ -44,20 +44,21 @@ def validate_model(model: nn.Module) -> nn.Module:
             number_parameter(tensor)
         if tensor.is_nested:
             raise NotImplementedError(
-                f"{name} is a nested tensor, of which curvature is not computed. Hold its parts "
-                "as parameters or buffers of their own, in an nn.ParameterList say."
+                f"{name} is a nested tensor, for which curvature is not supported. Store its "
+                "parts as separate parameters or buffers, for example in an nn.ParameterList."
             )
         if tensor.is_meta and name not in offloaded:
             raise ValueError(
-                f"{name} lies on the device 'meta', where it has no values. Load the checkpoint "
-                "first, for example model.to_empty(device='cpu') and then "
+                f"{name} is on the device 'meta', where it has no values. Load the checkpoint "
+                "first, for example with model.to_empty(device='cpu') and then "
                 "model.load_state_dict(...)."
             )
         # Detached: threads that use one parameter under autograd at once can block each other.
         is_checked = isinstance(tensor, nn.Parameter) and not is_kept(tensor)
         if is_checked and not tensor.detach().isfinite().all():
             raise ValueError(
-                f"{name} holds NaN or Inf: the model has diverged or its checkpoint is damaged."
+                f"{name} contains NaN or Inf, so the model has diverged or its checkpoint is "
+                "damaged. Load a checkpoint with finite values."
             )
     plain = unwrapped(model)
     for path, module in plain.named_modules():
@@ -65,26 +66,26 @@ def validate_model(model: nn.Module) -> nn.Module:
         # By its module: to import the classes takes long, and torchao is to replace them.
         if ".quantized.dynamic." in type(module).__module__:
             raise ValueError(
-                f"{name} is dynamically quantised. It rounds by the largest input of the "
-                "batch, so the output of an example depends on the other examples. Use "
-                "the model as it was before quantize_dynamic."
+                f"{name} is dynamically quantised. It rounds according to the largest input of "
+                "the batch, so the output of an example depends on the other examples. Use the "
+                "model as it was before quantize_dynamic."
             )
         if problem := layer_rule(module).problem(module):
             raise ValueError(f"{name} {problem}")
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         if module.training and is_dropout:
             raise ValueError(
-                f"{name} is active: dropout makes the outputs random. Curvature is computed in "
-                "eval mode. Call `model.eval()` first."
+                f"{name} is active, and dropout makes the outputs random. Curvature is computed "
+                "in eval mode. Call `model.eval()` first."
             )
     return plain
 
 
 def check_no_autocast(device: torch.device) -> None:
-    """Refuse to work under autocast, which would round factors and rotations to half precision."""
+    """Raise an error under autocast, which would round factors to half precision."""
     if torch.is_autocast_enabled(device.type):
         raise RuntimeError(
-            f"torch.autocast({device.type!r}) is on: curvature and predictives are computed in the "
-            "model's dtype. Leave the context, or turn it off here with "
+            f"torch.autocast({device.type!r}) is on, but curvature and predictives must be "
+            "computed in the model's dtype. Leave the context, or disable it here with "
             f"torch.autocast({device.type!r}, enabled=False)."
         )

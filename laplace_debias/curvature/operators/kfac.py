@@ -140,11 +140,14 @@ class KFAC(Permuted):
         batch: BatchHook | None = None,
     ) -> None:
         if fisher != "mc" and (mc_samples is not None or generator is not None):
-            raise ValueError(f'mc_samples and generator belong to fisher="mc", not to {fisher!r}.')
+            raise ValueError(
+                '`mc_samples` and `generator` apply only to `fisher="mc"`, got '
+                f"`fisher={fisher!r}`. Remove them."
+            )
         columns = FisherType(fisher, 1 if mc_samples is None else mc_samples)
         if factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"factor_dtype must be torch.float32 or torch.float64, got {factor_dtype}."
+                f"`factor_dtype` is {factor_dtype}. Pass torch.float32 or torch.float64."
             )
         if memory_bound is not None:
             whole(memory_bound, "memory_bound")
@@ -168,9 +171,9 @@ class KFAC(Permuted):
             )
         if fisher != "empirical" and not factor_data.loss.has_distribution:
             raise TypeError(
-                f'fisher="{fisher}" needs nn.CrossEntropyLoss, nn.MSELoss or nn.BCEWithLogitsLoss, '
-                'whose Hessian has a root in closed form. Use fisher="empirical" for another '
-                "loss, or GGN."
+                f'`fisher="{fisher}"` needs nn.CrossEntropyLoss, nn.MSELoss or '
+                "nn.BCEWithLogitsLoss, because their Hessian has a root in closed form. For a "
+                'different loss, use `fisher="empirical"`, or `GGN`.'
             )
         cotangents = Cotangents(factor_data.loss, columns.seeded(generator, process_group()))
         with torch.inference_mode(False):
@@ -184,8 +187,9 @@ class KFAC(Permuted):
                 )
             if resolved.unused:
                 raise ValueError(
-                    f"The outputs do not depend on {resolved.unused} by differentiable operations "
-                    "(`detach`, `no_grad`, an unused branch). Leave them out with params=."
+                    f"The outputs do not depend on {resolved.unused} by differentiable "
+                    "operations (`detach`, `no_grad`, an unused branch). Exclude these "
+                    "parameters with `params=`."
                 )
             blocks = resolved.blocks
             context = FitContext(
@@ -217,7 +221,7 @@ class KFAC(Permuted):
 
 
 class EKFAC(KFAC):
-    r"""The eigenbases of K-FAC with the exact curvature along each direction, `[D, D]`.
+    r"""K-FAC's eigenvectors with the exact curvature along each of them, `[D, D]`.
 
     $\Lambda_{ij} = \frac1c \sum_n \sum_k ((U_G^\top \sum_t g_{kt} a_t^\top\, U_A)_{ij})^2$, the
     diagonal of the `GGN` in K-FAC's eigenbasis, so that the trace is that of the `GGN` (on the data

@@ -306,10 +306,9 @@ def gradients(
             if "not implemented" not in str(error):
                 raise
             raise NotImplementedError(
-                'The model cannot be differentiated twice, as operators and method="glm-mc" do: '
-                "torch lacks a "
-                f"derivative ({error}). Replace the operation that it belongs to, or use Laplace "
-                "or KFAC, which differentiate once."
+                'The model cannot be differentiated twice, which operators and `method="glm-mc"` '
+                f"need, because torch has no derivative of an operation ({error}). Replace this "
+                "operation, or use Laplace or KFAC, which differentiate once."
             ) from error
     return [
         x.new_zeros(*lead, *x.shape) if g is None else g

@@ -99,8 +99,8 @@ class CurvatureOperator(NetworkOperator):
             value = self._loss.value(self._first_outputs, labels)
         if not value.isfinite():
             raise ValueError(
-                f"The loss is {float(value)} on the first batch. Check targets and the outputs' "
-                "scale."
+                f"The loss is {float(value)} on the first batch. Check the targets and the scale "
+                "of the outputs."
             )
 
     @property
@@ -157,7 +157,7 @@ class CurvatureOperator(NetworkOperator):
 
 
 class Hessian(CurvatureOperator):
-    r"""The Hessian of the loss in the parameters, $\nabla^2_\theta L$; indefinite in general.
+    r"""The Hessian $\nabla^2_\theta L$ of the loss in the parameters.
 
     A product is a forward derivative of the gradient. See `CurvatureOperator` for the arguments.
 
@@ -205,7 +205,7 @@ class GGN(CurvatureOperator):
 
 
 class Fisher(CurvatureOperator):
-    r"""The Fisher information matrix, with labels drawn from the model's own predictions.
+    r"""The Fisher information matrix, with labels drawn from the model's predictions.
 
     $$F = \frac1c \sum_n \omega_n\, \mathbb{E}_{y \sim p(y \mid f_n)}
     [\nabla_\theta \ell(f_n, y)\,\nabla_\theta \ell(f_n, y)^\top]$$
@@ -258,11 +258,13 @@ class Fisher(CurvatureOperator):
     ) -> None:
         if fisher not in ("exact", "mc"):
             raise ValueError(
-                f'Unknown fisher={fisher!r}. Use "exact" or "mc"; the empirical Fisher is '
-                "EmpiricalFisher."
+                f'Unknown `fisher={fisher!r}`. Use "exact" or "mc". For the empirical Fisher, '
+                "use `EmpiricalFisher`."
             )
         if fisher == "exact" and (mc_samples is not None or generator is not None):
-            raise ValueError('mc_samples and generator belong to fisher="mc": nothing is drawn.')
+            raise ValueError(
+                '`mc_samples` and `generator` apply only to `fisher="mc"`. Remove them.'
+            )
         columns = FisherType(fisher, 1 if mc_samples is None else mc_samples)
         self._generator = generator
         super().__init__(
@@ -278,9 +280,9 @@ class Fisher(CurvatureOperator):
         )
         if not self._loss.has_distribution:
             raise TypeError(
-                "The Fisher needs a distribution of the labels, which nn.CrossEntropyLoss, "
-                "nn.MSELoss and nn.BCEWithLogitsLoss have. Use GGN or EmpiricalFisher for another "
-                "loss."
+                "The Fisher needs a distribution of the labels, which only nn.CrossEntropyLoss, "
+                "nn.MSELoss and nn.BCEWithLogitsLoss define. For a different loss, use `GGN` or "
+                "`EmpiricalFisher`."
             )
         columns = columns.seeded(generator)
         with collective("a curvature operator's construction"):
@@ -297,7 +299,7 @@ class Fisher(CurvatureOperator):
 
 
 class EmpiricalFisher(CurvatureOperator):
-    r"""The empirical Fisher matrix, the sum of outer products of gradients at the true labels.
+    r"""The empirical Fisher: the sum of outer products of gradients at the true labels.
 
     $$\frac1c \sum_n g_n g_n^\top, \quad g_n =\nabla_\theta \ell_n$$
 

@@ -50,20 +50,21 @@ def loss_scale(loss: OutputLoss, data: Data, outputs: Tensor) -> float:
     total = sum(process_group().exchange(float(total)))
     if total <= 0:
         raise ValueError(
-            "The loss counts no target: all are ignored (ignore_index) or have weight 0."
+            "No target contributes to the loss, because all targets are ignored (ignore_index) "
+            "or have weight 0. Pass at least one target that is not ignored."
         )
     return 1 / total if loss.reduction == "mean" else 1.0
 
 
 def check_product(operator: LinearOperator, vectors: Tensor, products: Tensor) -> None:
-    """Require products with finite vectors not to hold NaN."""
+    """Require that products with finite vectors contain no NaN."""
     if not products.isnan().any() or not vectors.isfinite().all():
         return
     raise ValueError(
-        f"A product of {type(operator).__name__} with a finite vector holds NaN. The outputs are "
-        "finite, so the network or the loss has no derivative at these parameters (a root, a power "
-        "or a logarithm of 0), or a derivative overflows. Add a small number under the root, or "
-        "compute in float64."
+        f"The product of {type(operator).__name__} with a finite vector contains NaN. The "
+        "outputs are finite, so the network or the loss has no derivative at these parameters "
+        "(for example a root, a power or a logarithm of 0), or a derivative overflows. Add a "
+        "small number under the root, or compute in float64."
     )
 
 
@@ -85,7 +86,7 @@ class Item:
 
 
 class NetworkOperator(LinearOperator):
-    """A linear operator that is made from the derivatives of a network on a data set.
+    """A linear operator from the derivatives of a network on a data set.
 
     The first batches' linearisations are kept within the memory bound; the others are computed
     again in every product. Several threads may multiply: they linearise one at a time, and share
@@ -233,7 +234,7 @@ class NetworkOperator(LinearOperator):
 
 
 class Jacobian(NetworkOperator):
-    r"""The Jacobian $\partial f / \partial\theta$ of all outputs in the parameters, `[N·C, D]`.
+    r"""The Jacobian $\partial f / \partial\theta$ of all outputs, `[N·C, D]`.
 
     Rows are the outputs of the first example, flattened row-major, then those of the second, and so
     on; C is the number of output entries of an example.
@@ -292,8 +293,9 @@ class Jacobian(NetworkOperator):
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         if outputs.shape[1:] != self._output_shape:
             raise ValueError(
-                f"The Jacobian's rows need outputs of one shape, got {tuple(self._output_shape)} "
-                f"and {tuple(outputs.shape[1:])} an example. Pad the inputs to one length."
+                "The rows of the Jacobian need outputs of the same shape, but examples have "
+                f"outputs of shapes {tuple(self._output_shape)} and {tuple(outputs.shape[1:])}. "
+                "Pad the inputs to the same length."
             )
 
     @torch.inference_mode(False)

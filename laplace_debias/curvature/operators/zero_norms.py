@@ -35,11 +35,11 @@ def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
         zero_norms = [node for node in norms if _is_zero(node).any()]
         if zero_norms and _is_differentiated(value, leaves, zero_norms):
             raise ValueError(
-                "The network computes a norm or a distance that is exactly 0, for example "
-                "the distance of an input from a prototype at the same place. There is no "
-                "second derivative there, and torch computes with 0 instead. Change the "
-                "parameters slightly; if the norm is squared afterwards, add up squares "
-                "instead: `(a - b).square().sum(-1)`."
+                "The network computes a norm or a distance that is exactly 0, for example the "
+                "distance of an input from an identical prototype. Its second derivative does "
+                "not exist, and torch uses 0 instead. Change the parameters slightly. If the "
+                "network squares the norm afterwards, sum the squares instead: `(a - "
+                "b).square().sum(-1)`."
             )
     return bool(norms)
 

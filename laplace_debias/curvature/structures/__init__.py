@@ -46,8 +46,8 @@ def curvature_structure(
     if rank is not None and not structure.takes_rank:
         *names, last = [f'"{key}"' for key, value in STRUCTURES.items() if value.takes_rank]
         raise ValueError(
-            f"rank belongs to curvature={', '.join(names)} and {last}, not to {name!r}. Leave rank "
-            "out."
+            f"`rank` applies only to curvature={', '.join(names)} and {last}, got {name!r}. "
+            "Remove `rank=`."
         )
     options: dict[str, Any] = {"rank": rank}
     if structure.takes_inducing:
@@ -61,8 +61,8 @@ def curvature_structure(
     elif inducing is not None:
         *names, last = [f'"{key}"' for key, value in STRUCTURES.items() if value.takes_inducing]
         raise ValueError(
-            f"inducing belongs to curvature={', '.join([*names, last])}, not to {name!r}. Leave "
-            "inducing out."
+            f"`inducing` applies only to curvature={', '.join([*names, last])}, got {name!r}. "
+            "Remove `inducing=`."
         )
     return structure(**options)
 

@@ -124,7 +124,7 @@ class CurvatureStructure(ABC):
 
     @property
     def draws_examples(self) -> bool:
-        """Whether a fit draws some of the examples, by their places in the data."""
+        """Whether a fit draws random examples, by their indices in the data."""
         return False
 
     @property
@@ -139,7 +139,7 @@ class CurvatureStructure(ABC):
 
     @property
     def has_independent_outputs(self) -> bool:
-        """Whether each output has a posterior of its own over all parameters."""
+        """Whether each output has a separate posterior over all parameters."""
         return False
 
     @property
@@ -204,7 +204,7 @@ class CurvatureStructure(ABC):
         return sum(block.posterior for block in self.block_bytes(context, num_rows))
 
     def least_bytes(self, context: FitContext) -> int:
-        """Count the bytes without which a fit is not begun: those of the fitted curvature."""
+        """Count the bytes that a fit needs at least: those of the fitted curvature."""
         return self.posterior_bytes(context)
 
     @abstractmethod

@@ -52,7 +52,7 @@ FitOutput = Callable[[FitContext, int | None], tuple[LowRankPlusDiagonal, DataTo
 
 @dataclass(frozen=True)
 class GpCurvature(DenseCurvature):
-    r"""The curvature on the span of the Jacobian $J_Z$ at inducing inputs, held by these inputs.
+    r"""The curvature on the span of the Jacobian $J_Z$ at inducing inputs.
 
     With K = J δ⁻¹ Jᵀ, the neural tangent kernel, the covariance of the outputs is
 
@@ -106,7 +106,7 @@ class GpCurvature(DenseCurvature):
 
     @property
     def has_independent_outputs(self) -> bool:
-        """Whether each output has a posterior of its own over all parameters."""
+        """Whether each output has a separate posterior over all parameters."""
         return self.independent_outputs
 
     def fit(
@@ -254,27 +254,28 @@ class GpCurvature(DenseCurvature):
         example = context.example
         if not isinstance(example, Tensor):
             raise TypeError(
-                f'curvature="gp" keeps inducing inputs, which must be a tensor, but the inputs are '
-                f'a {type(example).__name__}. Use curvature="lowrank".'
+                '`curvature="gp"` stores inducing inputs, which must be a tensor, but the inputs '
+                f'are a {type(example).__name__}. Use `curvature="lowrank"`.'
             )
         if isinstance(self.inducing, Tensor):
             shape = tuple(self.inducing.shape)
             if shape[1:] != tuple(example.shape[1:]) or not self.inducing.numel():
                 expected = ", ".join(["M", *map(str, example.shape[1:])])
                 raise ValueError(
-                    f"inducing has shape {shape}. Pass inputs like those of the data, [{expected}]."
+                    f"`inducing` has shape {shape}. Pass inputs of the same shape as the data, "
+                    f"[{expected}]."
                 )
             if self.inducing.dtype != example.dtype:
                 raise TypeError(
-                    f"inducing is {self.inducing.dtype}, the inputs of the data {example.dtype}. "
-                    "Convert inducing."
+                    f"`inducing` is {self.inducing.dtype}, but the inputs of the data are "
+                    f"{example.dtype}. Convert `inducing`."
                 )
             return
         num_read = context.num_examples
         if self.inducing is not None and num_read is not None and self.inducing > num_read:
             raise ValueError(
-                f"inducing={self.inducing} is more than the {num_read} examples of the data. "
-                "Pass a smaller number, or None for all of them."
+                f"`inducing={self.inducing}` is more than the number of examples in the data, "
+                f"{num_read}. Pass a smaller number, or None to use all examples."
             )
 
     def _num_rows(self, context: FitContext) -> int | None:

@@ -82,7 +82,7 @@ class BlockMoments:
 
     @property
     def kept_row_bytes(self) -> int:
-        """Bytes of a row of the Jacobian that are kept until those of all blocks are there."""
+        """The bytes of a Jacobian row that are kept until all blocks are complete."""
         return 0
 
     def last_layer_inputs(self, tap: Tap, outputs: Tensor) -> dict[int, Tensor]:

@@ -63,8 +63,8 @@ class PredictionContext:
         if isinstance(outputs, int):
             if not 1 <= outputs <= num_outputs:
                 raise ValueError(
-                    f"outputs={outputs} is too large. The model has {num_outputs} outputs "
-                    "per example."
+                    f"`outputs={outputs}` is too large, because the model has {num_outputs} "
+                    f"outputs per example. Pass at most {num_outputs}."
                 )
             indices = rows.topk(outputs, dim=1).indices
         else:
@@ -158,7 +158,7 @@ def _as_indices(
     is_index = not choice.is_floating_point() and choice.shape[:-1] == shape
     if not is_index or choice.numel() == 0 or choice.min() < 0 or choice.max() >= num_outputs:
         raise ValueError(
-            f"outputs must be indices of shape ({', '.join(map(str, shape))}, k) in 0 … "
-            f"{num_outputs - 1}, or a number; got {choice.dtype} of shape {tuple(choice.shape)}."
+            f"`outputs` has dtype {choice.dtype} and shape {tuple(choice.shape)}. Pass a number, "
+            f"or indices from 0 to {num_outputs - 1} of shape ({', '.join(map(str, shape))}, k)."
         )
     return choice

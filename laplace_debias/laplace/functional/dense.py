@@ -20,7 +20,7 @@ _ROWS = 2**18
 
 
 class DenseMoments:
-    r"""$J P^{-1} J^\top$ from the coordinates $JU$ along the directions, and from what they leave.
+    r"""The covariance $J P^{-1} J^\top$, from coordinates $JU$ along the directions.
 
     $$J P^{-1} J^\top = JU\,\mathrm{diag}\big(\tfrac{1}{N\lambda + \delta}\big)(JU)^\top
     + \tfrac{1}{N\tau + \delta}\big(JJ^\top - JU(JU)^\top\big)$$
@@ -55,7 +55,7 @@ class DenseMoments:
 
     @property
     def kept_row_bytes(self) -> int:
-        """Bytes of a row of the Jacobian that are kept until those of all blocks are there."""
+        """The bytes of a Jacobian row that are kept until all blocks are complete."""
         return 0
 
     def _read_directions(self) -> None:
@@ -143,7 +143,7 @@ class DenseMoments:
 
 
 class KernelMoments(DenseMoments):
-    r"""The same for directions $U = J_Z^\top W$ that inducing inputs Z span.
+    r"""The covariance $J P^{-1} J^\top$, for directions that inducing inputs span.
 
     Their coordinates are kernels, $JU = (J J_Z^\top) W$. The rows of J are kept until those of all
     blocks are there.
@@ -151,7 +151,7 @@ class KernelMoments(DenseMoments):
 
     @property
     def kept_row_bytes(self) -> int:
-        """Bytes of a row of the Jacobian in double precision."""
+        """The bytes of a Jacobian row in double precision."""
         return 8 * sum(block.size for block in self.blocks)
 
     def _read_directions(self) -> None:
@@ -184,7 +184,7 @@ class KernelMoments(DenseMoments):
 
 
 class IndependentMoments(KernelMoments):
-    """The variances of outputs that have a posterior of their own each.
+    """The variances of outputs with separate posteriors.
 
     Different outputs have no covariance. `columns` are the outputs that the next records belong to.
     """

@@ -22,7 +22,7 @@ from laplace_debias.laplace.state import FittedPosterior
 def differentiable_moments(
     fitted: FittedPosterior, x: Inputs | Record, joint: bool = False
 ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch *covariance"]]:
-    r"""Mean and covariance $J P^{-1} J^\top$ of the outputs, with a graph back to the inputs.
+    r"""Compute mean and covariance of the outputs, differentiable in the inputs.
 
     The Jacobians `[B, C, D]` are kept: this is for few inputs, as in a search for the best one.
 
@@ -47,8 +47,8 @@ def differentiable_moments(
             mean = call(network, context.x, trained)
             if mean.ndim != 2:
                 raise NotImplementedError(
-                    f"The outputs have shape {tuple(mean.shape)}. differentiable=True is for "
-                    "outputs [B, C]. Remove it."
+                    "`differentiable=True` supports only outputs [B, C], but the outputs have "
+                    f"shape {tuple(mean.shape)}. Remove `differentiable=`."
                 )
             tensors = tuple(tensors_of(context.x))
             in_dims = (None, *[0] * len(tensors))

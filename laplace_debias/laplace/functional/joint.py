@@ -79,7 +79,7 @@ def joint_moments(
             column_bytes,
             mean.device,
             subject=f"a joint covariance of {smallest_group} example(s)",
-            remedy=", or ask for some outputs",
+            remedy=", or request fewer outputs",
         )
         covariance = mean.new_zeros(batch, num_columns, batch, num_columns)
         for group in _groups(batch, granted_bytes // column_bytes // num_columns):

@@ -448,7 +448,7 @@ class _ThroughHead:
             num_blocks=len(blocks),
             bytes_per_column=column_bytes,
             device=outputs.device,
-            remedy=", or ask for fewer outputs",
+            remedy=", or request fewer outputs",
         )
 
     def forward(self, x: Inputs, size: ChunkSize) -> Float[Tensor, "batch *outputs"]:

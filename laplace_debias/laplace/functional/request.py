@@ -80,7 +80,7 @@ class CovarianceRequest:
             ValueError: If they do not suffice for one variance, or for all covariances.
         """
         if remedy is None:
-            remedy = ", ask for variances (diagonal=True) or for some outputs"
+            remedy = ", request only variances (`diagonal=True`), or request fewer outputs"
             if self.diagonal:
                 remedy = ""
         needed = bytes_per_column if self.diagonal else num_columns * bytes_per_column
@@ -152,14 +152,15 @@ class CovarianceRequest:
             raise ValueError(
                 f"The model has {num_outputs} outputs per example, of shape "
                 f"{tuple(outputs.shape[1:])}, and all of them would be differentiated. Select "
-                "some positions (positions=-1 is the last token) or some outputs "
-                "(functional(x, positions=-1, outputs=k) for the k largest). Where an embedding "
-                "shares the head's weight, leave that weight out of params."
+                "some positions (`positions=-1` is the last token) or some outputs "
+                "(functional(x, positions=-1, outputs=k) returns the k largest). If an embedding "
+                "shares the head's weight, exclude that weight with `params=`."
             )
         if not self.diagonal:
             raise ValueError(
-                f"The covariance of {num_outputs} outputs takes {num_bytes} bytes per example. Ask "
-                "for variances (diagonal=True) or for some outputs (outputs=k for the k largest)."
+                f"The covariance of {num_outputs} outputs needs {num_bytes} bytes per example. "
+                "Request only variances (`diagonal=True`) or some outputs (`outputs=k` for the k "
+                "largest)."
             )
 
 
@@ -206,8 +207,8 @@ def check_covariance(covariance: Tensor, prior_precisions: Tensor) -> None:
     """
     if not are_finite(covariance):
         raise ValueError(
-            f"The covariance of the outputs overflows {covariance.dtype}: for these "
-            "inputs, the squared Jacobian divided by the prior precision (at least "
+            f"The covariance of the outputs overflows {covariance.dtype}. For these inputs, the "
+            "squared Jacobian divided by the prior precision (at least "
             f"{float(prior_precisions.min()):.3g}) is too large. Rescale the inputs, use a "
             "larger prior precision, or convert the model to a wider dtype."
         )

@@ -103,9 +103,9 @@ def lanczos_eigenpairs(
     elif not result.was_verified:
         status = Status.UNVERIFIED
         message = (
-            f"converged, but `max_matvecs` = {max_matvecs} ended the search for further pairs: a "
-            "further copy of a multiple eigenvalue, or one beyond the last of these, is not "
-            "verified to be absent; raise it to be sure"
+            "converged, but the search for further pairs ended at `max_matvecs` = "
+            f"{max_matvecs}, so a further copy of a multiple eigenvalue, or one beyond the last "
+            "of these, may be missing; to be sure, raise `max_matvecs`"
         )
     rotation = result.pairs.combinations[:, :k].to(basis.vectors)
     return selected_pairs(
@@ -148,7 +148,7 @@ def arpack_eigenpairs(
     n = A.shape[0]
     num_vectors = min(n, max(2 * k + 1, k + 40))
     least = _BOUND_STEPS + 2 * num_vectors - k
-    _check_products(max_matvecs, least, f"ARPACK holds {num_vectors} vectors")
+    _check_products(max_matvecs, least, f"ARPACK stores {num_vectors} vectors")
     restarts = (max_matvecs - _BOUND_STEPS - num_vectors) // (num_vectors - k)
     # ARPACK's tolerance is relative to each eigenvalue, so that those near zero never converge.
     # Shifted by the opposite end of the spectrum, the requested eigenvalues are the largest.
@@ -254,8 +254,8 @@ def subspace_iteration(
 def _check_products(max_matvecs: int, least: int, reason: str) -> None:
     if max_matvecs < least:
         raise ValueError(
-            f"`max_matvecs` is {max_matvecs}; expected at least {least}: {reason}. Raise it, or "
-            "use method='lanczos'."
+            f"`max_matvecs` is {max_matvecs}, but at least {least} products are needed, because "
+            f'{reason}. Raise it, or use `method="lanczos"`.'
         )
 
 
@@ -351,10 +351,11 @@ def eigsh(
     end = _SCIPY_NAMES.get(which, which)
     if not 1 <= k <= n:
         raise ValueError(
-            f"`k` is {k}; expected 1 … {n}, as {type(A).__name__} has shape {A.shape}."
+            f"`k` is {k}. Pass a number from 1 to {n}, because {type(A).__name__} has shape "
+            f"{A.shape}."
         )
     if not tol > 0:
-        raise ValueError(f"`tol` is {tol}; expected a positive relative residual.")
+        raise ValueError(f"`tol` is {tol}. Pass a positive relative residual.")
     if max_matvecs is None:
         max_matvecs = max(10_000, 1000 * k) if method == "power" else max(1000, 50 * k)
     whole(max_matvecs, "max_matvecs", minimum=k)

@@ -98,7 +98,7 @@ def logdet(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""Compute the log-determinant of a symmetric positive definite operator, $\mathrm{tr} \log A$.
+    r"""Compute the log-determinant of a symmetric positive definite operator.
 
     Exact for a structured operator (no products) and where `num_probes * num_steps` is at least n
     (n products) and n at most 16,384; else by stochastic Lanczos quadrature, whose standard error
@@ -130,8 +130,8 @@ def logdet(
         least = float(values.min())
         if least <= 0:
             raise ValueError(
-                f"{type(A).__name__} has the Ritz value {least:.4g}; expected a positive definite "
-                "operator. Add damping, `A + c * Identity(n)`."
+                f"{type(A).__name__} has the Ritz value {least:.4g}, but must be positive "
+                "definite. Add damping, `A + c * Identity(n)`."
             )
         return values.log()
 

@@ -76,7 +76,7 @@ def spectral_norm(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    r"""Compute the spectral norm (the largest singular value) of an operator, from its products.
+    r"""Compute the spectral norm (largest singular value) of an operator.
 
     By Lanczos on A if it claims to be symmetric, else on $A^\top A$ (or $A A^\top$, the smaller),
     whose products count twice. The standard error is a bound, the residual's norm: the distance of
@@ -104,7 +104,7 @@ def spectral_norm(
     """
     check_operator(A, generator)
     if not tol > 0:
-        raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
+        raise ValueError(f"`tol` is {tol}. Pass a positive relative error.")
     whole(max_matvecs, "max_matvecs", minimum=2)
     check_finite(A)
     closed_form = exact_spectral_norm(A)
@@ -143,8 +143,9 @@ def spectral_norm(
     residual = residual.to(A.device, A.dtype)
     if not result.has_converged:
         warn(
-            f"after {count} products the spectral norm's error bound is {float(residual):.3g}, "
-            f"above tol · estimate = {tol * float(value):.3g}. Raise `max_matvecs` or `tol`.",
+            f"After {count} products, the error bound of the spectral norm is "
+            f"{float(residual):.3g}, above tol · estimate = {tol * float(value):.3g}. Raise "
+            "`max_matvecs` or `tol`.",
             RuntimeWarning,
         )
     return Estimate(value, residual, count, converged=result.has_converged)

@@ -132,9 +132,9 @@ def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tenso
     if not values.isfinite().all():
         worst = float(nodes[is_weighty][~values.isfinite()][0])
         raise ValueError(
-            f"the function is not finite at the Ritz value {worst:.4g}; expected it to be finite "
-            "between the least and the greatest eigenvalue. Add damping, `A + c * Identity(n)`, or "
-            "clamp within the function."
+            f"The function is not finite at the Ritz value {worst:.4g}, but must be finite "
+            "between the smallest and the largest eigenvalue. Add damping, `A + c * "
+            "Identity(n)`, or clamp within the function."
         )
     return torch.zeros_like(nodes).masked_scatter(is_weighty, values)
 

@@ -34,7 +34,7 @@ def spectral_density(
     generator: torch.Generator | None = None,
     progress: bool = False,
 ) -> SpectralDensity:
-    r"""Estimate the density of a symmetric operator's eigenvalues by stochastic Lanczos quadrature.
+    r"""Estimate a spectral density by stochastic Lanczos quadrature.
 
     $\phi(\lambda) = \frac1n \sum_i \mathcal N(\lambda; \lambda_i, \sigma^2)$, with the sum over
     eigenvalues replaced by a quadrature's nodes and weights, one rule a probe. On the logarithmic
@@ -87,11 +87,11 @@ def spectral_density(
     check_choice(scale, ("linear", "log"), "scale")
     whole(num_points, "num_points", minimum=2)
     if width is not None and not width > 0:
-        raise ValueError(f"`width` is {width}; expected a positive standard deviation.")
+        raise ValueError(f"`width` is {width}. Pass a positive standard deviation.")
     if floor is not None and scale == "linear":
-        raise ValueError("`floor` is for scale='log'; expected None on a linear scale.")
+        raise ValueError('`floor` applies only to `scale="log"`. Remove `floor`.')
     if floor is not None and not floor >= 0:
-        raise ValueError(f"`floor` is {floor}; expected 0 or more.")
+        raise ValueError(f"`floor` is {floor}. Pass 0 or a positive number.")
     rule = lanczos_quadrature(
         A, num_probes, num_steps, generator=generator, progress=progress, label="spectral density"
     )
@@ -112,8 +112,8 @@ def spectral_density(
     positions, weights = on_scale(rule.nodes, rule.weights)
     if scale == "log" and not (weights > 0).any():
         raise ValueError(
-            f"all eigenvalues lie within ±{floor:.4g}; expected some above. Lower `floor`, or "
-            "use scale='linear'."
+            f"All eigenvalues are within ±{floor:.4g}, so there is no density on a logarithmic "
+            'scale. Lower `floor`, or use `scale="linear"`.'
         )
     grid, width = _grid(positions, weights, num_points, width)
     powers = moments(grid, positions, weights, width=width, powers=1 if rule.is_exact else 4)
@@ -160,9 +160,8 @@ def _grid(
     if spacing > width:
         least = math.ceil((high - low) / width) + 1
         raise ValueError(
-            f"`width` is {width:.4g} and the grid of {num_points} points has a spacing of "
-            f"{spacing:.4g}; expected at most the width. Set `num_points` to {least} or more, or "
-            "raise `width`."
+            f"`width` is {width:.4g}, which is less than the spacing {spacing:.4g} of the grid "
+            f"of {num_points} points. Set `num_points` to {least} or more, or raise `width`."
         )
     grid = torch.linspace(low, high, num_points, dtype=positions.dtype, device=positions.device)
     return grid, width
@@ -256,8 +255,8 @@ def quadrature_error(
     if total > _TOLERATED:
         warn(
             f"`width` is {width:.3g}, which is less than {steps} steps can resolve, so the "
-            f"density is wrong by about {min(total, 2):.0%} of its integral, as its "
-            "standard error shows. Raise `width` or `num_steps`.",
+            f"density is wrong by about {min(total, 2):.0%} of its integral, as its standard "
+            "error shows. Raise `width` or `num_steps`.",
             RuntimeWarning,
         )
     return error

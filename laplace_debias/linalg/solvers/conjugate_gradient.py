@@ -31,8 +31,9 @@ def precondition(preconditioner: Preconditioner | None, residual: Tensor) -> Ten
         result = preconditioner(residual)
     if result.shape != residual.shape or result.dtype != residual.dtype:
         raise ValueError(
-            f"The preconditioner maps {tuple(residual.shape)} {residual.dtype} to "
-            f"{tuple(result.shape)} {result.dtype}: it must keep shape and dtype."
+            f"The preconditioner maps {tuple(residual.shape)} in {residual.dtype} to "
+            f"{tuple(result.shape)} in {result.dtype}. Return a tensor of the same shape and "
+            "dtype."
         )
     return result
 
@@ -116,7 +117,7 @@ def debiased_cg(
     callback: Callable[[Iterate, Iterate], object] | None = None,
     progress: bool = False,
 ) -> DebiasedSolution:
-    r"""Conjugate gradients with directions from one quadratic and step sizes from another (Eq. 8).
+    r"""Run conjugate gradients whose step sizes come from a second quadratic (Eq. 8).
 
     $$\tilde\tau_t = -s_{\tilde B}(\tilde x_t; d_t) / c_{\tilde B}(d_t), \qquad
     \tilde x_{t+1} = \tilde x_t + \tilde\tau_t d_t, \qquad \tilde x_0 = x_0$$
@@ -155,8 +156,8 @@ def debiased_cg(
     second_system = f"{b2.shape} in {A2.dtype} on {A2.device}"
     if first_system != second_system:
         raise ValueError(
-            f"The two systems must have one shape, dtype and device, got {first_system} and "
-            f"{second_system}."
+            f"The two systems must have the same shape, dtype and device, got {first_system} and "
+            f"{second_system}. Convert one of them."
         )
     iterations = _iterations(max_iter, A, progress, "debiased cg")
     single = LineSearches(A, b, x0, tol=tol, keep_directions=keep_directions)
@@ -188,7 +189,7 @@ def debiased_cg(
 def relative_progress(
     epsilon: float = 5e-4, fraction: float = 0.1, at_least: int = 10
 ) -> Callable[[Iterate], Tensor]:
-    r"""Stop when the quadratic hardly decreases (Martens' rule, for the argument `stop` of `cg`).
+    r"""Return Martens' rule, which stops `cg` when the quadratic hardly decreases.
 
     With $w = \max(\text{at\_least}, \lceil\text{fraction}\cdot t\rceil)$, stop at iteration
     $t > w$ if $q_t < 0$ and $(q_t - q_{t-w}) / q_t < w\,\epsilon$.
@@ -206,8 +207,8 @@ def relative_progress(
     """
     if not (epsilon > 0 and fraction > 0 and at_least > 0):
         raise ValueError(
-            f"epsilon, fraction and at_least must be positive, got {epsilon}, {fraction}, "
-            f"{at_least}."
+            f"`epsilon`, `fraction` and `at_least` must be positive, got {epsilon}, {fraction}, "
+            f"{at_least}. Pass positive numbers."
         )
 
     def rule(iterate: Iterate) -> Tensor:

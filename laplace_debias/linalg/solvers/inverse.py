@@ -57,7 +57,7 @@ def inverse(
     check_choice(method, ("cg", "lsmr"), "method")
     if method == "lsmr" and preconditioner is not None:
         raise ValueError(
-            '`preconditioner` has no effect with method="lsmr". Remove it, or use method="cg".'
+            '`preconditioner` has no effect with `method="lsmr"`. Remove it, or use `method="cg"`.'
         )
     closed_form = exact_inverse(A)
     if closed_form is not None:
@@ -70,9 +70,9 @@ def inverse(
         return LeastSquaresInverse(A, tol, max_iter)
     if not A.is_positive_semidefinite:
         raise ValueError(
-            f"{type(A).__name__} has no inverse in closed form and does not claim to be positive "
-            "semi-definite. If it is, pass `assume(A, positive_semidefinite=True)`. If not, pass "
-            'method="lsmr".'
+            f"{type(A).__name__} has no inverse in closed form and is not declared positive "
+            "semi-definite. If it is positive semi-definite, pass `assume(A, "
+            'positive_semidefinite=True)`. If not, pass `method="lsmr"`.'
         )
     return Inverse(A, tol, max_iter, preconditioner)
 

@@ -37,7 +37,7 @@ class LineSearches:
     ) -> None:
         check_square(A, "quadratic")
         if not 0 <= real(tol, "tol") < math.inf:
-            raise ValueError(f"`tol` is {tol}; expected a finite number of at least 0.")
+            raise ValueError(f"`tol` is {tol}. Pass a finite number of at least 0.")
         check_right_side(A, b, "b", least_columns=0)
         self._A = A
         self._is_vector = b.ndim == 1
@@ -50,7 +50,8 @@ class LineSearches:
             check_right_side(A, x0, "x0", least_columns=0)
             if x0.shape != shape:
                 raise ValueError(
-                    f"`x0` has shape {tuple(x0.shape)} and `b` {tuple(shape)}: they must be equal."
+                    f"`x0` has shape {tuple(x0.shape)}, but `b` has shape {tuple(shape)}. Pass "
+                    "tensors of the same shape."
                 )
             # The solution for a zero right-hand side is zero from every start, as in SciPy.
             self._x = torch.where(b.any(0), x0.reshape(b.shape), 0)

@@ -65,9 +65,9 @@ def neumann(
     check_right_side(A, b, "b")
     whole(num_terms, "num_terms")
     if scale is not None and not scale > 0:
-        raise ValueError(f"`scale` is {scale}; expected a positive number below 2 / λ_max.")
+        raise ValueError(f"`scale` is {scale}. Pass a positive number below 2 / λ_max.")
     if tol is not None and not real(tol, "tol") > 0:
-        raise ValueError(f"`tol` is {tol}; expected a positive relative residual.")
+        raise ValueError(f"`tol` is {tol}. Pass a positive relative residual.")
     num_norm_matvecs = 0
     if scale is None:
         scale = 1.0
@@ -99,13 +99,13 @@ def neumann(
     growth = float((norms / start_norms.clamp(min=torch.finfo(b.dtype).tiny)).max())
     advice = {
         Status.MAX_ITER: (
-            f"All {num_terms} terms are summed: for a smaller residual raise `num_terms`, pass a "
-            "`preconditioner`, or use `cg`."
+            f"All {num_terms} terms are summed. For a smaller residual, raise `num_terms`, pass "
+            "a `preconditioner`, or use `cg`."
         ),
         Status.DIVERGED: (
-            f"The series diverges: the residual grew to {growth:.3g} times the right-hand side "
-            f"with scale {scale:.3g}. Set `scale` below 2 / λ_max; for operators with negative "
-            "eigenvalues add damping."
+            f"The series diverges, because the residual grew to {growth:.3g} times the "
+            f"right-hand side with scale {scale:.3g}. Set `scale` below 2 / λ_max. If the "
+            "operator has negative eigenvalues, add damping."
         ),
     }
     if Status.DIVERGED in statuses:

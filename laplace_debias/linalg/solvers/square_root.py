@@ -30,7 +30,7 @@ def sample_gaussian(
     max_iter: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "samples n"]:
-    r"""Draw samples $\mu + P^{-1/2} z$ of $\mathcal N(\mu, P^{-1})$ with z standard normal.
+    r"""Draw samples of the normal distribution $\mathcal N(\mu, P^{-1})$.
 
     For a **matrix-free posterior** take $P = N \cdot \mathrm{GGN} + \delta I$, N the number of
     training examples and δ the prior precision. It only takes products with P: no matrix of D²
@@ -61,7 +61,9 @@ def sample_gaussian(
     root = inverse_sqrt(precision, tol=tol, max_iter=max_iter)
     check_right_side(precision, mean, "mean")
     if mean.ndim != 1:
-        raise ValueError(f"`mean` has shape {tuple(mean.shape)}; expected ({len(mean)},).")
+        raise ValueError(
+            f"`mean` has shape {tuple(mean.shape)}. Pass a tensor of shape ({len(mean)},)."
+        )
     whole(num_samples, "num_samples")
     return mean + (root @ draw(precision, num_samples, "gaussian", generator)).T
 
@@ -121,7 +123,7 @@ def inverse_sqrt(
     """
     n = check_square(A, "inverse square root")
     if not tol > 0:
-        raise ValueError(f"`tol` is {tol}; expected a positive relative error.")
+        raise ValueError(f"`tol` is {tol}. Pass a positive relative error.")
     if max_iter is not None:
         whole(max_iter, "max_iter")
     inverse = exact_inverse(A)
@@ -152,9 +154,9 @@ class InverseRoot(SelfAdjoint):
         missed = max(error for _, error in columns)
         if missed > self.tol:
             warn(
-                f"inverse_sqrt: after {self.max_iter} Lanczos steps the relative error of a "
-                f"product is about {missed:.2g}, above `tol` = {self.tol:.2g}. Raise `max_iter` or "
-                "`tol`, or add damping, `A + c * Identity(n)`.",
+                f"inverse_sqrt: after {self.max_iter} Lanczos steps, the relative error of a "
+                f"product is about {missed:.2g}, above `tol` = {self.tol:.2g}. Raise `max_iter` "
+                "or `tol`, or add damping, `A + c * Identity(n)`.",
                 RuntimeWarning,
             )
         return torch.stack([product for product, _ in columns], dim=1)
@@ -187,14 +189,15 @@ class InverseRoot(SelfAdjoint):
         name = type(self.operator).__name__
         if smallest < -rounding * basis.scale or (self.least is None and smallest <= 0):
             raise ValueError(
-                f"{name} has the Ritz value {smallest:.4g}; expected a positive definite operator. "
-                "Add damping, `A + c * Identity(n)`, or use the GGN instead of the Hessian."
+                f"{name} has the Ritz value {smallest:.4g}, but must be positive definite. Add "
+                "damping, `A + c * Identity(n)`, or use the GGN instead of the Hessian."
             )
         least = smallest if self.least is None else self.least
         if smallest < least - rounding * basis.scale:
             raise ValueError(
-                f"{name} has the Ritz value {smallest:.4g}, but its parts claim that no eigenvalue "
-                f"is below {least:.4g}: one of them is not positive semi-definite."
+                f"{name} has the Ritz value {smallest:.4g}, but its parts are declared to have "
+                f"no eigenvalue below {least:.4g}, so one of them is not positive semi-definite. "
+                "Remove the declaration, or add damping."
             )
         roots = values.clamp(min=least).sqrt()
         low = math.sqrt(least)

@@ -79,11 +79,13 @@ def _inverse_of_matrix(operator: Dense) -> LinearOperator:
         return operator
     LU, pivots, info = torch.linalg.lu_factor_ex(matrix)
     if bool(info != 0):
-        raise ValueError(_singular("a pivot of its factorisation is zero"))
+        raise ValueError(_singular("because a pivot of its factorisation is zero"))
     inverse = torch.linalg.lu_solve(LU, pivots, torch.eye(len(matrix)).to(matrix))
     condition = torch.linalg.matrix_norm(matrix, 1) * torch.linalg.matrix_norm(inverse, 1)
     if not bool(condition < 1 / torch.finfo(matrix.dtype).eps):
-        raise ValueError(_singular(f"to {matrix.dtype}: its condition is {condition:.1e}"))
+        raise ValueError(
+            _singular(f"in {matrix.dtype}, because its condition number is {condition:.1e}")
+        )
     return Dense((inverse + inverse.T) / 2 if operator.is_symmetric else inverse)
 
 
@@ -127,16 +129,16 @@ def _logdet(operator: LinearOperator) -> Tensor:
 def _checked_log(values: Tensor) -> Tensor:
     if not bool((values > 0).all()):
         raise ValueError(
-            f"The operator is not positive definite, its smallest eigenvalue is about "
+            "The operator is not positive definite, because its smallest eigenvalue is about "
             f"{values.min().item():.3g}. Add a multiple of the identity, `A + c * Identity(n)`, "
-            "that makes it so."
+            "that makes it positive definite."
         )
     return values.log()
 
 
 def _checked_reciprocal(values: Tensor) -> Tensor:
     if bool((values == 0).any()):
-        raise ValueError(_singular("an eigenvalue is zero"))
+        raise ValueError(_singular("because an eigenvalue is zero"))
     return values.reciprocal()
 
 
@@ -148,17 +150,16 @@ def _resolved_reciprocal(values: Tensor) -> Tensor:
     sizes = values.abs()
     largest = float(sizes.amax())
     if largest == 0:
-        raise ValueError(_singular("all of its eigenvalues are zero"))
+        raise ValueError(_singular("because all of its eigenvalues are zero"))
     if bool((sizes <= torch.finfo(values.dtype).eps * largest).any()):
         ratio = float(sizes.amin()) / largest
         raise ValueError(
-            _singular(f"to {values.dtype}: an eigenvalue is {ratio:.1e} times the largest")
+            _singular(f"in {values.dtype}, because an eigenvalue is {ratio:.1e} times the largest")
         )
     return values.reciprocal()
 
 
 def _singular(reason: str) -> str:
     return (
-        f"The operator is singular, {reason}: add a multiple of the identity, "
-        "`A + c * Identity(n)`."
+        f"The operator is singular {reason}. Add a multiple of the identity, `A + c * Identity(n)`."
     )

@@ -41,10 +41,16 @@ class BlockDiagonal(Joined, Generic[Block]):
 
     def __post_init__(self) -> None:
         if not self.blocks:
-            raise ValueError("A block-diagonal operator needs at least one block.")
+            raise ValueError(
+                "A block-diagonal operator needs at least one block. Pass a dict with at least "
+                "one entry."
+            )
         for name, block in self.blocks.items():
             if block.shape[0] != block.shape[1]:
-                raise ValueError(f"The block {name!r} is not square, but of shape {block.shape}.")
+                raise ValueError(
+                    f"The block {name!r} has shape {block.shape}, but blocks must be square. "
+                    "Pass square blocks."
+                )
         unified: list[Any] = unify(list(self.blocks.values()))
         self.blocks = dict(zip(self.blocks, unified, strict=True))
 
@@ -103,6 +109,6 @@ def _(operator: BlockDiagonal[Any], scalar: Scalar) -> LinearOperator | None:
 @named_range.register(BlockDiagonal)
 def _(operator: BlockDiagonal[Any], name: str) -> range:
     if name not in operator.blocks:
-        raise KeyError(f"There is no block {name!r}: the names are {list(operator.blocks)}.")
+        raise KeyError(f"There is no block {name!r}. Use one of the names {list(operator.blocks)}.")
     end = dict(zip(operator.blocks, accumulate(operator.sizes), strict=True))[name]
     return range(end - operator.blocks[name].shape[0], end)

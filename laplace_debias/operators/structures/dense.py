@@ -14,7 +14,7 @@ from laplace_debias.system.checks import check_is
 
 @dataclass(eq=False, repr=False)
 class Dense(Composed):
-    """A matrix that is held in full.
+    """A matrix that stores all of its entries.
 
     It claims to be symmetric if it is so to the last bit, and leaves every other claim to `assume`.
     Products of dense matrices stay lazy: `[n, k] @ [k, n]` is cheaper applied than multiplied.
@@ -33,8 +33,9 @@ class Dense(Composed):
         check_is(self.matrix, "the matrix of Dense", Tensor)
         if self.matrix.ndim != 2 or not self.matrix.is_floating_point():
             raise ValueError(
-                "A dense operator is a matrix of real floating numbers, got shape "
-                f"{tuple(self.matrix.shape)} and {self.matrix.dtype}: a vector goes into Diagonal."
+                "A dense operator is a matrix of real floating-point numbers, got shape "
+                f"{tuple(self.matrix.shape)} and {self.matrix.dtype}. Convert the matrix, or use "
+                "Diagonal for a vector."
             )
 
     @property

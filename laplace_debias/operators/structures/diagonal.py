@@ -36,8 +36,9 @@ class Diagonal(Symmetric):
         check_is(self.values, "the values of Diagonal", Tensor)
         if self.values.ndim != 1 or not self.values.is_floating_point():
             raise ValueError(
-                "A diagonal is a vector of real floating numbers, got shape "
-                f"{tuple(self.values.shape)} and {self.values.dtype}: a matrix goes into Dense."
+                "A diagonal is a vector of real floating-point numbers, got shape "
+                f"{tuple(self.values.shape)} and {self.values.dtype}. Convert the vector, or use "
+                "Dense for a matrix."
             )
 
     @property
@@ -76,7 +77,7 @@ def _(operator: Diagonal, scalar: Scalar) -> LinearOperator | None:
 
 @dataclass(eq=False, repr=False, init=False)
 class Identity(Symmetric):
-    """The identity.
+    """The identity matrix.
 
     Without a dtype or device it takes those of the first operator or tensor that it meets, so that
     `H + 0.1 * Identity(n)` needs neither; by itself it has torch's defaults.
@@ -102,9 +103,12 @@ class Identity(Symmetric):
         device: torch.device | str | None = None,
     ) -> None:
         if n < 1:
-            raise ValueError(f"An identity needs at least one row, got n = {n}.")
+            raise ValueError(f"An identity needs at least one row, got n = {n}. Pass a positive n.")
         if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"Entries are real floating numbers, got {dtype}.")
+            raise TypeError(
+                f"An identity must have a real floating-point dtype, got {dtype}. Use "
+                "torch.float32 or torch.float64."
+            )
         self.n = int(n)
         self._dtype = dtype
         self._device = None

@@ -61,8 +61,8 @@ class EigenKronecker(Symmetric):
     def __post_init__(self) -> None:
         if self.magnitudes.ndim not in (2, 3):
             raise ValueError(
-                "Magnitudes are a matrix [d_out, d_in], or one for each group [g, d_out, d_in], "
-                f"got shape {tuple(self.magnitudes.shape)}."
+                f"`magnitudes` has shape {tuple(self.magnitudes.shape)}. Pass a matrix [d_out, "
+                "d_in], or one for each group [g, d_out, d_in]."
             )
         *groups, rows, columns = self.magnitudes.shape
         for name, U, size in (("U_G", self.U_G, rows), ("U_A", self.U_A, columns)):
@@ -72,12 +72,15 @@ class EigenKronecker(Symmetric):
             is_thinner = is_thin(U) and U.shape == (*groups, U.shape[-2], size - 1)
             if U.shape != expected and not is_thinner:
                 raise ValueError(
-                    f"Magnitudes of shape {tuple(self.magnitudes.shape)} do not fit directions of "
-                    f"shape {tuple(U.shape)}: {name} must be {expected}, or [d, {size - 1}] of a "
-                    "larger d."
+                    f"Magnitudes of shape {tuple(self.magnitudes.shape)} do not match "
+                    f"eigenvectors of shape {tuple(U.shape)}. Pass {name} of shape {expected}, "
+                    f"or [d, {size - 1}] with a larger d."
                 )
             if U.dtype != self.magnitudes.dtype or U.device != self.magnitudes.device:
-                raise ValueError("U_G, U_A and the magnitudes must share one dtype and one device.")
+                raise ValueError(
+                    "U_G, U_A and the magnitudes must have the same dtype and device. Convert "
+                    "them with `.to(...)`."
+                )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -112,14 +115,14 @@ class EigenKronecker(Symmetric):
     def factor_eigenvalues(
         self,
     ) -> tuple[Float[Tensor, "*groups rows"], Float[Tensor, "*groups columns"]]:
-        """The eigenvalues of G and of A, whose products are the magnitudes; zero if these are.
+        """Eigenvalues of G and of A, whose products are the magnitudes.
 
         Raises:
             ValueError: If `trace_A` is None.
         """
         if self.trace_A is None:
             raise ValueError(
-                "The operator does not have the scales of its factors. Construct it with trace_A=."
+                "The scales of the operator's factors are unknown. Construct it with `trace_A=`."
             )
         counts_G, counts_A = self._side_multiplicities
         rows = self.magnitudes @ counts_A
@@ -234,7 +237,7 @@ class EigenKronecker(Symmetric):
         return block
 
     def apply(self, function: Spectrum) -> "EigenKronecker":
-        """Apply a function to the magnitudes; the directions stay."""
+        """Apply a function to the magnitudes, and keep the directions."""
         return EigenKronecker(self.U_G, self.U_A, function(self.magnitudes))
 
 

@@ -28,13 +28,16 @@ class Kronecker(Joined):
 
     def __init__(self, *factors: LinearOperator | Tensor) -> None:
         if not factors:
-            raise ValueError("A Kronecker product needs at least one factor.")
+            raise ValueError(
+                "A Kronecker product needs at least one factor. Pass a sequence with at least "
+                "one operator."
+            )
         operators = [Dense(factor) if isinstance(factor, Tensor) else factor for factor in factors]
         self.factors = tuple(unify(operators))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The product of the factors' numbers of rows, and that of their numbers of columns."""
+        """The products of the factors' numbers of rows and of columns."""
         rows, columns = zip(*(factor.shape for factor in self.factors), strict=True)
         return math.prod(rows), math.prod(columns)
 

@@ -39,17 +39,20 @@ class LowRankPlusDiagonal(Symmetric):
             diagonal = torch.tensor(float(diagonal), dtype=U.dtype, device=U.device)
         if len(U.shape) != 2 or tuple(magnitudes.shape) != tuple(U.shape[1:]):
             raise ValueError(
-                f"Magnitudes of shape {tuple(magnitudes.shape)} do not fit U of shape "
-                f"{tuple(U.shape)}: expected [k] and [n, k]."
+                f"Magnitudes of shape {tuple(magnitudes.shape)} do not match U of shape "
+                f"{tuple(U.shape)}. Pass [k] and [n, k]."
             )
         if diagonal.shape not in ((), (U.shape[0],)):
             raise ValueError(
-                f"The diagonal must be one number or of shape ({U.shape[0]},), got "
-                f"{tuple(diagonal.shape)}."
+                f"`diagonal` has shape {tuple(diagonal.shape)}. Pass one number, or a vector of "
+                f"shape ({U.shape[0]},)."
             )
         tensors = (U, magnitudes, diagonal)
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-            raise ValueError("U, magnitudes and diagonal must share one dtype and one device.")
+            raise ValueError(
+                "U, magnitudes and diagonal must have the same dtype and device. Convert them "
+                "with `.to(...)`."
+            )
         self.U = U
         self.magnitudes = magnitudes
         self.diagonal = diagonal
@@ -75,7 +78,7 @@ class LowRankPlusDiagonal(Symmetric):
         return torch.ones_like(self.magnitudes)
 
     def apply(self, function: Spectrum) -> "LowRankPlusDiagonal":
-        """Apply a function to the eigenvalues; the eigenvectors stay.
+        """Apply a function to the eigenvalues, and keep the eigenvectors.
 
         The columns of U must be orthonormal, and the diagonal one number.
         """

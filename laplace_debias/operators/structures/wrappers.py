@@ -114,12 +114,12 @@ class SubMatrix(Wrapper):
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether the operator is symmetric, and the selected rows are the selected columns."""
+        """Whether the operator is symmetric and the same rows and columns are selected."""
         return self.operator.is_symmetric and self.rows.equal(self.columns)
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the operator is positive semi-definite, and rows and columns are the same."""
+        """Whether the operator is positive semi-definite, with equal rows and columns."""
         return self.operator.is_positive_semidefinite and self.rows.equal(self.columns)
 
     @property
@@ -172,14 +172,20 @@ class Permuted(Wrapper):
         n = self.operator.shape[0]
         if self.operator.shape[1] != n:
             raise ValueError(
-                f"Only a square operator can be permuted, got shape {self.operator.shape}."
+                f"Only a square operator can be permuted, got shape {self.operator.shape}. Pass "
+                "a square operator."
             )
         if self.order is not None and not self.order.sort().values.equal(
             torch.arange(n, device=self.order.device)
         ):
-            raise ValueError(f"`order` must hold every number from 0 to {n - 1} once.")
+            raise ValueError(
+                f"`order` must contain every number from 0 to {n - 1} once. Pass a permutation."
+            )
         if self.layout is not None and self.layout.size != n:
-            raise ValueError(f"A layout of {self.layout.size} parameters does not fit {n} rows.")
+            raise ValueError(
+                f"A layout of {self.layout.size} parameters does not match {n} rows. Pass a "
+                "layout of the same size."
+            )
 
     @property
     def T(self) -> "Permuted":  # noqa: N802
@@ -192,7 +198,7 @@ class Permuted(Wrapper):
         return self.permuted(self.operator @ matrix[self.order])
 
     def permuted(self, rows: Tensor) -> Tensor:
-        """Reorder the rows of a tensor `[n, ...]` from the order of A to that of this operator."""
+        """Reorder the rows of a tensor from the order of A to that of this operator."""
         if self.order is None:
             return rows
         return torch.empty_like(rows).index_copy_(0, self.order, rows)

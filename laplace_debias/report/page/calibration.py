@@ -1,4 +1,4 @@
-"""Whether predicted distributions are right: class probabilities, intervals, residuals."""
+"""Figures of the calibration of class probabilities, intervals and residuals."""
 
 from typing import Any
 
@@ -31,7 +31,10 @@ _SHARES = np.linspace(0, 1, 201)[1:]
 
 
 def reliability(run: Run, look: Look, data: str) -> Picture | None:
-    """Accuracy against confidence in equal bins, with 95 % Wilson intervals, over a histogram."""
+    """Plot the accuracy against the confidence in equal bins.
+
+    The bins have 95 % Wilson intervals, and a histogram below.
+    """
     predictions = run.probabilities(look.key, data)
     if predictions is None:
         return None
@@ -102,7 +105,7 @@ def _draw_counts(ax: Axes, bins: pd.DataFrame, look: Look) -> None:
 
 
 def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> Picture | None:
-    """Error rate among the most confident examples against their share, all methods.
+    """Plot the error rate of the most confident examples against their fraction.
 
     Examples of equal confidence each count as their mean error.
     """
@@ -143,7 +146,7 @@ def _percent(share: float) -> str:
 
 
 def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
-    """Share of targets within the central interval of each level, all methods."""
+    """Plot the fraction of targets within the central interval of each level."""
     panel = Panel("coverage")
     ax = panel.axes[0]
     draw_diagonal(ax)
@@ -182,7 +185,10 @@ def _interval_levels(run: Run, method: str) -> np.ndarray | None:
 
 
 def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
-    """Root mean squared residual against predicted standard deviation, in groups of equal size."""
+    """Plot residuals against predicted standard deviations.
+
+    The residuals are root mean squares in groups of equal size.
+    """
     panel = Panel("residuals")
     ax = panel.axes[0]
     ends = []

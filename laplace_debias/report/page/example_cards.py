@@ -1,4 +1,4 @@
-"""The examples that the page shows: the most uncertain and the most confidently wrong."""
+"""The most uncertain and the most confidently wrong examples, for the page."""
 
 import base64
 import io
@@ -20,19 +20,20 @@ _LEAST = 0.005
 _GROUPS = {
     "most_uncertain": (
         "Most uncertain",
-        "“{method}” is least certain of these. If you could not tell either, its doubt is right.",
+        "“{method}” is least certain of these. If you cannot recognise them either, its doubt is "
+        "justified.",
     ),
     "most_confidently_wrong": (
         "Most confidently wrong",
-        "Mistakes that “{method}” is surest of. Look for wrong labels first, then for what these "
-        "have in common.",
+        "“{method}” is most certain of these mistakes. Look for wrong labels first, then for what "
+        "the mistakes have in common.",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Guess:
-    """A method's prediction of an example: an interval, or classes `(name, percent, is_truth)`."""
+    """A method's prediction of an example: an interval, or classes."""
 
     label: str
     interval: str
@@ -41,7 +42,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Card:
-    """An example as the page's template takes it."""
+    """An example in the form that the page's template needs."""
 
     index: int
     truth: str
@@ -61,7 +62,7 @@ class CardGroup:
 
 
 def example_groups(run: Run) -> list[CardGroup]:
-    """The groups of examples that are not empty."""
+    """Return the groups of examples that are not empty."""
     examples = run.folder.read_examples()
     labels = {method.key: method.label for method in run.methods}
     keys = list(labels)
@@ -118,8 +119,8 @@ def _picture(path: Path) -> tuple[str, bool]:
             shown = image.convert("RGB")
     except (OSError, SyntaxError) as error:
         raise ValueError(
-            f"{path} is no picture that can be read ({error}). Delete it to draw the page without "
-            "it, or run the report again."
+            f"{path} is not a readable picture ({error}). Delete it to draw the page without it, "
+            "or run the report again."
         ) from error
     shown.thumbnail((_MOST_PIXELS, _MOST_PIXELS), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()

@@ -35,12 +35,12 @@ class MetricTable:
 
 
 def main_table(run: Run) -> MetricTable:
-    """The most telling metrics of the test set, and AUROC of each out-of-distribution set."""
+    """Make the table of the main metrics of the test set and of OOD detection."""
     return _table(run, _main_columns(run))
 
 
 def full_tables(run: Run, data: str) -> list[MetricTable]:
-    """Every metric of a set; for an out-of-distribution set a table for each score."""
+    """Make tables of every metric of a set; for an OOD set one table per score."""
     rows = run.rows[run.rows["set_name"] == data]
     scores: list[str | None] = [name for name in SCORES if (rows["score"] == name).any()]
     metrics = [(data, metric) for metric in in_order(rows["metric"])]
@@ -49,7 +49,7 @@ def full_tables(run: Run, data: str) -> list[MetricTable]:
 
 
 def difference_tables(run: Run) -> list[MetricTable]:
-    """Differences of the methods from those without a posterior, on the same examples."""
+    """Make tables of differences from the methods without a posterior."""
     simple = [method.key for method in run.methods if not method.is_laplace]
     tables = [_table(run, _main_columns(run), reference) for reference in simple]
     return [table for table in tables if table.columns]

@@ -1,4 +1,4 @@
-"""One small picture: axes in the page's style, parts that belong to methods, points to look at."""
+"""Small figures in the page's style."""
 
 import io
 import itertools
@@ -42,7 +42,10 @@ SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Look:
-    """How a method is drawn, distinct without colour too; marker and dashes as matplotlib's."""
+    """The colour, marker and dashes of a method.
+
+    Methods are distinct without colour, too. Marker and dashes are matplotlib's.
+    """
 
     key: str
     label: str
@@ -52,7 +55,7 @@ class Look:
 
     @property
     def marked(self) -> dict[str, Any]:
-        """Options of a line with markers."""
+        """Matplotlib's options of a line with markers."""
         return {"color": self.colour, "linestyle": self.dashes, "marker": self.marker}
 
 
@@ -82,7 +85,7 @@ class Picture:
 
 
 def looks(methods: Iterable[MethodRecord]) -> dict[str, Look]:
-    """Looks of methods by key: the same in every figure."""
+    """Return the looks of methods by key, which are the same in every figure."""
     styles = zip(
         itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle(_STYLES), strict=False
     )
@@ -127,7 +130,7 @@ class Panel:
     def note(
         self, ax: Axes, method: str, x: Iterable[Any], y: Iterable[Any], texts: Sequence[str]
     ) -> None:
-        """Give places of the axes texts that the page shows when a reader points at them."""
+        """Add texts that the page shows when a reader points at parts of the figure."""
         for place_x, place_y, text in zip(x, y, texts, strict=True):
             if np.isfinite([place_x, place_y]).all():
                 self._noted.append((ax, method, place_x, place_y, text))

@@ -1,4 +1,4 @@
-"""A complete run as the page takes it: records, metrics as data frames, columns of predictions."""
+"""A complete run in the form that the page needs."""
 
 import dataclasses
 import os
@@ -51,11 +51,11 @@ class Run:
         return self.record.has_numbers
 
     def sets(self, role: Role) -> list[SetRecord]:
-        """The sets of a role, by severity."""
+        """Return the sets of a role, by severity."""
         return self.record.sets_of(role)
 
     def column(self, method: str, set_name: str, name: str) -> np.ndarray | None:
-        """One column of predictions, `[n]` or `[n, width]`; None if missing, null or not finite."""
+        """Return a column of predictions, or None if it is missing or not finite."""
         if not self.folder.predictions(method, set_name).is_file():
             return None
         values = self.folder.read_predictions(method, set_name, name).get(name)
@@ -64,7 +64,7 @@ class Run:
         return values.astype(float)
 
     def probabilities(self, method: str, set_name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Probabilities and labels; None where an example has not one label."""
+        """Return probabilities and labels, or None if examples have several labels."""
         probs = self.column(method, set_name, "probs")
         labels = self.column(method, set_name, "label")
         if self.has_numbers or probs is None or labels is None or labels.ndim != 1:

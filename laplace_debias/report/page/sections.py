@@ -57,7 +57,7 @@ def drawn(run: Run, looks: dict[str, Look]) -> dict[str, list[Picture]]:
 
 
 def first_picture(pictures: Sequence[Picture]) -> Picture | None:
-    """The picture that shows the verdict: confidence by severity, or on the test set."""
+    """Draw the picture of the verdict: confidence by severity, or on the test set."""
     candidates = [
         picture for name in _FIRST for picture in pictures if picture.name.startswith(name)
     ]
@@ -69,7 +69,7 @@ def first_picture(pictures: Sequence[Picture]) -> Picture | None:
 
 
 def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture | None:
-    """One row a method: uncertainty on the test set as a line, on another set filled.
+    """Draw histograms of the uncertainty on the test set and on a different set.
 
     Heights are square roots of shares, so that rare values are visible next to the many near zero.
     """
@@ -121,7 +121,10 @@ def score_histograms(run: Run, methods: dict[str, Look], data: str) -> Picture |
 
 
 def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
-    """A metric against the severity, with its intervals; severity 0 is the test set as it is."""
+    """Plot a metric against the severity, with its intervals.
+
+    Severity 0 is the test set without corruption.
+    """
     levels = {run.test.name: 0}
     levels |= {shift.name: shift.severity or 0 for shift in run.sets("shift")}
     name = METRICS[metric]
@@ -162,7 +165,7 @@ def _interval(value: float, low: float, high: float) -> str:
 
 
 def sweep(run: Run, look: Look) -> Picture | None:
-    """A metric of the validation examples against the prior precision, one method."""
+    """Plot a validation metric of one method against the prior precision."""
     search = run.folder.read_sweep(look.key)
     points = [point for point in search.rows if point.value is not None]
     points.sort(key=lambda point: point.prior_precision)

@@ -1,4 +1,4 @@
-"""Writes the page of a run folder and its pictures."""
+"""The writer of a run folder's page and its pictures."""
 
 import itertools
 import os

@@ -16,7 +16,7 @@ Weights = Sequence[float] | Tensor
 
 
 class Likelihood(ABC):
-    """The distribution p(y | f) of the targets given the network's outputs f, `[B, C]`.
+    """The distribution p(y | f) of targets y, given the network's outputs f, `[B, C]`.
 
     ℓ is the negative log-likelihood of one example, every constant included. A new likelihood is
     the six abstract methods. One whose Hessian depends on the target, by a weight of its class say,
@@ -112,7 +112,7 @@ class Likelihood(ABC):
         | Float[Tensor, "*batch outputs"]
         | None,
     ) -> Distribution:
-        """Return the distribution of y for Gaussian outputs, or for outputs without variance.
+        """Return the distribution of y for Gaussian or exactly known outputs.
 
         Closed form: exact for the Gaussian of one σ, its first two moments where each output has a
         σ of its own, the probit approximation (MacKay, 1992) for classes and labels.
@@ -131,7 +131,7 @@ class Likelihood(ABC):
         return None
 
     def curvature_weights(self, targets: Tensor) -> Float[Tensor, "batch weights"] | None:
-        r"""Return the weight ω ≥ 0 of each example's Hessian, `[B, 1]`, or None if all are 1.
+        r"""Return the weight ω ≥ 0 of each example's Hessian, `[B, 1]`; None if all are 1.
 
         The curvature of an example is $\mathrm{diag}(\sqrt\omega)\,(\sum_k s_k s_k^\top)\,
         \mathrm{diag}(\sqrt\omega)$ with the columns of `hessian_root`, which do not depend on the
@@ -172,13 +172,13 @@ class Likelihood(ABC):
         return self.gradient(outputs, self.sample(outputs, uniforms))
 
     def check_predicted(self, values: Float[Tensor, "batch outputs"], targets: Tensor) -> None:
-        """Raise an error if the targets do not fit the probabilities or means of a predictive."""
+        """Require targets that match a predictive's probabilities or means."""
         self.check(values, targets)
 
     def marginals(
         self, mean: Float[Tensor, "*batch outputs"], variances: Float[Tensor, "*batch outputs"]
     ) -> Distribution:
-        """Return the marginal distribution of each target for outputs with these moments.
+        """Return each target's marginal distribution for outputs with these moments.
 
         Raises:
             TypeError: If targets are not real numbers.
@@ -186,7 +186,7 @@ class Likelihood(ABC):
         raise self._no_marginals()
 
     def marginal_mixture(self, samples: Float[Tensor, "samples *batch outputs"]) -> Distribution:
-        """Return the marginal distribution of each target, averaged over samples of the outputs.
+        """Return each target's marginal distribution, averaged over output samples.
 
         Raises:
             TypeError: If targets are not real numbers.
@@ -205,13 +205,12 @@ class Likelihood(ABC):
 
     def _no_marginals(self) -> TypeError:
         return TypeError(
-            f"{type(self).__name__} has no marginals with quantiles: they are those of numbers, "
-            "such as Gaussian, HeteroscedasticGaussian or Poisson. `predict` gives class "
-            "probabilities."
+            f"{type(self).__name__} has no quantiles, because its targets are classes, not "
+            "numbers. Use `predict`, which returns class probabilities."
         )
 
     def probabilities(self, logits: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "..."]:
-        """Compute the probabilities of classes or labels, shaped as `probs` of the predictive."""
+        """Compute the probabilities of classes or labels, in the shape of `probs`."""
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
     @property
@@ -220,7 +219,7 @@ class Likelihood(ABC):
         return self.targets in ("numbers", None)
 
     def num_outputs(self, num_targets: int) -> int | None:
-        """Return the number of outputs that a network needs for some targets, or None if unknown.
+        """Return the number of outputs that a network needs, or None if unknown.
 
         Args:
             num_targets: The number of classes, of labels, or of target columns.
@@ -248,13 +247,13 @@ class Likelihood(ABC):
             ValueError: If the likelihood has no `sigma`.
         """
         raise ValueError(
-            f"sigma is the noise of a regression, which {self.describe()} does not have. "
-            "Remove sigma=."
+            f"`sigma` is the noise of a regression, which {self.describe()} does not have. "
+            "Remove `sigma=`."
         )
 
     @property
     def is_exportable(self) -> bool:
-        """Whether a program can be exported that computes the predictive in closed form."""
+        """Whether the predictive has a closed form that can be exported."""
         return self.activation is not None or type(self).exported is not Likelihood.exported
 
     def exported(
@@ -275,7 +274,7 @@ class Likelihood(ABC):
         return self.name or type(self).__name__
 
     def warn_of_outputs(self, network: nn.Module, outputs: Float[Tensor, "*batch outputs"]) -> None:  # noqa: B027 (most have no doubt)
-        """Warn if a network's outputs do not look like those that the likelihood needs."""
+        """Warn if a network's outputs are not those that the likelihood needs."""
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of the instance as JSON data, for a posterior file.
@@ -292,7 +291,8 @@ class Likelihood(ABC):
 
 
 RESHAPE_TARGETS = (
-    "Reshape the targets in the data, or pass batch=, a function from a batch to (inputs, targets)."
+    "Reshape the targets in the data, or pass `batch=`, a function that converts a batch to "
+    "(inputs, targets)."
 )
 """Advice for targets that do not fit the outputs, whatever a batch is."""
 
@@ -317,6 +317,6 @@ def check_length(weights: Tensor | None, num_outputs: int, name: str, single: bo
     if weights is None or len(weights) == num_outputs or (single and len(weights) == 1):
         return
     raise ValueError(
-        f"{name} has {len(weights)} entries, the model has {num_outputs} outputs. Give one for "
-        "each."
+        f"{name} has {len(weights)} entries, but the model has {num_outputs} outputs. Pass one "
+        "entry per output."
     )

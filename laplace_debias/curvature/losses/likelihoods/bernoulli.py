@@ -90,14 +90,14 @@ class Bernoulli(_Sigmoids):
         """Require a single output, and targets that are 0 or 1."""
         if outputs.shape[1] != 1:
             raise ValueError(
-                f"Binary classification needs one output (a logit), the model has "
-                f'{outputs.shape[1]}. Use likelihood="multilabel" if each output says whether a '
-                "label of its own applies (several at once, or none), or "
-                '"classification" if exactly one of the classes does.'
+                "Binary classification needs one output (a logit), but the model has "
+                f"{outputs.shape[1]}. If several labels can apply to an example, use "
+                '`likelihood="multilabel"`. If exactly one class applies, use '
+                '`likelihood="classification"`.'
             )
         if columns_of(targets).shape != outputs.shape:
             raise ValueError(
-                f"Expected binary targets of shape {tuple(outputs.shape[:1])} or "
+                f"Binary targets must have shape {tuple(outputs.shape[:1])} or "
                 f"{tuple(outputs.shape)}, got {tuple(targets.shape)}. {RESHAPE_TARGETS}"
             )
         self.check_targets(targets)
@@ -106,15 +106,15 @@ class Bernoulli(_Sigmoids):
         """Require targets that are 0 or 1."""
         require(
             ((targets == 0) | (targets == 1)).all(),
-            lambda: ValueError("Binary targets must be 0 or 1."),
+            lambda: ValueError("Binary targets must be 0 or 1. Convert the targets."),
         )
 
     def num_outputs(self, num_targets: int) -> int:
         """Return 1: a single logit describes two classes."""
         if num_targets > 2:
             raise ValueError(
-                f"The data has {num_targets} classes, and binary classification needs two. "
-                "Use classification."
+                f"The data has {num_targets} classes, but binary classification needs two. Use "
+                '`likelihood="classification"`.'
             )
         return 1
 
@@ -132,7 +132,7 @@ class Bernoulli(_Sigmoids):
         return _curvature_weights(targets.reshape(-1, 1), None, self.positive_weight)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> BernoulliDistribution:
-        r"""Return the Bernoulli distribution of the label, by the probit approximation, `[B]`."""
+        r"""Return the Bernoulli distribution of the label (probit approximation), `[B]`."""
         logits = mean if covariance is None else probit(mean, covariance)
         return BernoulliDistribution(logits=logits[..., 0])
 
@@ -197,10 +197,13 @@ class MultiLabel(_Sigmoids):
         if columns_of(targets).shape != outputs.shape:
             hint = ""
             if targets.ndim == 1 and not targets.is_floating_point():
-                hint = ' (for one class index per example use likelihood="classification")'
+                hint = (
+                    " (if the targets are one class index per example, use "
+                    '`likelihood="classification"`)'
+                )
             raise ValueError(
-                f"Expected targets of the outputs' shape {tuple(outputs.shape)}, 0 or 1 for every "
-                f"label, got {tuple(targets.shape)}{hint}. {RESHAPE_TARGETS}"
+                "Targets must be 0 or 1 for every label and have the shape of the outputs, "
+                f"{tuple(outputs.shape)}, got {tuple(targets.shape)}{hint}. {RESHAPE_TARGETS}"
             )
         is_label = (targets == 0) | (targets == 1)
         are_right = columns_of(is_label).all(-1)
@@ -208,8 +211,8 @@ class MultiLabel(_Sigmoids):
             (are_right | ~self.counted(targets)).all(),
             lambda: ValueError(
                 "Multi-label targets must be 0 or 1 for every label of an example, or "
-                f"ignore_index={self.ignore_index} for all of them. Leave out the examples of "
-                "which some labels are not known."
+                f"ignore_index={self.ignore_index} for all of its labels. Remove examples for "
+                "which only some labels are known."
             ),
         )
 

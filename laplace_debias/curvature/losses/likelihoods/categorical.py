@@ -19,11 +19,11 @@ from laplace_debias.system.checks import checked_weights
 
 # How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
 _ROUNDING = 1e-3
-_OF_SEVERAL_LABELS = '; if several labels may apply to an example use likelihood="multilabel"'
+_SEVERAL_LABELS = ' If several labels can apply to an example, use `likelihood="multilabel"`.'
 
 
 class Categorical(Likelihood):
-    r"""Softmax classification with targets `[B]` (class indices) or `[B, C]` (probabilities).
+    r"""Softmax classification with class indices `[B]` or probabilities `[B, C]`.
 
     With class weights $w$, label smoothing ε, the one-hot or soft target $q$ and
     $t_c = w_c\,\big((1-\varepsilon)\,q_c + \varepsilon/C\big)$, as `F.cross_entropy` has them,
@@ -68,7 +68,10 @@ class Categorical(Likelihood):
         label_smoothing: float = 0.0,
     ) -> None:
         if not 0 <= label_smoothing <= 1:
-            raise ValueError(f"label_smoothing must lie in 0 … 1, got {label_smoothing}.")
+            raise ValueError(
+                f"`label_smoothing` must be between 0 and 1, got {label_smoothing}. Pass a "
+                "number from 0 to 1."
+            )
         self.ignore_index = ignore_index
         self.class_weights = checked_weights(class_weights, "class_weights")
         self.label_smoothing = float(label_smoothing)
@@ -99,8 +102,8 @@ class Categorical(Likelihood):
         num_classes = outputs.shape[1]
         if num_classes < 2:
             raise ValueError(
-                "Classification needs at least two outputs, the model has one. Use "
-                'likelihood="binary" for a single logit.'
+                "Classification needs at least two outputs, but the model has one. For a single "
+                'logit, use `likelihood="binary"`.'
             )
         check_length(self.class_weights, num_classes, "class_weights")
         if _are_soft(targets) and targets.shape == outputs.shape:
@@ -109,12 +112,12 @@ class Categorical(Likelihood):
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             raise TypeError(
                 f"Class labels must be integers, got {targets.dtype}. Pass class indices, "
-                f"`targets.long()`{_advice_on_columns(outputs, targets)}."
+                f"`targets.long()`.{_advice_on_columns(outputs, targets)}"
             )
         if targets.shape != outputs.shape[:1]:
             raise ValueError(
-                f"Expected one class label per example, shape ({outputs.shape[0]},), got "
-                f"{tuple(targets.shape)}{_advice_on_columns(outputs, targets)}."
+                f"Targets must be one class label per example, of shape ({outputs.shape[0]},), got "
+                f"shape {tuple(targets.shape)}.{_advice_on_columns(outputs, targets)}"
             )
         if len(targets) == 0:
             return
@@ -127,8 +130,9 @@ class Categorical(Likelihood):
         require(
             (low >= 0) & (high < num_classes),
             lambda: ValueError(
-                f"Class labels must lie in 0 … {num_classes - 1} for {num_classes} outputs, got "
-                f"{int(low)} … {int(high)}."
+                f"Class labels must be between 0 and {num_classes - 1}, because the model has "
+                f"{num_classes} outputs, got {int(low)} to {int(high)}. Renumber the classes, or "
+                "use a model with more outputs."
             ),
         )
 
@@ -136,8 +140,8 @@ class Categorical(Likelihood):
         """Require class indices, which predictions are scored against."""
         if _are_soft(targets) and targets.shape == values.shape:
             raise ValueError(
-                "Predictions are scored on class indices, got class probabilities (soft targets). "
-                "Pass the labels, or `targets.argmax(-1)`."
+                "Predictions can only be scored with class indices, got class probabilities "
+                "(soft targets). Pass the labels, or `targets.argmax(-1)`."
             )
         self.check(values, targets)
 
@@ -152,10 +156,9 @@ class Categorical(Likelihood):
             (are_right | ~self._not_ignored(targets)).all(),
             # One-hot targets are probabilities: here they never are.
             lambda: TypeError(
-                f"Class labels must be integers, got {dtype} of shape {shape}. They are no "
-                "class probabilities either, because these are not negative and sum to 1 "
-                "for every example. Pass class indices or "
-                f"probabilities{_OF_SEVERAL_LABELS}."
+                f"Class labels must be integers, got {dtype} of shape {shape}. They are "
+                "not class probabilities either, because these are not negative and sum to 1 "
+                f"for every example. Pass class indices or probabilities.{_SEVERAL_LABELS}"
             ),
         )
 
@@ -190,7 +193,7 @@ class Categorical(Likelihood):
         return losses * counted
 
     def counted(self, targets: Tensor) -> Tensor:
-        """Return the mask of the targets that are not `ignore_index` and have a weight above 0."""
+        """Return the mask of targets that are not ignored and have a positive weight."""
         counted = self._not_ignored(targets)
         weights = self.curvature_weights(targets) if self.class_weights is not None else None
         return counted if weights is None else counted & (weights.reshape(counted.shape) > 0)
@@ -248,7 +251,7 @@ class Categorical(Likelihood):
         return (p * (1 - p)).sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Int[Tensor, " batch"]:
-        """Draw class indices from the softmax, with the first uniform number of each example."""
+        """Draw class indices from the softmax, with one uniform number per example."""
         cumulative = outputs.softmax(-1).cumsum(-1)
         above = uniforms[:, :1].to(cumulative) * cumulative[:, -1:]
         return (cumulative[:, :-1] <= above).sum(-1)
@@ -277,11 +280,11 @@ def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
     """Advice on targets in columns: of one number a class, or one column of indices."""
     if targets.shape != outputs.shape:
         is_column = targets.shape[1:] == (1,)
-        return "; remove the last dimension by `targets.squeeze(1)`" if is_column else ""
+        return " Remove the last dimension with `targets.squeeze(1)`." if is_column else ""
     is_one_hot = ((targets == 0) | (targets == 1)).all() and (targets.sum(1) == 1).all()
     if is_one_hot:
         return (
-            "; one-hot targets are turned into them by `targets.argmax(1)`, but if several labels "
-            'may apply to an example use likelihood="multilabel"'
+            " Convert one-hot targets with `targets.argmax(1)`, but if several labels can apply to "
+            'an example, use `likelihood="multilabel"`.'
         )
-    return _OF_SEVERAL_LABELS
+    return _SEVERAL_LABELS

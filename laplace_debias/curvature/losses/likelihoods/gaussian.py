@@ -40,8 +40,8 @@ class NormalMixture(MixtureSameFamily):
         value = torch.as_tensor(value)
         if not ((value > 0) & (value < 1)).all():
             raise ValueError(
-                "Probabilities of quantiles must lie above 0 and below 1, got "
-                f"{float(value.min()):g} … {float(value.max()):g}."
+                "Probabilities of quantiles must be greater than 0 and less than 1, got "
+                f"{float(value.min()):g} to {float(value.max()):g}. Remove the others."
             )
         dtype = self._normals.loc.dtype
         means = self._normals.loc.double()
@@ -60,7 +60,7 @@ class NormalMixture(MixtureSameFamily):
 
 
 class Gaussian(Likelihood):
-    r"""Regression with Gaussian noise and floating-point targets `[B, C]`, or `[B]` if C = 1.
+    r"""Regression with Gaussian noise, with targets `[B, C]`, or `[B]` if C = 1.
 
     $\ell = \tfrac12\|(f-y)/\sigma\|^2 + \sum_c \log\sigma_c + \tfrac C2\log 2\pi$
 
@@ -91,7 +91,10 @@ class Gaussian(Likelihood):
         self.is_assumed = sigma is None
         self.sigma = real(1.0 if sigma is None else sigma, "sigma").detach().cpu().clone()
         if self.sigma.ndim > 1 or not (self.sigma.isfinite() & (self.sigma > 0)).all():
-            raise ValueError(f"sigma must be one positive number, or one per output, got {sigma}.")
+            raise ValueError(
+                "`sigma` must be a positive number, or one positive number per output, got "
+                f"{sigma}. Pass the standard deviation of the noise."
+            )
 
     @classmethod
     def estimated(cls, sigma: Float[Tensor, " outputs"]) -> "Gaussian":
@@ -159,7 +162,7 @@ class Gaussian(Likelihood):
         """Return the name and σ."""
         name = super().describe()
         if self.sigma.ndim:
-            return f"{name}, sigma = one for each of {self.sigma.numel()} outputs"
+            return f"{name}, a separate sigma for each of {self.sigma.numel()} outputs"
         return f"{name}, sigma = {self.sigma.item():g}"
 
     def _sigma(self, outputs: Tensor) -> Tensor:
@@ -169,12 +172,12 @@ class Gaussian(Likelihood):
         return _for_outputs(self.curvature_sigma, outputs)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require floating-point targets of the outputs' shape, or `[B]` for a single output."""
+        """Require floating-point targets of the outputs' shape, or `[B]` for one output."""
         self._loss_sigma(outputs)
         if columns_of(targets).shape != outputs.shape:
             raise ValueError(
-                f"Regression targets must have the outputs' shape {tuple(outputs.shape)}, got "
-                f"{tuple(targets.shape)}. {RESHAPE_TARGETS}"
+                f"Regression targets must have the shape of the outputs, {tuple(outputs.shape)}, "
+                f"got {tuple(targets.shape)}. {RESHAPE_TARGETS}"
             )
         check_finite_floats(targets, "Regression")
 
@@ -186,7 +189,7 @@ class Gaussian(Likelihood):
         return 0.5 * squares.double() + self.log_normaliser(outputs.shape[-1])
 
     def log_normaliser(self, num_outputs: int) -> float:
-        """Compute Σ log σ + C/2 log 2π, the part of ℓ that does not depend on the residuals."""
+        """Compute Σ log σ + C/2 log 2π, the part of ℓ without the residuals."""
         log_sigma = float(self.curvature_sigma.expand(num_outputs).log().sum())
         return log_sigma + 0.5 * num_outputs * math.log(2 * math.pi)
 
@@ -201,7 +204,7 @@ class Gaussian(Likelihood):
         return outputs + noise
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
-        """Return the normal distribution whose covariance is that of the outputs plus σ² I."""
+        """Return the normal distribution with the covariance of the outputs plus σ² I."""
         noise = self._sigma(mean).square().expand(mean.shape)
         return noisy_normal(mean, covariance, noise, f"sigma = {self.sigma.tolist()}")
 
@@ -226,7 +229,7 @@ class Gaussian(Likelihood):
         return exported_normal(mean, (covariance + covariance.mT) / 2 + torch.diag(noise))
 
     def marginal_mixture(self, samples: Tensor) -> NormalMixture:
-        """Return the mixture of normals that are centred at the samples, each with deviation σ."""
+        """Return the mixture of normals with means at the samples and deviation σ."""
         return NormalMixture(samples, self._sigma(samples).expand(samples.shape))
 
 
@@ -234,14 +237,15 @@ def _for_outputs(sigma: Float[Tensor, "*outputs"], outputs: Tensor) -> Float[Ten
     """Return the noise of each output, in the outputs' dtype and on their device."""
     if sigma.ndim == 1 and len(sigma) != outputs.shape[-1]:
         raise ValueError(
-            f"sigma has {len(sigma)} entries, the model has {outputs.shape[-1]} outputs."
+            f"`sigma` has {len(sigma)} entries, but the model has {outputs.shape[-1]} outputs. "
+            "Pass one number, or one number per output."
         )
     variance = sigma.square()
     limits = torch.finfo(outputs.dtype)
     if float(variance.max()) > limits.max or float(variance.min()) < limits.tiny:
         raise ValueError(
-            f"sigma is {sigma.tolist()}, whose square is out of the range of {outputs.dtype}. "
-            "Rescale the targets and sigma, or convert the model to a wider dtype."
+            f"`sigma` is {sigma.tolist()}, but its square is out of the range of {outputs.dtype}. "
+            "Rescale the targets and `sigma`, or convert the model to a wider dtype."
         )
     return sigma.to(outputs, non_blocking=True).expand(outputs.shape[-1])
 
@@ -270,10 +274,9 @@ def noisy_normal(
     if not _is_resolved(total):
         largest = float(total.diagonal(dim1=-2, dim2=-1).max())
         raise ValueError(
-            f"The predictive covariance is singular in {total.dtype}: beside variances of up "
-            f"to {largest:.3g} a noise of {noise_name} is lost to rounding. "
-            "Convert the model to a wider dtype, use a larger prior precision, or rescale the "
-            "targets and sigma."
+            f"The predictive covariance is singular in {total.dtype}. Its variances are up to "
+            f"{largest:.3g}, so a noise of {noise_name} is lost to rounding. Convert the model "
+            "to a wider dtype, use a larger prior precision, or rescale the targets and `sigma`."
         )
     return MultivariateNormal(mean, covariance_matrix=total)
 
@@ -294,7 +297,7 @@ def check_finite_floats(targets: Tensor, kind: str) -> None:
         )
     require(
         torch.isfinite(targets).all(),
-        lambda: ValueError(f"{kind} targets hold NaN or Inf. Remove these examples."),
+        lambda: ValueError(f"{kind} targets contain NaN or Inf. Remove these examples."),
     )
 
 
@@ -347,8 +350,9 @@ class HeteroscedasticGaussian(Likelihood):
         size = outputs.shape[1]
         if size % 2:
             raise ValueError(
-                "Heteroscedastic regression needs a mean and a log-variance for each target, "
-                f"outputs [B, 2C] or [B, C, 2]; the model has {size} in the last dimension."
+                f"The model has {size} outputs in the last dimension, but heteroscedastic "
+                "regression needs a mean and a log-variance per target. Use a model with outputs "
+                "[B, 2C] or [B, C, 2]."
             )
         self._check_targets(outputs[:, : size // 2], targets)
         log_variances = outputs[:, size // 2 :]
@@ -359,9 +363,9 @@ class HeteroscedasticGaussian(Likelihood):
         require(
             (low > -limit) & (high < limit),
             lambda: ValueError(
-                f"Log-variances of {float(low):.3g} … {float(high):.3g} are out of the range of "
-                f"{dtype}: the last {size // 2} of {size} outputs must be the logarithms of "
-                "variances."
+                f"Log-variances from {float(low):.3g} to {float(high):.3g} are out of the range "
+                f"of {dtype}. The last {size // 2} of the {size} outputs must be logarithms of "
+                "variances. Check the order of the outputs."
             ),
         )
 
@@ -377,8 +381,8 @@ class HeteroscedasticGaussian(Likelihood):
         if columns_of(targets).shape != means.shape:
             raise ValueError(
                 "Targets of heteroscedastic regression must have the shape of the means, "
-                f"{tuple(means.shape)}, half as many as the outputs; got {tuple(targets.shape)}. "
-                f"{RESHAPE_TARGETS}"
+                f"{tuple(means.shape)}, which is half of the outputs, got "
+                f"{tuple(targets.shape)}. {RESHAPE_TARGETS}"
             )
         check_finite_floats(targets, "Regression")
 
@@ -389,13 +393,13 @@ class HeteroscedasticGaussian(Likelihood):
         return 0.5 * (residuals.square() + log_variance + math.log(2 * math.pi)).sum(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""Return the 2C columns of $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$, the Fisher's root."""
+        r"""Return the Fisher's root $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$, 2C columns."""
         half = (-outputs.chunk(2, -1)[1] / 2).exp()
         diagonal = torch.cat([half, torch.full_like(half, 0.5**0.5)], -1)
         return torch.diag_embed(diagonal).movedim(-1, 0)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch targets"]:
-        """Draw targets μ + e^{s/2} ε with normal quantiles ε of the first C uniform numbers."""
+        """Draw targets μ + e^{s/2} ε, with normal quantiles ε of C uniform numbers."""
         mean, log_variance = outputs.chunk(2, -1)
         noise = torch.special.ndtri(uniforms[:, : mean.shape[1]])
         return mean + (log_variance / 2).exp() * noise.to(outputs)
@@ -418,7 +422,7 @@ class HeteroscedasticGaussian(Likelihood):
         return _normal(mean, covariance, log_variances.exp().mean(0))
 
     def marginals(self, mean: Tensor, variances: Tensor) -> Normal:
-        """Return normal distributions with the means and variances of the predictive, `[B, C]`."""
+        """Return normal distributions with the predictive's means and variances, `[B, C]`."""
         mu, s = mean.chunk(2, -1)
         mu_variance, s_variance = variances.chunk(2, -1)
         return Normal(mu, (mu_variance + _mean_noise(s, s_variance)).sqrt())
@@ -446,9 +450,9 @@ def _mean_noise(mean: Tensor, variance: Tensor) -> Tensor:
     noise = (mean + variance / 2).exp()
     if not noise.isfinite().all():
         raise ValueError(
-            f"The mean noise variance overflows {mean.dtype}: the log-variances have posterior "
-            f"variances of up to {float(variance.max()):.3g}. Use a larger prior precision (see "
-            "`tune`), or samples, which do not average them."
+            f"The mean noise variance overflows {mean.dtype}, because the log-variances have "
+            f"posterior variances of up to {float(variance.max()):.3g}. Use a larger prior "
+            "precision (see `tune`), or predict with `samples=`."
         )
     return noise
 

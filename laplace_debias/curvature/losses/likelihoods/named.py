@@ -15,8 +15,8 @@ def likelihood_from(
     """Return the likelihood of a name, or the instance itself."""
     if sigma is not None and name != Gaussian.name:
         raise ValueError(
-            f'sigma belongs to likelihood="regression", not to {name!r}; build '
-            "`Gaussian(sigma)` to pass an instance."
+            f'`sigma` applies only to `likelihood="regression"`, got `likelihood={name!r}`. '
+            "Remove `sigma=`. If you pass an instance, construct it as `Gaussian(sigma)`."
         )
     if isinstance(name, Likelihood):
         return name

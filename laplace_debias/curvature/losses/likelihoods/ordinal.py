@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.outputs import require
 
 
 class Ordinal(Likelihood):
-    r"""Ordered classes `[B]`, 0 … K−1, by cumulative logits; the network has one output f.
+    r"""Ordered classes 0 … K−1, by cumulative logits of a single output f.
 
     With thresholds $t_0 < \dots < t_{K-2}$ and the logistic function σ,
     $p(y \le k) = \sigma(t_k - f)$, as in the proportional odds model (statsmodels' `OrderedModel`).
@@ -52,15 +52,15 @@ class Ordinal(Likelihood):
     def __init__(self, thresholds: Sequence[float] | Tensor | None = None) -> None:
         if thresholds is None:
             raise ValueError(
-                "The thresholds of the ordinal likelihood are missing. Pass "
-                "likelihood=Ordinal([t_0, ..., t_{K-2}]), those that the network was trained with."
+                "The ordinal likelihood has no thresholds. Pass `likelihood=Ordinal([t_0, ..., "
+                "t_{K-2}])` with the thresholds that the network was trained with."
             )
         values = torch.as_tensor(thresholds, dtype=torch.float64).detach().cpu()
         is_increasing = values.ndim == 1 and len(values) > 0 and bool((values.diff() > 0).all())
         if not is_increasing or not values.isfinite().all():
             raise ValueError(
-                f"thresholds are {values.tolist()}. Pass one or more finite numbers in increasing "
-                "order."
+                f"`thresholds` are {values.tolist()}. Pass at least one finite number, in "
+                "increasing order."
             )
         self.thresholds = values
 
@@ -72,22 +72,22 @@ class Ordinal(Likelihood):
         """Return 1; the number of classes must be that of the thresholds plus one."""
         if num_targets != self.num_classes:
             raise ValueError(
-                f"The data have {num_targets} classes, and {len(self.thresholds)} thresholds "
-                f"separate {self.num_classes}. Pass {num_targets - 1} thresholds."
+                f"The data has {num_targets} classes, but {len(self.thresholds)} thresholds "
+                f"separate {self.num_classes} classes. Pass {num_targets - 1} thresholds."
             )
         return 1
 
     @property
     def num_classes(self) -> int:
-        """K."""
+        """The number of classes K."""
         return len(self.thresholds) + 1
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require a single output, and class indices `[B]` in `0 … K−1`."""
         if outputs.shape[1] != 1:
             raise ValueError(
-                f"An ordinal likelihood needs one output, the model has {outputs.shape[1]}. Use "
-                'likelihood="classification" for one output per class.'
+                f"An ordinal likelihood needs one output, but the model has {outputs.shape[1]}. "
+                'If the model has one output per class, use `likelihood="classification"`.'
             )
         self._check_labels(targets, outputs)
 
@@ -98,8 +98,9 @@ class Ordinal(Likelihood):
     def _check_labels(self, targets: Tensor, outputs: Tensor) -> None:
         if targets.shape != outputs.shape[:1]:
             raise ValueError(
-                f"Expected one class label per example, shape ({outputs.shape[0]},), got "
-                f"{tuple(targets.shape)}. Reshape the targets, as by `targets.squeeze(1)`."
+                f"Targets must be one class label per example, of shape ({outputs.shape[0]},), "
+                f"got shape {tuple(targets.shape)}. Reshape them, for example with "
+                "`targets.squeeze(1)`."
             )
         self.check_targets(targets)
 
@@ -114,14 +115,18 @@ class Ordinal(Likelihood):
         require(
             ((targets >= 0) & (targets < num_classes)).all(),
             lambda: ValueError(
-                f"Class labels must lie in 0 … {num_classes - 1} for {num_classes - 1} thresholds, "
-                f"got {int(targets.min())} … {int(targets.max())}. Pass one threshold between each "
-                "two neighbouring classes."
+                f"Class labels must be between 0 and {num_classes - 1}, because there are "
+                f"{num_classes - 1} thresholds, got {int(targets.min())} to "
+                f"{int(targets.max())}. Pass one threshold between each two neighbouring "
+                "classes."
             ),
         )
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Float[Tensor, " batch"]:
-        r"""Compute −log p(y | f), by $\sigma(a) - \sigma(b) = \sigma(a)\sigma(-b)(1 - e^{b-a})$."""
+        r"""Compute −log p(y | f), without cancellation.
+
+        It uses $\sigma(a) - \sigma(b) = \sigma(a)\sigma(-b)(1 - e^{b-a})$.
+        """
         log_probs = self._log_probs(outputs)
         return -log_probs.gather(1, targets.long().unsqueeze(1)).squeeze(1)
 

@@ -32,7 +32,7 @@ _ONE_DRAW = torch.Size()
 
 
 class Poisson(Likelihood):
-    r"""Poisson regression of counts `[B, C]`; the outputs are the logarithms of the rates.
+    r"""Poisson regression of counts `[B, C]`, whose outputs are logarithms of rates.
 
     Targets are whole numbers from 0 on, of any real dtype; `[B]` will do for C = 1. With
     $\lambda = e^f$, $\ell = \sum_c \lambda_c - y_c f_c + \log y_c!$ and
@@ -54,7 +54,7 @@ class Poisson(Likelihood):
     variances_suffice = True
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require targets that are counts, in the shape of the outputs, or `[B]` for one output."""
+        """Require counts in the shape of the outputs, or `[B]` for one output."""
         self.check_predicted(outputs, targets)
         largest = outputs.max()
         limit = math.log(torch.finfo(outputs.dtype).max)
@@ -62,8 +62,8 @@ class Poisson(Likelihood):
         require(
             largest < limit,
             lambda: ValueError(
-                f"The rate exp({float(largest):.3g}) is out of the range of {dtype}: outputs must "
-                "be logarithms of rates. Return rates.log() from the model."
+                f"The rate exp({float(largest):.3g}) is out of the range of {dtype}. The model "
+                "must return the logarithms of rates. Return `rates.log()` from the model."
             ),
         )
 
@@ -71,7 +71,7 @@ class Poisson(Likelihood):
         """Require counts that fit a predictive's means, `[B, C]`."""
         if columns_of(targets).shape != values.shape:
             raise ValueError(
-                f"Counts must have the outputs' shape {tuple(values.shape)}, got "
+                f"Counts must have the shape of the outputs, {tuple(values.shape)}, got "
                 f"{tuple(targets.shape)}. {RESHAPE_TARGETS}"
             )
         self.check_targets(targets)
@@ -84,8 +84,8 @@ class Poisson(Likelihood):
         require(
             are_counts.all(),
             lambda: ValueError(
-                "Counts must be whole numbers from 0 on. Check the targets for negative numbers, "
-                "fractions and NaN."
+                "Counts must be whole numbers of at least 0. Check the targets for negative "
+                "numbers, fractions and NaN."
             ),
         )
 
@@ -158,8 +158,9 @@ class _Counts(Distribution):
         probabilities = torch.as_tensor(value, dtype=self.mean.dtype, device=self.mean.device)
         if not ((probabilities > 0) & (probabilities < 1)).all():
             raise ValueError(
-                "Probabilities of quantiles must lie above 0 and below 1, got "
-                f"{float(probabilities.min()):g} … {float(probabilities.max()):g}."
+                "Probabilities of quantiles must be greater than 0 and less than 1, got "
+                f"{float(probabilities.min()):g} to {float(probabilities.max()):g}. Remove the "
+                "others."
             )
         shape = torch.broadcast_shapes(probabilities.shape, self.batch_shape)
         return smallest_count(self.cdf, probabilities.expand(shape))
