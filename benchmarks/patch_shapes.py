@@ -105,8 +105,7 @@ def unfolded_moments(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
     """The input factor from unfolded patches, a slice of the examples at a time."""
     factor = x.new_zeros(block.factor_shapes[1])
     for examples in block.rule.slices(layer, block, x):
-        rows = block.rule.activations(layer, block, x[examples])
-        add_moments(factor, rows.flatten(0, 1))
+        add_moments(factor, block.rule.activation_rows(layer, block, x[examples]))
     return factor
 
 

@@ -161,6 +161,21 @@ def test_padding_modes_are_followed():
         torch.testing.assert_close(product.mT.reshape(2, 3, 6, 5), layer(x))
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("groups", "joint"), [(1, False), (1, True), (4, False), (4, True)])
+def test_rows_are_the_patches_of_all_examples_and_columns_in_memory(groups, joint, layout):
+    layer = nn.Conv2d(8, 8, (3, 2), (2, 1), (1, 0), (1, 2), groups, dtype=torch.float64)
+    x = torch.randn(4, 8, 6, 5, dtype=torch.float64)
+    block = curvature_blocks(layer, ["weight", "bias"], joint)[0]
+    rows = block.rule.activation_rows(layer, block, x.contiguous(memory_format=layout))
+    patches = F.unfold(x, (3, 2), (1, 2), (1, 0), (2, 1)).mT.flatten(0, 1)
+    expected = patches.unflatten(1, (*block.groups, -1))
+    if joint:
+        expected = F.pad(expected, (0, 1), value=1.0)
+    assert torch.equal(rows, expected)
+    assert rows.stride(0) == 1
+
+
 @pytest.mark.parametrize(("groups", "joint"), [(1, False), (1, True), (4, False), (4, True)])
 def test_small_and_large_products_give_the_same_factor(monkeypatch, groups, joint):
     layer = nn.Conv2d(8, 8, 3, padding=1, groups=groups, dtype=torch.float64)

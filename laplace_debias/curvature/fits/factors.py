@@ -173,10 +173,10 @@ def input_rows(
         return
     for index, x in enumerate(inputs):
         for examples in block.rule.slices(layer, block, x):
-            rows = block.rule.activations(layer, block, x[examples])
             if masks is None:
-                yield rows.flatten(0, 1)
+                yield block.rule.activation_rows(layer, block, x[examples])
             else:
+                rows = block.rule.activations(layer, block, x[examples])
                 yield select_positions(rows[None], masks[index][examples])[0]
 
 

@@ -284,6 +284,12 @@ class LayerRule:
         rows = self.unfold(layer, x).unflatten(2, (*block.groups, -1))
         return F.pad(rows, (0, 1), value=1.0) if block.is_joint else rows
 
+    def activation_rows(
+        self, layer: nn.Module, block: Block, x: Tensor
+    ) -> Float[Tensor, "n *groups d_in"]:
+        """Compute the activations of all examples and positions as rows, in any memory layout."""
+        return self.activations(layer, block, x).flatten(0, 1)
+
     def activation_indices(self, layer: nn.Module, x: Tensor) -> Int[Tensor, "batch positions"]:
         """The indices of the ones in one-hot activations."""
         return x.reshape(x.shape[0], -1)

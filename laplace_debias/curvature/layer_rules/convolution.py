@@ -56,6 +56,24 @@ class ConvolutionRule(LayerRule):
         patches = _patches(_pad(layer, x), layer, layer.stride)
         return _flatten_patches(patches)
 
+    def activation_rows(
+        self, layer: Any, block: Block, x: Float[Tensor, "batch channels *space"]
+    ) -> Float[Tensor, "n *groups d_in"]:
+        """Compute the patches of all examples as rows, which are columns in memory.
+
+        Positions are neighbours in an image. To copy them together takes a fraction of the time of
+        copying patch by patch.
+        """
+        patches = _patches(_pad(layer, x.contiguous()), layer, layer.stride)
+        dims = (patches.ndim - 2) // 2
+        positions = range(2, 2 + dims)
+        kernel = range(2 + dims, 2 + 2 * dims)
+        columns = patches.permute(1, *kernel, 0, *positions)
+        columns = columns.flatten(1 + dims).flatten(0, dims).unflatten(0, (*block.groups, -1))
+        if block.is_joint:
+            columns = F.pad(columns, (0, 0, 0, 1), value=1.0)
+        return columns.movedim(-1, 0)
+
     def num_positions(self, layer: Any, x: Float[Tensor, "batch channels *space"]) -> int:
         """Count the output positions."""
         # As F.pad takes it: the last dimension first.
@@ -216,6 +234,12 @@ class TransposedConvolutionRule(ConvolutionRule):
             margins += [margin, margin + layer.output_padding[dim]]
         patches = _patches(F.pad(stuffed, margins), layer, (1,) * dims)
         return _flatten_patches(patches.flip(tuple(range(2 + dims, 2 + 2 * dims))))
+
+    def activation_rows(
+        self, layer: nn.Module, block: Block, x: Tensor
+    ) -> Float[Tensor, "n *groups d_in"]:
+        """Compute the patches of all examples as rows."""
+        return self.activations(layer, block, x).flatten(0, 1)
 
     def num_positions(self, layer: Any, x: Float[Tensor, "batch channels *space"]) -> int:
         """Count the output positions."""
