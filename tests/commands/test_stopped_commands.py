@@ -92,6 +92,7 @@ def stopped(arguments, folder, monkeypatch, capsys):
     return resumed
 
 
+@pytest.mark.usefixtures("batches_apart")
 def test_a_fit_that_was_stopped_goes_on_to_the_same_file(tmp_path, monkeypatch, capsys):
     (tmp_path / "stopped_nets.py").write_text(NETWORK)
     monkeypatch.chdir(tmp_path)

@@ -34,7 +34,7 @@ from laplace_debias.curvature import (
     Hessian,
     Jacobian,
 )
-from laplace_debias.curvature.fits import checkpoint, directions, factors
+from laplace_debias.curvature.fits import checkpoint, chunks, directions, factors
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.laplace.schemes import Full
 from laplace_debias.linalg import eigsh, trace
@@ -536,7 +536,8 @@ def broken_or_whole(stop=None, seed=3):
 
 def break_off(rank, curvature, options, folder, stops):
     """A fit that saves after every batch, of which each process fails before some batch."""
-    with mock.patch.object(checkpoint, "EVERY", 0.0):
+    every_batch = mock.patch.object(checkpoint, "EVERY", 0.0)
+    with every_batch, mock.patch.object(chunks, "_JOINED_BYTES", 0):
         batches = broken_or_whole(stops[rank])
         laplace(curvature, **options).fit(batches, generator=generator(5), resume=folder)
 
@@ -551,7 +552,8 @@ def resumed(rank, curvature, options, folder, seed=3):
         skipped[self._number] = skipped.get(self._number, 0) + found
         return found
 
-    with mock.patch.object(Checkpoint, "has", counting):
+    batches_apart = mock.patch.object(chunks, "_JOINED_BYTES", 0)
+    with batches_apart, mock.patch.object(Checkpoint, "has", counting):
         la = laplace(curvature, **options)
         la.fit(broken_or_whole(None, seed), generator=generator(5), resume=folder)
     return la.posterior.curvature.to_dense(), skipped[max(skipped)] if skipped else 0
