@@ -8,7 +8,7 @@ equivalent raise a `NotImplementedError` that names what to use.
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -29,7 +29,17 @@ from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.linalg import diagonal
 from laplace_debias.operators import LinearOperator, Permuted
 
-__all__ = ["Laplace"]
+__all__ = [
+    "DiagLLLaplace",
+    "DiagLaplace",
+    "FullLLLaplace",
+    "FullLaplace",
+    "KronLLLaplace",
+    "KronLaplace",
+    "Laplace",
+    "LowRankLaplace",
+    "StructuredLaplace",
+]
 
 STRUCTURES = {
     "kron": "kfac",
@@ -652,6 +662,77 @@ class Laplace:
 
     def __repr__(self) -> str:
         return repr(self.posterior)
+
+
+class StructuredLaplace(Laplace):
+    """A `Laplace` whose class decides its structure and its subset of the weights.
+
+    Args:
+        model: The trained network.
+        likelihood: `"classification"`, `"regression"` or `"reward_modeling"`.
+        *arguments: The arguments of `Laplace` from `sigma_noise` on, in their order.
+        **options: Arguments of `Laplace` by their names.
+
+    Example:
+        >>> from torch import nn
+        >>> from laplace_debias.compat.laplace_torch import KronLaplace
+        >>> la = KronLaplace(nn.Linear(4, 3), "classification", prior_precision=0.5)
+    """
+
+    hessian_structure: ClassVar[str]
+    subset_of_weights: ClassVar[str] = "all"
+
+    def __init__(self, model: nn.Module, likelihood: str, *arguments: Any, **options: Any) -> None:
+        super().__init__(
+            model,
+            likelihood,
+            self.subset_of_weights,
+            self.hessian_structure,
+            *arguments,
+            **options,
+        )
+
+
+class DiagLaplace(StructuredLaplace):
+    """The diagonal structure for all parameters."""
+
+    hessian_structure = "diag"
+
+
+class FullLaplace(StructuredLaplace):
+    """The complete matrix for all parameters."""
+
+    hessian_structure = "full"
+
+
+class KronLaplace(StructuredLaplace):
+    """Kronecker factors for all parameters."""
+
+    hessian_structure = "kron"
+
+
+class LowRankLaplace(StructuredLaplace):
+    """Leading eigenvectors for all parameters."""
+
+    hessian_structure = "lowrank"
+
+
+class DiagLLLaplace(DiagLaplace):
+    """The diagonal structure for the last layer."""
+
+    subset_of_weights = "last_layer"
+
+
+class FullLLLaplace(FullLaplace):
+    """The complete matrix for the last layer."""
+
+    subset_of_weights = "last_layer"
+
+
+class KronLLLaplace(KronLaplace):
+    """Kronecker factors for the last layer."""
+
+    subset_of_weights = "last_layer"
 
 
 def _first_is_preferred(batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:

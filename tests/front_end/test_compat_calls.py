@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
+from laplace_debias.compat import laplace_torch
 from laplace_debias.compat.laplace_torch import Laplace
 
 laplace = pytest.importorskip("laplace", reason="compares with laplace-torch")
@@ -385,3 +386,41 @@ def test_prior_precisions_of_a_wrong_size_are_refused_before_the_fit(structure, 
     with pytest.raises(ValueError, match=message):
         la.prior_precision = precision
     assert torch.equal(la.posterior_variance, before)
+
+
+NAMES = [
+    "DiagLaplace",
+    "FullLaplace",
+    "KronLaplace",
+    "DiagLLLaplace",
+    "FullLLLaplace",
+    "KronLLLaplace",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_classes_by_structure(name):
+    model = network()
+    pair = [
+        # The noise and the prior precision, by their places.
+        getattr(library, name)(model, "regression", 0.3, 0.7, prior_mean=0.1)
+        for library in (laplace_torch, laplace)
+    ]
+    for la in pair:
+        la.fit(loader("regression"))
+    ours, theirs = pair
+    close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+    x = loader("regression").dataset.tensors[0]
+    for actual, expected in zip(ours(x), theirs(x), strict=True):
+        close(actual, expected)
+
+
+def test_the_class_of_low_ranks_has_them():
+    data = loader("classification")
+    by_class = laplace_torch.LowRankLaplace(network(), "classification")
+    options = {"subset_of_weights": "all", "hessian_structure": "lowrank"}
+    by_name = Laplace(network(), "classification", **options)
+    for la in (by_class, by_name):
+        la.fit(data)
+    x = data.dataset.tensors[0]
+    assert torch.equal(by_class(x), by_name(x))
