@@ -124,12 +124,13 @@ class Run:
 
 
 RUNS = (
-    Run("mc", 0.95),
+    Run("signs", 0.95),
+    Run("signs", 0.98),
+    Run("signs", 0.99),
+    Run("signs", 0.98, every=1),
     Run("mc", 0.98),
-    Run("mc", 0.99),
-    Run("mc", 0.98, every=2),
     Run("mc", 0.98, every=1),
-    Run("exact", 0.98),
+    Run("exact", 0.98, every=1),
 )
 
 
@@ -261,7 +262,7 @@ def draw(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    shown = (*FITS, *(str(run) for run in RUNS if run.every == 4))
+    shown = (*FITS, *map(str, RUNS[:3]))
     for name in shown:
         values = [[value.nll for value in by_posterior[epoch, name]] for epoch in epochs]
         means = [statistics.mean(of_epoch) for of_epoch in values]
@@ -291,7 +292,7 @@ def measure_seconds(repetitions: int, batch_size: int) -> None:
     print("|---|---|---|---:|---:|---:|---:|")
     for name, network in build.items():
         for curvature in ("kfac", "ekfac"):
-            for fisher in ("empirical", "mc"):
+            for fisher in ("empirical", "mc", "signs"):
                 model = network()
                 online = OnlineCurvature(
                     model, curvature=curvature, fisher=fisher, refresh=10**6, every=1

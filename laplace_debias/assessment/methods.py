@@ -26,8 +26,8 @@ class PosteriorChoice:
             four.
         params: Bayesian parameters: `all`, `weights`, `supported`, `last_layer`, or names with
             commas between them.
-        fisher: Labels that the curvature is taken at: the exact expectation, drawn ones (`mc`) or
-            the true ones (`empirical`).
+        fisher: Labels that the curvature is taken at: the exact expectation, an estimate of it by
+            drawn labels (`mc`) or random signs (`signs`), or the true labels (`empirical`).
         joint: Put a layer's weight and bias into one block.
         sharing: Approximation for weights that several positions share, in convolutions and
             sequences.
@@ -42,7 +42,7 @@ class PosteriorChoice:
 
     curvature: CurvatureName = "kfac"
     params: str = "last_layer"
-    fisher: Literal["exact", "mc", "empirical"] = "exact"
+    fisher: Literal["exact", "mc", "signs", "empirical"] = "exact"
     joint: bool = False
     sharing: Literal["expand", "reduce"] = "expand"
     mode: ModeName = "full"

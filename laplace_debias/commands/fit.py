@@ -26,8 +26,9 @@ class Settings(SourceSettings):
             the standard deviations of the outputs.
         curvature: The structure of the posterior's curvature, as in `Laplace`.
         params: The Bayesian parameters. A fit of `all` takes longer (see docs/choosing.md).
-        fisher: The labels at which the curvature is computed: the exact expectation over labels,
-            sampled labels (`mc`), or the true labels (`empirical`).
+        fisher: The labels at which the curvature is computed: the exact expectation over labels, an
+            estimate of it by sampled labels (`mc`) or random signs (`signs`), or the true labels
+            (`empirical`).
         joint: Combine a layer's weight and bias in one block. Not for `lowrank`, `full` and `gp`.
         inducing: The number of inducing examples for `gp`. By default, all examples are used.
         sharing: The approximation for weights that several positions share, in convolutions and
@@ -71,7 +72,7 @@ class Settings(SourceSettings):
     mode: ModeName = "full"
     curvature: CurvatureName = "kfac"
     params: Literal["all", "weights", "supported", "last_layer"] = "last_layer"
-    fisher: Literal["exact", "mc", "empirical"] = "exact"
+    fisher: Literal["exact", "mc", "signs", "empirical"] = "exact"
     joint: bool = False
     inducing: int | None = None
     sharing: Literal["expand", "reduce"] = "expand"

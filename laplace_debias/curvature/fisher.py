@@ -7,7 +7,9 @@ import torch
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import ALONE, Ranks
 
-FISHERS = ("exact", "mc", "empirical")
+FISHERS = ("exact", "mc", "signs", "empirical")
+# Types with `mc_samples` random vectors per example.
+_RANDOM = ("mc", "signs")
 
 
 @dataclass(frozen=True)
@@ -15,9 +17,14 @@ class FisherType:
     r"""The way in which a loss Hessian becomes a sum of outer products.
 
     `"exact"`: columns of the Hessian's root (the GGN, or type-II Fisher); `"mc"`: gradients at
-    `mc_samples` labels per example, drawn from the model (type-I); `"empirical"`: the gradient at
-    the true label. Drawn labels depend on the seed and the example's position in the data. They do
-    not depend on how the data is cut into batches, nor on how far it is padded.
+    `mc_samples` labels per example, drawn from the model (type-I); `"signs"`: sums of the columns
+    of `"exact"` with random signs, $s = \sum_k \epsilon_k s_k$, `mc_samples` per example;
+    `"empirical"`: the gradient at the true label. Drawn labels and signs depend on the seed and the
+    example's position in the data. They do not depend on how the data is cut into batches, nor on
+    how far it is padded.
+
+    Reference: Martens, Sutskever & Swersky (2012), "Estimating the Hessian by back-propagating
+    curvature", for the signs.
     """
 
     kind: str = "exact"
@@ -27,18 +34,23 @@ class FisherType:
     def __post_init__(self) -> None:
         if self.kind not in FISHERS:
             raise ValueError(f"Unknown fisher={self.kind!r}. Use one of {', '.join(FISHERS)}.")
-        if whole(self.mc_samples, "mc_samples") != 1 and self.kind != "mc":
+        if whole(self.mc_samples, "mc_samples") != 1 and not self.is_random:
             raise ValueError(
-                f'`mc_samples={self.mc_samples}` applies only to `fisher="mc"`, got '
+                f'`mc_samples={self.mc_samples}` applies only to `fisher="mc"` and `"signs"`, got '
                 f"`fisher={self.kind!r}`. Remove `mc_samples`."
             )
 
-    def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
-        """Draw the seed of the labels from a generator, or from torch's global one.
+    @property
+    def is_random(self) -> bool:
+        """Whether labels or signs are drawn."""
+        return self.kind in _RANDOM
 
-        With several processes, the first one draws. If no labels are drawn, no seed is.
+    def seeded(self, generator: torch.Generator | None, ranks: Ranks = ALONE) -> "FisherType":
+        """Draw the seed of labels or signs from a generator, or from torch's global one.
+
+        With several processes, the first one draws. If no labels or signs are drawn, no seed is.
         """
-        if self.kind != "mc":
+        if not self.is_random:
             return self
         device = "cpu" if generator is None else generator.device
         seed = int(torch.randint(2**62, (), generator=generator, device=device))

@@ -103,7 +103,7 @@ def check_before_fit(
     if resume is not None:
         if not scheme.is_resumable:
             raise ValueError(f'A fit with `mode="{mode}"` cannot be resumed. Remove `resume=`.')
-        check_resumable(resume, state.config.fisher.kind, generator, scheme.sources)
+        check_resumable(resume, state.config.fisher, generator, scheme.sources)
     scheme.check(state.config.structure)
     device = state.device
     check_no_autocast(device)
@@ -159,7 +159,7 @@ def prepare_fit(
     size = _size_with_weights(size, mode, streams[0], ranks)
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
-        if fisher.kind == "mc" or config.structure.draws_examples:
+        if fisher.is_random or config.structure.draws_examples:
             # Draws are keyed by an example's index among those of all processes.
             for stream in streams:
                 stream.first_index_among_all = first_index_of_batch(ranks, stream)

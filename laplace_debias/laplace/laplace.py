@@ -105,13 +105,16 @@ class Laplace(Predictor):
         prior_precision: δ, one number or one per block (see `block_names`).
         backend: `"backpack"`, `"hooks"`, or `"auto"`, which uses BackPACK where it can, except for
             convolutions on a processor. The factors are the same.
-        fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels sampled from the model)
-            or `"empirical"` (the true labels).
+        fisher: `"exact"` (the loss Hessian in closed form), `"mc"` (labels sampled from the model),
+            `"signs"` (columns of the loss Hessian's root, added up with random signs) or
+            `"empirical"` (the true labels). `"mc"` and `"signs"` are unbiased estimates of
+            `"exact"` that need one backward pass; `"signs"` has less noise if the network is
+            confident, and none for a single output.
         factor_dtype: The dtype in which curvature is summed and decomposed.
         sigma: Noise of `"regression"`: standard deviation, one number or one per output. If None,
             a fit warns, and assumes 1.0 for a single output or estimates the noise of each of
             several outputs from their residuals; `tune` then scales it.
-        mc_samples: Labels per example for `fisher="mc"`.
+        mc_samples: Labels, or sums with random signs, per example for `fisher="mc"` and `"signs"`.
         joint: Whether a layer's weight and bias make one block. Not for `"lowrank"`, `"full"` and
             `"gp"`.
         sharing: How positions share a weight, `"expand"` or `"reduce"`: one for all, or a mapping

@@ -45,7 +45,7 @@ def scheme_of_mode(
     if num_batches is None:
         return scheme.from_batches(loader, folds), size
     if resume is not None:
-        check_resumable(resume, state.config.fisher.kind, generator, [loader])
+        check_resumable(resume, state.config.fisher, generator, [loader])
     stream = state.spec.stream(loader, state.device, generator)
     with stream.randomness:
         batches = list(itertools.islice(stream.source, num_batches))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.checkpoint import check_folder
 from laplace_debias.curvature.network.batches import Batches
 from laplace_debias.curvature.network.fingerprints import fingerprint, sum_of_bits
@@ -22,17 +23,18 @@ _RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 def check_resumable(
     folder: Path,
-    fisher: str,
+    fisher: FisherType,
     generator: torch.Generator | None,
     sources: Sequence[Batches],
 ) -> None:
     """Require, before any work, that a repeated fit reads the same batches in the same order."""
     check_folder(folder)
     seed_advice = "pass the same generator=torch.Generator().manual_seed(0) every time"
-    if generator is None and fisher == "mc":
+    if generator is None and fisher.is_random:
+        labels_or_signs = "labels" if fisher.kind == "mc" else "signs"
         raise ValueError(
-            '`resume=` with `fisher="mc"` must draw the same labels again. To draw them, '
-            f"{seed_advice}."
+            f"`resume=` with `fisher={fisher.kind!r}` must draw the same {labels_or_signs} again. To "
+            f"draw them, {seed_advice}."
         )
     for source in sources:
         if not isinstance(source, DataLoader):

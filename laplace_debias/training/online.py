@@ -61,9 +61,9 @@ class OnlineCurvature:
     it is measured along, so its extremes do not bias the magnitudes. When the directions are
     refreshed, the magnitudes so far are projected onto the new ones.
 
-    By default every fourth batch is measured; `update` only counts the others. With labels that are
-    sampled from the model, gradients of a few examples are summed before they are squared: products
-    of different examples' gradients vanish on average.
+    By default every fourth batch is measured; `update` only counts the others. With random signs or
+    sampled labels, gradients of a few examples are summed before they are squared: products of
+    different examples' gradients vanish on average.
 
     An update runs the batch through a copy of the network that shares its parameters: in eval mode,
     without dropout and with the running statistics of batch normalisations. The model itself, its
@@ -84,9 +84,10 @@ class OnlineCurvature:
         curvature: `"ekfac"` for the equation above, or `"kfac"` for the products of the factors'
             own curvature (Eq. 9), which takes less time.
         params: Which parameters are Bayesian, as `Laplace` takes them.
-        fisher: `"mc"` (labels sampled from the model, one backward pass), `"exact"` (a backward
-            pass per output) or `"empirical"` (the true labels).
-        mc_samples: Labels per example for `fisher="mc"`.
+        fisher: `"signs"` (the columns of the loss Hessian's root, added up with random signs: one
+            backward pass), `"mc"` (labels sampled from the model, one backward pass), `"exact"` (a
+            backward pass per output) or `"empirical"` (the true labels).
+        mc_samples: Sums, or labels, per example for `fisher="signs"` and `"mc"`.
         sigma: Noise of `"regression"`.
         prior_precision: δ of the posteriors.
         temperature: T of the posteriors.
@@ -97,7 +98,7 @@ class OnlineCurvature:
             batch have the model's dtype.
         memory_bound: Bytes of working memory for output gradients; None for the default.
         class_dim: The dimension of the outputs that holds the classes; None for the last one.
-        generator: Seeds the labels of `fisher="mc"`; None for torch's global generator.
+        generator: Seeds the signs or labels; None for torch's global generator.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -136,7 +137,7 @@ class OnlineCurvature:
         *,
         curvature: str = "ekfac",
         params: ParameterSelection = "all",
-        fisher: str = "mc",
+        fisher: str = "signs",
         mc_samples: int = 1,
         sigma: float | Sequence[float] | Tensor | None = None,
         prior_precision: PriorPrecision = 1.0,

@@ -140,8 +140,8 @@ class GradientMagnitudes(RunningMagnitudes):
     def accumulator(
         self, context: FitContext, bases: Mapping[Block, Eigenbasis]
     ) -> SquaredGradients:
-        """The squares of a batch; of sums over examples if the labels are sampled."""
-        if context.cotangents.fisher.kind == "mc":
+        """The squares of a batch; those of sums over examples if signs or labels are random."""
+        if context.cotangents.fisher.is_random:
             return SquaredSums(context, bases)
         return SquaredGradients(context, bases)
 
@@ -194,8 +194,8 @@ def overlaps_of_bases(new: Eigenbasis, old: Eigenbasis) -> Overlaps:
 class SquaredSums(SquaredGradients):
     r"""An accumulator of the squares of gradients that are summed over several examples.
 
-    Sampled labels are independent and their gradients have mean zero, so that products of different
-    examples' gradients vanish on average:
+    With random signs or sampled labels, different examples' gradients are independent and have mean
+    zero, so that their products vanish on average:
 
     $$\mathbb E\big(\textstyle\sum_n J_n\big)^2 = \sum_n\mathbb E\,J_n^2.$$
 

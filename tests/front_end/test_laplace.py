@@ -218,7 +218,7 @@ pytest_unchecked = pytest.mark.usefixtures("unchecked")
         ({"params": lambda name, p: False}, ValueError, "selects no parameter"),
         ({"params": 3}, TypeError, "`params` must be"),
         ({"backend": "autograd"}, ValueError, "'auto', 'backpack' or 'hooks'"),
-        ({"fisher": "true"}, ValueError, "exact, mc, empirical"),
+        ({"fisher": "true"}, ValueError, "exact, mc, signs, empirical"),
         ({"fisher": "mc", "mc_samples": 0}, ValueError, "at least 1"),
         ({"mc_samples": 4}, ValueError, 'applies only to `fisher="mc"`'),
         ({"prior_precision": 0.0}, ValueError, "positive"),

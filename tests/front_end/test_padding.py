@@ -404,7 +404,7 @@ def test_positions_of_a_dead_relu_count():
     ("name", "fisher", "sharing", "curvature"),
     one_axis_at_a_time(
         ["causal", "bidirectional, mean"],
-        ["exact", "mc", "empirical"],
+        ["exact", "mc", "signs", "empirical"],
         ["expand", "reduce"],
         ["kfac", "ekfac"],
     ),
@@ -457,7 +457,7 @@ def test_cuts_into_batches_and_chunks_and_columns_do_not_matter(name):
     assert_same(whole, cut, 1e-10)
 
 
-@pytest.mark.parametrize("fisher", ["exact", "mc", "empirical"])
+@pytest.mark.parametrize("fisher", ["exact", "mc", "signs", "empirical"])
 def test_the_operator_of_a_torch_loss(fisher):
     """Outputs [B, C, T], as `nn.CrossEntropyLoss` has them."""
 
@@ -472,7 +472,8 @@ def test_the_operator_of_a_torch_loss(fisher):
     model, data = ClassesFirst().eval(), examples("causal")
     found = []
     for length, side in ((5, "right"), (12, "right"), (7, "left")):
-        generator = torch.Generator().manual_seed(2) if fisher == "mc" else None
+        is_random = fisher in ("mc", "signs")
+        generator = torch.Generator().manual_seed(2) if is_random else None
         x, y = padded("causal", data, length, side)
         loss = nn.CrossEntropyLoss(reduction="sum")
         found.append(KFAC(model, loss, [(x, y)], fisher=fisher, generator=generator))

@@ -223,7 +223,7 @@ def test_the_curvature_of_a_training_run_is_compared_with_fits(tmp_path, capsys,
 def test_seconds_of_updates_are_measured(capsys):
     online.main(["--seconds", "--repetitions", "1", "--batch_size", "8"])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(rows) == 9
+    assert len(rows) == 13
     for row in rows[1:]:
         every_4th, every_2nd, every_batch = map(float, row.split(" | ")[3:6])
         assert every_batch > every_2nd > every_4th > 1

@@ -123,6 +123,15 @@ class OutputLoss(ABC):
             'and nn.BCEWithLogitsLoss. For other losses, use `fisher="empirical"` or `GGN`.'
         )
 
+    def signed_root(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
+        """Add up the columns of `root` with random signs.
+
+        The outer product of the sum is, in expectation and example by example, the `hessian`.
+        """
+        columns = self.root(outputs, labels)
+        signs = _signs(uniforms(columns.new_empty(columns.shape[1], len(columns)))).to(columns)
+        return torch.einsum("kb...,bk->b...", columns, signs)
+
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Compute the gradient at labels drawn from the model's own distribution.
 
@@ -234,6 +243,16 @@ class NegativeLogLikelihood(OutputLoss):
         columns = columns.unsqueeze(1) * is_position[:, None, :, None]
         return columns.flatten(0, 1).unflatten(2, positions)
 
+    def signed_root(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
+        """Add up the columns of all positions at once, with random signs."""
+        outputs = outputs.movedim(self.class_dim, -1)
+        columns = self.likelihood.hessian_root(outputs.flatten(0, -2))
+        entries = columns.new_empty(*outputs.shape[:-1], len(columns))
+        numbers = uniforms(entries, None if len(labels) == 1 else labels[1])
+        signs = _signs(numbers).to(columns).flatten(0, -2)
+        total = torch.einsum("ktc,tk->tc", columns, signs)
+        return _placed(total.unsqueeze(0), outputs, labels)[0].movedim(-1, self.class_dim)
+
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """Compute the Hessian from its root, position by position."""
         columns = _placed(self.likelihood.hessian_root(outputs.flatten(0, -2)), outputs, labels)
@@ -263,6 +282,11 @@ class NegativeLogLikelihood(OutputLoss):
         gradient = self.likelihood.drawn_gradient(terms, numbers)
         placed = _placed(gradient.unsqueeze(0), outputs, labels)[0]
         return placed.movedim(-1, self.class_dim)
+
+
+def _signs(uniforms: Tensor) -> Tensor:
+    """Turn uniform random numbers into signs."""
+    return torch.where(uniforms < 0.5, -1.0, 1.0)
 
 
 def _placed(columns: Tensor, outputs: Tensor, labels: Labels) -> Tensor:

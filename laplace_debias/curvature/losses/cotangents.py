@@ -16,7 +16,8 @@ class Cotangents:
     """The cotangents at the outputs of a batch that represent the loss Hessian.
 
     A loss is the sum over an example's positions. With T of them `"exact"` has T times the columns,
-    each at one position. The labels of `"mc"` and `"empirical"` are those of all positions at once.
+    each at one position. The labels of `"mc"` and `"empirical"`, and the columns that `"signs"`
+    adds up, are those of all positions at once.
     `class_dim` says which dimension of targets with an entry for every output has the classes, as
     it was in the outputs, which have them last; None for targets that lie as the loss has them.
     """
@@ -71,8 +72,11 @@ class Cotangents:
             return self.loss.root(outputs, labels), value
         if self.fisher.kind == "empirical":
             return self.loss.gradient(outputs, labels).unsqueeze(0), value
+        draw = self.loss.drawn_gradient
+        if self.fisher.kind == "signs":
+            draw = self.loss.signed_root
         drawn = [
-            self.loss.drawn_gradient(outputs, labels, Uniforms(self.fisher.seed, sample, first))
+            draw(outputs, labels, Uniforms(self.fisher.seed, sample, first))
             for sample in range(self.fisher.mc_samples)
         ]
         return torch.stack(drawn) / self.fisher.mc_samples**0.5, value

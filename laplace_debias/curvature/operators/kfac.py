@@ -68,9 +68,10 @@ class KFAC(Permuted):
             removes the bias of measuring where the directions were chosen (Eq. 9). Then the
             operator is that of *their* loss.
         fisher: `"exact"`: the loss Hessian in closed form. `"mc"`: gradients at drawn labels.
-            `"empirical"`: gradients at the true labels, which approximates `EmpiricalFisher`.
-        mc_samples: For `"mc"`: labels per example (1 if not given).
-        generator: For `"mc"`: fixes the labels. An example's labels depend on it and on the
+            `"signs"`: the columns of the Hessian's root, added up with random signs. `"empirical"`:
+            gradients at the true labels, which approximates `EmpiricalFisher`.
+        mc_samples: For `"mc"` and `"signs"`: labels or sums per example (1 if not given).
+        generator: For `"mc"` and `"signs"`: fixes them. Those of an example depend on it and on the
             example's index in the data. torch's global generator is then not used, not even by
             loaders.
         reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
@@ -139,12 +140,12 @@ class KFAC(Permuted):
         memory_bound: int | None = None,
         batch: BatchHook | None = None,
     ) -> None:
-        if fisher != "mc" and (mc_samples is not None or generator is not None):
+        columns = FisherType(fisher, 1 if mc_samples is None else mc_samples)
+        if not columns.is_random and (mc_samples is not None or generator is not None):
             raise ValueError(
-                '`mc_samples` and `generator` apply only to `fisher="mc"`, got '
+                '`mc_samples` and `generator` apply only to `fisher="mc"` and `"signs"`, got '
                 f"`fisher={fisher!r}`. Remove them."
             )
-        columns = FisherType(fisher, 1 if mc_samples is None else mc_samples)
         if factor_dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"`factor_dtype` is {factor_dtype}. Pass torch.float32 or torch.float64."

@@ -1,0 +1,150 @@
+"""The Fisher matrix by random signs: what it is on average, and where it is exact."""
+
+import itertools
+
+import oracle
+import pytest
+import torch
+from torch import nn
+
+from laplace_debias import Laplace
+from laplace_debias.curvature import KFAC
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.losses.likelihoods import likelihood_from
+from laplace_debias.curvature.losses.torch_losses import output_loss
+
+SIGMA = 0.7
+
+
+def every_choice_of_signs(loss, outputs, targets, num_columns):
+    """The vectors of one example for all choices of signs, flattened, `[2 ** num_columns, -1]`."""
+    labels = loss.labels(targets, outputs.ndim)
+    vectors = []
+    for numbers in itertools.product((0.25, 0.75), repeat=num_columns):
+
+        def uniforms(like, counted=None, numbers=numbers):
+            return torch.tensor(numbers, dtype=torch.float64).reshape(like.shape)
+
+        vectors.append(loss.signed_root(outputs, labels, uniforms).flatten())
+    return torch.stack(vectors)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_outputs", "num_columns"),
+    [("classification", 4, 3), ("regression", 3, 3), ("binary", 1, 1)],
+)
+def test_the_mean_over_all_signs_is_the_hessian_of_the_loss(name, num_outputs, num_columns):
+    torch.manual_seed(0)
+    outputs = torch.randn(1, num_outputs, dtype=torch.float64)
+    sigma = SIGMA if name == "regression" else None
+    loss = NegativeLogLikelihood(likelihood_from(name, sigma))
+    targets = oracle.any_targets(name, outputs)
+    vectors = every_choice_of_signs(loss, outputs, targets, num_columns)
+    (expected,) = oracle.loss_hessian(name, outputs, sigma)
+    oracle.close(vectors.T @ vectors / len(vectors), expected, 1e-12)
+    oracle.close(1 + vectors.mean(0), torch.ones(num_outputs, dtype=torch.float64), 1e-12)
+
+
+def test_positions_have_signs_of_their_own_and_ignored_ones_none():
+    torch.manual_seed(0)
+    outputs = torch.randn(1, 3, 3, dtype=torch.float64)
+    targets = torch.tensor([[0, -100, 2]])
+    loss = NegativeLogLikelihood(likelihood_from("classification", None))
+    vectors = every_choice_of_signs(loss, outputs, targets, 6)
+    first, _, last = oracle.loss_hessian("classification", outputs[0])
+    expected = torch.block_diag(first, torch.zeros(3, 3, dtype=torch.float64), last)
+    oracle.close(vectors.T @ vectors / len(vectors), expected, 1e-12)
+
+
+def test_the_columns_of_a_torch_loss_are_added_up_with_signs():
+    torch.manual_seed(0)
+    outputs = torch.randn(1, 3, dtype=torch.float64)
+    targets = torch.rand(1, 3, dtype=torch.float64)
+    weights = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    criterion = nn.BCEWithLogitsLoss(pos_weight=weights, reduction="sum")
+    vectors = every_choice_of_signs(output_loss(criterion, None), outputs, targets, 3)
+    expected = torch.autograd.functional.hessian(lambda f: criterion(f, targets[0]), outputs[0])
+    oracle.close(vectors.T @ vectors / len(vectors), expected, 1e-12)
+
+
+def network(num_outputs):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, num_outputs)).double()
+
+
+def data(num_outputs):
+    torch.manual_seed(1)
+    x = torch.randn(12, 4, dtype=torch.float64)
+    if num_outputs == 1:
+        return x, torch.randint(2, (12,))
+    return x, torch.randint(num_outputs, (12,))
+
+
+def curvature(model, batches, likelihood="classification", **options):
+    generator = torch.Generator().manual_seed(3)
+    la = Laplace(model, likelihood, **options)
+    la.fit_batches(batches, num_data=12, generator=generator)
+    return la.posterior.curvature.to_dense()
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "full"])
+def test_for_a_single_output_the_curvature_is_exact(structure):
+    model, batch = network(1), data(1)
+    matrices = [
+        curvature(model, [batch], "binary", curvature=structure, fisher=fisher)
+        for fisher in ("signs", "exact")
+    ]
+    oracle.close(matrices[0], matrices[1], 1e-12)
+
+
+def test_with_many_vectors_the_curvature_is_the_exact_one():
+    model, batch = network(3), data(3)
+    options = {"curvature": "full", "fisher": "signs", "mc_samples": 300}
+    names = [name for name, _ in model.named_parameters()]
+    expected = oracle.ggn(model, batch[0], "classification", names)
+    actual = curvature(model, [batch], **options)
+    # Sums of 12 examples with 300 vectors each: the relative deviation is about √(2 / 3600).
+    assert float((actual - expected).norm() / expected.norm()) < 0.1
+
+
+def test_signs_depend_on_the_example_and_not_on_its_batch():
+    model, (x, y) = network(3), data(3)
+    parts = list(zip(x.split(5), y.split(5), strict=True))
+    options = {"curvature": "ekfac", "fisher": "signs"}
+    oracle.close(curvature(model, parts, **options), curvature(model, [(x, y)], **options), 1e-9)
+
+
+def test_a_confident_network_has_less_noise_than_with_sampled_labels():
+    model, (x, _) = network(3), data(3)
+    with torch.no_grad():
+        model[2].weight *= 8
+    batch = x, model(x).argmax(1)
+    names = [name for name, _ in model.named_parameters()]
+    expected = oracle.ggn(model, x, "classification", names)
+    errors = {}
+    for fisher in ("signs", "mc"):
+        squares = []
+        for seed in range(8):
+            la = Laplace(model, curvature="full", fisher=fisher)
+            la.fit_batches([batch], num_data=12, generator=torch.Generator().manual_seed(seed))
+            squares.append((la.posterior.curvature.to_dense() - expected).square().sum())
+        errors[fisher] = float(torch.stack(squares).mean().sqrt())
+    assert errors["signs"] < 0.7 * errors["mc"]
+
+
+def test_the_operator_has_the_same_seeds():
+    model, (x, y) = network(3), data(3)
+    generators = [torch.Generator().manual_seed(5) for _ in range(2)]
+    first, second = (
+        KFAC(model, nn.CrossEntropyLoss(), [(x, y)], fisher="signs", generator=generator)
+        for generator in generators
+    )
+    v = torch.randn(first.shape[0], dtype=torch.float64)
+    assert torch.equal(first @ v, second @ v)
+
+
+def test_samples_are_refused_without_randomness():
+    with pytest.raises(ValueError, match='applies only to `fisher="mc"` and `"signs"`'):
+        Laplace(network(3), fisher="exact", mc_samples=2)
+    with pytest.raises(ValueError, match="must draw the same signs again"):
+        Laplace(network(3), fisher="signs").fit([data(3)], resume="folder")
