@@ -9,11 +9,21 @@ from torch import nn
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import KFAC
-from laplace_debias.curvature.losses.base import NegativeLogLikelihood
+from laplace_debias.curvature.losses.base import NegativeLogLikelihood, Uniforms
 from laplace_debias.curvature.losses.likelihoods import likelihood_from
 from laplace_debias.curvature.losses.torch_losses import output_loss
 
 SIGMA = 0.7
+
+
+class Chosen(Uniforms):
+    """Numbers that a test chooses."""
+
+    def __init__(self, numbers):
+        self._numbers = torch.tensor(numbers, dtype=torch.float64)
+
+    def __call__(self, like, counted=None):
+        return self._numbers.reshape(like.shape)
 
 
 def every_choice_of_signs(loss, outputs, targets, num_columns):
@@ -21,11 +31,7 @@ def every_choice_of_signs(loss, outputs, targets, num_columns):
     labels = loss.labels(targets, outputs.ndim)
     vectors = []
     for numbers in itertools.product((0.25, 0.75), repeat=num_columns):
-
-        def uniforms(like, counted=None, numbers=numbers):
-            return torch.tensor(numbers, dtype=torch.float64).reshape(like.shape)
-
-        vectors.append(loss.signed_root(outputs, labels, uniforms).flatten())
+        vectors.append(loss.signed_root(outputs, labels, Chosen(numbers)).flatten())
     return torch.stack(vectors)
 
 

@@ -314,7 +314,7 @@ def assert_same(one, two, rtol):
 
 def fitted(model, *data, curvature="kfac", mode="full", generator=0, **settings):
     fit = {}
-    if settings.get("fisher") == "mc":
+    if settings.get("fisher") in ("mc", "signs"):
         fit["generator"] = torch.Generator().manual_seed(generator)
     # Some examples are as long as there are classes.
     la = Laplace(model, curvature=curvature, class_dim=-1, **settings)
