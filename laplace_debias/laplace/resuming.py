@@ -33,7 +33,7 @@ def check_resumable(
     if generator is None and fisher.is_random:
         labels_or_signs = "labels" if fisher.kind == "mc" else "signs"
         raise ValueError(
-            f"`resume=` with `fisher={fisher.kind!r}` must draw the same {labels_or_signs} again. To "
+            f'`resume=` with `fisher="{fisher.kind}"` must draw the same {labels_or_signs} again. To '
             f"draw them, {seed_advice}."
         )
     for source in sources:
