@@ -1,7 +1,8 @@
 """Tuning on held-out data: a grid of prior precisions and links, in one pass.
 
 The search is over δ, or over γ = δ k² if σ = k σ₀ is tuned with it. Links and temperatures cost
-little compared with the covariances, so the same pass evaluates all of them.
+little compared with the covariances, so the same pass evaluates all of them. A last layer's
+covariances are cheap: there only temperatures around the best are evaluated.
 """
 
 import itertools

@@ -201,7 +201,11 @@ def tune_and_evaluate(rank, metric, size=SIZE):
     tuned = la.tune(loader(size), metric=metric, grid=[0.01, 1.0, 100.0])
     report = la.evaluate(loader(size), ood={"shifted": shifted(size)})
     la.tune(method="marglik")
+    last_layer = laplace(params="last_layer").fit(loader(size))
+    searched = last_layer.tune(loader(size), metric=metric, grid=[0.01, 1.0, 100.0])
     return {
+        "last_layer_table": [row[metric] for row in searched.table],
+        "last_layer_best": searched.prior_precision,
         "table": [row[metric] for row in tuned.table],
         "best": tuned.prior_precision,
         "marginal": la.prior_precision,

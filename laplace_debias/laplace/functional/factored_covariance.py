@@ -132,7 +132,7 @@ class LastLayerInputs:
         return cls(
             mean=torch.cat([batch.mean for batch in batches]),
             heads=batches[0].heads,
-            squares=[torch.cat(of_block) for of_block in squares],
+            squares=[torch.cat(block_squares) for block_squares in squares],
         )
 
     def take(self, examples: slice) -> "LastLayerInputs":
