@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -36,6 +38,10 @@ _NUM_CALLS = 20
 _NETWORK = "network"
 _OURS = "ours"
 _THEIRS = "laplace-torch"
+_EXPORTED = "exported program"
+_COMPILED = "exported program, compiled"
+# The cell in which exported programs take part.
+_SERVED = "last layer, predict 1"
 _FACTORS = {"factors, exact": "exact", "factors, Monte-Carlo": "mc"}
 # The Fisher matrix and the parameters of a fit.
 _FITS = {
@@ -118,6 +124,13 @@ def compare(settings: Settings) -> list[Row]:
                 Contender(_OURS, partial(_our_prediction, on_network, params, x)),
                 Contender(_THEIRS, partial(_their_prediction, on_network, params, x), is_peer=True),
             ]
+            if cell == _SERVED:
+                exported = partial(_exported_prediction, on_network, x)
+                contenders.append(Contender(_EXPORTED, partial(exported, compiles=False)))
+                # A machine without a C++ compiler cannot compile it.
+                if not settings.quick:
+                    compiled = partial(exported, compiles=True)
+                    contenders.append(Contender(_COMPILED, compiled, is_peer=True))
             num_calls = 1 if settings.quick else _NUM_CALLS
             measured = measure(contenders, on_network, num_calls, 1, per_example=True)
             rows += _named(name, cell, measured)
@@ -190,6 +203,22 @@ def _their_prediction(settings: Settings, params: str, x: Tensor) -> Run:
     return _repeated(lambda: la(x, pred_type="glm", link_approx="probit"))
 
 
+def _exported_prediction(settings: Settings, x: Tensor, compiles: bool) -> Run:
+    la: Any = Laplace(settings.model(), params="last_layer").fit(_fit_loader(settings, _BATCH))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "predictive.pt2"
+        la.export(path, x)
+        program: Any = torch.export.load(path).module()
+    if compiles:
+        program = torch.compile(program)
+
+    @torch.no_grad()
+    def predict() -> object:
+        return program(x)["probs"]
+
+    return _repeated(predict)
+
+
 def _repeated(work: Callable[[], object]) -> Run:
     def run(num_calls: int) -> None:
         for _ in range(num_calls):
@@ -212,6 +241,10 @@ def tables(rows: Sequence[Row]) -> str:
             "Milliseconds of a prediction (`la.predict(x).probs`) and of the network's forward "
             "pass.",
             markdown_table(_latency_table(cells)),
+            "Milliseconds of a prediction of one input with a posterior over the last layer: "
+            "`la.predict(x).probs`, the program that `la.export` writes, and this program after "
+            "`torch.compile`.",
+            markdown_table(_served_table(cells)),
             f"Milliseconds of the K-FAC factors of {_BATCH} examples, without eigendecompositions.",
             markdown_table(_factor_table(cells)),
         ]
@@ -248,6 +281,17 @@ def _latency_table(cells: _Cells) -> list[dict[str, object]]:
         for cell in _PREDICTIONS:
             times = [_milliseconds(by_cell[cell][name]) for name in (_OURS, _NETWORK)]
             line[f"{cell} (network)"] = f"{times[0]} ({times[1]})"
+        table.append(line)
+    return table
+
+
+def _served_table(cells: _Cells) -> list[dict[str, object]]:
+    table: list[dict[str, object]] = []
+    for network, by_cell in cells.items():
+        line: dict[str, object] = {"network": network}
+        for name in (_NETWORK, _OURS, _EXPORTED, _COMPILED):
+            row = by_cell[_SERVED].get(name)
+            line[name] = (None if row is None else _milliseconds(row)) or "not available"
         table.append(line)
     return table
 

@@ -185,12 +185,11 @@ def _unshifted_pairwise(
     """
     log_2_differences = differences / math.log(2)
     terms = torch.empty_like(scaled_variances)
-    sums = terms.new_empty(len(temperatures), *terms.shape[:-1])
-    for temperature, row in zip(temperatures, sums, strict=True):
+    sums = []
+    for temperature in temperatures:
         torch.add(scaled_variances, temperature**2, out=terms)
-        terms.rsqrt_().mul_(log_2_differences).exp2_()
-        torch.sum(terms, -1, out=row)
-    return sums.log_().neg_()
+        sums.append(terms.rsqrt_().mul_(log_2_differences).exp2_().sum(-1))
+    return torch.stack(sums).log_().neg_()
 
 
 def tempered_probit(

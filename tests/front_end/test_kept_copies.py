@@ -230,6 +230,35 @@ def test_a_prediction_does_not_depend_on_the_ones_before():
     assert float(la.model.calls) == 0
 
 
+class Remembering(Scaled):
+    """A forward pass that remembers its inputs in an attribute, and depends on the ones before."""
+
+    def __init__(self):
+        super().__init__()
+        self.remembers = False
+        self.shift = 0.0
+
+    def forward(self, x):
+        """Shape `[B, 3]`."""
+        outputs = super().forward(x) + self.shift
+        if self.remembers:
+            self.shift = float(x.mean())
+        return outputs
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_attributes_that_a_pass_sets_are_restored_in_the_copy_that_is_kept(params, num_copies):
+    la, x = fitted(Remembering, params)
+    expected = la.functional(x)[0]
+    la.model.remembers = True
+    assert torch.equal(la.functional(x)[0], expected)
+    before = num_copies()
+    for size in (20, 1, 7):
+        torch.testing.assert_close(la.functional(x[:size])[0], expected[:size])
+    assert num_copies() == before
+    assert la.model.shift == 0
+
+
 def test_an_error_within_a_pass_leaves_nothing_behind():
     la, x = fitted()
     before = [la.predict(x).probs for _ in range(2)][-1]
