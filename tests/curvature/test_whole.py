@@ -143,3 +143,54 @@ def test_a_rank_belongs_to_low_rank_and_factors():
         Laplace(model, curvature="full", rank=3)
     with pytest.raises(ValueError, match="rank must be at least 1"):
         Laplace(model, curvature="lowrank", rank=0)
+
+
+def rows_of_spectrum(num_rows, eigenvalues):
+    """Rows whose products have some eigenvalues, and these eigenvectors."""
+    torch.manual_seed(4)
+    size = len(eigenvalues)
+    V = torch.linalg.qr(torch.randn(num_rows, size, dtype=torch.float64)).Q
+    U = torch.linalg.qr(torch.randn(900, size, dtype=torch.float64)).Q
+    return (V * eigenvalues.sqrt()) @ U.T, U
+
+
+def test_the_leading_pairs_of_many_rows_come_without_all_others(monkeypatch):
+    """A triple eigenvalue comes three times."""
+    eigenvalues = torch.logspace(0, -4, 60, dtype=torch.float64)
+    eigenvalues[4:7] = eigenvalues[4]
+    rows, U = rows_of_spectrum(800, eigenvalues)
+    sizes = []
+    eigh = whole.eigh
+    monkeypatch.setattr(whole, "eigh", lambda A, name: sizes.append(len(A)) or eigh(A, name))
+    values, vectors = whole.leading_pairs(rows, 20, torch.float64)
+    assert not sizes
+    torch.testing.assert_close(values, eigenvalues[:20], rtol=1e-11, atol=0)
+    expected = (U[:, :20] * eigenvalues[:20]) @ U[:, :20].T
+    torch.testing.assert_close((vectors * values) @ vectors.T, expected, rtol=0, atol=1e-12)
+
+
+def test_all_pairs_of_few_rows_are_those_of_their_matrix(monkeypatch):
+    """The matrix `[D, D]` is not decomposed, and the eigenvectors are a complete basis."""
+    eigenvalues = torch.logspace(0, -6, 30, dtype=torch.float64)
+    rows, U = rows_of_spectrum(30, eigenvalues)
+    monkeypatch.setattr(whole, "moments", None)
+    values, vectors = whole.leading_pairs(rows, None, torch.float64)
+    assert values.shape == (900,)
+    torch.testing.assert_close(values[:30], eigenvalues, rtol=1e-9, atol=0)
+    assert (values[30:] == 0).all()
+    expected = (U * eigenvalues) @ U.T
+    torch.testing.assert_close((vectors * values) @ vectors.T, expected, rtol=0, atol=1e-13)
+    identity = torch.eye(900, dtype=torch.float64)
+    torch.testing.assert_close(vectors.T @ vectors, identity, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_passes", [1, 9])
+def test_full_keeps_few_rows_and_multiplies_out_more(num_passes):
+    """Either way the posterior is that of the GGN of all examples."""
+    model, x, y = conv2d()
+    num_rows = 2 * len(x)  # C − 1 columns each
+    num_parameters = sum(p.numel() for p in model.parameters())
+    assert (3 * num_rows * num_passes > 2 * num_parameters) == (num_passes > 1)
+    la = Laplace(model, curvature="full", prior_precision=DELTA)
+    la.fit_batches(num_passes * [(x, y)], num_data=NUM_DATA)
+    assert_posterior(la, x, NUM_DATA * ggn(la, x) + DELTA * torch.eye(num_parameters).double())

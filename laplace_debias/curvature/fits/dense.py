@@ -12,13 +12,23 @@ from laplace_debias.curvature.fits.accumulators import Accumulator
 from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import DataPass
-from laplace_debias.curvature.fits.directions import average_degenerate, eigh, resolution
+from laplace_debias.curvature.fits.directions import (
+    add_moments,
+    average_degenerate,
+    eigh,
+    eigh_in_full,
+    moments,
+    resolution,
+)
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import rotated_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.batches import Fold
-from laplace_debias.operators import LinearOperator
+from laplace_debias.linalg.eigen.eigsh import lanczos_eigenpairs
+from laplace_debias.linalg.products import Products
+from laplace_debias.linalg.results import Status
+from laplace_debias.operators import Dense, LinearOperator
 
 Rows = Float[Tensor, "rows parameters"]
 
@@ -28,6 +38,13 @@ DENSE_BLOCK = "parameters"
 _ON_FIRST = {DENSE_BLOCK: 0}
 KEPT_ROWS = 2**30
 """Bytes of Jacobian rows that are kept to compute eigenvectors; more are compressed."""
+
+# Lanczos iterations for a k-th or less of the eigenpairs of a matrix with at least so many rows;
+# below, all eigenpairs take less time.
+_LANCZOS_FROM = 768
+_LANCZOS_SHARE = 16
+# Their tolerance, in units of the dtype's rounding.
+_LANCZOS_ROUNDINGS = 10
 
 
 class RowAccumulator(Accumulator):
@@ -90,34 +107,65 @@ class RowAccumulator(Accumulator):
 
 
 class MomentMatrix(RowAccumulator):
-    """An accumulator of `rowsᵀ rows`, `[D, D]`, which `reduce` adds on the first process."""
+    """An accumulator of `rowsᵀ rows`, `[D, D]`, which `reduce` adds on the first process.
+
+    On one process few rows are kept instead, because these are decomposed in less time than the
+    matrix.
+    """
 
     def __init__(self, context: FitContext) -> None:
-        size = sum(block.size for block in context.blocks)
-        matrix = torch.zeros(size, size, dtype=context.factor_dtype, device=context.device)
-        super().__init__(context, matrix)
+        super().__init__(context, [])
 
     def add_rows(self, rows: Rows) -> None:
-        """Add the products of rows."""
-        self.sums.addmm_(rows.T, rows)
+        """Add the products of rows, or keep the rows while they are few."""
+        if isinstance(self.sums, Tensor):
+            add_moments(self.sums, rows)
+            return
+        self.sums.append(rows)
+        if not _are_few(sum(map(len, self.sums)), self.num_parameters):
+            self._multiply_out()
+
+    def _multiply_out(self) -> None:
+        """Replace kept rows by their products."""
+        kept_rows = self.sums
+        if isinstance(kept_rows, Tensor):
+            return
+        matrix = torch.zeros(
+            self.num_parameters,
+            self.num_parameters,
+            dtype=self.context.factor_dtype,
+            device=self.context.device,
+        )
+        for rows in kept_rows:
+            add_moments(matrix, rows)
+        self._sums[DENSE_BLOCK] = matrix
 
     def reduce(self) -> None:
         """Check that the matrix is finite, and add those of all processes on the first one."""
         super().reduce()
-        matrix = _finite(self._sums.pop(DENSE_BLOCK))
-        self._sums = self.context.ranks.sum_to_owners({DENSE_BLOCK: matrix}, _ON_FIRST)
+        if self.context.ranks.size > 1:
+            self._multiply_out()
+        if isinstance(self.sums, Tensor):
+            matrix = _finite(self._sums.pop(DENSE_BLOCK))
+            self._sums = self.context.ranks.sum_to_owners({DENSE_BLOCK: matrix}, _ON_FIRST)
 
     def scale_and_add(self, scale: float, weight: float, operator: LinearOperator) -> None:
         """Multiply the sum by a number, and add the weighted matrix of an operator."""
         if self._sums:
+            self._multiply_out()
             matrix = operator.to_dense().to(self.sums)
             self.sums.mul_(scale).add_(matrix, alpha=weight)
 
     def decompose(self, weight: float) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
-        """Compute the eigenpairs of the mean for all processes, overwriting the matrix."""
+        """Compute the eigenpairs of the mean for all processes, overwriting the sum."""
         pairs = {}
         if self._sums:
-            pairs[DENSE_BLOCK] = eigh(self._sums.pop(DENSE_BLOCK).div_(weight), "the curvature")
+            sums = self._sums.pop(DENSE_BLOCK)
+            if isinstance(sums, Tensor):
+                pairs[DENSE_BLOCK] = eigh(sums.div_(weight), "the curvature")
+            else:
+                eigenvalues, U = all_pairs(torch.cat(sums))
+                pairs[DENSE_BLOCK] = eigenvalues / weight, U
         return self.context.ranks.share(pairs, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
 
 
@@ -259,12 +307,11 @@ def leading_pairs(
     in which the rows were computed, does not determine are left out.
     """
     if rank is None:
-        return eigh(rows.T @ rows, "the curvature")  # type: ignore[return-value]
+        return all_pairs(rows)
     is_tall = rows.shape[0] > rows.shape[1]
-    products = rows.T @ rows if is_tall else rows @ rows.T
+    products = moments(rows) if is_tall else moments(rows.mT)
     description = "the curvature" if is_tall else "the products of Jacobian rows"
-    values, vectors = eigh(_finite(products), description)
-    assert vectors is not None
+    values, vectors = _largest_pairs(_finite(products), rank, description)
     # Rows that are all zero, as a saturated network has them, give no direction: the posterior is
     # the prior.
     k = min(rank, int((values > values[:1] * resolution(dtype)).sum()))
@@ -274,13 +321,58 @@ def leading_pairs(
     return values[:k], U
 
 
+def all_pairs(rows: Rows) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
+    """Compute all eigenpairs of `rowsᵀ rows`, those of the null space included."""
+    if not _are_few(*rows.shape):
+        return eigh(moments(rows), "the curvature")  # type: ignore[return-value]
+    _finite_squares(rows.square().sum(0))
+    return eigh_in_full(rows, "the curvature")
+
+
+def _are_few(num_rows: int, num_parameters: int) -> bool:
+    """Whether rows are decomposed in less time than their `[D, D]` products."""
+    return 3 * num_rows <= 2 * num_parameters
+
+
+def _largest_pairs(
+    matrix: Float[Tensor, "n n"], k: int, description: str
+) -> tuple[Float[Tensor, " values"], Float[Tensor, "n values"]]:
+    """Compute at least the k largest eigenpairs of a matrix, by descending eigenvalue.
+
+    Few eigenpairs of a large matrix come from a Lanczos iteration to the accuracy of the dtype. It
+    looks for missed copies of an eigenvalue at the end. If it does not converge in so few products
+    that it saves time, the whole matrix is decomposed.
+    """
+    size = len(matrix)
+    if size >= _LANCZOS_FROM and _LANCZOS_SHARE * k <= size:
+        with Products(Dense(matrix)) as products:
+            pairs = lanczos_eigenpairs(
+                products,
+                k,
+                "largest",
+                tol=_LANCZOS_ROUNDINGS * torch.finfo(matrix.dtype).eps,
+                max_matvecs=size // 2,
+                generator=torch.Generator(matrix.device).manual_seed(0),
+            )
+        if pairs.status is Status.CONVERGED:
+            return pairs.values, pairs.vectors
+    values, vectors = eigh(matrix, description)
+    assert vectors is not None
+    return values, vectors
+
+
 def _finite(products: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
     """Products of Jacobian rows, none of which overflows."""
     # No product is larger than the largest square.
-    if not products.diagonal().isfinite().all():
+    _finite_squares(products.diagonal())
+    return products
+
+
+def _finite_squares(squares: Float[Tensor, " n"]) -> None:
+    """Require that no sum of squares of Jacobian rows overflows."""
+    if not squares.isfinite().all():
         raise ValueError(
             f"The curvature of {DENSE_BLOCK} contains NaN or Inf, because squares of the "
-            f"network's derivatives overflow {products.dtype}. Rescale the inputs, the targets "
+            f"network's derivatives overflow {squares.dtype}. Rescale the inputs, the targets "
             "and `sigma`, or use `factor_dtype=torch.float64`."
         )
-    return products

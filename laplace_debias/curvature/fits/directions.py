@@ -213,17 +213,13 @@ def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs
         return list(zip(values.flip(-1).clamp_min(0), _signed(vectors.flip(-1)), strict=True))
     gram_factors = cast("Sequence[GramFactor]", factors)
     columns = torch.stack([factor.rows for factor in gram_factors]).movedim(1, -1)
-    *_, d, n = columns.shape
-    is_full = not factors[0].has_thin_directions
-    Q, R = torch.linalg.qr(columns, mode="complete" if is_full else "reduced")
-    R = R[..., :n, :]
+    if not factors[0].has_thin_directions:
+        return list(zip(*_complete_pairs(columns, description), strict=True))
+    d = columns.shape[-2]
+    Q, R = torch.linalg.qr(columns)
     values, vectors = decomposition.eigh(R @ R.mT, description)
     values = values.flip(-1).clamp_min(0)
-    directions = (Q[..., :n] @ vectors).flip(-1)
-    if is_full:
-        # Eigenvectors lie one after the other in memory, as torch has them.
-        U = torch.cat([directions.mT, Q[..., n:].mT], -2).mT
-        return list(zip(F.pad(values, (0, d - n)), _signed(U), strict=True))
+    directions = (Q @ vectors).flip(-1)
     pairs: list[Eigenpairs] = []
     for factor, factor_values, U in zip(gram_factors, values, directions, strict=True):
         rank = max(1, numerical_rank(factor_values))
@@ -231,6 +227,28 @@ def eigh_of_each(factors: Sequence[Factor], description: str) -> list[Eigenpairs
         eigenvalues[-1] = factor.residual_trace / (d - rank)
         pairs.append((eigenvalues, _signed(U[:, :rank].mT.contiguous().mT)))
     return pairs
+
+
+def eigh_in_full(
+    rows: Float[Tensor, "n d"], description: str
+) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
+    """Compute all d descending eigenvalues and eigenvectors of `rowsᵀ rows`, for n ≤ d rows."""
+    return _complete_pairs(rows.mT, description)
+
+
+def _complete_pairs(
+    columns: Float[Tensor, "*batch d n"], description: str
+) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]:
+    """Compute all eigenpairs of the products of columns, those of the null space last."""
+    d, n = columns.shape[-2:]
+    Q, R = torch.linalg.qr(columns, mode="complete")
+    R = R[..., :n, :]
+    values, vectors = decomposition.eigh(R @ R.mT, description)
+    values = values.flip(-1).clamp_min(0)
+    directions = (Q[..., :n] @ vectors).flip(-1)
+    # Eigenvectors lie one after the other in memory, as torch has them.
+    U = torch.cat([directions.mT, Q[..., n:].mT], -2).mT
+    return F.pad(values, (0, d - n)), _signed(U)
 
 
 def _signed(vectors: Float[Tensor, "*groups d r"]) -> Float[Tensor, "*groups d r"]:
