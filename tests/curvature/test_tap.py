@@ -1,5 +1,7 @@
 """Any forward pass: what the layer tap follows, and what it refuses instead of getting it wrong."""
 
+import weakref
+
 import oracle
 import pytest
 import timm
@@ -8,6 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.layers.blocks import curvature_blocks
+from laplace_debias.curvature.layers.tap import Tap
 
 
 class Net(nn.Module):
@@ -301,3 +305,14 @@ def test_scales_and_biases_of_normalisations_have_exact_blocks(name):
     J = oracle.flat_jacobian(model, x, la.param_names)
     covariance = la.posterior.covariance.to_dense()
     torch.testing.assert_close(la.functional(x)[1], oracle.functional_covariance(J, covariance))
+
+
+def test_a_copy_of_an_output_is_released_once_the_forward_pass_has_used_it():
+    copies = []
+    network = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).requires_grad_(False)
+    network[1].register_forward_pre_hook(lambda _, inputs: copies.append(weakref.ref(inputs[0])))
+    tap = Tap(network, curvature_blocks(network, ["0.weight", "2.weight"]))
+    outputs = tap.forward(torch.randn(5, 3))
+    (copy,) = copies
+    assert copy() is None
+    assert tap.last_layer(outputs).layer == "2"

@@ -1,5 +1,6 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -101,7 +102,8 @@ class Tap:
         # The outputs of the calls by their `id`: a norm's scale and bias have one.
         self._targets: dict[int, Tensor] = {}
         self._sizes: set[int] = set()
-        self._handed_on: dict[str, Tensor] = {}
+        # What the forward pass goes on with, which takes no memory once it has been used.
+        self._handed_on: dict[str, weakref.ref[Tensor]] = {}
         self._calls: list[ModuleCall] = []
         # Modules with calls whose examples have no dimension of their own.
         self._merged_calls: set[str] = set()
@@ -216,7 +218,7 @@ class Tap:
         if self._has_graph:
             # The forward pass goes on with a copy, which it may overwrite.
             handed_on = handed_on.clone()
-        self._handed_on[path] = handed_on
+        self._handed_on[path] = weakref.ref(handed_on)
         return handed_on
 
     def _faults(self) -> dict[Site, Exception]:
@@ -337,7 +339,7 @@ class Tap:
         last_calls = [
             layer_call
             for layer_call in self.layer_calls
-            if self._handed_on.get(layer_call.layer) is outputs
+            if self._handed_on[layer_call.layer]() is outputs
         ]
         return last_calls[0] if len(last_calls) == 1 else None
 
