@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> list[str]:
     ood = ["--ood", f"{options.ood.name}={options.ood}"] if options.ood.is_dir() else []
     output = ["--output", options.checkpoint.with_name("report")]
     command = [str(part) for part in ["laplace-debias", "report", *sources, *ood, *output]]
-    print("Are its probabilities to be trusted? One command tells:")
+    print("Can you trust its probabilities? This command evaluates them:")
     print(shlex.join(command))
     return command
 

@@ -24,7 +24,7 @@ from laplace_debias.runs.wording import SCORES, brief
 _CRITERIA = {
     "nll": ("NLL", "{} nats"),
     "brier": ("Brier score", "{}"),
-    "overconfidence": ("gap of confidence and accuracy", "{} points"),
+    "overconfidence": ("difference between confidence and accuracy", "{} points"),
     "crps": ("CRPS", "{}"),
     "scaled_error": ("misfit of the standard deviations", "{}"),
 }
@@ -179,20 +179,20 @@ class _Verdict:
     def on_network(self) -> str:
         """Describe the network's confidence, and its accuracy or errors."""
         num_examples = self._record.test.num_examples
-        beginning = f"On {self._inputs(num_examples)} of the test set the network has"
+        beginning = f"On {self._inputs(num_examples)} of the test set, the network has"
         nll = f"an NLL of {_with_interval(self._metric('nll'))} nats"
         if self._has_numbers:
             rmse = _with_interval(self._metric("rmse"))
             sentence = f"{beginning} an RMSE of {rmse} and {nll}. {self._on_bias()}"
             clauses = [clause for clause in (self._on_width(), self._on_coverage()) if clause]
             if clauses:
-                sentence += f" Its {', and the '.join(clauses)}."
+                sentence += f" Its {', and its '.join(clauses)}."
             return sentence
         accuracy = self._metric("accuracy")
         gap = self._metric("overconfidence")
         return (
             f"{beginning} an accuracy of {100 * accuracy.value:.1f} % and a mean confidence of "
-            f"{100 * (accuracy.value + gap.value):.1f} %: it is {_confidence(gap)}. It has {nll}."
+            f"{100 * (accuracy.value + gap.value):.1f} %. It is {_confidence(gap)}, and has {nll}."
         )
 
     def _on_bias(self) -> str:
@@ -202,9 +202,9 @@ class _Verdict:
         amount, interval = _in_words(bias, brief)
         direction = "low" if bias.value < 0 else "high"
         return (
-            f"It is biased: its predictions are too {direction} by {amount} on average (95 % "
-            f"interval {interval}). A posterior does not correct a bias. Subtract the bias, or "
-            "find out what differs from the training data."
+            f"Its predictions are too {direction} by {amount} on average (95 % interval "
+            f"{interval}). A posterior does not correct this bias. Subtract the bias, or find out "
+            "how these data differ from the training data."
         )
 
     def _on_coverage(self) -> str:
@@ -223,14 +223,17 @@ class _Verdict:
             return "standard deviations fit its errors"
         size = "small" if scaled_error.value > 1 else "large"
         ratio = _with_interval(scaled_error)
-        return f"standard deviations are too {size}: its errors are {ratio} times as large"
+        return (
+            f"standard deviations are too {size}: the root mean square error is {ratio} standard "
+            "deviations instead of 1"
+        )
 
     # ------------------------------------------------------------------------- the remedy
 
     def remedy(self) -> list[str]:
         """Describe the best method, and compare the others with it."""
         if not self._others:
-            return ["Nothing else was compared: add a method to compare with the network."]
+            return ["Only the network was evaluated. Add a method to compare it with."]
         remedies = [key for key in self._others if self._is_better(key, self._network)]
         # The first of those that no other one improves on: simple methods come first.
         unbeaten = [
@@ -241,8 +244,9 @@ class _Verdict:
         self._remedy = next(iter(unbeaten or remedies), None)
         if self._remedy is None:
             advice = (
-                f"No method improves it significantly, judged by {_names(self._criteria)} "
-                "together: keep the network as it is, or use more test examples."
+                "No method improves the network significantly, judged by "
+                f"{_names(self._criteria)} together. Keep the network as it is, or use more test "
+                "examples."
             )
             return [advice, *self._on_others(self._network)]
         better, _ = self._significant(self._remedy, self._network)
@@ -253,8 +257,8 @@ class _Verdict:
         if not self._has_numbers:
             confidence = f" It is {_confidence(self._metric('overconfidence', self._remedy))}."
         advice = (
-            f"Use {self._labels[self._remedy]}: on the same {self._inputs(num_examples)} it lowers "
-            f"{_amounts(better)}{unchanged}.{confidence}"
+            f"Use {self._labels[self._remedy]}. On the same {self._inputs(num_examples)}, it "
+            f"lowers {_amounts(better)}{unchanged}.{confidence}"
         )
         return [advice, *self._on_others(self._remedy)]
 
@@ -277,7 +281,9 @@ class _Verdict:
         if worse:
             sentences.append(f"Compared with {label}, {'; '.join(worse)}.")
         if equal and (self._remedy or worse):
-            sentences.append(f"No clear difference from {label}: {_joined(equal)}.")
+            sentences.append(
+                f"No significant difference from {label} was found for {_joined(equal)}."
+            )
         return [" ".join(sentences)] if sentences else []
 
     def _on_reversal(self, key: str) -> str:
@@ -300,7 +306,7 @@ class _Verdict:
         if (self._network, calibration, hardest.name, None) not in self._rows:
             return []
         gap = self._metric(calibration, set_name=hardest.name)
-        sentence = f"Shifted inputs: at severity {hardest.severity} the network"
+        sentence = f"On shifted inputs of severity {hardest.severity}, the network"
         if self._has_numbers:
             sentence += f"'s errors are {_with_interval(gap)} times its standard deviations"
         else:
@@ -311,9 +317,10 @@ class _Verdict:
         row = self._difference(self._remedy, self._network, calibration, hardest.name)
         label = self._labels[self._remedy]
         if not row.sign():
-            return [f"{sentence}; {label} makes no significant difference."]
+            return [f"{sentence}. For {label}, this is not significantly different."]
         verb = "lowers" if row.sign() < 0 else "raises"
-        return [f"{sentence}; {label} {verb} {_amounts({calibration: row})}."]
+        label = f"{label[:1].upper()}{label[1:]}"
+        return [f"{sentence}. {label} {verb} {_amounts({calibration: row})}."]
 
     def on_ood_sets(self) -> list[str]:
         """Describe how well OOD sets are detected, and by which score.
@@ -327,16 +334,16 @@ class _Verdict:
                 sentences[ood_set.name] = sentence
         if not sentences:
             return []
-        clauses = list(sentences.values())
+        verdict = list(sentences.values())
         recommended = self._recommended
         detected = [name for name in sentences if not self._is_missed(name)]
         if recommended is not None and detected:
             score = self._named_score(recommended.score, recommended.method)
-            sets = ""
+            inputs = "out-of-distribution inputs"
             if len(detected) < len(sentences):
-                sets = f"for {_joined([f'“{name}”' for name in detected])} "
-            clauses.insert(0, f"{sets}{score} is recommended")
-        return [f"Unfamiliar inputs: {'; '.join(clauses)}."]
+                inputs = f"inputs like those of {_joined([f'“{name}”' for name in detected])}"
+            verdict.insert(0, f"To detect {inputs}, use {score}.")
+        return [" ".join(verdict)]
 
     def _named_score(self, score: str | None, method: str) -> str:
         name = SCORES[score or ""]
@@ -362,21 +369,25 @@ class _Verdict:
         if recommended is not None and self._is_missed(set_name):
             return self._on_missed_set(set_name, recommended, reference)
         score = self._named_score(reference.score, reference.method)
+        separates = "separates" if reference.lower > 0.5 else "does not separate"
         sentence = (
-            f"“{set_name}” is {'not ' if reference.lower <= 0.5 else ''}separated from test "
-            f"{self._record.input_name}s by {score}, AUROC {_with_interval(reference)}"
+            f"{score[:1].upper()}{score[1:]} {separates} “{set_name}” from test "
+            f"{self._record.input_name}s, with an AUROC of {_with_interval(reference)}."
         )
         if recommended is None or _is_score_of(recommended, reference):
             return sentence
         change = self._differences[
             recommended.method, reference.method, "auroc", set_name, recommended.score
         ]
-        comparison = f"on the same {self._inputs(change.num_examples)} the recommended score"
+        comparison = (
+            f"On the same {self._inputs(change.num_examples)}, the AUROC of the recommended score"
+        )
         if not change.sign():
-            return f"{sentence}; {comparison} makes no clear difference ({_with_interval(change)})"
-        direction = "better" if change.sign() > 0 else "worse"
+            difference = _with_interval(change)
+            return f"{sentence} {comparison} is not significantly different ({difference})."
+        direction = "higher" if change.sign() > 0 else "lower"
         amount, interval = _in_words(change, brief)
-        return f"{sentence}; {comparison} is {direction} by {amount} ({interval})"
+        return f"{sentence} {comparison} is {direction} by {amount} ({interval})."
 
     def _reference_auroc(self, set_name: str) -> MetricRow | None:
         """The AUROC that others are compared with: of the network's entropy, if it has one."""
@@ -391,13 +402,13 @@ class _Verdict:
         row = self._auroc(recommended, set_name)
         score = self._named_score(row.score, row.method)
         sentence = (
-            f"no score that was chosen beforehand detects “{set_name}”: AUROC "
-            f"{_with_interval(row)} of {score}"
+            f"No score that was chosen beforehand detects “{set_name}”. The AUROC is "
+            f"{_with_interval(row)} for {score}"
         )
         if _is_score_of(recommended, reference):
-            return sentence
+            return f"{sentence}."
         score = self._named_score(reference.score, reference.method)
-        return f"{sentence}, {_with_interval(reference)} of {score}"
+        return f"{sentence}, and {_with_interval(reference)} for {score}."
 
 
 def _is_score_of(recommended: Recommendation, row: MetricRow) -> bool:

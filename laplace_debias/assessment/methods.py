@@ -108,8 +108,8 @@ VECTOR = Method(
     key="vector",
     label="Vector scaling",
     describes=(
-        "The network's logits, each multiplied by a number and shifted by one, which are fitted on "
-        "the validation examples."
+        "The network's logits, each multiplied by a factor and shifted by an offset, which are "
+        "fitted on the validation examples."
     ),
     recalibration="vector",
 )
@@ -117,8 +117,8 @@ PLATT = Method(
     key="platt",
     label="Platt scaling",
     describes=(
-        "The network's logit, multiplied by a number and shifted by one, which are fitted on the "
-        "validation examples."
+        "The network's logit, multiplied by a factor and shifted by an offset, which are fitted on "
+        "the validation examples."
     ),
     recalibration="platt",
 )
@@ -218,7 +218,7 @@ def method_of(
     key: str, label: str, posterior: PosteriorChoice | Path, examples: int | None
 ) -> Method:
     """Make the method that uses a posterior."""
-    text = "The posterior of a file, as it is there."
+    text = "The posterior of a file, without changes."
     if isinstance(posterior, PosteriorChoice):
         number = posterior.fit_examples
         limit = "" if number is None else f" (at most {number:,} examples)"

@@ -49,9 +49,10 @@ class Thinning:
     def message(self) -> str:
         """The result as a sentence."""
         return (
-            f"Kept {self.share:.1%} of the posterior. The relative error of standard deviations "
-            f"on {self.num_inputs} further input(s) is {self.error:.2g} ± {self.half_width:.1g}, "
-            f"at most {self.largest:.2g}."
+            f"Kept {100 * self.share:.1f} % of the posterior. The relative error of the standard "
+            f"deviations is {self.error:.2g} ± {self.half_width:.1g} on average and at most "
+            f"{self.largest:.2g}, measured on {self.num_inputs} inputs that were not used to "
+            "choose the directions."
         )
 
 

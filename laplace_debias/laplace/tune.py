@@ -43,7 +43,7 @@ TEMPERATURES = tuple(2 ** (k / 8) for k in range(-8, 17))
 """Temperatures that are tried, from 1/2 to 4."""
 PER_OUTPUT = "per_output"
 """The value of `sigma=` that tunes the noise of each output."""
-_PASS = "Tune again with a `grid=` (command tune: --prior_precisions) of"
+_TUNE_AGAIN = "Tune again, and pass grid= (command tune: --prior_precisions) with"
 
 
 def tune_on_data(
@@ -401,13 +401,13 @@ def _notes_on_grid_ends(delta: float, *, is_first: bool, is_last: bool) -> list[
     """Note that the best prior precision is the first or the last of the grid."""
     if is_first:
         return [
-            f"The best prior precision is the smallest one tried, {delta:.3g}. {_PASS} smaller "
+            f"The best value is the smallest that was tried, {delta:.3g}. {_TUNE_AGAIN} smaller "
             "ones."
         ]
     if is_last:
         return [
-            f"The best prior precision is the largest one tried, {delta:.3g}. {_PASS} larger "
-            'ones, or predict with `method="map"`, which has no parameter uncertainty.'
+            f"The best value is the largest that was tried, {delta:.3g}. {_TUNE_AGAIN} larger "
+            "ones, or predict with method='map', which has no uncertainty of the parameters."
         ]
     return []
 
@@ -417,13 +417,13 @@ def _notes_on_temperature_ends(link: Link) -> list[str]:
     temperature = link.temperature
     if temperature == TEMPERATURES[0]:
         end = "smallest"
-        reason = "The posterior is too wide, or the network is far under-confident"
+        reason = "The posterior is wide, or the network is far under-confident."
     elif temperature == TEMPERATURES[-1]:
         end = "largest"
-        reason = "Check whether these data are similar to the training data"
+        reason = "Check that these data are like those of the fit."
     else:
         return []
     return [
-        f"The best temperature is the {end} one tried, {temperature:g}. {reason}. To try a "
-        f"different one, pass link=Link({link.name!r}, T)."
+        f"The best temperature is the {end} that was tried, {temperature:g}. {reason} To try "
+        f"other temperatures, pass link=Link({link.name!r}, T)."
     ]

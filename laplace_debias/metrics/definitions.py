@@ -106,7 +106,7 @@ CLASSIFICATION_METRICS = (
         "NLL",
         mean_statistic(nll, lowest=0),
         unit="nats",
-        meaning="Mean negative log-probability of the label: how surprising the truth is.",
+        meaning="Mean negative log-probability of the label.",
         is_main=True,
         over_labels="sum",
     ),
@@ -123,7 +123,7 @@ CLASSIFICATION_METRICS = (
         "Over-confidence",
         mean_statistic(overconfidence, ideal=0),
         "ideal",
-        meaning="Mean confidence minus accuracy: above 0 too sure, below 0 not sure enough.",
+        meaning="Mean confidence minus accuracy. Positive values mean over-confidence.",
         is_main=True,
         over_labels="mean",
     ),
@@ -132,7 +132,7 @@ CLASSIFICATION_METRICS = (
         "ECE",
         without_interval(ece),
         interval=NO_INTERVAL,
-        meaning="Mean gap of confidence and accuracy over 15 equal intervals of the confidence.",
+        meaning="Mean difference between confidence and accuracy in 15 bins of equal width.",
         is_main=True,
         over_labels="mean",
     ),
@@ -150,34 +150,34 @@ CLASSIFICATION_METRICS = (
         "ECE (equal mass)",
         without_interval(ece_equal_mass),
         interval=NO_INTERVAL,
-        meaning="Mean gap of confidence and accuracy over 15 groups of equal size.",
+        meaning="Mean difference between confidence and accuracy in 15 bins of equal size.",
     ),
     Metric(
         "smooth_ece",
         "Smooth ECE",
         without_interval(smooth_ece),
         interval=NO_INTERVAL,
-        meaning="Gap of confidence and accuracy after smoothing, with no bins to choose.",
+        meaning="Difference between confidence and accuracy after smoothing. It needs no bins.",
     ),
     Metric(
         "mce",
         "MCE",
         without_interval(mce),
         interval=NO_INTERVAL,
-        meaning="Largest gap of confidence and accuracy of 15 bins, often of the smallest bin.",
+        meaning="Largest difference between confidence and accuracy in 15 bins.",
     ),
     Metric(
         "classwise_ece",
         "Classwise ECE",
         without_interval(classwise_ece),
         interval=NO_INTERVAL,
-        meaning="Mean over the classes of the gap of probability and frequency.",
+        meaning="Difference between probability and frequency of a class, averaged over classes.",
     ),
     Metric(
         "aurc",
         "AURC",
         _aurc_statistic,
-        meaning="Mean error rate where only the most confident examples are answered.",
+        meaning="Error rate on the most confident examples, averaged over how many are kept.",
         is_main=True,
     ),
 )
@@ -317,7 +317,7 @@ OOD_METRICS = (
         _auroc_statistic,
         "higher",
         interval=AREA_INTERVAL,
-        meaning="Probability that an OOD example has a higher score than one of the test set.",
+        meaning="Probability that an OOD example has a higher score than a test example.",
     ),
     Metric(
         "aupr_out",
@@ -325,7 +325,7 @@ OOD_METRICS = (
         _aupr_statistic,
         "higher",
         interval=AREA_INTERVAL,
-        meaning="Mean precision in finding OOD examples; by chance it is their share.",
+        meaning="Mean precision of detecting OOD examples. For a random score it is their share.",
     ),
     Metric(
         "aupr_in",
@@ -333,14 +333,14 @@ OOD_METRICS = (
         _aupr_in_statistic,
         "higher",
         interval=AREA_INTERVAL,
-        meaning="Mean precision in finding examples of the test set; by chance it is their share.",
+        meaning="Mean precision of detecting test examples. For a random score it is their share.",
     ),
     Metric(
         "fpr95",
         "FPR95",
         _fpr95_statistic,
         interval=f"{AREA_INTERVAL} Too narrow near 1 for fewer than some 200 OOD examples.",
-        meaning="Share of the test set taken for OOD where 95 % of the OOD examples are found.",
+        meaning="Share of test examples mistaken for OOD if 95 % of OOD examples are detected.",
     ),
 )
 
@@ -419,7 +419,7 @@ REGRESSION_METRICS = (
         "NLL",
         _gaussian_nll_statistic,
         unit="nats",
-        meaning="Mean negative log-probability of the label: how surprising the truth is.",
+        meaning="Mean negative log-probability of the label.",
         is_main=True,
     ),
     Metric(
@@ -437,7 +437,7 @@ REGRESSION_METRICS = (
         lambda m, sd, y, level: _mean(m - y, ideal=0),
         "ideal",
         unit=_UNIT,
-        meaning="Mean of prediction minus target, over all outputs; it should be 0.",
+        meaning="Mean of prediction minus target over all outputs. It should be 0.",
         is_main=True,
     ),
     Metric(
@@ -446,7 +446,7 @@ REGRESSION_METRICS = (
         _scaled_error_statistic,
         "ideal",
         interval=ROOT_INTERVAL,
-        meaning="Root mean square error in predicted SDs: too narrow above 1, too wide below.",
+        meaning="Root mean square error in predicted standard deviations. It should be 1.",
         is_main=True,
     ),
     Metric(
@@ -454,7 +454,7 @@ REGRESSION_METRICS = (
         "CRPS",
         lambda m, sd, y, level: _mean(crps(m, sd, y, reduction="none"), lowest=0),
         unit=_UNIT,
-        meaning="Distance of the predicted distribution from the target; if certain, the error.",
+        meaning="Distance between the predicted distribution and the target, in the target's unit.",
         is_main=True,
     ),
     Metric(
@@ -463,7 +463,7 @@ REGRESSION_METRICS = (
         _coverage_statistic,
         "level",
         interval=SHARE_INTERVAL,
-        meaning="Share of targets in the predictive's central interval; it should be its level.",
+        meaning="Share of targets in the central interval. It should equal the interval's level.",
         is_main=True,
     ),
     Metric(
@@ -471,14 +471,14 @@ REGRESSION_METRICS = (
         "Interval width",
         lambda m, sd, y, level: width_statistic(widths(m, sd, y, level)),
         unit=_UNIT,
-        meaning="Mean width of the central interval; narrower is better at equal coverage.",
+        meaning="Mean width of the central interval. Narrower is better if the coverage is equal.",
     ),
     Metric(
         "quantile_calibration_error",
         "Quantile calibration error",
         _quantile_statistic,
         interval=NO_INTERVAL,
-        meaning="Mean gap of levels and shares of targets below them.",
+        meaning="Mean difference between levels and the shares of targets below their quantiles.",
     ),
 )
 
@@ -487,7 +487,7 @@ MEAN_ABSOLUTE_ERROR = Metric(
     "MAE",
     lambda m, sd, y, level: _mean((m - y).abs().double(), lowest=0),
     unit=_UNIT,
-    meaning="Mean absolute difference of prediction and target.",
+    meaning="Mean absolute difference between prediction and target.",
     is_main=True,
 )
 _MOMENTS = ("rmse", "bias", "scaled_error")

@@ -118,11 +118,11 @@ CHECKS = "First check the order of the classes, the normalisation of the inputs 
 def test_an_overconfident_network_and_what_mends_it():
     told = judged(2.5, network=2.5, temperature=1, laplace=1.5)
     assert 2 <= len(told) <= 5
-    assert told[0].startswith("On 1,500 images of the test set the network has an accuracy of")
+    assert told[0].startswith("On 1,500 images of the test set, the network has an accuracy of")
     assert "over-confident by" in told[0]
-    assert told[1].startswith("Use “Temperature”: on the same 1,500 images it lowers the NLL by")
+    assert told[1].startswith("Use “Temperature”. On the same 1,500 images, it lowers the NLL by")
     assert "Brier score by" in told[1]
-    assert "gap of confidence and accuracy by" in told[1]
+    assert "difference between confidence and accuracy by" in told[1]
     assert "It is not significantly over- or under-confident" in told[1]
     assert told[2].startswith("Compared with “Temperature”, “Laplace” raises the NLL by")
 
@@ -144,10 +144,10 @@ def test_an_underconfident_network():
 def test_a_calibrated_network_is_left_as_it_is():
     told = judged(0.99, network=1, temperature=1.01, laplace=0.6)
     assert "not significantly over- or under-confident" in told[0]
-    assert told[1].startswith("No method improves it significantly")
-    assert "NLL, Brier score and gap of confidence and accuracy together" in told[1]
+    assert told[1].startswith("No method improves the network significantly")
+    assert "NLL, Brier score and difference between confidence and accuracy together" in told[1]
     assert "Compared with the network, “Laplace” raises" in told[2]
-    assert "No clear difference from the network: “Temperature”." in told[2]
+    assert "No significant difference from the network was found for “Temperature”." in told[2]
 
 
 def test_classes_in_another_order_are_named_first():
@@ -198,9 +198,9 @@ def test_a_biased_regression_hears_of_it(shift, said):
         ("laplace", "test"): table | {"standard_deviation": torch.full((400,), 0.55).double()},
     }
     told = verdict(tables, task="regression")
-    assert f"It is biased: its predictions are {said}" in told[0]
+    assert f"Its predictions are {said}" in told[0]
     assert "Its standard deviations are too small" in told[0]
-    assert told[1].startswith("Use “Laplace”: on the same 400 rows it lowers the NLL by")
+    assert told[1].startswith("Use “Laplace”. On the same 400 rows, it lowers the NLL by")
     assert "misfit of the standard deviations by" in told[1]
 
 
@@ -217,8 +217,8 @@ def test_methods_are_compared_on_the_examples_of_both():
         ("laplace", "test"): table_of(logits[sure], labels[sure], index=sure),
     }
     told = verdict(tables, training=trained())
-    assert told[1].startswith("Use “Laplace head”: on the same 1,500 images")
-    assert "No clear difference from “Laplace head”: “Laplace”" in told[2]
+    assert told[1].startswith("Use “Laplace head”. On the same 1,500 images")
+    assert "No significant difference from “Laplace head” was found for “Laplace”" in told[2]
     found = Comparison(tables, {"test": "test"}, Categorical()).differences()
     between = [r for r in found if (r.method, r.reference) == ("laplace", "laplace-head")]
     assert {row.num_examples for row in between} == {300}
@@ -239,17 +239,18 @@ def test_foreign_inputs_are_noticed_by_a_score_or_not():
         ("laplace", "ood-odd"): table_of(0.3 * far) | {"variance": variance["variance"] - 1.5},
     }
     last = verdict(tables, training=trained())[-1]
-    assert "is better by" not in last
+    assert "is higher by" not in last
     chosen = {"method": "laplace", "score": "variance"}
     last = verdict(tables, training=trained(), recommended=chosen)[-1]
-    assert "the variance of “Laplace” is recommended" in last
-    assert "“ood-sure” is not separated from test images by the network's entropy, AUROC 0" in last
-    assert "on the same 200 images the recommended score is better by" in last
-    assert "“ood-odd” is separated from test images by the network's entropy, AUROC 1.000" in last
-    assert last.count("is better by") == 1
-    assert "the recommended score is worse by" in last
+    assert "use the variance of “Laplace”." in last
+    entropy = "The network's entropy"
+    assert f"{entropy} does not separate “ood-sure” from test images, with an AUROC of 0" in last
+    assert "On the same 200 images, the AUROC of the recommended score is higher by" in last
+    assert f"{entropy} separates “ood-odd” from test images, with an AUROC of 1.000" in last
+    assert last.count("is higher by") == 1
+    assert "the recommended score is lower by" in last
     first = {"method": "network", "score": "entropy"}
-    assert "better by" not in verdict(tables, training=trained(), recommended=chosen | first)[-1]
+    assert "higher by" not in verdict(tables, training=trained(), recommended=chosen | first)[-1]
 
 
 def ood_tables(factors):
@@ -271,26 +272,26 @@ def test_a_detector_at_chance_or_worse_is_not_recommended():
     chosen = {"method": "laplace", "score": "entropy"}
     # All examples of the set look surer than those of the test set, those of the network more so.
     last = verdict(ood_tables({"sure": (8, 2)}), training=trained(), recommended=chosen)[-1]
-    assert "is recommended" not in last
-    assert "better by" not in last
-    assert "no score that was chosen beforehand detects “ood-sure”: AUROC 0." in last
-    assert "of the entropy of “Laplace”" in last
+    assert "To detect" not in last
+    assert "higher by" not in last
+    assert "No score that was chosen beforehand detects “ood-sure”. The AUROC is 0." in last
+    assert "for the entropy of “Laplace”" in last
     # The same distribution as the test set: the interval contains 0.5.
     last = verdict(ood_tables({"same": (1, 1)}), training=trained(), recommended=chosen)[-1]
-    assert "is recommended" not in last
-    assert "no score that was chosen beforehand detects “ood-same”" in last
+    assert "To detect" not in last
+    assert "No score that was chosen beforehand detects “ood-same”" in last
 
 
 def test_a_score_is_recommended_for_the_sets_that_it_detects():
     chosen = {"method": "laplace", "score": "entropy"}
     tables = ood_tables({"sure": (8, 2), "odd": (0.3, 0.1)})
     last = verdict(tables, training=trained(), recommended=chosen)[-1]
-    assert "for “ood-odd” the entropy of “Laplace” is recommended" in last
-    assert "“ood-odd” is separated from test images" in last
-    assert "no score that was chosen beforehand detects “ood-sure”" in last
+    assert "To detect inputs like those of “ood-odd”, use the entropy of “Laplace”." in last
+    assert "The network's entropy separates “ood-odd” from test images" in last
+    assert "No score that was chosen beforehand detects “ood-sure”" in last
     only = verdict(ood_tables({"odd": (0.3, 0.1)}), training=trained(), recommended=chosen)[-1]
-    assert only.startswith("Unfamiliar inputs: the entropy of “Laplace” is recommended; ")
-    assert "no score" not in only
+    assert only.startswith("To detect out-of-distribution inputs, use the entropy of “Laplace”. ")
+    assert "No score" not in only
 
 
 def test_the_last_posterior_is_recommended():
@@ -314,14 +315,14 @@ def test_the_hardest_shift_is_told():
         ("laplace", "shift-5"): table_of(0.3 * hard, hard_labels),
     }
     told = verdict(tables, training=trained())[-1]
-    assert told.startswith("Shifted inputs: at severity 5 the network has an accuracy of")
-    assert "“Laplace” lowers the gap of confidence and accuracy by" in told
+    assert told.startswith("On shifted inputs of severity 5, the network has an accuracy of")
+    assert "“Laplace” lowers the difference between confidence and accuracy by" in told
 
 
 def test_without_validation_it_says_what_is_open():
     logits, labels = exact()
     tables = {("network", "test"): table_of(logits, labels)}
-    assert "add a method to compare with the network" in verdict(tables)[1]
+    assert "Add a method to compare it with." in verdict(tables)[1]
 
 
 # ------------------------------------------------------------------------- its sources

@@ -97,7 +97,7 @@ def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric
     assert float(Laplace.load(output, model).prior_precision) == found.prior_precision
     assert posterior.read_bytes() == before
     is_at_the_end = found.prior_precision != 10.0
-    assert ("one tried" in capsys.readouterr().out) == is_at_the_end
+    assert ("that was tried" in capsys.readouterr().out) == is_at_the_end
 
 
 @pytest.mark.parametrize(

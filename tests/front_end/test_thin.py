@@ -337,7 +337,7 @@ def test_thin_finds_few_directions_and_tells_their_error(curvature, error, tmp_p
     sizes = [(tmp_path / name).stat().st_size for name in ("thin", "whole")]
     assert found.share == pytest.approx(sizes[0] / sizes[1], abs=0.02)
     assert found.share < 0.5
-    assert f"{found.share:.1%}" in found.message
+    assert f"Kept {100 * found.share:.1f} % of the posterior." in found.message
     # Not much fewer would do, and the trace of the curvature is what it was.
     assert errors(x[0:40:2]).max() > error / 4
     traces = [exact_trace(each.posterior.curvature) for each in (la, whole)]

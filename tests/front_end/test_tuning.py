@@ -91,14 +91,14 @@ def test_the_optimum_is_found_in_one_pass():
 def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
     found, _, _ = shaped(lambda power: 2 + slope * power)
     assert found.prior_precision == pytest.approx(end)
-    assert f"the {word} one tried, {end:.3g}" in found.message
+    assert f"The best value is the {word} that was tried, {end:.3g}." in found.message
 
 
 @pytest.mark.parametrize(
     ("temperature", "scale", "end"),
     [
-        (0.1, 3.0, "largest one tried, 4. Check"),
-        (8.0, 0.3, "smallest one tried, 0.5. The posterior"),
+        (0.1, 3.0, "largest that was tried, 4. Check"),
+        (8.0, 0.3, "smallest that was tried, 0.5. The posterior"),
     ],
 )
 def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end):
@@ -273,7 +273,7 @@ def test_passes_of_the_front_end():
     data = Passes([(x, y)])
     given = la.tune(data, grid=[1e-4, 1e-3], link=PLAIN)
     assert (data.count, len(given.table)) == (1, 2)
-    assert "a `grid=` (command tune: --prior_precisions) of larger ones" in given.message
+    assert "pass grid= (command tune: --prior_precisions) with larger ones" in given.message
 
 
 @pytest.mark.parametrize("metric", ["nll", "brier"])

@@ -79,7 +79,7 @@ def test_the_first_screen_is_verdict_picture_and_table(page):
     at = [page.index(part) for part in parts]
     assert at == sorted(at)
     assert page.index("<main") < at[0]
-    assert page.index("intervals over the test") > page.index("<table")
+    assert page.index("interval over the test") > page.index("<table")
 
 
 def test_a_tables_columns_are_shown_by_name_and_unit(run_of_rows, tmp_path):

@@ -20,13 +20,12 @@ _LEAST = 0.005
 _GROUPS = {
     "most_uncertain": (
         "Most uncertain",
-        "“{method}” is least certain of these. If you cannot recognise them either, its doubt is "
-        "justified.",
+        "“{method}” is least certain of these. If you are unsure as well, the doubt is justified.",
     ),
     "most_confidently_wrong": (
         "Most confidently wrong",
-        "“{method}” is most certain of these mistakes. Look for wrong labels first, then for what "
-        "the mistakes have in common.",
+        "Mistakes of which “{method}” is most certain. First look for wrong labels, then for what "
+        "these examples have in common.",
     ),
 }
 
