@@ -336,11 +336,12 @@ class Tap:
         """The call of the tapped layer whose output is that of the network, if there is one."""
         if outputs._version > 0:
             return None  # Overwritten since: `outputs /= temperature`.
-        last_calls = [
-            layer_call
-            for layer_call in self.layer_calls
-            if self._handed_on[layer_call.layer]() is outputs
-        ]
+        last_calls = []
+        for layer_call in self.layer_calls:
+            # An operation with a parameter hands nothing on.
+            handed_on = self._handed_on.get(layer_call.layer)
+            if handed_on is not None and handed_on() is outputs:
+                last_calls.append(layer_call)
         return last_calls[0] if len(last_calls) == 1 else None
 
     def backward(
