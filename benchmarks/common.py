@@ -50,6 +50,10 @@ _FITS = {
     "empirical": ("empirical", "all"),
     "last layer": ("exact", "last_layer"),
 }
+# Curvatures besides K-FAC, with the structure of laplace-torch that is closest, if it runs without
+# packages that no registry has. Fits of small networks, with the first prediction.
+_STRUCTURES = {"full": "full", "lowrank": None, "ekfac": "kron"}
+_SMALL_NETWORKS = ("MLP 20-50-50-3", "MLP 8-50-2")
 # The parameters of a posterior and the number of inputs.
 _PREDICTIONS = {
     "predict 1": ("all", 1),
@@ -117,6 +121,13 @@ def compare(settings: Settings) -> list[Row]:
                 Contender(_THEIRS, partial(_their_fit, on_network, fisher, params), is_peer=True),
             ]
             rows += _named(name, cell, measure(contenders, on_network, network.size, _BATCH))
+        structures = _STRUCTURES if name in _SMALL_NETWORKS else {}
+        for curvature, structure in structures.items():
+            contenders = [Contender(_OURS, partial(_our_first_prediction, on_network, curvature))]
+            if structure is not None:
+                build = partial(_their_first_prediction, on_network, structure)
+                contenders.append(Contender(_THEIRS, build, is_peer=True))
+            rows += _named(name, curvature, measure(contenders, on_network, network.size, _BATCH))
         for cell, (params, num_inputs) in _PREDICTIONS.items():
             x, _ = on_network.data(num_inputs, seed=2)
             contenders = [
@@ -182,6 +193,33 @@ def _their_posterior(model: nn.Module, fisher: str, params: str) -> Any:
     )
 
 
+def _our_first_prediction(settings: Settings, curvature: str) -> Run:
+    model = settings.model()
+    x, _ = settings.data(1, seed=2)
+
+    def run(size: int) -> object:
+        la: Any = Laplace(model, curvature=curvature).fit(_fit_loader(settings, size))
+        return la.predict(x).probs
+
+    return run
+
+
+def _their_first_prediction(settings: Settings, structure: str) -> Run:
+    from laplace import Laplace as LaplaceTorch
+
+    model = settings.model()
+    x, _ = settings.data(1, seed=2)
+
+    def run(size: int) -> object:
+        la = LaplaceTorch(
+            model, "classification", subset_of_weights="all", hessian_structure=structure
+        )
+        la.fit(_fit_loader(settings, size))
+        return la(x, pred_type="glm", link_approx="probit")
+
+    return run
+
+
 def _forward(settings: Settings, x: Tensor) -> Run:
     model = settings.model()
 
@@ -245,6 +283,9 @@ def tables(rows: Sequence[Row]) -> str:
             "`la.predict(x).probs`, the program that `la.export` writes, and this program after "
             "`torch.compile`.",
             markdown_table(_served_table(cells)),
+            "Milliseconds of a fit with the first prediction, with other curvatures. EKFAC is "
+            "compared with K-FAC of laplace-torch, which has no EKFAC.",
+            markdown_table(_structure_table(cells)),
             f"Milliseconds of the K-FAC factors of {_BATCH} examples, without eigendecompositions.",
             markdown_table(_factor_table(cells)),
         ]
@@ -293,6 +334,16 @@ def _served_table(cells: _Cells) -> list[dict[str, object]]:
             row = by_cell[_SERVED].get(name)
             line[name] = (None if row is None else _milliseconds(row)) or "not available"
         table.append(line)
+    return table
+
+
+def _structure_table(cells: _Cells) -> list[dict[str, object]]:
+    table: list[dict[str, object]] = []
+    for network, by_cell in cells.items():
+        for curvature in _STRUCTURES:
+            if curvature in by_cell:
+                times = {name: _milliseconds(row) for name, row in by_cell[curvature].items()}
+                table.append({"network": network, "curvature": curvature, **times})
     return table
 
 
