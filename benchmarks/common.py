@@ -33,8 +33,8 @@ REFERENCES = ()
 GOALS = ()
 _BATCH = 64
 _LEAST_ROUNDS = 7
-# Calls of a prediction that are timed together.
-_NUM_CALLS = 20
+# Calls of a prediction that are timed together, by the number of inputs.
+_NUM_CALLS = {1: 20, 64: 2}
 _NETWORK = "network"
 _OURS = "ours"
 _THEIRS = "laplace-torch"
@@ -142,7 +142,7 @@ def compare(settings: Settings) -> list[Row]:
                 if not settings.quick:
                     compiled = partial(exported, compiles=True)
                     contenders.append(Contender(_COMPILED, compiled, is_peer=True))
-            num_calls = 1 if settings.quick else _NUM_CALLS
+            num_calls = 1 if settings.quick else _NUM_CALLS[num_inputs]
             measured = measure(contenders, on_network, num_calls, 1, per_example=True)
             rows += _named(name, cell, measured)
     return rows
