@@ -11,12 +11,20 @@ import torch
 
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE
-from laplace_debias.curvature.fits import checkpoint
+from laplace_debias.curvature.fits import checkpoint, chunks
 from laplace_debias.curvature.fits.checkpoint import Checkpoint
 from laplace_debias.runs import folder as run_folder
 from laplace_debias.runs.folder import RunFolder, read_json
 
 METHODS = (NETWORK, TEMPERATURE, LAST_LAYER)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def batches_apart():
+    """Fits of all runs of this file save after every batch, even if it is small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "_JOINED_BYTES", 0)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -66,8 +66,13 @@ def test_as_many_examples_are_predicted_as_ten_minutes_allow(
     assert len(notes) == (number in (100, 350))
     if notes:
         every = duration(seconds * 1250)
-        assert notes[0].startswith(f"Laplace, all parameters predicts {number} examples of each")
-        assert f"All examples would take about {every} (--examples)" in notes[0]
+        assert notes[0].startswith(
+            f"Laplace, all parameters predicts {number} randomly chosen examples"
+        )
+        assert (
+            f"All examples would take about {every}. To change the number, pass --examples."
+            in notes[0]
+        )
     (folder / "predictions/laplace/test.parquet").unlink()
     monkeypatch.setattr(stages, "seconds_per_example", lambda *_: 1e6 - seconds)
     assess(loaded, folder, methods)

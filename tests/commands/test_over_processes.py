@@ -241,9 +241,9 @@ def test_one_process_that_fails_ends_all_and_is_named(here, processes, rank):
 
 def test_what_all_find_wrong_is_told_once_and_of_no_rank(here, processes):
     done = together(processes, 2, here, "fit", *SOURCE, "--data=no.npz", "--output=p.safetensors")
-    assert only_line(done) == "The path no.npz of --data does not exist. Check the path"
+    assert only_line(done) == "The path no.npz of --data does not exist. Check the path."
     line = only_line(together(processes, 2, here, "predict", *SOURCE, *DATA, "--outptu=x.csv"))
-    assert line.startswith("laplace-debias predict has no option --outptu; did you mean --output?")
+    assert line.startswith("laplace-debias predict has no option --outptu. Did you mean --output?")
 
 
 def test_what_a_launcher_leaves_out_is_told(monkeypatch, capsys):

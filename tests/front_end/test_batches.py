@@ -97,6 +97,7 @@ def test_several_inputs_go_to_the_model_by_name(batch):
     torch.testing.assert_close(precision(la), expected((X, OTHER)))
 
 
+@pytest.mark.usefixtures("batches_apart")
 def test_a_loader_of_dicts_is_fitted_in_every_mode():
     data = [{"pixels": x, "label": y} for x, y in zip(X, Y, strict=True)]
     pairs = list(zip(X, Y, strict=True))

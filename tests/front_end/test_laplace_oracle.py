@@ -286,9 +286,9 @@ def bounded(fitted, memory_bound):
 
 def _needed_bytes(compute):
     """What the error about a memory bound that is too small asks for."""
-    with pytest.raises(ValueError, match=r"memory_bound=.* is too small") as error:
+    with pytest.raises(ValueError, match=r"`memory_bound=.*` is smaller") as error:
         compute()
-    return int(re.search(r"takes? (\d+) bytes", str(error.value))[1])
+    return int(re.search(r"needs? (\d+) bytes", str(error.value))[1])
 
 
 @pytest.mark.parametrize("name", ["conv2d", "mlp_tanh", "binary", "regression"])

@@ -76,6 +76,7 @@ def close(actual, expected, tolerance=1e-9):
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.usefixtures("batches_apart")
 @pytest.mark.parametrize(
     ("curvature", "fisher"), one_axis_at_a_time(CURVATURES, ["mc", "empirical"])
 )

@@ -200,6 +200,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
+@pytest.mark.usefixtures("batches_apart")
 @pytest.mark.parametrize("mode", MODES)
 def test_no_matrix_is_made_of_a_wide_factor(mode):
     model, data = decaying(num_batches=20, width=600)

@@ -157,7 +157,9 @@ class OperatorConformance:
         name = type(operator).__name__
         other = {torch.float32: torch.float64, torch.float64: torch.float32}[operator.dtype]
         x = self.vectors(operator, n)
-        with pytest.raises(ValueError, match=rf"{name} of shape .* expected \({n},\) or \({n}, k"):
+        with pytest.raises(
+            ValueError, match=rf"{name} of shape .* Pass a tensor of shape \({n},\) or \({n}, k"
+        ):
             operator @ self.vectors(operator, n + 1)
         with pytest.raises(ValueError, match="cannot multiply a tensor"):
             operator @ x[:, None, None]

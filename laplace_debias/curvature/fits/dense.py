@@ -122,7 +122,7 @@ class MomentMatrix(RowAccumulator):
             add_moments(self.sums, rows)
             return
         self.sums.append(rows)
-        if not _are_few(sum(map(len, self.sums)), self.num_parameters):
+        if not are_few(sum(map(len, self.sums)), self.num_parameters):
             self._multiply_out()
 
     def _multiply_out(self) -> None:
@@ -323,13 +323,13 @@ def leading_pairs(
 
 def all_pairs(rows: Rows) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
     """Compute all eigenpairs of `rowsᵀ rows`, those of the null space included."""
-    if not _are_few(*rows.shape):
+    if not are_few(*rows.shape):
         return eigh(moments(rows), "the curvature")  # type: ignore[return-value]
     _finite_squares(rows.square().sum(0))
     return eigh_in_full(rows, "the curvature")
 
 
-def _are_few(num_rows: int, num_parameters: int) -> bool:
+def are_few(num_rows: int, num_parameters: int) -> bool:
     """Whether rows are decomposed in less time than their `[D, D]` products."""
     return 3 * num_rows <= 2 * num_parameters
 

@@ -11,6 +11,7 @@ from laplace_debias.curvature.fits.data_pass import DataPass
 from laplace_debias.curvature.fits.dense import (
     DENSE_BLOCK,
     MomentMatrix,
+    are_few,
     crossfit_rows,
     decompose_on_first,
     read_rows_of_folds,
@@ -26,6 +27,9 @@ from laplace_debias.curvature.structures.dense import (
     num_parameters,
 )
 from laplace_debias.operators import BlockDiagonal, EigenKronecker
+
+_QR_MATRICES = 3
+"""Matrices `[D, D]` while few Jacobian rows are decomposed, the directions included."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,19 @@ class FullCurvature(DenseCurvature):
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
         """Count the bytes of the matrix or of all rows, and of the decomposition."""
-        matrix = context.factor_dtype.itemsize * num_parameters(context) ** 2
+        row = context.factor_dtype.itemsize * num_parameters(context)
+        matrix = row * num_parameters(context)
+        rows = kept_row_bytes(workload)
+        is_one_process = context.ranks.size == 1
+        if (
+            not workload.is_crossfit
+            and is_one_process
+            and are_few(rows // row, num_parameters(context))
+        ):
+            return {
+                "curvature": rows + workload.working_bytes,
+                "eigendecomposition": rows + _QR_MATRICES * matrix,
+            }
         rows = 0
         num_matrices = EIGH_MATRICES
         if workload.is_crossfit:
