@@ -91,7 +91,10 @@ class ChunkRunner:
         num_columns = _num_columns(context, outputs)
         column_bytes = tap.output_bytes + accumulator.row_bytes
         bound = granted(
-            context.memory_bound, column_bytes, "output gradients of one example", context.device
+            context.memory_bound,
+            column_bytes,
+            "a column of output gradients of one example",
+            context.device,
         )
         num_columns = min(num_columns, bound // column_bytes)
         if accumulator.takes_single_columns and tap.one_by_one:
