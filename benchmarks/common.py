@@ -330,7 +330,8 @@ def _served_table(cells: _Cells) -> list[dict[str, object]]:
     table: list[dict[str, object]] = []
     for network, by_cell in cells.items():
         line: dict[str, object] = {"network": network}
-        for name in (_NETWORK, _OURS, _EXPORTED, _COMPILED):
+        # The network's own time is in the table of latencies.
+        for name in (_OURS, _EXPORTED, _COMPILED):
             row = by_cell[_SERVED].get(name)
             line[name] = (None if row is None else _milliseconds(row)) or "not available"
         table.append(line)
