@@ -175,8 +175,8 @@ def page(rows: list[dict[str, object]], worst: float) -> str:
         "the table shows the time of each way, and the one that the cost model chooses. "
         "In three dimensions patches are always unfolded.\n\n"
         "Written by `python -m benchmarks.patch_shapes --docs`. Medians of processor time, one "
-        "thread of an AMD EPYC with 2 cores, float32. The choice takes at most "
-        f"{worst:.2f} times the better time.\n\n{markdown_table(rows)}\n"
+        "thread of an AMD EPYC with 2 cores, float32. The chosen way takes "
+        f"at most {worst:.2f} times as long as the faster one.\n\n{markdown_table(rows)}\n"
     )
 
 

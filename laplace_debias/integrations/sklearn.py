@@ -254,7 +254,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         classes, indices = np.unique(y, return_inverse=True)
         if len(classes) < 2:
             raise ValueError(
-                "A classifier needs labels of at least two classes, but y has only the class "
+                "A classifier needs labels of at least two classes, but y has only one class, "
                 f"{classes[0]}. Pass examples of other classes too."
             )
         network, likelihood = self._trained_network(X, indices, len(classes))

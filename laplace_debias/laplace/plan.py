@@ -150,10 +150,13 @@ def plan_fit(
         # A pass reads one fold.
         fold = slice(0, -(-len(y) // num_folds))
         x = move(take(x, fold), context.device, None)
-        num_joined = _num_joined_batches(context, x, num_batches)
+        num_parts = num_passes if structure.reads_folds_together else num_batches
+        num_joined = _num_joined_batches(context, x, num_parts)
         data = Fold.consecutive([(x, y[fold].to(context.device))] * num_joined)
         if num_batches is not None:
-            num_passes = math.ceil(num_batches / num_joined) * num_folds
+            num_passes = math.ceil(num_batches * num_folds / num_joined)
+            if not structure.reads_folds_together:
+                num_passes = math.ceil(num_batches / num_joined) * num_folds
         # It is only run if there is memory for it in addition to the blocks.
         available = available_memory(context.device)
         blocks = structure.block_bytes(context)

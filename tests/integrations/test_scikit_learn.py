@@ -377,7 +377,7 @@ def test_wrong_data_are_rejected(unchecked):
     classifier = LaplaceClassifier(nn.Linear(4, 3))
     with pytest.raises(NotFittedError):
         classifier.predict(X)
-    with pytest.raises(ValueError, match="y has only the class 0"):
+    with pytest.raises(ValueError, match="y has only one class, 0"):
         classifier.fit(X[:50], y[:50])
     with pytest.raises(ValueError, match="Input X contains NaN"):
         classifier.fit(np.where(X > 7, np.nan, X), y)

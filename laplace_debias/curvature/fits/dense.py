@@ -136,8 +136,9 @@ class MomentMatrix(RowAccumulator):
             dtype=self.context.factor_dtype,
             device=self.context.device,
         )
-        for rows in kept_rows:
-            add_moments(matrix, rows)
+        if kept_rows:
+            # All at once, because a resumed fit has the same rows in other parts.
+            add_moments(matrix, torch.cat(kept_rows))
         self._sums[DENSE_BLOCK] = matrix
 
     def reduce(self) -> None:

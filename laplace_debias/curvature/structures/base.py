@@ -105,6 +105,7 @@ class CurvatureStructure(ABC):
             twice.
         reads_directions_twice: Whether a fit reads the data of the directions twice, also if the
             magnitudes have data of their own.
+        reads_folds_together: Whether cross-fitting reads all folds in one pass.
         less_memory: What takes less memory, for messages.
     """
 
@@ -117,6 +118,7 @@ class CurvatureStructure(ABC):
     takes_inducing: ClassVar[bool] = False
     reads_data_twice: ClassVar[bool] = False
     reads_directions_twice: ClassVar[bool] = False
+    reads_folds_together: ClassVar[bool] = False
     less_memory: ClassVar[str] = (
         'curvature="diag" or "lowrank", params="weights" or "last_layer", or fewer parameters by '
         "name"

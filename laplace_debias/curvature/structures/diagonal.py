@@ -33,6 +33,7 @@ class DiagonalCurvature(CurvatureStructure):
     """
 
     name = "diag"
+    reads_folds_together = True
 
     def fit(
         self, context: FitContext, directions: FitData, magnitudes: FitData | None = None
