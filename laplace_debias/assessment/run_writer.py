@@ -35,8 +35,9 @@ def evaluation_sets(loaded: Loaded) -> dict[str, Batches]:
     for name, batches in loaded.ood.items():
         if name in sets or not NAME.fullmatch(name):
             raise ValueError(
-                f"The name {name!r} of an OOD set cannot be used for a file. Use letters, digits, "
-                "'.', '_' and '-', and neither test nor shift-1, shift-2, ..."
+                f"The name {name!r} of an OOD set cannot be used for a file. Use letters, "
+                "digits, '.', '_' and '-'. The names test, shift-1, shift-2, ... are "
+                "reserved."
             )
         sets[name] = batches
     return sets

@@ -426,7 +426,8 @@ class Laplace:
             raise ValueError('method="gridsearch" needs held-out data. Pass val_loader.')
         if prior_structure != "scalar":
             raise NotImplementedError(
-                'A grid has one prior precision. Use prior_structure="scalar", or method="marglik".'
+                "A grid search tunes only one prior precision. Use "
+                'prior_structure="scalar", or method="marglik".'
             )
         if pred_type == "nn" or (link_approx == "mc" and not is_regression):
             raise NotImplementedError(

@@ -376,7 +376,8 @@ class Conformal:
         if missing:
             raise ValueError(
                 f"The groups {missing} have no calibration examples. Only the groups "
-                f"{sorted(self.quantiles)} have. Calibrate with examples of each group."
+                f"{sorted(self.quantiles)} have calibration examples. Calibrate with "
+                "examples of each group."
             )
         return torch.stack([self.quantiles[group] for group in groups.tolist()])
 

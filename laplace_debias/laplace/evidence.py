@@ -85,9 +85,9 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
     # `squared_residuals` is a difference of these two numbers, in double precision.
     if 1e-12 * (abs(fitted.nll) + fitted.num_targets) >= squared_residuals(fitted):
         raise ValueError(
-            "The residuals are zero up to rounding, compared with `sigma`, so the noise cannot "
-            "be estimated. Check that the targets are not the outputs, or fit with a smaller "
-            "`sigma`."
+            "Compared with `sigma`, the residuals are zero up to rounding, so the "
+            "noise cannot be estimated. Check that the targets are not the outputs, "
+            "or fit with a smaller `sigma`."
         )
     return True
 

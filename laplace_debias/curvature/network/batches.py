@@ -134,8 +134,9 @@ class BatchReader:
             if target_keys:
                 problem = f"several of them have names of targets, {target_keys}"
             raise ValueError(
-                f"The batch has the entries {list(named)}, and {problem}. Give exactly one entry a "
-                f"name of {', '.join(map(repr, TARGETS))}, or {USE_A_HOOK}."
+                f"The batch has the entries {list(named)}, and {problem}. Give exactly "
+                f"one entry one of the names {', '.join(map(repr, TARGETS))}, or "
+                f"{USE_A_HOOK}."
             )
         batch = dict(named)
         self._add_decoder_inputs(named)

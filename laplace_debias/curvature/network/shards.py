@@ -177,8 +177,9 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
     elif len(set(shardings)) > 1:
         listed = ", ".join(f"rank {rank} {text or 'none'}" for rank, text in enumerate(shardings))
         raise ValueError(
-            "ShardedBatches differs between the ranks. It has (length of the data, batch_size, "
-            f"shuffle, seed) {listed}. Use the same values on all ranks."
+            "ShardedBatches differs between the ranks. Its values of (length of the "
+            f"data, batch_size, shuffle, seed) are {listed}. Use the same values on "
+            "all ranks."
         )
     return any(shardings)
 

@@ -157,7 +157,7 @@ class Categorical(Likelihood):
             # One-hot targets are probabilities: here they never are.
             lambda: TypeError(
                 f"Class labels must be integers, got {dtype} of shape {shape}. They are "
-                "not class probabilities either, because these are not negative and sum to 1 "
+                "not class probabilities either, which must be at least 0 and sum to 1 "
                 f"for every example. Pass class indices or probabilities.{_SEVERAL_LABELS}"
             ),
         )

@@ -41,7 +41,8 @@ class NormalMixture(MixtureSameFamily):
         if not ((value > 0) & (value < 1)).all():
             raise ValueError(
                 "Probabilities of quantiles must be greater than 0 and less than 1, got "
-                f"{float(value.min()):g} to {float(value.max()):g}. Remove the others."
+                f"{float(value.min()):g} to {float(value.max()):g}. Remove values outside "
+                "this range."
             )
         dtype = self._normals.loc.dtype
         means = self._normals.loc.double()

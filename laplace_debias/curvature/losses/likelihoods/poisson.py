@@ -159,8 +159,8 @@ class _Counts(Distribution):
         if not ((probabilities > 0) & (probabilities < 1)).all():
             raise ValueError(
                 "Probabilities of quantiles must be greater than 0 and less than 1, got "
-                f"{float(probabilities.min()):g} to {float(probabilities.max()):g}. Remove the "
-                "others."
+                f"{float(probabilities.min()):g} to {float(probabilities.max()):g}. Remove "
+                "values outside this range."
             )
         shape = torch.broadcast_shapes(probabilities.shape, self.batch_shape)
         return smallest_count(self.cdf, probabilities.expand(shape))
