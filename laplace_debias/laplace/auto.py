@@ -185,9 +185,10 @@ class Auto(Scheme):
         context = prepared.context
         if any(block.is_joint or block.is_one_hot for block in context.blocks):
             raise ValueError(
-                '`mode="auto"` weights the examples differently, which is not supported with '
-                "`joint=True` or for the table of an embedding. Remove `joint=`, select other "
-                'parameters, such as `params="last_layer"`, or use `mode="full"`.'
+                '`mode="auto"` gives the examples different weights, which is not '
+                "supported with `joint=True` or for the table of an embedding. Remove "
+                '`joint=`, select other parameters, such as `params="last_layer"`, or '
+                'use `mode="full"`.'
             )
         assert isinstance(self.data, Stream)
         last_round: _Round | None

@@ -83,8 +83,9 @@ def _with_information(state: Unfitted | FittedPosterior, scheme: Scheme, mode: s
         return scheme
     if type(scheme) is not Full:
         raise ValueError(
-            '`prior=` requires `mode="full"`, because all of the data is added to the prior, got '
-            f'`mode="{mode}"`. Use `mode="full"`, or `prior_precision=` instead of `prior=`.'
+            f'`prior=` requires `mode="full"`, got `mode="{mode}"`, because all of '
+            'the data is added to the prior. Use `mode="full"`, or '
+            "`prior_precision=` instead of `prior=`."
         )
     weight = information.weight * state.temperature
     return Added(scheme.data, replace(information, weight=weight))

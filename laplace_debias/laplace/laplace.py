@@ -1164,8 +1164,8 @@ class Laplace(Predictor):
         state = self._state
         if state.parameters is None:
             raise ValueError(
-                "`prior=` needs the names of the Bayesian parameters, but the last layer is only "
-                "determined by the fit. Pass `params=list(prior.param_names)`."
+                "`prior=` needs the names of the Bayesian parameters, but the last layer "
+                "is not known until the fit. Pass `params=list(prior.param_names)`."
             )
         gaussian = prior.on(state.parameters, state.config.structure).to(state.device)
         return gaussian.fitting(len(state.parameters.block_names), state.parameters.size)

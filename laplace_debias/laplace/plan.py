@@ -120,8 +120,9 @@ def plan_fit(
     """
     if mode == "auto":
         raise ValueError(
-            '`mode="auto"` decides during the fit how many examples it uses, so it cannot be '
-            'planned. Plan `mode="crossfit"` with `folds=4`, which needs as much memory.'
+            '`mode="auto"` decides during the fit how many examples it uses, so it '
+            'cannot be planned. Plan `mode="crossfit"` with `folds=4` instead, which '
+            "needs the same amount of memory."
         )
     if isinstance(loader, Iterator):
         raise TypeError(

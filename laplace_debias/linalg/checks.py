@@ -47,10 +47,11 @@ def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> Non
     deviation = float(differences.max()) if differences.numel() else 0.0
     if deviation > 30 * torch.finfo(A.dtype).eps ** 0.5 * scale:
         raise ValueError(
-            f"{type(A).__name__} is not symmetric. Entries that must be equal differ by "
-            f"{deviation:.3g}, with products of norm {scale:.3g}. Use its symmetric part, `0.5 * "
-            "(A + A.T)`, or for singular values the eigenvalues of `A.T @ A`. If it should be "
-            "symmetric, check that two products with the same vector agree."
+            f"{type(A).__name__} is not symmetric. Entries that must be equal differ "
+            f"by {deviation:.3g}, where the products have norm {scale:.3g}. Use its symmetric "
+            "part, `0.5 * (A + A.T)`. For singular values, use the eigenvalues of "
+            "`A.T @ A`. If it should be symmetric, check that two products with the "
+            "same vector agree."
         )
 
 

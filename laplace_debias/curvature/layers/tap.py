@@ -226,9 +226,9 @@ class Tap:
         faults: dict[Site, Exception] = {}
         for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
-                f"{sorted(self._dims.uncopied)} look up the same entries for all examples at "
-                "once. Pass separate indices for each example, of shape [batch, positions], or "
-                "exclude these parameters with `params=`."
+                f"The layers of {sorted(self._dims.uncopied)} look up the same entries "
+                "for all examples at once. Pass separate indices for each example, of "
+                "shape [batch, positions], or exclude these parameters with `params=`."
             )
         for layer_call in self.layer_calls:
             if layer_call.x._version != layer_call.version:
