@@ -628,7 +628,7 @@ class Laplace:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the posterior of a `state_dict`, which must have this object's options.
+        """Load the posterior from a `state_dict` that has the options of this object.
 
         Raises:
             ValueError: If the state is not one of `state_dict`, belongs to another model, or has
@@ -666,7 +666,7 @@ class Laplace:
 
 
 class StructuredLaplace(Laplace):
-    """A `Laplace` whose class decides its structure and its subset of the weights.
+    """A `Laplace` whose structure and subset of the weights are fixed by its class.
 
     Args:
         model: The trained network.

@@ -242,7 +242,7 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     _criteria = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss)
 
     def fit(self, X: Any, y: Any) -> "LaplaceClassifier":
-        """Fit the posterior, and train the network first unless it is trained already.
+        """Train the network unless it is already trained, then fit the posterior.
 
         Args:
             X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
@@ -369,7 +369,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         return tags
 
     def fit(self, X: Any, y: Any) -> "LaplaceRegressor":
-        """Fit the posterior, and train the network first unless it is trained already.
+        """Train the network unless it is already trained, then fit the posterior.
 
         Args:
             X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
@@ -398,7 +398,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     def predict(
         self, X: Any, return_std: bool = False
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Return the mean of the targets, `[n]` or `[n, C]` as `y` was.
+        """Return the mean of the targets, `[n]` or `[n, C]`, in the shape that `y` had.
 
         Args:
             X: Inputs.

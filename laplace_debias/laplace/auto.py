@@ -136,7 +136,7 @@ class Auto(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Auto":
-        """Return the scheme with a stream of checked pairs in place of its data."""
+        """Return the scheme with its data replaced by a stream of checked pairs."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:

@@ -102,7 +102,7 @@ class GaussianPrior:
         return 0.5 * step @ (self.precision @ step)
 
     def on(self, parameters: ParameterBlocks, structure: CurvatureStructure) -> Prior:
-        """Return the prior of a fit's parameters, whose curvature has a structure.
+        """Return this prior for the parameters of a fit and its curvature structure.
 
         One precision per parameter is split into a part that all share, δ, and the others.
 

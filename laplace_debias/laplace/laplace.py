@@ -650,7 +650,7 @@ class Laplace(Predictor):
 
     @property
     def block_names(self) -> list[str]:
-        """Names of the curvature blocks, in the order of prior precisions per block.
+        """Names of the curvature blocks, in the order of the per-block prior precisions.
 
         Raises:
             RuntimeError: Before the fit that finds the last layer.

@@ -182,7 +182,7 @@ class DebiasedSolution(Result):
 
     @property
     def num_matvecs(self) -> int:
-        """The number of products with either operator."""
+        """The number of products with the two operators together."""
         return self.single.num_matvecs + self.debiased.num_matvecs
 
 

@@ -36,7 +36,7 @@ class ParameterLayout:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> "ParameterLayout":
-        """Make the layout of parameters in their order."""
+        """Make a layout from parameters, and keep their order."""
         shapes = tuple(tuple(parameter.shape) for parameter in parameters.values())
         return cls(tuple(parameters), shapes)
 

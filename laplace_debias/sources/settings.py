@@ -202,7 +202,7 @@ class SourceSettings:
         return replace(self, ood={}, corruptions=())
 
     def without_effect(self) -> dict[str, str]:
-        """Return options that have no effect with these settings, by name, and why.
+        """Return the names of options without effect under these settings, with reasons.
 
         A file of settings may serve several commands, so it may have them; on the command line
         they raise an error. Options that never have an effect on a command are its `unused`.

@@ -8,7 +8,7 @@ from laplace_debias.system.checks import check_is
 
 
 class BradleyTerry(nn.Module):
-    r"""A reward model whose output for a pair is the first input's logit of preference.
+    r"""A reward model that returns the logit of preferring a pair's first input.
 
     $$p(a \succ b) = \sigma(r(a) - r(b))$$
 
@@ -47,7 +47,7 @@ class BradleyTerry(nn.Module):
         self.model = model
 
     def forward(self, first: Any, second: Any = None) -> Tensor:
-        """Compute the rewards of inputs, or for pairs the difference of the two rewards."""
+        """Compute the reward of each input, or the difference of rewards for each pair."""
         rewards = self._rewards(first)
         return rewards if second is None else rewards - self._rewards(second)
 

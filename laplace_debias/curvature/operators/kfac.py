@@ -215,7 +215,7 @@ class KFAC(Permuted):
 
     @property
     def blocks(self) -> BlockDiagonal[EigenKronecker]:
-        """The blocks of the matrix, whose rows are not in the order of the parameters."""
+        """The blocks of the matrix; their rows are not in the order of the parameters."""
         return self.operator  # type: ignore[return-value]
 
     _structure: ClassVar[CurvatureStructure] = KfacCurvature()

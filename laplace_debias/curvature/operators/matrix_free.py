@@ -196,7 +196,7 @@ class GGN(CurvatureOperator):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """True for losses that are convex in the outputs, as far as this is known."""
+        """True if the loss is known to be convex in the outputs."""
         return self._loss.is_convex
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:

@@ -51,7 +51,7 @@ def cg(
     callback: Callable[[Iterate], object] | None = None,
     progress: bool = False,
 ) -> Solution:
-    r"""Solve $A x = b$ for a **symmetric positive definite** operator by its products.
+    r"""Solve $A x = b$ for a **symmetric positive definite** operator.
 
     Equivalently, minimise the quadratic $\tfrac12 x^\top A x - b^\top x$; with $b = -g$ that is
     the Newton step of $q$ (Eq. 2). Iteration t moves to the minimum along the direction $d_t$ by

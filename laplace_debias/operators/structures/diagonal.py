@@ -123,12 +123,12 @@ class Identity(Symmetric):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the constructor, or torch's default."""
+        """The dtype passed to the constructor, or torch's default."""
         return self._dtype or torch.get_default_dtype()
 
     @property
     def device(self) -> torch.device:
-        """The device of the constructor, or torch's default."""
+        """The device passed to the constructor, or torch's default."""
         return self._device or torch.empty(0).device
 
     is_positive_semidefinite = True
@@ -143,7 +143,7 @@ class Identity(Symmetric):
         return Identity(self.n, target.dtype, target.device)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "Identity":
-        """Return the identity with another dtype and device, unless it has its own."""
+        """Return the identity, with this dtype and device if it has none of its own."""
         return Identity(self.n, self._dtype or dtype, self._device or device)
 
 

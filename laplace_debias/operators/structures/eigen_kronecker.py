@@ -191,7 +191,7 @@ class EigenKronecker(Symmetric):
     def keep_directions(
         self, side: int, order: Int[Tensor, "*groups r"], rank: int
     ) -> "EigenKronecker":
-        """Keep only some directions of one side; the trace does not change.
+        """Keep the chosen directions of one factor and scale them to preserve the trace.
 
         Args:
             side: 0 for U_G, 1 for U_A, which is not None.
@@ -213,7 +213,7 @@ class EigenKronecker(Symmetric):
         return EigenKronecker(self.U_G, U, magnitudes, trace_A=self.trace_A)
 
     def leading(self, rank: float) -> "EigenKronecker":
-        """Keep only the leading directions of each side; the trace does not change.
+        """Keep only the leading directions of each factor, and preserve the trace.
 
         A side that would keep half of its directions or more keeps all.
 

@@ -37,7 +37,7 @@ class Kronecker(Joined):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The products of the factors' numbers of rows and of columns."""
+        """The product of the factors' row counts, and that of their column counts."""
         rows, columns = zip(*(factor.shape for factor in self.factors), strict=True)
         return math.prod(rows), math.prod(columns)
 

@@ -119,7 +119,7 @@ class SubMatrix(Wrapper):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the operator is positive semi-definite, with equal rows and columns."""
+        """Whether the operator is positive semi-definite, with rows the same as columns."""
         return self.operator.is_positive_semidefinite and self.rows.equal(self.columns)
 
     @property
@@ -204,7 +204,7 @@ class Permuted(Wrapper):
         return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
     def replaced(self, operator: LinearOperator) -> "Permuted":
-        """Return a different operator A in the same order."""
+        """Return the operator with A replaced by a different one, in the same order."""
         return Permuted(operator, self.order, self.layout)
 
 

@@ -71,11 +71,11 @@ class Likelihood(ABC):
         """
 
     def for_new_fit(self) -> "Likelihood":
-        """Return the likelihood of another fit, without what was tuned for the earlier one only."""
+        """Return the likelihood for a new fit, without the values that `tune` chose."""
         return self
 
     def for_same_curvature(self) -> "Likelihood":
-        """Return the likelihood that the curvature of a fit was measured for."""
+        """Return the likelihood under which the curvature of a fit was measured."""
         return self
 
     @abstractmethod
@@ -178,7 +178,7 @@ class Likelihood(ABC):
     def marginals(
         self, mean: Float[Tensor, "*batch outputs"], variances: Float[Tensor, "*batch outputs"]
     ) -> Distribution:
-        """Return each target's marginal distribution for outputs with these moments.
+        """Return each target's marginal distribution, given the moments of the outputs.
 
         Raises:
             TypeError: If targets are not real numbers.
@@ -196,7 +196,7 @@ class Likelihood(ABC):
     def epistemic_variances(
         self, mean: Float[Tensor, "*batch outputs"], variances: Float[Tensor, "*batch outputs"]
     ) -> Float[Tensor, "*batch targets"]:
-        """Compute the variance of each target's mean for outputs with these moments.
+        """Compute the variance of each target's mean, given the moments of the outputs.
 
         Raises:
             TypeError: If targets are not numbers.
@@ -237,7 +237,7 @@ class Likelihood(ABC):
         """
 
     def training_loss(self) -> tuple[str, "nn.Module | Likelihood"]:
-        """Return the name and the mean of the loss that such networks are trained with."""
+        """Return the name and mean of the loss used to train networks for this likelihood."""
         return "mean negative log-likelihood", self
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":
@@ -259,7 +259,7 @@ class Likelihood(ABC):
     def exported(
         self, mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "..."]
     ) -> dict[str, Tensor]:
-        """Return the tensors of the predictive by the names of its attributes.
+        """Return the tensors of the predictive, keyed by the names of its attributes.
 
         It consists of operations that `torch.export` records. The arguments are those of
         `predictive`. Likelihoods with an `activation` are exported by their link instead.

@@ -137,7 +137,7 @@ class Bernoulli(_Sigmoids):
         return BernoulliDistribution(logits=logits[..., 0])
 
     def mixture(self, samples: Tensor) -> BernoulliDistribution:
-        """Average the probabilities of the sampled logits."""
+        """Average the probability over the sampled logits."""
         return BernoulliDistribution(probs=samples[..., 0].sigmoid().mean(0))
 
 

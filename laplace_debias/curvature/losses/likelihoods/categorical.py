@@ -137,7 +137,7 @@ class Categorical(Likelihood):
         )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require class indices, which predictions are scored against."""
+        """Require class indices as the targets that predictions are scored against."""
         if _are_soft(targets) and targets.shape == values.shape:
             raise ValueError(
                 "Predictions can only be scored with class indices, got class probabilities "
@@ -267,7 +267,7 @@ class Categorical(Likelihood):
         return CategoricalDistribution(logits=logits)
 
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
-        """Average the probabilities of the sampled logits."""
+        """Average the probability over the sampled logits."""
         return CategoricalDistribution(probs=samples.softmax(-1).mean(0))
 
 

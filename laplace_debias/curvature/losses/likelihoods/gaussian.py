@@ -106,24 +106,24 @@ class Gaussian(Likelihood):
 
     @property
     def curvature_sigma(self) -> Float[Tensor, "*outputs"]:
-        """The noise of the loss, at which the curvature is measured.
+        """The noise in the loss whose curvature is measured.
 
         It only differs from `sigma` after `Laplace.tune(sigma="per_output")`.
         """
         return self.sigma if self._curvature_sigma is None else self._curvature_sigma
 
     def with_predictive_sigma(self, sigma: Float[Tensor, " outputs"]) -> "Gaussian":
-        """Return a likelihood whose predictive has another noise, and whose loss is the same."""
+        """Return a likelihood with a different noise in the predictive, but the same loss."""
         likelihood = Gaussian(sigma)
         likelihood._curvature_sigma = self.curvature_sigma
         return likelihood
 
     def for_new_fit(self) -> "Gaussian":
-        """Return the likelihood of another fit, whose curvature is measured at `sigma`."""
+        """Return the likelihood for another fit, with its curvature measured at `sigma`."""
         return self if self._curvature_sigma is None else Gaussian(self.sigma)
 
     def for_same_curvature(self) -> "Gaussian":
-        """Return the likelihood with the noise `curvature_sigma` also in the predictive."""
+        """Return the likelihood whose predictive uses the noise `curvature_sigma`, too."""
         return self if self._curvature_sigma is None else Gaussian(self._curvature_sigma)
 
     def options(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class Gaussian(Likelihood):
         return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Return the variances of the outputs, which are the means of the targets."""
+        """Return the variances of the outputs; the outputs are the means of the targets."""
         return variances
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -375,7 +375,7 @@ class HeteroscedasticGaussian(Likelihood):
         return 2 * num_targets
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require targets that fit a predictive's means, `[B, C]`."""
+        """Require targets that match a predictive's means in shape, `[B, C]`."""
         self._check_targets(values, targets)
 
     def _check_targets(self, means: Tensor, targets: Tensor) -> None:
@@ -400,7 +400,7 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.diag_embed(diagonal).movedim(-1, 0)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch targets"]:
-        """Draw targets μ + e^{s/2} ε, with normal quantiles ε of C uniform numbers."""
+        """Draw targets μ + e^{s/2} ε, with ε the normal quantiles of C uniform numbers."""
         mean, log_variance = outputs.chunk(2, -1)
         noise = torch.special.ndtri(uniforms[:, : mean.shape[1]])
         return mean + (log_variance / 2).exp() * noise.to(outputs)

@@ -69,7 +69,7 @@ class Ordinal(Likelihood):
         return {"thresholds": self.thresholds.tolist()}
 
     def num_outputs(self, num_targets: int) -> int:
-        """Return 1; the number of classes must be that of the thresholds plus one."""
+        """Return 1; there must be one more class than there are thresholds."""
         if num_targets != self.num_classes:
             raise ValueError(
                 f"The data has {num_targets} classes, but {len(self.thresholds)} thresholds "
@@ -174,7 +174,7 @@ class Ordinal(Likelihood):
         return CategoricalDistribution(logits=self._log_probs(mean, scale))
 
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
-        """Average the probabilities of the sampled outputs."""
+        """Average the class probabilities over the sampled outputs."""
         return CategoricalDistribution(probs=self._log_probs(samples).exp().mean(0))
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ _ONE_DRAW = torch.Size()
 
 
 class Poisson(Likelihood):
-    r"""Poisson regression of counts `[B, C]`, whose outputs are logarithms of rates.
+    r"""Poisson regression of counts `[B, C]`; the outputs are the logarithms of rates.
 
     Targets are whole numbers from 0 on, of any real dtype; `[B]` will do for C = 1. With
     $\lambda = e^f$, $\ell = \sum_c \lambda_c - y_c f_c + \log y_c!$ and
@@ -68,7 +68,7 @@ class Poisson(Likelihood):
         )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require counts that fit a predictive's means, `[B, C]`."""
+        """Require counts that match a predictive's means in shape, `[B, C]`."""
         if columns_of(targets).shape != values.shape:
             raise ValueError(
                 f"Counts must have the shape of the outputs, {tuple(values.shape)}, got "
@@ -108,7 +108,7 @@ class Poisson(Likelihood):
         return outputs.double().exp().sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """Draw counts, the Poisson quantiles of the uniform numbers."""
+        """Draw counts as the Poisson quantiles of the uniform numbers."""
         return poisson_quantile(uniforms, outputs.double().exp()).to(outputs.dtype)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
