@@ -136,8 +136,13 @@ def plan_fit(
     num_folds = 1
     if scheme.takes_folds:
         num_folds = folds or FOLDS
-    num_passes = None if num_batches is None else num_batches * num_folds
     structure = state.config.structure
+    # The folds of all batches are read after one another, or each fold of all batches separately.
+    num_reads = num_folds
+    num_parts = num_batches
+    if structure.reads_folds_together:
+        num_reads = 1
+        num_parts = None if num_batches is None else num_batches * num_folds
     is_debiased = scheme.is_split
     trial = _Trial()
     # The random states are restored, so that the fit draws the loader's order and labels itself.
@@ -151,13 +156,11 @@ def plan_fit(
         # A pass reads one fold.
         fold = slice(0, -(-len(y) // num_folds))
         x = move(take(x, fold), context.device, None)
-        num_parts = num_passes if structure.reads_folds_together else num_batches
         num_joined = _num_joined_batches(context, x, num_parts)
         data = Fold.consecutive([(x, y[fold].to(context.device))] * num_joined)
-        if num_batches is not None:
-            num_passes = math.ceil(num_batches * num_folds / num_joined)
-            if not structure.reads_folds_together:
-                num_passes = math.ceil(num_batches / num_joined) * num_folds
+        num_passes = None
+        if num_parts is not None:
+            num_passes = num_reads * math.ceil(num_parts / num_joined)
         # It is only run if there is memory for it in addition to the blocks.
         available = available_memory(context.device)
         blocks = structure.block_bytes(context)

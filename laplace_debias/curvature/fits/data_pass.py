@@ -87,7 +87,8 @@ class DataPass:
                 self._run_batches(runner, waiting)
                 waiting = []
                 num_waiting = 0
-            # The checkpoint counts a batch here, when all batches before are in the sums.
+            # The checkpoint counts the batch from here on. A batch that waits is counted before it
+            # is in the sums, but the sums are only saved when no batch waits.
             if checkpoint.has(batch.tensors):
                 continue
             waiting.append(batch)

@@ -31,6 +31,9 @@ from laplace_debias.operators import BlockDiagonal, EigenKronecker
 _QR_MATRICES = 3
 """Matrices `[D, D]` while few Jacobian rows are decomposed, the directions included."""
 
+_CROSSFIT_MATRICES = EIGH_MATRICES + 2
+"""Matrices `[D, D]` while the kept Jacobian rows of all folds are decomposed."""
+
 
 @dataclass(frozen=True)
 class FullCurvature(DenseCurvature):
@@ -85,27 +88,23 @@ class FullCurvature(DenseCurvature):
 
     def stage_bytes(self, context: FitContext, workload: Workload) -> dict[str, int]:
         """Count the bytes of the matrix or of all rows, and of the decomposition."""
-        row = context.factor_dtype.itemsize * num_parameters(context)
-        matrix = row * num_parameters(context)
+        size = num_parameters(context)
+        row = context.factor_dtype.itemsize * size
+        matrix = row * size
         rows = kept_row_bytes(workload)
-        is_one_process = context.ranks.size == 1
-        if (
-            not workload.is_crossfit
-            and is_one_process
-            and are_few(rows // row, num_parameters(context))
-        ):
+        if workload.is_crossfit:
+            return {
+                "curvature": max(rows, matrix) + workload.working_bytes,
+                "eigendecomposition": rows + _CROSSFIT_MATRICES * matrix,
+            }
+        if context.ranks.size == 1 and are_few(rows // row, size):
             return {
                 "curvature": rows + workload.working_bytes,
                 "eigendecomposition": rows + _QR_MATRICES * matrix,
             }
-        rows = 0
-        num_matrices = EIGH_MATRICES
-        if workload.is_crossfit:
-            rows = kept_row_bytes(workload)
-            num_matrices += 2
         return {
-            "curvature": max(rows, matrix) + workload.working_bytes,
-            "eigendecomposition": rows + num_matrices * matrix,
+            "curvature": matrix + workload.working_bytes,
+            "eigendecomposition": EIGH_MATRICES * matrix,
         }
 
 
