@@ -1,30 +1,36 @@
 """Is the curvature of a training run as good as a fit to all data? `python -m benchmarks.online`.
 
-Networks are trained on scikit-learn's digits with `OnlineCurvature` in the loop. At the end, the
-posteriors of one batch (mini-batch, two halves, two folds) and of the training run are compared
-with the fit to all training data. `--seconds` measures how much time an update takes instead, in
-units of a training step.
+Networks are trained on scikit-learn's digits and on its diabetes table, with `OnlineCurvature` in
+the loop. At the end, the posteriors of one batch (mini-batch, two halves, two folds) and of the
+training run are compared with the fit to all training data. With `--folder`, the distances of each
+seed are written to a file, and a second call continues after the last finished seed. `--seconds`
+measures how much time an update takes instead, in units of a training step.
 """
 
 import argparse
+import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from scipy import stats
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_diabetes, load_digits
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 from laplace_debias import Laplace
 from laplace_debias.training import OnlineCurvature
 
-NUM_TRAINING = 1024
+NUM_DIGITS = 1024
+NUM_TEST_DIGITS = 300
+NUM_TABLE_ROWS = 320
+TABLE_NOISE = 0.7
 BATCH_SIZE = 32
 PRIOR_PRECISIONS = (0.1, 10**-0.5, 1.0, 10**0.5, 10.0)
 REFRESH = 50
@@ -32,17 +38,33 @@ FULL = "full"
 FITS = ("mini-batch", "two halves", "two folds")
 
 Examples = tuple[Tensor, Tensor]
+# The distances of one seed, by epoch and posterior.
+Distances = dict[tuple[int, str], "Distance"]
 
 
-def digits(corruption: float) -> tuple[Examples, Examples]:
-    """Training and test images `[n, 1, 8, 8]` of unit variance with noise added, and labels."""
+def digits() -> tuple[Examples, Examples]:
+    """Training and test images `[n, 1, 8, 8]` of unit variance with unit noise, and labels."""
     images, targets = load_digits(return_X_y=True)
     g = torch.Generator().manual_seed(0)
     order = torch.randperm(len(images), generator=g)
     x = ((torch.tensor(images, dtype=torch.float32) / 16 - 0.3053) / 0.3760)[order]
-    x = (x + corruption * torch.randn(x.shape, generator=g)).view(-1, 1, 8, 8)
+    x = (x + torch.randn(x.shape, generator=g)).view(-1, 1, 8, 8)
     y = torch.tensor(targets)[order]
-    return (x[:NUM_TRAINING], y[:NUM_TRAINING]), (x[NUM_TRAINING:], y[NUM_TRAINING:])
+    test = slice(NUM_DIGITS, NUM_DIGITS + NUM_TEST_DIGITS)
+    return (x[:NUM_DIGITS], y[:NUM_DIGITS]), (x[test], y[test])
+
+
+def diabetes() -> tuple[Examples, Examples]:
+    """Standardised training and test rows `[n, 10]`, and targets `[n, 1]`."""
+    features, targets = load_diabetes(return_X_y=True)
+    g = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(features), generator=g)
+    x = torch.tensor(features, dtype=torch.float32)[order]
+    y = torch.tensor(targets, dtype=torch.float32)[order].unsqueeze(1)
+    x = (x - x.mean(0)) / x.std(0)
+    y = (y - y.mean(0)) / y.std(0)
+    n = NUM_TABLE_ROWS
+    return (x[:n], y[:n]), (x[n:], y[n:])
 
 
 class Residual(nn.Module):
@@ -77,16 +99,47 @@ def residual_network(in_channels: int = 1, channels: int = 12, stride: int = 1) 
     )
 
 
-def dense_network() -> nn.Sequential:
+def dense_network(inputs: int = 64, outputs: int = 10) -> nn.Sequential:
     """A network of two hidden layers of 64."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+        nn.Flatten(),
+        nn.Linear(inputs, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, outputs),
     )
 
 
-NETWORKS: dict[str, Callable[[], nn.Sequential]] = {
-    "two hidden layers of 64": dense_network,
-    "residual network with batch normalisation": residual_network,
+@dataclass(frozen=True)
+class Problem:
+    """A network and the data that it is trained on.
+
+    Attributes:
+        build: Builds the network.
+        data: Loads the training and the test data.
+        epochs: The epochs after which the posteriors are compared; the last one ends the run.
+        loss: The training loss.
+        likelihood: The likelihood of the posteriors, and its noise.
+    """
+
+    build: Callable[[], nn.Sequential]
+    data: Callable[[], tuple[Examples, Examples]]
+    epochs: tuple[int, ...]
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+    likelihood: Mapping[str, Any] = field(default_factory=lambda: {"likelihood": "classification"})
+
+
+PROBLEMS = {
+    "digits": Problem(dense_network, digits, (1, 2, 5, 10, 20)),
+    "residual": Problem(residual_network, digits, (10,)),
+    "table": Problem(
+        lambda: dense_network(10, 1),
+        diabetes,
+        (60,),
+        mse_loss,
+        {"likelihood": "regression", "sigma": TABLE_NOISE},
+    ),
 }
 
 
@@ -135,21 +188,22 @@ RUNS = (
 
 
 def training(
-    model: nn.Module, data: Examples, epochs: int, onlines: Mapping[Run, OnlineCurvature]
+    model: nn.Module, problem: Problem, data: Examples, onlines: Mapping[Run, OnlineCurvature]
 ) -> Iterator[int]:
     """Train with Adam and a learning rate that falls to zero; yields the number of each epoch."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    num_steps = epochs * (NUM_TRAINING // BATCH_SIZE)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
     x, y = data
-    for epoch in range(epochs):
+    num_epochs = max(problem.epochs)
+    num_steps = num_epochs * (len(x) // BATCH_SIZE)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+    for epoch in range(num_epochs):
         model.train()
-        for indices in torch.randperm(NUM_TRAINING).split(BATCH_SIZE):
+        for indices in torch.randperm(len(x)).split(BATCH_SIZE):
             batch = x[indices], y[indices]
             for online in onlines.values():
                 online.update(*batch)
             optimizer.zero_grad()
-            cross_entropy(model(batch[0]), batch[1]).backward()
+            problem.loss(model(batch[0]), batch[1]).backward()
             optimizer.step()
             scheduler.step()
         model.eval()
@@ -157,21 +211,28 @@ def training(
 
 
 def posteriors(
-    model: nn.Module, data: Examples, curvature: str, onlines: Mapping[Run, OnlineCurvature]
+    model: nn.Module,
+    problem: Problem,
+    data: Examples,
+    curvature: str,
+    onlines: Mapping[Run, OnlineCurvature],
 ) -> dict[str, Laplace]:
     """The posteriors at the present weights by their names; the first is the full one."""
     x, y = data
+    num_data = len(x)
     everything = list(zip(x.split(256), y.split(256), strict=True))
     batch = x[:BATCH_SIZE], y[:BATCH_SIZE]
     half = BATCH_SIZE // 2
     first, second = (x[:half], y[:half]), (x[half:BATCH_SIZE], y[half:BATCH_SIZE])
-    fits = {name: Laplace(model, curvature=curvature) for name in (FULL, *FITS)}
-    fits[FULL].fit_batches(everything, num_data=NUM_TRAINING)
-    fits["mini-batch"].fit_batches([batch], num_data=NUM_TRAINING)
-    fits["two halves"].fit_batches([first], [second], num_data=NUM_TRAINING)
-    fits["two folds"].fit_batches([batch], folds=2, num_data=NUM_TRAINING)
+    fits = {
+        name: Laplace(model, curvature=curvature, **problem.likelihood) for name in (FULL, *FITS)
+    }
+    fits[FULL].fit_batches(everything, num_data=num_data)
+    fits["mini-batch"].fit_batches([batch], num_data=num_data)
+    fits["two halves"].fit_batches([first], [second], num_data=num_data)
+    fits["two folds"].fit_batches([batch], folds=2, num_data=num_data)
     for run, online in onlines.items():
-        fits[str(run)] = online.posterior(NUM_TRAINING)
+        fits[str(run)] = online.posterior(num_data)
     return fits
 
 
@@ -205,38 +266,61 @@ def interval(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.3f} ± {half:.3f}"
 
 
+def distances_of_seed(problem: Problem, seed: int, curvature: str) -> Distances:
+    """Train once, and compare the posteriors with the full ones."""
+    data, test = problem.data()
+    torch.manual_seed(seed)
+    model = problem.build()
+    onlines = {
+        run: OnlineCurvature(
+            model,
+            decay=run.decay,
+            refresh=REFRESH,
+            every=run.every,
+            curvature=curvature,
+            fisher=run.fisher,
+            **problem.likelihood,
+        )
+        for run in RUNS
+    }
+    by_posterior = {}
+    for epoch in training(model, problem, data, onlines):
+        if epoch in problem.epochs:
+            fits = posteriors(model, problem, data, curvature, onlines)
+            full = fits.pop(FULL)
+            for name, la in fits.items():
+                by_posterior[epoch, name] = distance(la, full, test)
+    return by_posterior
+
+
+def read_distances(path: Path) -> Distances:
+    """Read the distances of one seed from a file."""
+    rows = json.loads(path.read_text())
+    return {(epoch, name): Distance(*values) for epoch, name, values in rows}
+
+
+def write_distances(path: Path, by_posterior: Distances) -> None:
+    """Write the distances of one seed to a file."""
+    rows = [[epoch, name, astuple(value)] for (epoch, name), value in by_posterior.items()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
 def distances(
-    build: Callable[[], nn.Module],
-    seeds: int,
-    epochs: Sequence[int],
-    curvature: str,
-    noise: float,
+    name: str, seeds: int, curvature: str, folder: Path | None
 ) -> dict[tuple[int, str], list[Distance]]:
     """Distances by epoch and posterior, one for each seed."""
-    data, test = digits(noise)
-    test = test[0][:300], test[1][:300]
     by_posterior: dict[tuple[int, str], list[Distance]] = {}
     for seed in range(seeds):
-        torch.manual_seed(seed)
-        model = build()
-        onlines = {
-            run: OnlineCurvature(
-                model,
-                decay=run.decay,
-                refresh=REFRESH,
-                every=run.every,
-                curvature=curvature,
-                fisher=run.fisher,
-            )
-            for run in RUNS
-        }
-        for epoch in training(model, data, max(epochs), onlines):
-            if epoch in epochs:
-                fits = posteriors(model, data, curvature, onlines)
-                full = fits.pop(FULL)
-                for name, la in fits.items():
-                    key = (epoch, name)
-                    by_posterior.setdefault(key, []).append(distance(la, full, test))
+        path = None if folder is None else folder / f"{name}-{curvature}-{seed}.json"
+        if path is not None and path.exists():
+            seed_distances = read_distances(path)
+        else:
+            seed_distances = distances_of_seed(PROBLEMS[name], seed, curvature)
+            if path is not None:
+                write_distances(path, seed_distances)
+        for key, value in seed_distances.items():
+            by_posterior.setdefault(key, []).append(value)
     return by_posterior
 
 
@@ -342,12 +426,11 @@ def _seconds(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--curvature", choices=("kfac", "ekfac"), default="ekfac")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", nargs="+", type=int, default=[1, 2, 5, 10, 20])
-    parser.add_argument("--figure", type=Path, help="a picture of the first network")
-    parser.add_argument("--noise", type=float, default=1.0, help="standard deviation")
+    parser.add_argument("--folder", type=Path, help="files with the distances of each seed")
+    parser.add_argument("--figure", type=Path, help="a picture of the first problem")
     parser.add_argument("--seconds", action="store_true", help="measure time, not distances")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--batch_size", type=int, default=128)
@@ -356,14 +439,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.seconds:
         measure_seconds(options.repetitions, options.batch_size)
         return
-    for name in options.networks:
-        by_posterior = distances(
-            NETWORKS[name], options.seeds, options.epochs, options.curvature, options.noise
-        )
+    for name in options.problems:
+        by_posterior = distances(name, options.seeds, options.curvature, options.folder)
+        epochs = PROBLEMS[name].epochs
         print(f"\n{name}, curvature={options.curvature!r}, {options.seeds} seeds\n")
-        print_table(by_posterior, max(options.epochs))
-        if options.figure is not None and name == options.networks[0]:
-            draw(by_posterior, options.epochs, options.figure)
+        print_table(by_posterior, max(epochs))
+        if options.figure is not None and name == options.problems[0]:
+            draw(by_posterior, epochs, options.figure)
 
 
 if __name__ == "__main__":

@@ -236,10 +236,11 @@ def test_gradients_at_drawn_labels_have_the_hessian_as_second_moment(name):
     assert (g.mean(0).abs() <= 4.5 * g.std(0) / len(g) ** 0.5 + 1e-9).all()
 
 
-def test_labels_belong_to_examples():
+@pytest.mark.parametrize("fisher", ["mc", "signs"])
+def test_labels_and_signs_belong_to_examples(fisher):
     model, loss, x, y = case("ce positions")
     v = inputs(GGN(model, loss, [(x, y)]).shape[0])[0]
-    options, products = {"fisher": "mc", "mc_samples": 2}, []
+    options, products = {"fisher": fisher, "mc_samples": 2}, []
     for seed, size in [(0, 1), (0, 3), (0, N), (1, N)]:
         options["generator"] = torch.Generator().manual_seed(seed)
         products.append(Fisher(model, loss, batches(x, y, size), **options) @ v)

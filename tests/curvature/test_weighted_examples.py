@@ -145,14 +145,15 @@ def test_trace_and_diagonal_are_those_of_the_weighted_sum():
     close(diagonal(A, "xdiag", num_matvecs=27).value, expected.diagonal())
 
 
+@pytest.mark.parametrize("fisher", ["mc", "signs"])
 @pytest.mark.parametrize("name", ["cross_entropy", slow("squares"), slow("binary")])
-def test_the_fisher_of_drawn_labels_is_linear_in_the_weights(name):
-    """Labels depend on the seed and the index of an example, not on its weight."""
+def test_the_fisher_of_drawn_labels_or_signs_is_linear_in_the_weights(name, fisher):
+    """They depend on the seed and the index of an example, not on its weight."""
     x, y = data(name)
 
     def drawn(weights):
         generator = torch.Generator().manual_seed(0)
-        arguments = {"fisher": "mc", "mc_samples": 3, "generator": generator}
+        arguments = {"fisher": fisher, "mc_samples": 3, "generator": generator}
         operator = Fisher(network(), LOSSES[name], batches(x, y, *weights), **arguments)
         return operator.to_dense()
 

@@ -8,10 +8,10 @@ from torch.utils.data import DataLoader
 
 CURVATURES = ("kfac", "ekfac", "diag", "lowrank", "full")
 MODES = ("full", "mini", "debiased", "crossfit")
-FISHERS = ("exact", "mc", "empirical")
+FISHERS = ("exact", "mc", "empirical", "signs")
 # Every pair of values.
 MATRIX = [
-    (curvature, mode, {"fisher": FISHERS[(i + j) % 3]}, {})
+    (curvature, mode, {"fisher": FISHERS[(i + j) % 4]}, {})
     for i, curvature in enumerate(CURVATURES)
     for j, mode in enumerate(MODES)
 ]

@@ -6,7 +6,14 @@ import torch
 
 from laplace_debias import ShardedBatches
 
-CASES = [("kfac", {}), ("ekfac", {"fisher": "mc"}), ("full", {}), ("lowrank", {})]
+CASES = [
+    ("kfac", {}),
+    ("kfac", {"fisher": "signs"}),
+    ("ekfac", {"fisher": "mc"}),
+    ("ekfac", {"fisher": "signs"}),
+    ("full", {}),
+    ("lowrank", {}),
+]
 
 
 @pytest.mark.slow

@@ -99,6 +99,7 @@ def skipped(monkeypatch):
         # In the second pass.
         ({"curvature": "ekfac"}, NUM_BATCHES + 2),
         ({"curvature": "ekfac", "fisher": "mc", "mc_samples": 2}, NUM_BATCHES + 2),
+        ({"curvature": "ekfac", "fisher": "signs", "mc_samples": 2}, NUM_BATCHES + 2),
         ({"curvature": "diag", "fisher": "empirical"}, 4),
         ({"curvature": "full"}, 4),
         ({"curvature": "lowrank", "rank": 7}, 4),

@@ -210,13 +210,21 @@ def _counts(row):
 def test_the_curvature_of_a_training_run_is_compared_with_fits(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(online, "RUNS", online.RUNS[:1])
     monkeypatch.setattr(online, "PRIOR_PRECISIONS", (1.0,))
+    problem = replace(online.PROBLEMS["table"], epochs=(1, 6))
+    monkeypatch.setitem(online.PROBLEMS, "table", problem)
     picture = tmp_path / "online.png"
-    network = "two hidden layers of 64"
-    online.main(["--networks", network, "--seeds", "2", "--epochs", "1", "--figure", str(picture)])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    folder = tmp_path / "distances"
+    arguments = ["--problems", "table", "--seeds", "2", "--folder", str(folder)]
+    online.main([*arguments, "--figure", str(picture)])
+    output = capsys.readouterr().out
+    rows = [line for line in output.splitlines() if line.startswith("| ")]
     names = [row.split(" | ")[0].removeprefix("| ") for row in rows[1:]]
     assert names == [*online.FITS, *map(str, online.RUNS)]
     assert picture.exists()
+    # Both seeds are read from the files.
+    monkeypatch.setattr(online, "training", None)
+    online.main(arguments)
+    assert capsys.readouterr().out == output
 
 
 @pytest.mark.slow

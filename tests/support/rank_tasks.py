@@ -163,6 +163,7 @@ OPERATORS = {
     "hessian": (Hessian, {}),
     "ggn": (GGN, {}),
     "fisher": (Fisher, {"fisher": "mc", "mc_samples": 2}),
+    "fisher with random signs": (Fisher, {"fisher": "signs", "mc_samples": 2}),
     "empirical fisher": (EmpiricalFisher, {}),
     "kfac": (KFAC, {"fisher": "mc"}),
     "ekfac": (EKFAC, {}),

@@ -23,15 +23,16 @@ def batches(rank):
     return made
 
 
-def online(rank, folder):
+def online(rank, folder, fisher):
     """The posterior of a process's own batches, and that of its saved and loaded state."""
     model = network()
-    collected = OnlineCurvature(model, fisher="exact", refresh=2, every=1)
+    options = {"fisher": fisher, "refresh": 2, "every": 1}
+    collected = OnlineCurvature(model, **options, generator=generator(rank))
     for x, y in batches(rank):
         collected.update(x, y)
     path = f"{folder}/{rank}.pt"
     torch.save(collected.state_dict(), path)
-    resumed = OnlineCurvature(model, fisher="exact", refresh=2, every=1)
+    resumed = OnlineCurvature(model, **options)
     resumed.load_state_dict(torch.load(path))
     precisions = []
     x, y = batches(0)[0]

@@ -231,15 +231,18 @@ def test_with_equal_weights_it_approaches_cross_fitting():
     assert twice < many < 0.06
 
 
-@pytest.mark.parametrize(("num_updates", "every"), [(0, 1), (1, 1), (4, 1), (3, 2), (4, 2)])
-def test_a_resumed_run_ends_as_an_uninterrupted_one(num_updates, every, tmp_path):
+@pytest.mark.parametrize(
+    ("num_updates", "every", "fisher"),
+    [(0, 1, "mc"), (1, 1, "signs"), (4, 1, "mc"), (4, 1, "signs"), (3, 2, "mc"), (4, 2, "signs")],
+)
+def test_a_resumed_run_ends_as_an_uninterrupted_one(num_updates, every, fisher, tmp_path):
     model, data = convolutional(), batches()
-    options = {"fisher": "mc", "every": every, "generator": torch.Generator().manual_seed(5)}
+    options = {"fisher": fisher, "every": every, "generator": torch.Generator().manual_seed(5)}
     interrupted = updated(model, data[:num_updates], **options)
     torch.save(interrupted.state_dict(), tmp_path / "online.pt")
     for x, y in data[num_updates:]:
         interrupted.update(x, y)
-    resumed = OnlineCurvature(model, **{**OPTIONS, "fisher": "mc", "every": every})
+    resumed = OnlineCurvature(model, **{**OPTIONS, "fisher": fisher, "every": every})
     resumed.load_state_dict(torch.load(tmp_path / "online.pt"))
     assert resumed.num_updates == num_updates
     assert resumed.state_dict()["num_updates"] == num_updates

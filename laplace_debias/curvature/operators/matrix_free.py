@@ -205,7 +205,7 @@ class GGN(CurvatureOperator):
 
 
 class Fisher(CurvatureOperator):
-    r"""The Fisher information matrix, with labels drawn from the model's predictions.
+    r"""The Fisher information matrix: the expectation over labels of the model's distribution.
 
     $$F = \frac1c \sum_n \omega_n\, \mathbb{E}_{y \sim p(y \mid f_n)}
     [\nabla_\theta \ell(f_n, y)\,\nabla_\theta \ell(f_n, y)^\top]$$
@@ -218,24 +218,28 @@ class Fisher(CurvatureOperator):
     The loss's arguments weigh terms, they do not change the model's distribution: a term counts
     $\omega$ times as the loss counts it, `weight` of its target's class, `pos_weight`, zero where
     it is ignored, with label smoothing the mean weight under the smoothed target. So `"exact"` is
-    the `GGN` for every argument, and `"mc"` an unbiased estimate of it.
+    the `GGN` for every argument, and `"mc"` and `"signs"` are unbiased estimates of it.
 
     See `CurvatureOperator` for the arguments that are not here.
 
     Args:
         fisher: `"exact"` (type II): the expectation in closed form. `"mc"` (type I): its mean over
-            drawn labels.
-        mc_samples: For `"mc"`: labels drawn for every example (1 if not given).
-        generator: For `"mc"`: fixes the labels. An example's labels depend on it and on the
+            drawn labels. `"signs"`: the columns of the loss Hessian's root, added up with random
+            signs. For one output per example it is exact, and for a confident network it has less
+            noise than `"mc"`.
+        mc_samples: For `"mc"` and `"signs"`: labels or sums per example (1 if not given).
+        generator: For `"mc"` and `"signs"`: fixes them. Those of an example depend on it and on the
             example's index in the data, and are the same in every product. torch's global
             generator is then not used, not even by the loader.
 
     Raises:
-        ValueError: For an unknown kind, or arguments of `"mc"` with `"exact"`.
+        ValueError: For an unknown kind, or arguments of `"mc"` and `"signs"` with `"exact"`.
         TypeError: If the loss is not one of the three.
 
     Reference:
         Kunstner, Balles & Hennig (2019), "Limitations of the empirical Fisher approximation".
+        Martens, Sutskever & Swersky (2012), "Estimating the Hessian by back-propagating
+        curvature", for the signs.
     """
 
     is_positive_semidefinite = True
@@ -256,14 +260,15 @@ class Fisher(CurvatureOperator):
         chunk_size: int | None = None,
         batch: BatchHook | None = None,
     ) -> None:
-        if fisher not in ("exact", "mc"):
+        if fisher not in ("exact", "mc", "signs"):
             raise ValueError(
-                f'Unknown `fisher={fisher!r}`. Use "exact" or "mc". For the empirical Fisher, '
-                "use `EmpiricalFisher`."
+                f'Unknown `fisher={fisher!r}`. Use "exact", "mc" or "signs". For the empirical '
+                "Fisher, use `EmpiricalFisher`."
             )
         if fisher == "exact" and (mc_samples is not None or generator is not None):
             raise ValueError(
-                '`mc_samples` and `generator` apply only to `fisher="mc"`. Remove them.'
+                '`mc_samples` and `generator` apply only to `fisher="mc"` and `"signs"`, got '
+                '`fisher="exact"`. Remove them.'
             )
         columns = FisherType(fisher, 1 if mc_samples is None else mc_samples)
         self._generator = generator
@@ -294,8 +299,8 @@ class Fisher(CurvatureOperator):
         if fisher.kind == "exact":
             loss, labels = self._labelled(batch)
             return loss.hessian(outputs, labels), 2
-        gradients, _ = self._cotangents(outputs, batch.targets, batch.first)
-        return _outer_products(gradients, batch.weights), fisher.mc_samples
+        vectors, _ = self._cotangents(outputs, batch.targets, batch.first)
+        return _outer_products(vectors, batch.weights), fisher.mc_samples
 
 
 class EmpiricalFisher(CurvatureOperator):
