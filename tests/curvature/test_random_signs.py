@@ -1,6 +1,7 @@
 """The Fisher matrix by random signs: what it is on average, and where it is exact."""
 
 import itertools
+import warnings
 
 import oracle
 import pytest
@@ -182,6 +183,14 @@ def test_with_many_vectors_the_matrix_free_operator_is_the_exact_one():
     ]
     # Sums of 12 examples with 300 vectors each: the relative deviation is about √(2 / 3600).
     assert many < 0.1 < few
+
+
+def test_several_samples_are_drawn_without_a_warning():
+    outputs = torch.zeros(3, 2, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second, third = (Uniforms(2**61, sample, 0)(outputs) for sample in (1, 2))
+    assert not torch.equal(second, third)
 
 
 def test_samples_are_refused_without_randomness():

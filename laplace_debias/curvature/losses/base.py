@@ -36,7 +36,8 @@ class Uniforms:
         columns = np.arange(like[:1].numel(), dtype=np.uint64)
         state = np.array([seed % 2**64], dtype=np.uint64)
         # On the host: on an accelerator a copy takes less time than fifty operations.
-        for key in (np.uint64(sample), rows, columns):
+        # The sample's number is an array, too: products of scalars that overflow are warned about.
+        for key in (np.array([sample], dtype=np.uint64), rows, columns):
             state = state + (key + np.uint64(1)) * _INCREMENT
             state = (state ^ (state >> np.uint64(30))) * _FIRST_MULTIPLIER
             state = (state ^ (state >> np.uint64(27))) * _SECOND_MULTIPLIER
