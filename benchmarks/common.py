@@ -273,8 +273,8 @@ def tables(rows: Sequence[Row]) -> str:
         cells.setdefault(network, {}).setdefault(cell, {})[contender] = row
     return "\n\n".join(
         [
-            "Time of ours / laplace-torch: median over rounds of the ratio within a round (its "
-            "range). Below 1 we are faster.",
+            "Our time divided by that of laplace-torch: the median over rounds (and the range). "
+            "Below 1, this package is faster.",
             markdown_table(_ratio_table(cells)),
             "Milliseconds of a prediction (`la.predict(x).probs`) and of the network's forward "
             "pass.",
@@ -283,7 +283,7 @@ def tables(rows: Sequence[Row]) -> str:
             "`la.predict(x).probs`, the program that `la.export` writes, and this program after "
             "`torch.compile`.",
             markdown_table(_served_table(cells)),
-            "Milliseconds of a fit with the first prediction, with other curvatures. EKFAC is "
+            "Milliseconds for a fit and its first prediction, with other curvatures. EKFAC is "
             "compared with K-FAC of laplace-torch, which has no EKFAC.",
             markdown_table(_structure_table(cells)),
             f"Milliseconds of the K-FAC factors of {_BATCH} examples, without eigendecompositions.",

@@ -20,7 +20,7 @@ GOALS: tuple[Goal, ...] = ()
 
 
 def compare(settings: Settings) -> list[Row]:
-    """Compare our eigendecompositions with laplace-torch's `Kron.decompose`."""
+    """The table compares our eigendecompositions with laplace-torch's `Kron.decompose`."""
     contenders = [
         Contender("ours, float32", _ours(settings, torch.float32)),
         Contender("ours, float64", _ours(settings, torch.float64)),

@@ -20,7 +20,7 @@ GOALS = (
 
 
 def compare(settings: Settings) -> list[Row]:
-    """The predictives are closed forms: ours is pairwise, and laplace-torch's is the probit.
+    """Both predictives have closed forms: pairwise (ours) and probit (laplace-torch).
 
     `functional` returns full covariances.
     """

@@ -23,7 +23,7 @@ _POINTS = 21
 def compare(settings: Settings) -> list[Row]:
     """Our tuning needs one pass.
 
-    It is compared with one prediction, and with laplace-torch's grid search.
+    Its time is compared with that of one prediction, and with that of laplace-torch's grid search.
     """
     contenders = [
         Contender("ours, one predict", _predict(settings)),

@@ -20,7 +20,7 @@ table states otherwise.
 
 - **blocks**: the number of blocks that belong to supported layers, plus the number of blocks that
   are computed from the gradients of each example. The latter are for class tokens, position tables,
-  tied weights, and layers that a library defines itself.
+  tied weights, and for types of layer that only one library defines.
 - **fit**: the time of a fit to one batch with `fisher="mc"`, divided by the time of the batch's
   gradient. It includes two steps that are needed once per fit: the check of every block, and the
   eigendecompositions.
@@ -98,5 +98,5 @@ def _remarks(row: Row) -> list[str]:
     # What to do about parameters that are left out is for the user whom a fit warns.
     left_out = row.left_out.replace(" by differentiable", ".\n").partition("\n")[0]
     if left_out:
-        left_out = f"{100 * row.covered:.4g} % of the parameters. {left_out}"
+        left_out = f"{100 * row.covered:.4g} % of the parameters have a block. {left_out}"
     return [" ".join(text.split()) for text in (left_out, row.message) if text]
