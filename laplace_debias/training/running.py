@@ -124,7 +124,8 @@ class FactorMagnitudes(RunningMagnitudes):
         along = self.sums.parts[block]
         for side, overlap in enumerate(overlaps):
             if overlap is not None:
-                along[side] = (overlap @ along[side].unsqueeze(-1)).squeeze(-1)
+                curvature = along[side].to(overlap.dtype).unsqueeze(-1)
+                along[side] = (overlap @ curvature).squeeze(-1).to(along[side].dtype)
 
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
         """Return the product of the factors' mean curvatures."""
@@ -157,12 +158,13 @@ class GradientMagnitudes(RunningMagnitudes):
     def rotate(self, block: Block, overlaps: Overlaps) -> None:
         """Project the curvature onto the new directions of both sides."""
         overlap_G, overlap_A = overlaps
-        (squares,) = self.sums.parts[block]
+        (total,) = self.sums.parts[block]
+        squares = total
         if overlap_G is not None:
-            squares = overlap_G @ squares
+            squares = overlap_G @ squares.to(overlap_G.dtype)
         if overlap_A is not None:
-            squares = squares @ overlap_A.mT
-        self.sums.parts[block] = [squares]
+            squares = squares.to(overlap_A.dtype) @ overlap_A.mT
+        self.sums.parts[block] = [squares.to(total.dtype)]
 
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
         """Return the mean of the squares."""

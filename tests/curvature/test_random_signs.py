@@ -7,11 +7,21 @@ import oracle
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import KFAC, Fisher
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood, Uniforms
-from laplace_debias.curvature.losses.likelihoods import likelihood_from
+from laplace_debias.curvature.losses.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    MultiLabel,
+    Ordinal,
+    Poisson,
+    likelihood_from,
+)
 from laplace_debias.curvature.losses.torch_losses import output_loss
 
 SIGMA = 0.7
@@ -50,6 +60,85 @@ def test_the_mean_over_all_signs_is_the_hessian_of_the_loss(name, num_outputs, n
     (expected,) = oracle.loss_hessian(name, outputs, sigma)
     oracle.close(vectors.T @ vectors / len(vectors), expected, 1e-12)
     oracle.close(1 + vectors.mean(0), torch.ones(num_outputs, dtype=torch.float64), 1e-12)
+
+
+class Rescaled(Categorical):
+    """A user's own likelihood that changes only the columns."""
+
+    def hessian_root(self, outputs):
+        return 2 * super().hessian_root(outputs)
+
+
+LIKELIHOODS = {
+    "categorical": Categorical(),
+    "one label": Bernoulli(),
+    "several labels": MultiLabel(),
+    "gaussian": Gaussian([0.5, 2.0, 0.1, 1.0]),
+    "noise as output": HeteroscedasticGaussian(),
+    "poisson": Poisson(),
+    "ordinal": Ordinal([-1.0, 0.5]),
+    "a user's own": Rescaled(),
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_likelihoods_add_up_their_columns(name):
+    torch.manual_seed(0)
+    likelihood = LIKELIHOODS[name]
+    outputs = torch.randn(6, 1 if name in ("one label", "ordinal") else 4, dtype=torch.float64)
+    # Probabilities of 0 are among them.
+    outputs[0] = 800.0 * (outputs[0] if name == "categorical" else 0)
+    columns = likelihood.hessian_root(outputs)
+    signs = torch.randn(6, len(columns)).sign()
+
+    def draw_signs(num_columns):
+        assert num_columns == len(columns)
+        return signs
+
+    expected = sum(signs[:, k, None] * columns[k] for k in range(len(columns)))
+    oracle.close(likelihood.signed_root(outputs, draw_signs), expected, 1e-12)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of entries of the largest tensor that operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        *("classification", "multilabel", "regression", "poisson"),
+        nn.CrossEntropyLoss(),
+        nn.MSELoss(),
+        nn.BCEWithLogitsLoss(),
+    ],
+    ids=str,
+)
+def test_no_matrix_of_all_outputs_is_made(loss):
+    """A vocabulary of 50,000 words would have one of 10 GB per position."""
+    num_outputs = 300
+    outputs = torch.randn(2, num_outputs, dtype=torch.float64)
+    targets = torch.zeros_like(outputs)
+    if loss == "classification" or isinstance(loss, nn.CrossEntropyLoss):
+        targets = torch.zeros(2, dtype=torch.long)
+    if isinstance(loss, str):
+        sigma = SIGMA if loss == "regression" else None
+        outputs_loss = NegativeLogLikelihood(likelihood_from(loss, sigma))
+    else:
+        outputs_loss = output_loss(loss, None)
+    labels = outputs_loss.labels(targets, outputs.ndim)
+    with LargestTensor() as largest:
+        outputs_loss.signed_root(outputs, labels, Uniforms(0, 0, 0))
+    assert largest.numel <= 4 * outputs.numel()
 
 
 def test_positions_have_signs_of_their_own_and_ignored_ones_none():

@@ -320,6 +320,36 @@ def test_a_state_without_every_is_of_a_run_that_measured_every_batch():
     assert resumed.num_updates == 3
 
 
+def single(model, data):
+    return model.float(), [(x.float(), y) for x, y in data]
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_single_precision_has_the_curvature_of_double_precision(curvature):
+    expected = dense(updated(convolutional(), batches(), curvature=curvature).posterior(100))
+    online = updated(*single(convolutional(), batches()), curvature=curvature)
+    assert all(parts[0].dtype == torch.float64 for parts in online._factors.parts.values())
+    oracle.close(dense(online.posterior(100)).double(), expected, 1e-4)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_a_state_with_directions_in_double_precision_is_loaded(curvature):
+    """Before, decompositions had the dtype of the running sums."""
+    model, data = single(convolutional(), batches())
+    interrupted = updated(model, data[:4], curvature=curvature)
+    state = interrupted.state_dict()
+    for tensors in state["blocks"].values():
+        for name in ("U_G", "U_A", "eigenvalues_G", "eigenvalues_A"):
+            if name in tensors:
+                tensors[name] = tensors[name].double()
+    resumed = OnlineCurvature(model, **OPTIONS, curvature=curvature)
+    resumed.load_state_dict(state)
+    for x, y in data[4:]:
+        interrupted.update(x, y)
+        resumed.update(x, y)
+    assert torch.equal(dense(resumed.posterior(100)), dense(interrupted.posterior(100)))
+
+
 def test_replaced_and_half_precision_parameters_are_refused():
     model, data = convolutional(), batches()
     online = updated(model, data[:2])

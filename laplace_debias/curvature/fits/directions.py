@@ -134,6 +134,11 @@ class Eigenbasis(NamedTuple):
         U_A = None if self.U_A is None else self.U_A.to(dtype)
         return U_G, U_A
 
+    def to(self, dtype: torch.dtype) -> "Eigenbasis":
+        """Convert the directions and the eigenvalues to another dtype."""
+        U_G, U_A = self.directions(dtype)
+        return Eigenbasis(U_G, U_A, self.eigenvalues_G.to(dtype), self.eigenvalues_A.to(dtype))
+
     @property
     def sides(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
         """Return the eigenvalues and eigenvectors of G, and those of A."""

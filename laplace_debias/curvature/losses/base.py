@@ -130,7 +130,8 @@ class OutputLoss(ABC):
         The outer product of the sum is, in expectation and example by example, the `hessian`.
         """
         columns = self.root(outputs, labels)
-        signs = _signs(uniforms(columns.new_empty(columns.shape[1], len(columns)))).to(columns)
+        numbers = uniforms(columns.new_empty(columns.shape[1], len(columns)))
+        signs = signs_from(numbers).to(columns.dtype)
         return torch.einsum("kb...,bk->b...", columns, signs)
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
@@ -247,11 +248,14 @@ class NegativeLogLikelihood(OutputLoss):
     def signed_root(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Add up the columns of all positions at once, with random signs."""
         outputs = outputs.movedim(self.class_dim, -1)
-        columns = self.likelihood.hessian_root(outputs.flatten(0, -2))
-        entries = columns.new_empty(*outputs.shape[:-1], len(columns))
-        numbers = uniforms(entries, None if len(labels) == 1 else labels[1])
-        signs = _signs(numbers).to(columns).flatten(0, -2)
-        total = torch.einsum("ktc,tk->tc", columns, signs)
+
+        def draw_signs(num_columns: int) -> Tensor:
+            """Draw the signs of all positions, `[terms, columns]`."""
+            entries = outputs.new_empty(*outputs.shape[:-1], num_columns)
+            numbers = uniforms(entries, None if len(labels) == 1 else labels[1])
+            return signs_from(numbers).flatten(0, -2)
+
+        total = self.likelihood.signed_root(outputs.flatten(0, -2), draw_signs)
         return _placed(total.unsqueeze(0), outputs, labels)[0].movedim(-1, self.class_dim)
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
@@ -285,7 +289,7 @@ class NegativeLogLikelihood(OutputLoss):
         return placed.movedim(-1, self.class_dim)
 
 
-def _signs(uniforms: Tensor) -> Tensor:
+def signs_from(uniforms: Tensor) -> Tensor:
     """Turn uniform random numbers into signs."""
     return torch.where(uniforms < 0.5, -1.0, 1.0)
 

@@ -13,6 +13,7 @@ from laplace_debias.curvature.losses.base import (
     OutputLoss,
     OutputMap,
     Uniforms,
+    signs_from,
 )
 from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
 from laplace_debias.curvature.losses.likelihoods.base import RESHAPE_TARGETS, columns_of
@@ -194,6 +195,10 @@ class SquaredError(OutputLoss):
         """Return √2 times the unit vectors."""
         return _each_alone(torch.full_like(outputs, 2**0.5))
 
+    def signed_root(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
+        """Return √2 times random signs."""
+        return 2**0.5 * signs_from(uniforms(outputs)).to(outputs.dtype)
+
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Draw √2 ε with standard normal ε."""
         # In float64: rounded to float32, a uniform can be 1.
@@ -281,8 +286,17 @@ class BinaryCrossEntropy(OutputLoss):
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Return √(T p (1 − p)) times the unit vectors."""
+        return _each_alone(self._deviations(outputs, labels))
+
+    def signed_root(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
+        """Return √(T p (1 − p)) times random signs."""
+        signs = signs_from(uniforms(outputs)).to(outputs.dtype)
+        return signs * self._deviations(outputs, labels)
+
+    def _deviations(self, outputs: Tensor, labels: Labels) -> Tensor:
+        """Compute √(T p (1 − p))."""
         deviation = (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp()
-        return _each_alone(labels[1].to(outputs.dtype).sqrt() * deviation)
+        return labels[1].to(outputs.dtype).sqrt() * deviation
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Compute √T (p − y) for labels y that are drawn from the sigmoid."""

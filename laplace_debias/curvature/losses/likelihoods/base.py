@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -59,6 +59,9 @@ class Likelihood(ABC):
         for attribute in ("name", "activation", "has_sigma", "checks_shapes_only"):
             if attribute not in vars(cls):
                 setattr(cls, attribute, getattr(Likelihood, attribute))
+        # The columns that are added up must be those of the class itself.
+        if "hessian_root" in vars(cls) and "signed_root" not in vars(cls):
+            setattr(cls, "signed_root", Likelihood.signed_root)  # noqa: B010 (a method)
 
     __repr__ = one_line
 
@@ -92,6 +95,22 @@ class Likelihood(ABC):
         self, outputs: Float[Tensor, "batch outputs"]
     ) -> Float[Tensor, "columns batch outputs"]:
         """Compute the columns s_k, `[K, B, C]`, for which `Σ_k s_k s_kᵀ = ∇²_f ℓ`."""
+
+    def signed_root(
+        self,
+        outputs: Float[Tensor, "batch outputs"],
+        draw_signs: Callable[[int], Float[Tensor, "batch columns"]],
+    ) -> Float[Tensor, "batch outputs"]:
+        """Add up the columns of `hessian_root` with random signs, `Σ_k ε_k s_k`.
+
+        The likelihoods here do so without the K columns, which take C times the memory of the sum.
+
+        Args:
+            outputs: The outputs, `[B, C]`.
+            draw_signs: A function of K that returns the signs ε, `[B, K]`.
+        """
+        columns = self.hessian_root(outputs)
+        return torch.einsum("kbc,bk->bc", columns, draw_signs(len(columns)).to(columns.dtype))
 
     @abstractmethod
     def sample(

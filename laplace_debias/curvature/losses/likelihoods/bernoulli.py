@@ -1,5 +1,6 @@
 """One label that applies or not, or several of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class _Sigmoids(Likelihood):
     def hessian_root(self, outputs: Tensor) -> Tensor:
         r"""Compute the C columns of $\mathrm{diag}(\sqrt{p(1-p)})$."""
         return torch.diag_embed(_deviations(outputs)).movedim(-1, 0)
+
+    def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:
+        r"""Compute $\epsilon\sqrt{p(1-p)}$ for each logit."""
+        return draw_signs(outputs.shape[-1]).to(outputs.dtype) * _deviations(outputs)
 
     def hessian_trace(self, outputs: Tensor) -> Tensor:
         """Σ p (1 − p), without a matrix of all labels."""

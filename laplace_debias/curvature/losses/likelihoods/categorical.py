@@ -1,5 +1,6 @@
 """Softmax classification."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -233,17 +234,20 @@ class Categorical(Likelihood):
         Reference: Tanabe & Sagae (1992), "An exact Cholesky decomposition and the generalized
         inverse of the variance–covariance matrix of the multinomial distribution".
         """
-        p = outputs.softmax(-1)
-        tiny = torch.finfo(p.dtype).tiny
-        # heads[j] = Σ_{k≥j} p_k, summed from the end so that small tails keep their digits.
-        heads = p.flip(-1).cumsum(-1).flip(-1)
-        tail = heads[..., 1:]
-        ratio = (p[..., :-1] / heads[..., :-1].clamp_min(tiny)).sqrt()
-        diagonal = ratio * tail.sqrt()
-        below = ratio / tail.clamp_min(tiny).sqrt()
+        p, diagonal, below = _cholesky(outputs)
         root = -p.unsqueeze(-1) * below.unsqueeze(-2)  # [B, C, C−1]
         root = root.tril(-1) + F.pad(torch.diag_embed(diagonal), (0, 0, 0, 1))
         return root.movedim(-1, 0)
+
+    def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:
+        r"""Compute $\epsilon_i L_{ii} - p_i \sum_{j<i}\epsilon_j\sqrt{p_j / (q_{j-1} q_j)}$.
+
+        See `hessian_root` for the symbols. A cumulative sum takes the place of the C−1 columns.
+        """
+        p, diagonal, below = _cholesky(outputs)
+        signs = draw_signs(diagonal.shape[-1]).to(p.dtype)
+        sums_below = F.pad((signs * below).cumsum(-1), (1, 0))
+        return F.pad(signs * diagonal, (0, 1)) - p * sums_below
 
     def hessian_trace(self, outputs: Tensor) -> Tensor:
         """Compute the trace 1 − Σ p² without forming the `[C, C]` matrix."""
@@ -288,3 +292,14 @@ def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
             'an example, use `likelihood="multilabel"`.'
         )
     return _SEVERAL_LABELS
+
+
+def _cholesky(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute p, the diagonal of the root, and its columns below the diagonal over −p."""
+    p = outputs.softmax(-1)
+    tiny = torch.finfo(p.dtype).tiny
+    # heads[j] = Σ_{k≥j} p_k, summed from the end so that small tails keep their digits.
+    heads = p.flip(-1).cumsum(-1).flip(-1)
+    tail = heads[..., 1:]
+    ratio = (p[..., :-1] / heads[..., :-1].clamp_min(tiny)).sqrt()
+    return p, ratio * tail.sqrt(), ratio / tail.clamp_min(tiny).sqrt()

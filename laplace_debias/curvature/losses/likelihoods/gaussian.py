@@ -1,7 +1,7 @@
 """Regression with Gaussian noise."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -199,6 +199,10 @@ class Gaussian(Likelihood):
         root = torch.diag(1 / self._loss_sigma(outputs))
         return root.unsqueeze(1).expand(-1, outputs.shape[0], -1)
 
+    def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:
+        """Compute ε / σ for each output."""
+        return draw_signs(outputs.shape[-1]).to(outputs.dtype) / self._loss_sigma(outputs)
+
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
         """Draw targets f + σ ε, where ε are the normal quantiles of the uniform numbers."""
         noise = self._loss_sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
@@ -395,9 +399,11 @@ class HeteroscedasticGaussian(Likelihood):
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
         r"""Return the Fisher's root $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$, 2C columns."""
-        half = (-outputs.chunk(2, -1)[1] / 2).exp()
-        diagonal = torch.cat([half, torch.full_like(half, 0.5**0.5)], -1)
-        return torch.diag_embed(diagonal).movedim(-1, 0)
+        return torch.diag_embed(_root_of_fisher(outputs)).movedim(-1, 0)
+
+    def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:
+        r"""Compute ε times the entries of the diagonal root."""
+        return draw_signs(outputs.shape[-1]).to(outputs.dtype) * _root_of_fisher(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch targets"]:
         """Draw targets μ + e^{s/2} ε, with ε the normal quantiles of C uniform numbers."""
@@ -460,3 +466,9 @@ def _mean_noise(mean: Tensor, variance: Tensor) -> Tensor:
 
 def _normal(mean: Tensor, covariance: Tensor | None, noise: Tensor) -> MultivariateNormal:
     return noisy_normal(mean, covariance, noise, f"variances from {float(noise.min()):.3g}")
+
+
+def _root_of_fisher(outputs: Tensor) -> Tensor:
+    r"""Compute $(e^{-s/2}, \sqrt{1/2})$, the diagonal of the root, for outputs (μ, s)."""
+    inverse_sigma = (-outputs.chunk(2, -1)[1] / 2).exp()
+    return torch.cat([inverse_sigma, torch.full_like(inverse_sigma, 0.5**0.5)], -1)

@@ -1,6 +1,7 @@
 """Counts: Poisson regression with the logarithm of the rate as output."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -102,6 +103,10 @@ class Poisson(Likelihood):
     def hessian_root(self, outputs: Tensor) -> Tensor:
         r"""Compute the C columns of $\mathrm{diag}(\sqrt\lambda)$."""
         return torch.diag_embed((outputs / 2).exp()).movedim(-1, 0)
+
+    def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:
+        r"""Compute $\epsilon\sqrt\lambda$ for each output."""
+        return draw_signs(outputs.shape[-1]).to(outputs.dtype) * (outputs / 2).exp()
 
     def hessian_trace(self, outputs: Tensor) -> Tensor:
         """Compute the trace Σ λ without forming a matrix."""
