@@ -54,15 +54,39 @@ class RunningSum:
 
     def update(self, parts: BlockParts, num_examples: float) -> None:
         """Add a batch's sums over its examples; of rows, their products."""
-        for block, values in parts.items():
-            batch_sums = [
-                moments(value.rows) if isinstance(value, GramFactor) else value for value in values
-            ]
+        for block, batch_sums in _matrices(parts).items():
             if block not in self.parts:
                 self.parts[block] = [torch.zeros_like(s, dtype=self.dtype) for s in batch_sums]
             for total, batch_sum in zip(self.parts[block], batch_sums, strict=True):
                 total.mul_(self.decay).add_(batch_sum)
         self.weight = self.decay * self.weight + num_examples
+
+
+def _matrices(parts: BlockParts) -> dict[Block, list[Tensor]]:
+    """Return the parts of every block, with the products of rows in the place of rows.
+
+    If a layer has one position per example, G of its bias has the rows of G of its weight. Their
+    products are computed once.
+    """
+    matrices: dict[Block, list[Tensor]] = {}
+    rows_of_weights: dict[str, Tensor] = {}
+    products_of_weights: dict[str, Tensor] = {}
+    for block, factors in parts.items():
+        matrices[block] = []
+        for factor in factors:
+            if not isinstance(factor, GramFactor):
+                matrices[block].append(factor)
+                continue
+            rows = rows_of_weights.get(block.layer)
+            if rows is not None and torch.equal(rows, factor.rows):
+                matrices[block].append(products_of_weights[block.layer])
+                continue
+            product = moments(factor.rows)
+            if not matrices[block]:
+                rows_of_weights[block.layer] = factor.rows
+                products_of_weights[block.layer] = product
+            matrices[block].append(product)
+    return matrices
 
 
 class RunningMagnitudes(ABC):

@@ -100,6 +100,22 @@ def test_squares_along_earlier_directions_are_averaged(layer, every):
     oracle.close(block, U @ torch.diag(L / weight) @ U.T)
 
 
+def test_factors_of_few_examples_are_summed_for_a_weight_and_its_bias():
+    """With fewer examples than outputs, G is kept as rows until it is added to the sums."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 20), nn.Tanh(), nn.Linear(20, 3)).double()
+    data = batches((6, 5, 7), (4,))
+    G, A = 0, 0
+    for x, _ in data:
+        factors = oracle.kfac_factors(model, x, "classification", "0")
+        G = BETA * G + len(x) * factors["G"]
+        A = BETA * A + len(x) * factors["A"]
+    blocks = updated(model, data).state_dict()["blocks"]
+    oracle.close(blocks["0.weight"]["G"], G)
+    oracle.close(blocks["0.weight"]["A"], A)
+    oracle.close(blocks["0.bias"]["G"], G)
+
+
 @pytest.mark.parametrize("layer", ["0", "3"])
 def test_curvature_of_factors_along_earlier_directions_is_averaged(layer):
     model, data = convolutional(), batches()
