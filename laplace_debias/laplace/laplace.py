@@ -835,7 +835,7 @@ class Laplace(Predictor):
                 "`diagonal=True` computes variances, but `joint=True` computes covariances "
                 "between inputs. Remove one of them."
             )
-        state = self._unchanged_fit
+        state = self._fitted
         if differentiable:
             if diagonal or outputs is not None or positions is not None:
                 raise ValueError(
@@ -878,7 +878,7 @@ class Laplace(Predictor):
                 `predict` raises.
         """
         prediction = PredictionMethod(method, samples, generator, positions)
-        return LinkedFit(self._unchanged_fit, None).marginals(x, prediction)
+        return LinkedFit(self._fitted, None).marginals(x, prediction)
 
     def thin(
         self, x: Inputs | Record, error: float = 1e-3, *, positions: Positions | None = None
@@ -1253,7 +1253,7 @@ class Laplace(Predictor):
     def _linked_fits(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> list[LinkedFit]:
-        fitted = self._unchanged_fit
+        fitted = self._fitted
         link = link or fitted.link
         if method.is_closed and link is None:
             link = self._default_link or default_link(fitted, x)

@@ -27,6 +27,8 @@ MOST_CLASSES = 100
 NUM_DRAWS = 128
 """Sobol points of the `"exact"` link."""
 
+# The logistic function at x is close to the normal distribution function at x divided by its root.
+_SCALE = 8 / math.pi
 # Pairs of classes that are computed together, by device type.
 _PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**16)
 
@@ -60,22 +62,25 @@ def tempered_pairwise(
     num_classes = mean.shape[-1]
     means = mean.reshape(-1, num_classes)
     covariances = covariance.reshape(-1, num_classes, num_classes)
-    logits = _pairwise_in_blocks(means, covariances, _scaled_variances, temperatures)
+    logits = _pairwise_in_blocks(means, covariances, difference_variances, temperatures)
     return logits.reshape(len(temperatures), *mean.shape)
 
 
 def pairwise_of_differences(
     mean: Float[Tensor, "batch classes"],
-    variances: Float[Tensor, "batch pairs"],
+    variances: Float[Tensor, "batch classes classes"] | Float[Tensor, "batch pairs"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
     """Compute `tempered_pairwise` from the variances of the differences of two logits.
 
     Args:
         mean: The means of the logits.
-        variances: A column for each of the `pairs_of_outputs`.
+        variances: A matrix with an entry for every two logits, or a column for each of the
+            `pairs_of_outputs`.
         temperatures: The temperatures.
     """
+    if variances.ndim == 3:
+        return _pairwise_in_blocks(mean, variances, lambda block: block, temperatures)
     num_classes = mean.shape[-1]
     first, second = pairs_of_outputs(num_classes, mean.device)
     columns = torch.empty(num_classes, num_classes, dtype=torch.long, device=mean.device)
@@ -83,8 +88,7 @@ def pairwise_of_differences(
     columns[second, first] = columns[first, second]
 
     def matrices(block: Float[Tensor, "block pairs"]) -> Float[Tensor, "block classes classes"]:
-        scaled_variances = block.index_select(1, columns.flatten()).mul_(math.pi / 8)
-        return scaled_variances.unflatten(1, columns.shape)
+        return block.index_select(1, columns.flatten()).unflatten(1, columns.shape)
 
     return _pairwise_in_blocks(mean, variances, matrices, temperatures)
 
@@ -97,23 +101,21 @@ def pairs_of_outputs(
     return first, second
 
 
-def _scaled_variances(
-    covariances: Float[Tensor, "block classes classes"],
-) -> Float[Tensor, "block classes classes"]:
-    """Compute π/8 times the variances of the differences of every two logits."""
+def difference_variances(
+    covariances: Float[Tensor, "*batch classes classes"],
+) -> Float[Tensor, "*batch classes classes"]:
+    """Compute the variances of the differences of every two logits."""
     # In double precision: a large common variance leaves the differences their digits.
     sigma = covariances.double()
     variances = sigma.diagonal(dim1=-2, dim2=-1)
-    scaled_variances = (variances.unsqueeze(-1) + variances.unsqueeze(-2)).sub_(sigma, alpha=2)
-    return scaled_variances.clamp_min_(0).mul_(math.pi / 8).to(covariances.dtype)
+    differences = (variances.unsqueeze(-1) + variances.unsqueeze(-2)).sub_(sigma, alpha=2)
+    return differences.clamp_min_(0).to(covariances.dtype)
 
 
 def _pairwise_in_blocks(
     means: Float[Tensor, "batch classes"],
     moments: Float[Tensor, "batch ..."],
-    scaled_variances: Callable[
-        [Float[Tensor, "block ..."]], Float[Tensor, "block classes classes"]
-    ],
+    variances: Callable[[Float[Tensor, "block ..."]], Float[Tensor, "block classes classes"]],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
     """Compute `tempered_pairwise` of a few examples at a time.
@@ -121,38 +123,40 @@ def _pairwise_in_blocks(
     Args:
         means: The means of the logits.
         moments: The second moments of each example.
-        scaled_variances: From the moments of some examples to π/8 times the variances of the
-            differences of every two logits.
+        variances: From the moments of some examples to the variances of the differences of every
+            two logits.
         temperatures: The temperatures.
     """
     # A few examples at a time, so that their pairs of classes stay in the processor's cache. A
     # program takes any number of examples, so it has no loop over blocks of them.
     num_examples = max(1, _PAIRS_AT_ONCE[means.device.type] // means.shape[-1] ** 2)
     if torch.compiler.is_exporting() or len(means) <= num_examples:
-        return _pairwise_block(means, scaled_variances(moments), temperatures)
+        return _pairwise_block(means, variances(moments), temperatures)
     logits = means.new_empty(len(temperatures), *means.shape)
     for start in range(0, len(means), num_examples):
         examples = slice(start, start + num_examples)
-        block = scaled_variances(moments[examples])
+        block = variances(moments[examples])
         logits[:, examples] = _pairwise_block(means[examples], block, temperatures)
     return logits
 
 
 def _pairwise_block(
     means: Float[Tensor, "block classes"],
-    scaled_variances: Float[Tensor, "block classes classes"],
+    variances: Float[Tensor, "block classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures block classes"]:
-    """Compute `tempered_pairwise` of a block of examples at once.
+    r"""Compute `tempered_pairwise` of a block of examples at once.
+
+    With $c = 8/\pi$ the exponents are $\sqrt{c}\,(\mu_i - \mu_k) / \sqrt{c T^2 + s_{ki}}$.
 
     Args:
         means: The means of the logits.
-        scaled_variances: π/8 times the variances of the differences of every two logits.
+        variances: The variances $s_{ki}$ of the differences of every two logits.
         temperatures: The temperatures.
     """
     num_classes = means.shape[-1]
     differences = means.unsqueeze(-2) - means.unsqueeze(-1)
-    needs_gradients = scaled_variances.requires_grad or differences.requires_grad
+    needs_gradients = variances.requires_grad or differences.requires_grad
     # An exported program cannot branch on the values of tensors.
     can_branch = not (needs_gradients or torch.compiler.is_exporting())
     if differences.device.type == "cpu" and can_branch:
@@ -160,18 +164,19 @@ def _pairwise_block(
         spread = (float(highest) - float(lowest)) / min(temperatures)
         # Sums of exponentials below this are finite.
         if spread < math.log(torch.finfo(means.dtype).max / num_classes) - 1:
-            return _unshifted_pairwise(differences, scaled_variances, temperatures)
+            return _unshifted_pairwise(differences, variances, temperatures)
+    differences = differences * math.sqrt(_SCALE)
     logits = []
     for temperature in temperatures:
         # The root is not changed in place: gradients need it.
-        quotients = (scaled_variances + temperature**2).rsqrt_() * differences
+        quotients = (variances + _SCALE * temperature**2).rsqrt_() * differences
         logits.append(-quotients.logsumexp(-1))
     return torch.stack(logits)
 
 
 def _unshifted_pairwise(
     differences: Float[Tensor, "block classes classes"],
-    scaled_variances: Float[Tensor, "block classes classes"],
+    variances: Float[Tensor, "block classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures block classes"]:
     r"""Compute the logits without the maximum of the exponents, if no exponential can overflow.
@@ -180,14 +185,14 @@ def _unshifted_pairwise(
 
     Args:
         differences: $\mu_i - \mu_k$ in row k and column i.
-        scaled_variances: $\tfrac\pi8 s_{ki}$.
+        variances: $s_{ki}$.
         temperatures: The temperatures.
     """
-    log_2_differences = differences / math.log(2)
-    terms = torch.empty_like(scaled_variances)
+    log_2_differences = differences * (math.sqrt(_SCALE) / math.log(2))
+    terms = torch.empty_like(variances)
     sums = []
     for temperature in temperatures:
-        torch.add(scaled_variances, temperature**2, out=terms)
+        torch.add(variances, _SCALE * temperature**2, out=terms)
         sums.append(terms.rsqrt_().mul_(log_2_differences).exp2_().sum(-1))
     return torch.stack(sums).log_().neg_()
 

@@ -37,9 +37,11 @@ class PreparedModel:
         sizes: Sizes of the chunks of inputs, by what they depend on.
     """
 
-    def __init__(self, spec: ModelSpec, parameters: ParameterBlocks) -> None:
+    def __init__(
+        self, spec: ModelSpec, parameters: ParameterBlocks, snapshot: ModuleSnapshot | None
+    ) -> None:
         model = spec.plain_model
-        self._model_snapshot = _snapshot(model)
+        self._model_snapshot = snapshot or _snapshot(model)
         self.tap = Tap(spec.network(parameters.names), parameters.blocks)
         is_narrow = any(parameter.dtype in NARROW for parameter in model.parameters())
         self._copy_snapshot: ModuleSnapshot | None = None
@@ -51,9 +53,16 @@ class PreparedModel:
         self._values: dict[Hashable, Any] = {}
         self._posterior_snapshot: _PosteriorSnapshot | None = None
 
-    def is_current(self, model: nn.Module) -> bool:
-        """Whether the user's modules are what they were when they were copied."""
-        return self._model_snapshot is not None and self._model_snapshot.is_current(model)
+    def is_current(self, model: nn.Module, snapshot: ModuleSnapshot | None) -> bool:
+        """Whether the user's modules are what they were when they were copied.
+
+        Args:
+            model: The model.
+            snapshot: A snapshot of its modules as they are now, if there is one.
+        """
+        if self._model_snapshot is None:
+            return False
+        return self._model_snapshot is snapshot or self._model_snapshot.is_current(model)
 
     @property
     def is_reusable(self) -> bool:
@@ -111,11 +120,19 @@ class PredictionCache:
         return PredictionCache, ()
 
     @contextmanager
-    def borrow(self, spec: ModelSpec, parameters: ParameterBlocks) -> Iterator[PreparedModel]:
-        """Return a prepared model that is not in use, with a tap of the blocks."""
-        prepared = self._take_current(spec)
+    def borrow(
+        self, spec: ModelSpec, parameters: ParameterBlocks, snapshot: ModuleSnapshot | None
+    ) -> Iterator[PreparedModel]:
+        """Return a prepared model that is not in use, with a tap of the blocks.
+
+        Args:
+            spec: The model.
+            parameters: The Bayesian parameters and their blocks.
+            snapshot: A snapshot of the model's modules as they are now, if there is one.
+        """
+        prepared = self._take_current(spec, snapshot)
         if prepared is None:
-            prepared = PreparedModel(spec, parameters)
+            prepared = PreparedModel(spec, parameters, snapshot)
         else:
             prepared.tap.attach(parameters.blocks)
         yield prepared
@@ -124,14 +141,16 @@ class PredictionCache:
         if prepared.is_reusable and len(self._idle) < _MOST_IDLE:
             self._idle.append(prepared)
 
-    def _take_current(self, spec: ModelSpec) -> PreparedModel | None:
+    def _take_current(
+        self, spec: ModelSpec, snapshot: ModuleSnapshot | None
+    ) -> PreparedModel | None:
         """Take an idle copy of the model as it is now; drop those that are out of date."""
         while True:
             try:
                 prepared = self._idle.pop()
             except IndexError:
                 return None
-            if prepared.is_current(without_outer_wrappers(spec.model)):
+            if prepared.is_current(without_outer_wrappers(spec.model), snapshot):
                 prepared.refresh_buffers()
                 return prepared
 

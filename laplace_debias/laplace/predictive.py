@@ -177,6 +177,11 @@ class LinkedFit:
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution."""
         if method.is_closed:
+            moments = self._last_layer_differences(x, method)
+            if moments is not None:
+                assert self.link is not None
+                logits = links.pairwise_of_differences(*moments, [self.link.temperature])[0]
+                return self.likelihood.predictive(logits, None)
             mean, covariances = _moments_for_links(
                 self.fitted,
                 x,
@@ -189,6 +194,16 @@ class LinkedFit:
             if method.name == "map":
                 return self.likelihood.predictive(self.outputs(x, method), None)
             return self.likelihood.mixture(self.draws(x, method))
+
+    def _last_layer_differences(
+        self, x: Inputs | Record, method: PredictionMethod
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]] | None:
+        """Compute what `"pairwise"` needs of a last layer's outputs; None if it is not for them."""
+        is_softmax = self.likelihood.activation == "softmax"
+        is_pairwise = self.link is not None and self.link.name == "pairwise"
+        if not (is_softmax and is_pairwise and method.positions is None):
+            return None
+        return linearised.last_layer_moments(self.fitted, x, "difference variances")
 
     def marginals(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution of each target of a regression on its own."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layers.backends import choose_backend
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.fingerprints import ChangeDetector
+from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.unwrapping import plain_names, without_outer_wrappers
@@ -149,11 +150,14 @@ class FittedPosterior:
             "`thin`, or load the posterior that was saved before `thin`."
         )
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self) -> ModuleSnapshot | None:
         """Require that the model has not changed since the fit.
 
         The Bayesian parameters are compared entry by entry. Changes of the others, of which a model
         with a posterior of its last layer has far more, are detected as `ChangeDetector` describes.
+
+        Returns:
+            A snapshot of the modules as they are now; None if it does not detect all changes.
 
         Raises:
             RuntimeError: If the model has moved or changed, or under autocast.
@@ -162,8 +166,9 @@ class FittedPosterior:
         names = self.parameters.names
         check_no_autocast(mean.device)
         model = without_outer_wrappers(self.spec.model)
-        if self.change_detector.is_unchanged(model, mean):
-            return
+        snapshot = self.change_detector.unchanged_modules(model, mean)
+        if snapshot is not None:
+            return snapshot
         plain = self.spec.plain_model
         parameters = [plain.get_parameter(name).detach() for name in names]
         dtypes = {wide(parameter.dtype) for parameter in parameters}
@@ -191,8 +196,9 @@ class FittedPosterior:
                 f"{changed_names[0]} has changed since the fit, so the posterior is no longer "
                 "valid. Fit again."
             )
-        if plain is model:
-            self.change_detector.remember(plain, names, mean)
+        if plain is not model:
+            return None
+        return self.change_detector.remember(plain, names, mean)
 
     def network(self) -> nn.Module:
         """Copy the model's modules around its own parameters; see `ModelSpec.network`."""

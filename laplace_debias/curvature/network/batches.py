@@ -123,7 +123,7 @@ class BatchReader:
         for x in tensors_of(inputs):
             if not x.is_floating_point():
                 continue
-            if not any(parameter.dtype == x.dtype for parameter in self.model.parameters()):
+            if all(parameter.dtype != x.dtype for parameter in self.model.parameters()):
                 dtypes = {parameter.dtype for parameter in self.model.parameters()}
                 raise dtype_error(x.dtype, dtypes)
 

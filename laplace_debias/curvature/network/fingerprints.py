@@ -181,8 +181,8 @@ class ChangeDetector:
     traces: dict[str, list[_Trace]] = field(default_factory=dict, repr=False)
     _checked: _CheckedModel | None = field(default=None, repr=False)
 
-    def is_unchanged(self, model: nn.Module, mean: Tensor) -> bool:
-        """Whether nothing has changed since `remember` was called.
+    def unchanged_modules(self, model: nn.Module, mean: Tensor) -> ModuleSnapshot | None:
+        """Return the modules' snapshot if nothing has changed since `remember` was called.
 
         The modules' attributes and the versions of the tensors are compared, and of the values only
         the Bayesian parameters and a sample of each other tensor.
@@ -190,19 +190,30 @@ class ChangeDetector:
         Args:
             model: The model.
             mean: The posterior's mean.
+
+        Returns:
+            The snapshot; None after a change, and if nothing is remembered.
         """
         checked = self._checked
-        return checked is not None and checked.mean is mean and checked.is_current(model)
+        if checked is None or checked.mean is not mean or not checked.is_current(model):
+            return None
+        return checked.snapshot
 
-    def remember(self, model: nn.Module, names: Collection[str], mean: Tensor) -> None:
+    def remember(
+        self, model: nn.Module, names: Collection[str], mean: Tensor
+    ) -> ModuleSnapshot | None:
         """Remember that a model was found unchanged.
 
         Args:
             model: The model, which `changed` has compared.
             names: The Bayesian parameters, whose values are the posterior's mean.
             mean: The posterior's mean.
+
+        Returns:
+            A snapshot of its modules; None if all of the model has to be read every time.
         """
         self._checked = _CheckedModel.build(model, names, mean, self.traces)
+        return None if self._checked is None else self._checked.snapshot
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChangeDetector, ()

@@ -91,10 +91,16 @@ def returned_outputs(
         TypeError: If the model returns no tensor of real numbers.
     """
     inputs = with_tensors(inputs, map(torch.clone, tensors_of(inputs)))
-    if isinstance(inputs, (OneArgument, Tensor)):
-        inputs = (dict(inputs) if isinstance(inputs, OneArgument) else inputs,)
-    arguments = () if isinstance(inputs, Mapping) else tuple(inputs)
-    named = dict(inputs) if isinstance(inputs, Mapping) else {}
+    arguments: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    if isinstance(inputs, Tensor):
+        arguments = (inputs,)
+    elif isinstance(inputs, OneArgument):
+        arguments = (dict(inputs),)
+    elif isinstance(inputs, Mapping):
+        named = dict(inputs)
+    else:
+        arguments = tuple(inputs)
     try:
         if parameters is None:
             with layer_by_layer():
@@ -135,9 +141,11 @@ class SharedSetting:
         self._num_holders = 0
         self._entered: tuple[AbstractContextManager, Context] | None = None
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Within, the setting is made."""
+    def __call__(self) -> "SharedSetting":
+        """Return the context manager within which the setting is made."""
+        return self
+
+    def __enter__(self) -> None:
         with _SETTINGS:
             if self._entered is None:
                 # Another thread may be the one to leave: context variables must not mind.
@@ -146,14 +154,13 @@ class SharedSetting:
                 context.run(manager.__enter__)
                 self._entered = manager, context
             self._num_holders += 1
-        try:
-            yield
-        finally:
-            with _SETTINGS:
-                self._num_holders -= 1
-                if self._num_holders == 0 and self._entered is not None:
-                    (manager, context), self._entered = self._entered, None
-                    context.run(manager.__exit__, None, None, None)
+
+    def __exit__(self, *_: object) -> None:
+        with _SETTINGS:
+            self._num_holders -= 1
+            if self._num_holders == 0 and self._entered is not None:
+                (manager, context), self._entered = self._entered, None
+                context.run(manager.__exit__, None, None, None)
 
 
 @SharedSetting
@@ -418,6 +425,8 @@ def dtype_error(dtype: torch.dtype, dtypes: Collection[torch.dtype]) -> TypeErro
 
 def tensors_of(inputs: Any) -> list[Tensor]:
     """Return the tensors among the inputs."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
     if isinstance(inputs, Mapping):
         inputs = tuple(inputs.values())
     elif not isinstance(inputs, (tuple, list)):
@@ -456,7 +465,9 @@ def logits_of(outputs: Any) -> Tensor:
     single number (Hugging Face with `return_dict=False`).
     """
     logits = outputs
-    if hasattr(outputs, "logits"):
+    if type(outputs) is Tensor:
+        pass  # It is looked at first, because a plain tensor is by far the most common.
+    elif hasattr(outputs, "logits"):
         logits = outputs.logits
     elif isinstance(outputs, Mapping):
         tensors = tensors_of(outputs)

@@ -16,7 +16,7 @@ from laplace_debias.curvature.layers.jacobians import (
 )
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
-from laplace_debias.laplace.functional.linear_head import LinearHead
+from laplace_debias.laplace.functional.linear_head import LinearHead, MomentKind
 from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 
@@ -32,8 +32,9 @@ _TOLERANCE = 0.05
 _SLICE = defaultdict(lambda: 2**25, cpu=2**19)
 # Entries of the weights 1/P that are used together.
 _WEIGHTS = 2**22
-# Up to this number of outputs, those of the last layer have few products of two.
-_FEW_OUTPUTS = 32
+FEW_OUTPUTS = 32
+"""Up to this number of outputs, a last layer has few pairs of outputs, whose moments due to each
+direction are kept."""
 # Products of this many columns are summed afterwards. Libraries compute each entry of a product on
 # one part of a GPU, however many columns there are.
 _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
@@ -62,6 +63,7 @@ class BlockMoments:
         self.posterior = posterior
         self.prior_precisions = prior_precisions
         self._diagonal = diagonal
+        self._kind: MomentKind = "variances" if diagonal else "covariance"
         self._jacobians = jacobians
         self._indices = {block: index for index, block in enumerate(blocks)}
         self._operators: list[EigenKronecker] = []
@@ -76,9 +78,9 @@ class BlockMoments:
         self._heads: dict[int, LinearHead] = {}
         self._head_weights: dict[int, Tensor] = {}
         # Moments due to each direction of their outputs.
-        self._head_directions: dict[int, Tensor] = {}
+        self._head_directions: dict[tuple[int, MomentKind], Tensor] = {}
         # Moments due to their biases, for a single prior precision.
-        self._bias_moments: dict[int, Tensor] = {}
+        self._bias_moments: dict[tuple[int, MomentKind], Tensor] = {}
 
     @property
     def kept_row_bytes(self) -> int:
@@ -115,7 +117,7 @@ class BlockMoments:
         """
         if len(self.prior_precisions) == 1:
             total = into[0]
-            total += self.last_layer_moments(inputs, chosen)
+            total += self.last_layer_moments(inputs, chosen, self._kind)
             return
         for index, phi in inputs.items():
             head = self._head(index)
@@ -138,10 +140,19 @@ class BlockMoments:
         return self._heads[index]
 
     def last_layer_moments(
-        self, inputs: dict[int, Tensor], chosen: Int[Tensor, "batch k"] | None
+        self,
+        inputs: dict[int, Tensor],
+        chosen: Int[Tensor, "batch k"] | None,
+        kind: MomentKind,
     ) -> Float[Tensor, "batch columns *again"]:
-        """Compute what `add_last_layer` adds, at a single prior precision."""
-        moments = [self._head_moments(index, phi, chosen) for index, phi in inputs.items()]
+        """Compute moments of the outputs due to the last layer's blocks, at one prior precision.
+
+        Args:
+            inputs: `last_layer_inputs`.
+            chosen: Indices of the outputs; None for all.
+            kind: The moments; variances of differences only of all of at most `FEW_OUTPUTS`.
+        """
+        moments = [self._head_moments(index, phi, chosen, kind) for index, phi in inputs.items()]
         if len(moments) > 1:
             return sum(moments[1:], moments[0])
         # A copy, since the moments of a bias are kept.
@@ -149,9 +160,13 @@ class BlockMoments:
         return moments[0].expand(batch, *moments[0].shape[1:]).clone()
 
     def _head_moments(
-        self, index: int, phi: Float[Tensor, "batch d"], chosen: Int[Tensor, "batch k"] | None
+        self,
+        index: int,
+        phi: Float[Tensor, "batch d"],
+        chosen: Int[Tensor, "batch k"] | None,
+        kind: MomentKind,
     ) -> Float[Tensor, "examples columns *again"]:
-        """Compute the covariances of a block of the last layer at a single prior precision.
+        """Compute the moments due to a block of the last layer at a single prior precision.
 
         Those of a bias are computed once, for one example, as they are the same for all examples.
         """
@@ -159,22 +174,22 @@ class BlockMoments:
         if index not in self._head_weights:
             self._head_weights[index] = head.variances(self.prior_precisions[0, index])
         is_same_for_all = head.block.is_exact and chosen is None
-        if is_same_for_all and index in self._bias_moments:
-            return self._bias_moments[index]
+        if is_same_for_all and (index, kind) in self._bias_moments:
+            return self._bias_moments[index, kind]
         if is_same_for_all:
             phi = phi[:1]
         along = head.eigen_variances(phi, self._head_weights[index])
         num_outputs = along.shape[-1] if head.U_G is None else len(head.U_G)
-        if chosen is not None or num_outputs > _FEW_OUTPUTS:
-            moments = head.covariance(along, chosen, self._diagonal)
+        if chosen is not None or num_outputs > FEW_OUTPUTS:
+            moments = head.covariance(along, chosen, kind == "variances")
         else:
-            if index not in self._head_directions:
-                self._head_directions[index] = head.moments_of_directions(self._diagonal)
-            moments = along @ self._head_directions[index]
-            if not self._diagonal:
-                moments = moments.unflatten(1, (num_outputs, num_outputs))
+            if (index, kind) not in self._head_directions:
+                self._head_directions[index, kind] = head.moments_of_directions(kind)
+            moments = along @ self._head_directions[index, kind]
+            if kind != "variances":
+                moments = moments.view(-1, num_outputs, num_outputs)
         if is_same_for_all:
-            self._bias_moments[index] = moments
+            self._bias_moments[index, kind] = moments
         return moments
 
     def add(

@@ -104,6 +104,8 @@ def prediction_context(
 ) -> Iterator[PredictionContext]:
     """Prepare the network and the inputs; an error within is explained if x has no batch dimension.
 
+    The model must be what it was at the fit.
+
     Args:
         fitted: The fit.
         x: Inputs as the user passed them.
@@ -115,10 +117,12 @@ def prediction_context(
     """
     is_collective = process_group().size > 1 and has_units(fitted.spec.model)
     with torch.inference_mode(False), collective("predict") if is_collective else nullcontext():
+        snapshot = fitted.check_unchanged()
         device = fitted.posterior.mean.device
         x = fitted.spec.read_batch.inputs(x, device, keeps_graph=keeps_graph)
         if positions is None and not keeps_graph:
-            with fitted.prediction_cache.borrow(fitted.spec, fitted.parameters) as prepared:
+            borrowed = fitted.prediction_cache.borrow(fitted.spec, fitted.parameters, snapshot)
+            with borrowed as prepared:
                 network = prepared.tap.network
                 try:
                     yield PredictionContext(network, x, prepared=prepared)

@@ -5,6 +5,7 @@ $e_c \otimes h_t$, and $e_c$ for the bias.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +18,10 @@ from laplace_debias.operators.structures.eigen_kronecker import coordinates, fra
 
 # Entries of a weight's rows that are used together.
 _SLICE = 2**22
+
+MomentKind = Literal["variances", "covariance", "difference variances"]
+"""The second moments of outputs: a vector of variances, their matrix of covariances, or a matrix of
+the variances of the differences of every two outputs."""
 
 
 @dataclass(frozen=True)
@@ -167,20 +172,25 @@ class LinearHead:
         return self.rotated_inputs(phi).square() @ variances.mT
 
     def moments_of_directions(
-        self, diagonal: bool
+        self, kind: MomentKind
     ) -> Float[Tensor, "rows outputs"] | Float[Tensor, "rows outputs_outputs"]:
-        r"""Compute the outputs' covariance $u_i u_i^\top$, or the variances, of each direction.
+        r"""Compute the outputs' second moments that each direction $u_i$ contributes.
 
-        The product of `eigen_variances` with it is the `covariance` of all outputs, flattened.
+        The product of `eigen_variances` with it is those of all directions, flattened: variances,
+        covariances $u_i u_i^\top$, or variances of the differences of every two outputs.
         """
         num_rows = len(self.magnitudes)
         U_G = self.U_G
         if U_G is None:
             U_G = torch.eye(num_rows, dtype=self.magnitudes.dtype, device=self.magnitudes.device)
         directions = U_G.mT
-        if diagonal:
+        if kind == "variances":
             return directions.square()
-        return (directions.unsqueeze(2) * directions.unsqueeze(1)).flatten(1)
+        first = directions.unsqueeze(2)
+        second = directions.unsqueeze(1)
+        if kind == "difference variances":
+            return (first - second).square_().flatten(1)
+        return (first * second).flatten(1)
 
     def covariance(
         self,

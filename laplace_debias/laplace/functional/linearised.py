@@ -14,7 +14,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.chosen_positions import LinearCalls, Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record, num_examples, take, tensors_of
 from laplace_debias.curvature.network.outputs import check_outputs
-from laplace_debias.laplace.functional.blocks import BlockMoments
+from laplace_debias.laplace.functional.blocks import FEW_OUTPUTS, BlockMoments
 from laplace_debias.laplace.functional.context import (
     OutputChoice,
     PredictionContext,
@@ -29,7 +29,7 @@ from laplace_debias.laplace.functional.factored_covariance import (
     FactoredOutputs,
     LastLayerInputs,
 )
-from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead
+from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead, MomentKind
 from laplace_debias.laplace.functional.request import (
     ChunkSize,
     CovarianceRequest,
@@ -106,6 +106,72 @@ def moments(
     if diagonal:
         covariances = context.by_position(covariances, num_outputs)
     return context.by_position(mean, num_outputs), covariances
+
+
+def last_layer_moments(
+    fitted: FittedPosterior, x: Inputs | Record, kind: MomentKind
+) -> (
+    tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes"]]
+    | tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]]
+    | None
+):
+    """Compute the mean and moments of the outputs if only a last layer of few outputs is Bayesian.
+
+    Args:
+        fitted: The fit.
+        x: Inputs, `[B, ...]`.
+        kind: The moments.
+
+    Returns:
+        None for all other posteriors.
+
+    Raises:
+        ValueError: As `moments` does.
+    """
+    if not _is_linear_layer(fitted, most_outputs=FEW_OUTPUTS):
+        return None
+    request = CovarianceRequest(True, None, fitted.config.memory_bound)
+    means = []
+    all_moments = []
+    with prediction_context(fitted, x) as context:
+        prepared = context.prepared
+        assert prepared is not None
+        accumulator = prepared.compute_once(
+            fitted.posterior, "last layer", partial(_block_moments, fitted)
+        )
+        method = _OfOutputs(prepared.tap, accumulator, request)
+        for _, outputs, _ in _forward_in_chunks(context, prepared.tap, method, request):
+            inputs = accumulator.last_layer_inputs(prepared.tap, outputs)
+            if len(inputs) < len(accumulator.blocks):
+                return None
+            prepared.tap.forget()
+            means.append(outputs.detach())
+            all_moments.append(accumulator.last_layer_moments(inputs, None, kind))
+    # A copy: what a model returns may be overwritten by its next pass.
+    mean = torch.cat(means)
+    second_moments = all_moments[0]
+    if len(all_moments) > 1:
+        second_moments = torch.cat(all_moments)
+    check_covariance(second_moments, accumulator.prior_precisions)
+    return mean, second_moments
+
+
+def _is_linear_layer(fitted: FittedPosterior, most_outputs: int) -> bool:
+    """Whether all Bayesian parameters are those of one linear layer with few outputs."""
+    first, *others = fitted.parameters.blocks
+    if not first.rule.is_linear or accumulator_of(fitted.posterior) is not BlockMoments:
+        return False
+    if any(block.site != first.site for block in others):
+        return False
+    operator = fitted.posterior.curvature.blocks[first.name]
+    assert isinstance(operator, EigenKronecker)
+    return operator.sizes[0] <= most_outputs
+
+
+def _block_moments(fitted: FittedPosterior) -> BlockMoments:
+    """Prepare the variances of a fit at its own prior precision."""
+    deltas = _deltas_per_block(fitted, None)
+    return BlockMoments(fitted.parameters.blocks, fitted.posterior, deltas, diagonal=True)
 
 
 def last_layer_outputs(
@@ -369,7 +435,8 @@ class _OfOutputs:
         if has_all_blocks and num_points == 1:
             assert isinstance(accumulator, BlockMoments)
             self._tap.forget()
-            return accumulator.last_layer_moments(last_layer, indices).unsqueeze(0)
+            kind: MomentKind = "variances" if request.diagonal else "covariance"
+            return accumulator.last_layer_moments(last_layer, indices, kind).unsqueeze(0)
         num_outputs = outputs[0].numel() if indices is None else indices.shape[1]
         total = request.zeros(outputs, num_outputs, num_points)
         skipped = None
