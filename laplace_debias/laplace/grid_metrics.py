@@ -62,7 +62,7 @@ class GridMetrics:
 
     @property
     def finite_points(self) -> range:
-        """Return the indices of the prior precisions whose metric is finite."""
+        """Return the indices of the prior precisions that are finite."""
         return range(len(self.prior_precisions) - (1 if self.links else 0))
 
     def lowest(self, points: range, links: Sequence[int]) -> tuple[int, int]:

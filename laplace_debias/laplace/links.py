@@ -29,6 +29,8 @@ NUM_DRAWS = 128
 
 # The logistic function at x is close to the normal distribution function at x divided by its root.
 _SCALE = 8 / math.pi
+# Up to this number of pairs, the time of a call is that of its operations, not of exponentials.
+_FEW_PAIRS = 2**11
 # Pairs of classes that are computed together, by device type.
 _PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**16)
 
@@ -159,7 +161,8 @@ def _pairwise_block(
     needs_gradients = variances.requires_grad or differences.requires_grad
     # An exported program cannot branch on the values of tensors.
     can_branch = not (needs_gradients or torch.compiler.is_exporting())
-    if differences.device.type == "cpu" and can_branch:
+    are_many = variances.numel() * len(temperatures) > _FEW_PAIRS
+    if differences.device.type == "cpu" and can_branch and are_many:
         lowest, highest = torch.aminmax(means)
         spread = (float(highest) - float(lowest)) / min(temperatures)
         # Sums of exponentials below this are finite.
@@ -169,8 +172,9 @@ def _pairwise_block(
     logits = []
     for temperature in temperatures:
         # The root is not changed in place: gradients need it.
-        quotients = (variances + _SCALE * temperature**2).rsqrt_() * differences
-        logits.append(-quotients.logsumexp(-1))
+        exponents = (variances + _SCALE * temperature**2).rsqrt_() * differences
+        # An exponent on the diagonal is zero, so that only the logarithm of the sum is left there.
+        logits.append(exponents.log_softmax(-1).diagonal(dim1=-2, dim2=-1))
     return torch.stack(logits)
 
 

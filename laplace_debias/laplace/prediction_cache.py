@@ -14,6 +14,7 @@ from laplace_debias.curvature.network.module_snapshot import (
     UncomparableAttributeError,
 )
 from laplace_debias.curvature.network.precision import NARROW
+from laplace_debias.curvature.network.shared_copy import are_constant
 from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
 from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.parameter_blocks import ParameterBlocks
@@ -45,6 +46,7 @@ class PreparedModel:
         self.tap = Tap(spec.network(parameters.names), parameters.blocks)
         is_narrow = any(parameter.dtype in NARROW for parameter in model.parameters())
         self._copy_snapshot: ModuleSnapshot | None = None
+        self._is_constant = are_constant(self.tap.network.modules())
         # The copy of a model in half precision has values of its own.
         if not (self.tap.learns_dims or is_narrow or self._model_snapshot is None):
             self._copy_snapshot = _snapshot(self.tap.network)
@@ -67,8 +69,9 @@ class PreparedModel:
     @property
     def is_reusable(self) -> bool:
         """Whether the copy can be compared with the model, and passes have left it as it was."""
-        snapshot = self._copy_snapshot
-        return snapshot is not None and snapshot.is_current(self.tap.network)
+        if self._copy_snapshot is None:
+            return False
+        return self._is_constant or self._copy_snapshot.is_current(self.tap.network)
 
     def refresh_buffers(self) -> None:
         """Copy the values of the user's buffers, which forward passes may overwrite."""

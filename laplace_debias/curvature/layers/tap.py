@@ -27,6 +27,7 @@ from laplace_debias.curvature.network.inputs import Inputs, call, num_examples, 
 from laplace_debias.curvature.network.selection import leaving_out
 from laplace_debias.curvature.network.shared_copy import (
     SavedAttributes,
+    are_constant,
     preserve_attributes,
     requiring_grad,
 )
@@ -120,7 +121,8 @@ class Tap:
 
         Without it each pass saves them anew.
         """
-        self._saved_attributes = SavedAttributes(self._modules)
+        modules = [] if are_constant(self._modules) else self._modules
+        self._saved_attributes = SavedAttributes(modules)
 
     def start_anew(self) -> None:
         """Forget the calls of the last `forward`, and which sites were not called."""
@@ -150,6 +152,7 @@ class Tap:
     def _run(self, x: Inputs) -> Tensor:
         self.forget()
         self._batch = num_examples(x)
+        saved_attributes = self._saved_attributes or SavedAttributes(self._modules)
         handles = [] if self._recorder is None else self._recorder.hook(self._batch)
         for site, layer in self.layers.items():
             if not site.is_call and site.paths[0] not in self._operands:
@@ -165,14 +168,13 @@ class Tap:
         at_operands: AbstractContextManager = nullcontext()
         if self._operands:
             at_operands = OperandRecorder(self._operands, self.layer_calls)
-        saved_attributes = self._saved_attributes or SavedAttributes(self._modules)
         try:
             with torch.set_grad_enabled(self._has_graph), at_operands:
                 outputs = call(self.network, x)
         finally:
-            saved_attributes.restore()
             for handle in handles:
                 handle.remove()
+            saved_attributes.restore()
         if self._recorder is not None:
             if "" in self._recorder.paths and not outputs.requires_grad:
                 outputs = outputs.detach().requires_grad_()

@@ -123,7 +123,7 @@ class BatchReader:
         for x in tensors_of(inputs):
             if not x.is_floating_point():
                 continue
-            if all(parameter.dtype != x.dtype for parameter in self.model.parameters()):
+            if not _has_dtype(self.model, x.dtype):
                 dtypes = {parameter.dtype for parameter in self.model.parameters()}
                 raise dtype_error(x.dtype, dtypes)
 
@@ -543,3 +543,12 @@ class Stream:
 def weight_of(pair: tuple[Any, ...]) -> float:
     """Return the sum of a pair's weights, or its number of examples if it has none."""
     return float(pair[2].double().sum()) if len(pair) > 2 else len(pair[1])
+
+
+def _has_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a parameter has a dtype; `model.parameters()` would take longer for the first one."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dtype == dtype:
+                return True
+    return False

@@ -76,13 +76,13 @@ class Faults:
                 raise _with_batch_number(error(), number) from cause
 
 
-def require(is_right: Tensor, error: Callable[[], Exception]) -> None:
+def require(is_right: Tensor | bool, error: Callable[[], Exception]) -> None:
     """Require a condition on tensors, at once or at the end of a pass.
 
     The function `error` is kept: let it refer to few numbers, not to the batch.
     """
     faults = _CURRENT.get()
-    if faults is not None and is_right.device.type != "cpu":
+    if faults is not None and isinstance(is_right, Tensor) and is_right.device.type != "cpu":
         faults.pending.append((is_right, error, faults.number))
     elif not is_right:  # on the CPU nobody waits for it
         raise _with_batch_number(error(), None if faults is None else faults.number)
@@ -137,8 +137,10 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
     )
 
 
-def are_finite(values: Tensor) -> Tensor:
-    """Whether all entries are finite, as a tensor that a GPU has not computed yet."""
+def are_finite(values: Tensor) -> Tensor | bool:
+    """Whether all entries are finite; on a GPU as a tensor that it has not computed yet."""
+    if values.is_cpu and math.isfinite(values.sum()):
+        return True  # The sum of finite entries may overflow, but no other sum is finite.
     if values.is_floating_point() and values.numel() > 0:
         # The largest magnitude is NaN or infinite if an entry is. It takes a single pass.
         return torch.linalg.vector_norm(values, math.inf) < math.inf

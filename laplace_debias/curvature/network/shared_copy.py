@@ -145,6 +145,36 @@ def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
         saved.restore()
 
 
+# Modules of these files, without hooks, do not change in a forward pass in eval mode.
+_CONSTANT_MODULES = {
+    f"torch.nn.modules.{name}"
+    for name in (
+        "activation",
+        "batchnorm",
+        "container",
+        "conv",
+        "dropout",
+        "flatten",
+        "instancenorm",
+        "linear",
+        "normalization",
+        "padding",
+        "pooling",
+    )
+}
+
+
+def are_constant(modules: Iterable[nn.Module]) -> bool:
+    """Whether forward passes leave all attributes of modules as they are: torch's own do."""
+    for module in modules:
+        has_hooks = module._forward_hooks or module._forward_pre_hooks
+        if has_hooks or "forward" in vars(module):
+            return False
+        if type(module).__module__ not in _CONSTANT_MODULES:
+            return False
+    return True
+
+
 class SavedAttributes:
     """The attributes of modules, to which they can be restored.
 

@@ -147,10 +147,10 @@ def last_layer_moments(
             prepared.tap.forget()
             means.append(outputs.detach())
             all_moments.append(accumulator.last_layer_moments(inputs, None, kind))
-    # A copy: what a model returns may be overwritten by its next pass.
-    mean = torch.cat(means)
+    mean = means[0]
     second_moments = all_moments[0]
-    if len(all_moments) > 1:
+    if len(means) > 1:
+        mean = torch.cat(means)
         second_moments = torch.cat(all_moments)
     check_covariance(second_moments, accumulator.prior_precisions)
     return mean, second_moments

@@ -15,7 +15,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     check_length,
     probit,
 )
-from laplace_debias.curvature.network.outputs import require, warn_of_probabilities
+from laplace_debias.curvature.network.outputs import are_finite, require, warn_of_probabilities
 from laplace_debias.system.checks import checked_weights
 
 # How far from 1 the sum of a soft target may be, at least: in half precision it is rounded by more.
@@ -268,7 +268,12 @@ class Categorical(Likelihood):
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> CategoricalDistribution:
         r"""Return the categorical distribution of the label, by the probit approximation."""
         logits = mean if covariance is None else probit(mean, covariance)
-        return CategoricalDistribution(logits=logits)
+        if not are_finite(logits):
+            return CategoricalDistribution(logits=logits)
+        # Only the values that the distribution is evaluated at are left for torch to check.
+        distribution = CategoricalDistribution(logits=logits, validate_args=False)
+        del distribution._validate_args
+        return distribution
 
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
         """Average the probability over the sampled logits."""

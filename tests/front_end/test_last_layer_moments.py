@@ -1,0 +1,190 @@
+"""Closed-form predictions with the posterior of a last layer that has few outputs."""
+
+import math
+
+import pytest
+import torch
+from oracle import (
+    close,
+    flat_jacobian,
+    functional_covariance,
+    kfac_block,
+    kfac_factors,
+    posterior_covariance,
+)
+from torch import nn
+from torch.distributions import Categorical, Distribution
+
+from laplace_debias import Laplace, Link
+from laplace_debias.curvature.network.outputs import are_finite
+from laplace_debias.curvature.network.shared_copy import are_constant
+from laplace_debias.laplace.functional.linearised import last_layer_moments
+
+DELTA = 0.3
+
+
+def fitted(scale=1.0, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    with torch.no_grad():
+        model[2].weight *= scale
+    x = torch.randn(20, 4, dtype=torch.float64)
+    la = Laplace(model, params="last_layer", prior_precision=DELTA, **options)
+    return la.fit_batches([(x, torch.randint(3, (20,)))]), x
+
+
+def dense_difference_variances(la, x):
+    """Variances of the differences of every two outputs, by dense factors and Jacobians."""
+    factors = kfac_factors(la.model, x, "classification", "2")
+    blocks = [kfac_block(factors), factors["bias"]]
+    covariance = posterior_covariance(blocks, len(x), DELTA)
+    J = flat_jacobian(la.model, x, ["2.weight", "2.bias"])
+    differences = (J[:, :, None] - J[:, None]).flatten(1, 2)
+    variances = functional_covariance(differences, covariance).diagonal(dim1=1, dim2=2)
+    return variances.unflatten(1, (3, 3))
+
+
+def test_the_variances_of_differences_are_those_of_the_dense_jacobian():
+    la, x = fitted()
+    mean, variances = last_layer_moments(la._fitted, x, "difference variances")
+    close(mean, la.model(x).detach(), 1e-12)
+    close(variances, dense_difference_variances(la, x), 1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 500.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_predictions_are_the_pairwise_probits_of_the_dense_variances(scale, temperature):
+    la, x = fitted(scale)
+    la.link = Link("pairwise", temperature)
+    mean = la.model(x).detach()
+    roots = (temperature**2 + math.pi / 8 * dense_difference_variances(la, x)).sqrt()
+    exponents = (mean[:, None, :] - mean[:, :, None]) / roots
+    expected = (-exponents.logsumexp(-1)).log_softmax(-1)
+    close(la.predict(x).logits, expected, 1e-12)
+    close(la.predict(x[:1]).logits, expected[:1], 1e-12)
+
+
+def test_inputs_in_several_chunks_have_the_moments_of_one():
+    la, x = fitted()
+    in_chunks, _ = fitted(memory_bound=100)
+    logits = in_chunks.predict(x).logits
+    (prepared,) = in_chunks._fitted.prediction_cache._idle
+    assert [size.examples < len(x) for size in prepared.sizes.values()] == [True]
+    close(logits, la.predict(x).logits, 1e-12)
+
+
+def test_a_prediction_checks_the_labels_that_it_is_evaluated_at():
+    la, x = fitted()
+    predicted = la.predict(x)
+    assert type(predicted) is Categorical
+    with pytest.raises(ValueError, match="support"):
+        predicted.log_prob(torch.full((20,), 3))
+    with pytest.raises(ValueError, match="support"):
+        predicted.expand((2, 20)).log_prob(torch.full((20,), 3))
+    is_default = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        assert not la.predict(x)._validate_args
+    finally:
+        Distribution.set_default_validate_args(is_default)
+
+
+def test_an_overflow_of_the_variances_is_an_error():
+    x = torch.randn(20, 4, dtype=torch.float64)
+    la = Laplace(nn.Linear(4, 3).double(), params="last_layer")
+    la.fit_batches([(x, torch.arange(20) % 3)])
+    with pytest.raises(ValueError, match="covariance of the outputs overflows"):
+        la.predict(1e155 * x)
+
+
+def test_a_model_that_changes_within_a_search_is_noticed():
+    la, x = fitted()
+    y = torch.arange(20) % 3
+
+    def batches():
+        yield x, y
+        with torch.no_grad():
+            la.model[0].weight += 1
+        yield x, y
+
+    with pytest.raises(RuntimeError, match="has changed since the fit"):
+        la.tune(batches())
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, -2.0], True),
+        ([3e38, 3e38], True),
+        ([-3e38, -3e38, 1.0], True),
+        ([math.inf, 1.0], False),
+        ([math.inf, -math.inf], False),
+        ([math.nan, 1.0], False),
+        ([], True),
+    ],
+)
+def test_entries_are_finite_also_if_their_sum_overflows(values, expected):
+    assert bool(are_finite(torch.tensor(values))) is expected
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Linear(4, 4), (2, 4)),
+        (nn.Bilinear(4, 4, 2), None),
+        (nn.Conv1d(4, 3, 2), (2, 4, 5)),
+        (nn.BatchNorm1d(4), (2, 4)),
+        (nn.InstanceNorm1d(4, track_running_stats=True), (2, 4, 5)),
+        (nn.LayerNorm(4), (2, 4)),
+        (nn.Dropout(), (2, 4)),
+        (nn.MaxPool1d(2), (2, 4, 6)),
+        (nn.AdaptiveAvgPool1d(2), (2, 4, 6)),
+        (nn.Sequential(nn.Flatten(), nn.ConstantPad1d(1, 0.0), nn.PReLU()), (2, 4, 6)),
+        (nn.MultiheadAttention(4, 2), None),
+    ],
+)
+def test_torchs_own_modules_keep_their_attributes_in_a_forward_pass(module, shape):
+    module.eval()
+    assert are_constant(module.modules())
+    before = [attributes(each) for each in module.modules()]
+    if shape is None:
+        inputs = [torch.randn(3, 4) for _ in range(3 if module.__class__.__name__[0] == "M" else 2)]
+    else:
+        inputs = [torch.randn(shape)]
+    module(*inputs)
+    assert [attributes(each) for each in module.modules()] == before
+
+
+def attributes(module):
+    """The identities of a module's attributes and of the entries of its containers."""
+    entries = []
+    for name, value in vars(module).items():
+        entries.append((name, id(value)))
+        if isinstance(value, dict):
+            entries += [
+                (key, id(entry), getattr(entry, "_version", 0)) for key, entry in value.items()
+            ]
+    return entries
+
+
+def with_hook():
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+def with_own_forward():
+    module = nn.Linear(2, 2)
+    module.forward = lambda x: x
+    return module
+
+
+class Own(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    "build", [with_hook, with_own_forward, lambda: Own(2, 2), lambda: nn.LSTM(2, 2)]
+)
+def test_other_modules_may_change_in_a_forward_pass(build):
+    assert not are_constant(nn.Sequential(nn.Linear(2, 2), build()).modules())
