@@ -12,6 +12,8 @@ from torch import nn
 from laplace_debias import Laplace
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.laplace.plan import MemoryCounter
 
 
 class Net(nn.Module):
@@ -69,6 +71,46 @@ def test_jacobians_and_bias_blocks_are_exact_for_any_forward(forward):
     J = oracle.flat_jacobian(model, x, la.param_names)
     covariance = la.posterior.covariance.to_dense()
     torch.testing.assert_close(la.functional(x)[1], oracle.functional_covariance(J, covariance))
+
+
+class Viewed(nn.Linear):
+    """A linear layer whose output is a view."""
+
+    def forward(self, x):
+        return super().forward(x).view(len(x), -1)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Viewed])
+def test_output_gradients_are_exact_if_an_activation_overwrites_a_layers_output(layer):
+    torch.manual_seed(0)
+    layers = [layer(3, 4), nn.ELU(inplace=True), layer(4, 5), nn.ELU(inplace=True), layer(5, 3)]
+    model = nn.Sequential(*layers).double().eval()
+    names = [f"{index}.bias" for index in (0, 2, 4)]
+    x, column = torch.randn(6, 3).double(), torch.randn(6, 3).double()
+    biases = [model.get_parameter(name) for name in names]
+    expected = torch.autograd.grad((model(x) * column).sum(), biases)
+    tap = Tap(shared_copy(model), curvature_blocks(model, names))
+    gradients = {
+        record.block.name: record.output_gradients[0].sum((0, 1))
+        for record in tap.backward(tap.forward(x), column.unsqueeze(0))
+    }
+    for name, gradient in zip(names, expected, strict=True):
+        torch.testing.assert_close(gradients[name], gradient)
+
+
+def test_a_forward_pass_keeps_inputs_of_layers_but_not_their_outputs():
+    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)]
+    model = nn.Sequential(*layers).double().eval()
+    names = [name for name, _ in model.named_parameters()]
+    tap = Tap(shared_copy(model), curvature_blocks(model, names))
+    x = torch.randn(10, 3).double()
+    with MemoryCounter() as memory:
+        outputs = tap.forward(x)
+        num_live_values = memory.live // x.itemsize
+    assert outputs.shape == (10, 2)
+    # The inputs of the layers, the first layer's output, which is a leaf of the graph, and the
+    # outputs of the network.
+    assert num_live_values == 10 * (3 + 4 + 5 + 4 + 2)
 
 
 class Patches(nn.Module):

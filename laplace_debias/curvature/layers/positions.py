@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
 from laplace_debias.curvature.layers.masks import Masks
-from laplace_debias.curvature.layers.recorder import LayerCall
+from laplace_debias.curvature.layers.recorder import LayerCall, LayerOutput
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
@@ -72,8 +72,8 @@ class PositionFinder:
         self._device = outputs.device
         lengths: dict[Block, set[int]] = {}
         for block, call in itertools.product(blocks, layer_calls):
-            if call.layer == block.layer and call.z.ndim > 2 and not block.is_exact:
-                positions = call.z[0].numel() // (block.num_groups * block.shape[0])
+            if call.layer == block.layer and len(call.z.shape) > 2 and not block.is_exact:
+                positions = call.z.shape[1:].numel() // (block.num_groups * block.shape[0])
                 lengths.setdefault(block, set()).add(positions)
         called = {call.layer for call in layer_calls}
         uncalled = [b for b in blocks if not b.is_exact and b.layer not in called]
@@ -155,7 +155,7 @@ class _Pass:
         self._tap = Tap(network, blocks)
         layers = {block.layer for block in blocks}
         # Other layers are recorded too: the result does not depend on which blocks there are.
-        self._others: list[tuple[nn.Module, Tensor, Tensor]] = []
+        self._others: list[tuple[nn.Module, Tensor, LayerOutput]] = []
         for path, module in network.named_modules():
             if path not in layers and layer_rule(module).has_sequence(module):
                 module.register_forward_hook(self._record, prepend=True, with_kwargs=True)
@@ -168,7 +168,7 @@ class _Pass:
         if not output.requires_grad:
             output = output.detach().requires_grad_()
         x = inputs[0] if inputs else next(iter(named.values()))
-        self._others.append((module, x, output))
+        self._others.append((module, x, LayerOutput.from_tensor(output)))
         return output.clone()
 
     def run(self, x: Inputs, counted: Tensor | None, lengths: set[int]) -> Mapping[str, Masks]:
@@ -181,7 +181,7 @@ class _Pass:
         batch = len(outputs)
         layer_calls = self._tap.layer_calls
         calls = [(self._tap.layers[Site((call.layer,))], call.x, call.z) for call in layer_calls]
-        calls += [c for c in self._others if c[2].ndim > 2 and len(c[2]) == batch]
+        calls += [c for c in self._others if len(c[2].shape) > 2 and c[2].shape[0] == batch]
         rules = [layer_rule(layer) for layer, *_ in calls]
         self._tap.forget()
         self._others.clear()
@@ -192,11 +192,10 @@ class _Pass:
         numbers = torch.arange(1, outputs.numel() + 1, dtype=torch.float64, device=outputs.device)
         cotangent = (0.5 + (numbers * _GOLDEN).frac()).to(outputs.dtype).view_as(outputs)
         cotangent = cotangent if counted is None else cotangent * counted
-        gradients = torch.autograd.grad(
-            outputs, [z for *_, z in calls], cotangent, allow_unused=True
-        )
+        edges = [z.edge for *_, z in calls if z.edge is not None]
+        gradients = torch.autograd.grad(outputs, edges, cotangent, allow_unused=True)
         has_gradient = [
-            rule.nonzero_positions(torch.zeros_like(z) if g is None else g)
+            rule.nonzero_positions(z.new_empty(*z.shape).zero_() if g is None else g)
             for rule, (*_, z), g in zip(rules, calls, gradients, strict=True)
         ]
         # By the number of positions: where some layer has a gradient, and where tokens are padding.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -15,6 +16,39 @@ from torch.utils.hooks import RemovableHandle
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.layers.calls import ModuleCall
 from laplace_debias.curvature.network.inputs import Inputs
+
+
+@dataclass(frozen=True, eq=False)
+class LayerOutput:
+    """An output's place in the recorded graph, without the values, which take memory.
+
+    Attributes:
+        edge: The node of the graph to which gradients with respect to the output come; None if no
+            graph is recorded.
+        shape: The shape of the output.
+        dtype: The dtype of the output.
+        device: The device of the output.
+    """
+
+    edge: GradientEdge | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def from_tensor(cls, z: Tensor) -> "LayerOutput":
+        """Return the place of a tensor in the graph."""
+        edge = get_gradient_edge(z) if z.requires_grad else None
+        return cls(edge, z.shape, z.dtype, z.device)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the values."""
+        return self.dtype.itemsize * self.shape.numel()
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """Allocate a tensor with the dtype and the device of the output."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -30,7 +64,7 @@ class LayerCall:
 
     layer: str
     x: Tensor
-    z: Tensor
+    z: LayerOutput
     version: int
 
 
@@ -284,12 +318,14 @@ class OperandRecorder(TorchFunctionMode):
 
         z = rows(output)
         z = z if z.requires_grad else z.detach().requires_grad_()
+        layer_output = LayerOutput.from_tensor(z)
         for operand, factor in operands:
             if not isinstance(factor, Tensor):
                 factor = output.new_full((), 1.0 if factor is None else factor)
             parameter = operand if operand._base is None else operand._base
             x = rows(factor.detach().expand(output.shape))
-            self._layer_calls.append(LayerCall(self._names[id(parameter)], x, z, x._version))
+            name = self._names[id(parameter)]
+            self._layer_calls.append(LayerCall(name, x, layer_output, x._version))
         # The forward pass goes on with a copy, which it may overwrite.
         back = sorted(range(output.ndim), key=order.__getitem__)
         return z.clone().reshape([output.shape[dim] for dim in order]).permute(back)

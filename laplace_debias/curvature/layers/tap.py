@@ -19,6 +19,7 @@ from laplace_debias.curvature.layers.recorder import (
     CallRecorder,
     ExampleDims,
     LayerCall,
+    LayerOutput,
     OperandRecorder,
     RecordedCalls,
 )
@@ -101,7 +102,7 @@ class Tap:
         """Release the calls of the last `forward`."""
         self.layer_calls: list[LayerCall] = []
         # The outputs of the calls by their `id`: a norm's scale and bias have one.
-        self._targets: dict[int, Tensor] = {}
+        self._targets: dict[int, LayerOutput] = {}
         self._sizes: set[int] = set()
         # What the forward pass goes on with, which takes no memory once it has been used.
         self._handed_on: dict[str, weakref.ref[Tensor]] = {}
@@ -183,8 +184,7 @@ class Tap:
             self._targets[id(layer_call.z)] = layer_call.z
             self._sizes.add(len(layer_call.x))
         for module_call in self._calls:
-            outputs_by_id = zip(map(id, module_call.outputs), module_call.outputs, strict=True)
-            self._targets.update(outputs_by_id)
+            self._targets |= {id(z): LayerOutput.from_tensor(z) for z in module_call.outputs}
         total = sum(map(attrgetter("nbytes"), self._targets.values()))
         self.output_bytes = max(1, total // self._batch)
         return outputs
@@ -215,10 +215,11 @@ class Tap:
             # Windows or frames that are merged into the examples are positions of them.
             recorded_x = recorded_x.unflatten(0, (self._batch, merged))
             z = z.unflatten(0, (self._batch, merged))
-        self.layer_calls.append(LayerCall(path, recorded_x, z, x._version))
+        self.layer_calls.append(LayerCall(path, recorded_x, LayerOutput.from_tensor(z), x._version))
         handed_on = z.flatten(0, 1) if is_merged else z
-        if self._has_graph:
-            # The forward pass goes on with a copy, which it may overwrite.
+        if self._has_graph and (handed_on.is_leaf or handed_on._is_view()):
+            # The forward pass may overwrite the copy: a leaf must not be overwritten, and a view
+            # that is overwritten gets another place in the graph.
             handed_on = handed_on.clone()
         self._handed_on[path] = weakref.ref(handed_on)
         return handed_on
@@ -417,7 +418,7 @@ class Tap:
         return ReplayedCalls(self.network, pairs, names, self._batch, self._recorder.loops)
 
     def _gradients(
-        self, outputs: Tensor, targets: dict[int, Tensor], columns: Tensor, again: bool
+        self, outputs: Tensor, targets: dict[int, LayerOutput], columns: Tensor, again: bool
     ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
         """The gradients at targets, by their `id`, where the outputs depend on them.
 
@@ -429,18 +430,19 @@ class Tap:
         # One cotangent needs no `vmap`, which takes longer than a small network.
         is_one_by_one = self.one_by_one or len(columns) == 1
         passes = list(columns) if is_one_by_one else [columns]
+        edges = [z.edge for z in targets.values() if z.edge is not None]
         gradients: dict[int, Tensor] = {}
         if len(passes) > 1:
             # Before the first pass, whose memory would lie between. An example's columns lie one
             # after the other, as products of Jacobians take them.
             for target, z in targets.items():
-                shape = (len(z), len(passes), *z.shape[1:])
-                gradients[target] = z.new_empty(shape).transpose(0, 1)
+                stacked = z.new_empty(z.shape[0], len(passes), *z.shape[1:])
+                gradients[target] = stacked.transpose(0, 1)
         for index, cotangents in enumerate(passes):
             with quiet():
                 pass_gradients = torch.autograd.grad(
                     outputs,
-                    list(targets.values()),
+                    edges,
                     grad_outputs=cotangents,
                     is_grads_batched=not is_one_by_one,
                     allow_unused=True,
