@@ -130,13 +130,13 @@ class Laplace:
         _check_name("hessian_structure", hessian_structure, STRUCTURES)
         if (subset_of_weights == "subnetwork") != (subnetwork_indices is not None):
             raise ValueError(
-                'subset_of_weights="subnetwork" and subnetwork_indices belong together. Pass both, '
-                "or neither."
+                '`subset_of_weights="subnetwork"` and `subnetwork_indices` belong together. Pass '
+                "both, or neither."
             )
         if n_subset is not None and hessian_structure != "gp":
             raise ValueError(
-                f'n_subset applies to hessian_structure="gp", not to {hessian_structure!r}. '
-                "Remove it."
+                f'`n_subset` applies only to hessian_structure="gp", got {hessian_structure!r}. '
+                "Remove `n_subset=`."
             )
         network = model
         batch: BatchHook | None = None
@@ -147,8 +147,8 @@ class Laplace:
         if last_layer_name is not None:
             if subset_of_weights != "last_layer":
                 raise ValueError(
-                    f'last_layer_name applies to subset_of_weights="last_layer", not to '
-                    f"{subset_of_weights!r}. Remove it."
+                    '`last_layer_name` applies only to subset_of_weights="last_layer", got '
+                    f"{subset_of_weights!r}. Remove `last_layer_name=`."
                 )
             layer = model.get_submodule(last_layer_name)
             layer_parameters = set(layer.parameters())
@@ -163,14 +163,17 @@ class Laplace:
         if likelihood == "regression":
             options["sigma"] = _scalar_or_vector(sigma_noise)
         elif float(torch.as_tensor(sigma_noise)) != 1.0:
-            raise ValueError("sigma_noise applies only to regression. Remove it.")
+            raise ValueError(
+                f'`sigma_noise` applies only to likelihood="regression", got {likelihood!r}. '
+                "Remove `sigma_noise=`."
+            )
         if n_subset is not None:
             options["inducing"] = n_subset
         if independent_outputs:
             if hessian_structure != "gp":
                 raise ValueError(
-                    'independent_outputs=True applies to hessian_structure="gp", not to '
-                    f"{hessian_structure!r}. Remove it."
+                    '`independent_outputs` applies only to hessian_structure="gp", got '
+                    f"{hessian_structure!r}. Remove `independent_outputs=`."
                 )
             options["independent_outputs"] = True
         self.model = model
@@ -411,9 +414,9 @@ class Laplace:
         is_per_parameter = prior_structure == "diag"
         if is_per_parameter and (self._structure != "diag" or method != "marglik"):
             raise NotImplementedError(
-                'prior_structure="diag" requires hessian_structure="diag" and method="marglik", '
+                '`prior_structure="diag"` requires hessian_structure="diag" and method="marglik", '
                 f"got {self._structure!r} and {method!r}. "
-                'Use prior_structure="layerwise" or "scalar".'
+                'Use `prior_structure="layerwise"` or `"scalar"`.'
             )
         is_regression = self.likelihood == "regression"
         if method == "marglik":
@@ -423,16 +426,17 @@ class Laplace:
             self._apply_precisions()
             return
         if val_loader is None:
-            raise ValueError('method="gridsearch" needs held-out data. Pass val_loader.')
+            raise ValueError('`method="gridsearch"` needs held-out data. Pass `val_loader=`.')
         if prior_structure != "scalar":
             raise NotImplementedError(
-                "A grid search tunes only one prior precision. Use "
-                'prior_structure="scalar", or method="marglik".'
+                f"A grid search tunes only one prior precision, got {prior_structure=}. Use "
+                '`prior_structure="scalar"` or `method="marglik"`.'
             )
         if pred_type == "nn" or (link_approx == "mc" and not is_regression):
             raise NotImplementedError(
-                'A grid search needs closed-form predictions. Use pred_type="glm" with '
-                'link_approx="probit", "bridge" or "bridge_norm".'
+                f"A grid search needs closed-form predictions, got {pred_type=} and "
+                f'{link_approx=}. Use `pred_type="glm"` with `link_approx="probit"`, `"bridge"` or '
+                '`"bridge_norm"`.'
             )
         grid = torch.logspace(
             log_prior_prec_min, log_prior_prec_max, grid_size, dtype=torch.float64
@@ -517,8 +521,8 @@ class Laplace:
         parameters = self._fit._parameters
         if self._structure not in ("diag", "full") or len(precisions) != parameters.size:
             raise ValueError(
-                f"prior_precision has {len(precisions)} entries, for {parameters.size} parameters "
-                f"in {len(parameters.block_names)} blocks and hessian_structure="
+                f"`prior_precision` has {len(precisions)} entries, for {parameters.size} "
+                f"parameters in {len(parameters.block_names)} blocks and hessian_structure="
                 f'{self._structure!r}. Pass one number or one per block, or for "diag" and "full" '
                 "one per parameter."
             )
@@ -577,8 +581,9 @@ class Laplace:
         sigma = torch.as_tensor(value, dtype=torch.float64)
         if sigma.numel() != 1 or fitted_sigma.numel() != 1:
             raise ValueError(
-                "sigma_noise has several entries. After a fit, set it to one number, for a "
-                "regression with one sigma_noise."
+                "After a fit, `sigma_noise` can only be changed from one number to another, got "
+                f"{sigma.numel()} for {fitted_sigma.numel()}. Pass `sigma_noise=` to the "
+                "constructor and fit again."
             )
         factor = float(sigma) / float(fitted_sigma)
         scaled, _ = evidence.rescaled(fitted, factor, 1.0)
@@ -636,13 +641,13 @@ class Laplace:
         """
         if STATE not in state_dict:
             raise ValueError(
-                f"The state has the entries {sorted(state_dict)}. Pass what state_dict of this "
+                f"The state has the entries {sorted(state_dict)}. Pass what `state_dict` of this "
                 "class returned. A state of laplace-torch cannot be loaded."
             )
         for name, value in self._options.items():
             if state_dict.get(name) != value:
                 raise ValueError(
-                    f"The state has {name}={state_dict.get(name)!r}, but this object has "
+                    f"The state has `{name}={state_dict.get(name)!r}`, but this object has "
                     f"{value!r}. Pass the same value to the constructor."
                 )
         with tempfile.TemporaryDirectory() as folder:
@@ -769,7 +774,7 @@ def _fisher(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
 def _check_name(argument: str, value: str, names: Collection[str]) -> None:
     if value not in names:
         raise ValueError(
-            f"{argument}={value!r} is not supported. Use one of {', '.join(map(repr, names))}."
+            f"`{argument}={value!r}` is not supported. Use one of {', '.join(map(repr, names))}."
         )
 
 

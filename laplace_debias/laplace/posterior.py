@@ -89,9 +89,11 @@ class GaussianPosterior:
         """Require one Gaussian over the parameters."""
         if self.num_copies > 1:
             raise ValueError(
-                f"With independent_outputs=True each of the {self.num_copies} outputs has its own "
-                "distribution of the parameters. Use predict and functional, or fit with "
-                "independent_outputs=False."
+                "This posterior was fitted with `independent_outputs=True`: it has "
+                f"{self.num_copies} distributions of the parameters, one per output, and none "
+                "for all outputs together. To predict, use `predict` with its default method, or "
+                "`functional`. For samples of the parameters, their covariance or their density, "
+                "fit again with `independent_outputs=False`."
             )
 
     @cached_property

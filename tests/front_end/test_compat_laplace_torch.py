@@ -193,14 +193,24 @@ def test_what_has_no_equivalent_is_refused():
         (
             lambda: Laplace(network(), "regression", "all", n_subset=3),
             ValueError,
-            "n_subset applies",
+            r"^`n_subset` applies only to hessian_structure=\"gp\", got 'kron'\. Remove",
         ),
         (lambda: setattr(la, "sigma_noise", 2.0), ValueError, "tunes the noise of a regression"),
         (lambda: Laplace(network(), "classification", "subnetwork"), ValueError, "Pass both"),
         (
+            lambda: Laplace(network(), "regression", independent_outputs=True),
+            ValueError,
+            r"^`independent_outputs` applies only to hessian_structure=\"gp\", got 'kron'\. Remove",
+        ),
+        (
+            lambda: Laplace(network(), "regression", "all", last_layer_name="2"),
+            ValueError,
+            r"^`last_layer_name` applies only to subset_of_weights=.*, got 'all'\. Remove",
+        ),
+        (
             lambda: Laplace(network(), "classification", sigma_noise=2.0),
             ValueError,
-            "only to regression",
+            r"^`sigma_noise` applies only to likelihood=.*, got 'classification'\. Remove",
         ),
         (
             lambda: Laplace(network(), "classification", backend="CurvlinopsHessian"),
@@ -219,8 +229,31 @@ def test_what_has_no_equivalent_is_refused():
             NotImplementedError,
             "requires hessian_structure=.*'kron'",
         ),
-        (lambda: la.optimize_prior_precision(method="gridsearch"), ValueError, "Pass val_loader"),
+        (
+            lambda: la.optimize_prior_precision(method="gridsearch"),
+            ValueError,
+            "Pass `val_loader=`",
+        ),
+        (
+            lambda: la.optimize_prior_precision(
+                method="gridsearch", prior_structure="layerwise", val_loader=data
+            ),
+            NotImplementedError,
+            "got prior_structure='layerwise'. Use",
+        ),
+        (
+            lambda: la.optimize_prior_precision(
+                method="gridsearch", pred_type="nn", val_loader=data
+            ),
+            NotImplementedError,
+            "got pred_type='nn' and link_approx='probit'. Use",
+        ),
     ]
     for call, error, message in calls:
         with pytest.raises(error, match=message):
             call()
+    data, _ = loader("regression")
+    la = Laplace(network(), "regression", "all")
+    la.fit(data)
+    with pytest.raises(ValueError, match=r"from one number to another, got 3 for 1\. Pass"):
+        la.sigma_noise = torch.ones(3)

@@ -5,6 +5,7 @@ import math
 import oracle
 import pytest
 import torch
+from function_space_cases import SIZE, batches, examples, network
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -12,35 +13,13 @@ from laplace_debias import Laplace
 
 DELTA = 0.7
 SIGMA = 0.4
-SIZE = 24
 LIKELIHOODS = ("regression", "classification", "binary")
-NUM_OUTPUTS = {"regression": 2, "classification": 3, "binary": 1}
-
-
-def network(likelihood):
-    torch.manual_seed(0)
-    layers = nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, NUM_OUTPUTS[likelihood])
-    return nn.Sequential(*layers).double().eval()
-
-
-def examples(likelihood, size=SIZE, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 3, generator=g, dtype=torch.float64)
-    if likelihood == "regression":
-        return x, torch.randn(size, 2, generator=g, dtype=torch.float64)
-    if likelihood == "binary":
-        return x, torch.randint(2, (size,), generator=g)
-    return x, torch.randint(3, (size,), generator=g)
 
 
 def laplace(model, likelihood, curvature="gp", **options):
     if likelihood == "regression":
         options["sigma"] = SIGMA
     return Laplace(model, likelihood, curvature, prior_precision=DELTA, **options)
-
-
-def batches(x, y, sizes=(10, 14)):
-    return list(zip(x.split(sizes), y.split(sizes), strict=True))
 
 
 def function_space(model, likelihood, x, data, inputs, names=None):

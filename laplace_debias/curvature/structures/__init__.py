@@ -55,8 +55,8 @@ def curvature_structure(
         options["independent_outputs"] = independent_outputs
     elif independent_outputs:
         raise ValueError(
-            f'independent_outputs=True applies to curvature="gp", not to {name!r}. Remove '
-            "independent_outputs=."
+            f'`independent_outputs` applies only to curvature="gp", got {name!r}. '
+            "Remove `independent_outputs=`."
         )
     elif inducing is not None:
         *names, last = [f'"{key}"' for key, value in STRUCTURES.items() if value.takes_inducing]

@@ -258,7 +258,15 @@ class CurvatureStructure(ABC):
         blocks: Sequence[Block],
         memory_bound: int | None,
     ) -> dict[str, CurvatureBlock]:
-        """Return all blocks that a file holds for a network, by name; arguments as `restore`."""
+        """Return all blocks that a file holds for a network, by name.
+
+        Args:
+            tensors: The `tensors` of each block.
+            names: The names of the blocks in the file.
+            network: A copy of the network, for directions that are computed by it.
+            blocks: The blocks of the network's Bayesian parameters.
+            memory_bound: Bytes of working memory.
+        """
         return {
             name: self.restore(block_tensors, network, blocks, memory_bound)
             for name, block_tensors in zip(names, tensors, strict=True)

@@ -79,7 +79,6 @@ class GpCurvature(DenseCurvature):
     reads_directions_twice = True
     less_memory = "fewer inducing inputs (inducing=)"
     inducing: int | Tensor | None = field(default=None, compare=False)
-
     independent_outputs: bool = False
 
     def __post_init__(self) -> None:
@@ -353,7 +352,7 @@ class GpCurvature(DenseCurvature):
         blocks: Sequence[Block],
         memory_bound: int | None,
     ) -> dict[str, CurvatureBlock]:
-        """Return all blocks that a file holds for a network, by name; arguments as `restore`."""
+        """Return the block of all outputs, or one block per independent output, by name."""
         if not self.independent_outputs:
             return super().restore_all(tensors, names, network, blocks, memory_bound)
         inducing = InducingInputs(network, blocks, tensors[0]["inputs"], memory_bound)

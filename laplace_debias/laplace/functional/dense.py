@@ -196,11 +196,11 @@ class IndependentMoments(KernelMoments):
         into: Float[Tensor, "grid batch columns *again"],
         records: Iterable[BlockRecord],
     ) -> None:
-        """Add the covariances, or variances, of some columns, from each block's output gradients.
+        """Add the variances of each output under its own posterior, with 0 between outputs.
 
         Args:
-            into: The sums.
-            records: The records of a backward pass.
+            into: The sums, for the outputs `columns` of each example.
+            records: The layers' records of one backward pass.
         """
         gram, rows_by_block = self._rows(into, records)
         if not rows_by_block:
