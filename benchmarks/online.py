@@ -43,7 +43,7 @@ Distances = dict[tuple[int, str], "Distance"]
 
 
 def digits() -> tuple[Examples, Examples]:
-    """Training and test images `[n, 1, 8, 8]` of unit variance with unit noise, and labels."""
+    """Load training and test images `[n, 1, 8, 8]` of unit variance with unit noise, and labels."""
     images, targets = load_digits(return_X_y=True)
     g = torch.Generator().manual_seed(0)
     order = torch.randperm(len(images), generator=g)
@@ -55,7 +55,7 @@ def digits() -> tuple[Examples, Examples]:
 
 
 def diabetes() -> tuple[Examples, Examples]:
-    """Standardised training and test rows `[n, 10]`, and targets `[n, 1]`."""
+    """Load standardised training and test rows `[n, 10]`, and targets `[n, 1]`."""
     features, targets = load_diabetes(return_X_y=True)
     g = torch.Generator().manual_seed(0)
     order = torch.randperm(len(features), generator=g)
@@ -266,7 +266,7 @@ def interval(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):.3f} ± {half:.3f}"
 
 
-def distances_of_seed(problem: Problem, seed: int, curvature: str) -> Distances:
+def compare_posteriors(problem: Problem, seed: int, curvature: str) -> Distances:
     """Train once, and compare the posteriors with the full ones."""
     data, test = problem.data()
     torch.manual_seed(seed)
@@ -309,16 +309,16 @@ def write_distances(path: Path, by_posterior: Distances) -> None:
 def distances(
     name: str, seeds: int, curvature: str, folder: Path | None
 ) -> dict[tuple[int, str], list[Distance]]:
-    """Distances by epoch and posterior, one for each seed."""
+    """Compute or read the distances by epoch and posterior, one for each seed."""
     by_posterior: dict[tuple[int, str], list[Distance]] = {}
     for seed in range(seeds):
-        path = None if folder is None else folder / f"{name}-{curvature}-{seed}.json"
-        if path is not None and path.exists():
-            seed_distances = read_distances(path)
+        file_name = f"{name}-{curvature}-{seed}.json"
+        if folder is not None and (folder / file_name).exists():
+            seed_distances = read_distances(folder / file_name)
         else:
-            seed_distances = distances_of_seed(PROBLEMS[name], seed, curvature)
-            if path is not None:
-                write_distances(path, seed_distances)
+            seed_distances = compare_posteriors(PROBLEMS[name], seed, curvature)
+            if folder is not None:
+                write_distances(folder / file_name, seed_distances)
         for key, value in seed_distances.items():
             by_posterior.setdefault(key, []).append(value)
     return by_posterior
@@ -346,11 +346,12 @@ def draw(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
-    shown = (*FITS, *map(str, RUNS[:3]))
+    shown = (*FITS, *map(str, RUNS[:4]))
     for name in shown:
         values = [[value.nll for value in by_posterior[epoch, name]] for epoch in epochs]
-        means = [statistics.mean(of_epoch) for of_epoch in values]
-        axes.plot(epochs, means, "--o" if name in FITS else "-o", label=name, markersize=3)
+        means = [statistics.mean(epoch_values) for epoch_values in values]
+        line = "--" if name in FITS else "-"
+        axes.plot(epochs, means, line, marker="o", label=name, markersize=3)
     axes.set(xlabel="epochs", ylabel="NLL distance from the full fit (nats)", yscale="log")
     axes.set_xticks(epochs, [str(epoch) for epoch in epochs])
     axes.grid(alpha=0.3)
