@@ -111,3 +111,14 @@ def test_a_last_layers_prediction_of_one_input_takes_few_operations_besides_the_
     la.predict(x)
     besides = num_operations(lambda: la.predict(x).probs) - num_operations(lambda: network(x))
     assert besides <= 30
+
+
+def test_a_perceptrons_prediction_of_one_input_takes_a_bounded_number_of_operations():
+    torch.manual_seed(0)
+    layers = [nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 3)]
+    network = nn.Sequential(*layers).eval()
+    la = Laplace(network)
+    la.fit_batches([(torch.randn(64, 20), torch.randint(3, (64,)))], num_data=64)
+    x = torch.randn(1, 20)
+    la.predict(x)
+    assert num_operations(lambda: la.predict(x).probs) <= 90

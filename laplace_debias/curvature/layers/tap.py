@@ -369,7 +369,7 @@ class Tap:
                 continue
             record = reached.pop(site)
             for block in self._blocks[site]:
-                yield replace(record, block=block)
+                yield record if block is record.block else replace(record, block=block)
             del record
 
     def _reached(

@@ -139,7 +139,7 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
 
 def are_finite(values: Tensor) -> Tensor | bool:
     """Whether all entries are finite; on a GPU as a tensor that it has not computed yet."""
-    if values.is_cpu and math.isfinite(values.sum()):
+    if values.is_cpu and math.isfinite(values.detach().sum()):
         return True  # The sum of finite entries may overflow, but no other sum is finite.
     if values.is_floating_point() and values.numel() > 0:
         # The largest magnitude is NaN or infinite if an entry is. It takes a single pass.

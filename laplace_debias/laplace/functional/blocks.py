@@ -211,9 +211,7 @@ class BlockMoments:
             operator = self._operators[index]
             deltas = self.prior_precisions[:, index]
             curvature = self.posterior.data_weight * operator.in_frame
-            products = None
-            if self._jacobians is rotated_jacobians:
-                products = single_products(record, operator.U_G, operator.U_A)
+            products = self._single_products(record, operator)
             if products is not None:
                 add_single_products(into, *products, curvature, deltas, self._diagonal)
                 continue
@@ -238,6 +236,14 @@ class BlockMoments:
                 del J, rows
             del record
 
+    def _single_products(
+        self, record: BlockRecord, operator: EigenKronecker
+    ) -> tuple[Float[Tensor, "batch columns rows"], Float[Tensor, "batch some_d_in"]] | None:
+        """Compute `single_products`; None also for Jacobians that are not those of the layers."""
+        if self._jacobians is not rotated_jacobians:
+            return None
+        return single_products(record, operator.U_G, operator.U_A)
+
     def _add_weighted(
         self, into: Float[Tensor, "batch columns *again"], records: Iterable[BlockRecord]
     ) -> None:
@@ -250,6 +256,13 @@ class BlockMoments:
                 precisions += self.prior_precisions[0, index]
                 self._weights[index] = precisions.reciprocal_()
             block_weights = self._weights[index]
+            products = self._single_products(record, operator)
+            if products is not None:
+                gradients, activations = products
+                weights = block_weights[: gradients.shape[-1], : activations.shape[-1]]
+                along = activations.square() @ weights.mT
+                add_outer_products(into, gradients, along, self._diagonal)
+                continue
             for examples, J, columns in self._jacobians(record, operator.U_G, operator.U_A):
                 weights = block_weights if columns is None else block_weights[..., columns]
                 weights = weights[..., : J.shape[-2], : J.shape[-1]].flatten()
@@ -271,7 +284,10 @@ def add_weighted_products(
     """
     device_type = rows.device.type
     width = max(1, _SLICE[device_type] // (rows.shape[0] * rows.shape[1]))
-    for columns, w in zip(rows.split(width, 2), weights.split(width), strict=True):
+    slices: Iterable[tuple[Tensor, Tensor]] = [(rows, weights)]
+    if width < len(weights):
+        slices = zip(rows.split(width, 2), weights.split(width), strict=True)
+    for columns, w in slices:
         if diagonal:
             into += columns.square() @ w
         else:
@@ -288,8 +304,7 @@ def add_single_products(
 ) -> None:
     r"""Add the covariances, or variances, of Jacobians $\hat J_{c,ij} = \hat g_{ci} \hat a_j$.
 
-    They are $\sum_i \hat g_{ci} \hat g_{ki} w_i$ with $w_i = \sum_j \hat a_j^2 / (\lambda_{ij} +
-    \delta)$, which is the same for all outputs.
+    They are those of `add_outer_products` with $w_i = \sum_j \hat a_j^2 / (\lambda_{ij} + \delta)$.
     """
     num_rows = gradients.shape[-1]
     curvature = curvature[:num_rows, : activations.shape[-1]]
@@ -297,11 +312,23 @@ def add_single_products(
     step = max(1, _WEIGHTS // len(squares.T))
     for point, delta in zip(into, deltas, strict=True):
         sums = [squares @ (c + delta).reciprocal_().mT for c in curvature.split(step)]
-        along = torch.cat(sums, 1).unsqueeze(1)
-        if diagonal:
-            point += (gradients.square() @ along.mT).squeeze(-1)
-        else:
-            point.baddbmm_(gradients * along, gradients.mT)
+        add_outer_products(point, gradients, torch.cat(sums, 1), diagonal)
+
+
+def add_outer_products(
+    into: Float[Tensor, "batch columns *again"],
+    gradients: Float[Tensor, "batch columns rows"],
+    weights: Float[Tensor, "batch rows"],
+    diagonal: bool,
+) -> None:
+    r"""Add $\sum_i \hat g_{ci} \hat g_{ki} w_i$ for every two outputs, or each output and itself.
+
+    The weights of an example are the same for all of its outputs.
+    """
+    if diagonal:
+        into += (gradients.square() @ weights.unsqueeze(2)).squeeze(2)
+    else:
+        into.baddbmm_(gradients * weights.unsqueeze(1), gradients.mT)
 
 
 def weighted_squares(
@@ -367,7 +394,9 @@ def add_products(
         a_parts = a[..., : num_parts * split].unflatten(2, (num_parts, split))
         b_parts = b[..., : num_parts * split].unflatten(2, (num_parts, split))
         into += torch.einsum("bmpd,bnpd->bpmn", a_parts, b_parts).sum(1)
-    into.baddbmm_(a[..., num_parts * split :], b[..., num_parts * split :].mT)
+        a = a[..., num_parts * split :]
+        b = b[..., num_parts * split :]
+    into.baddbmm_(a, b.mT)
 
 
 @dataclass(frozen=True)
