@@ -4,11 +4,15 @@ import json
 from dataclasses import replace
 
 import a_run
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from bring import every as joined
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.frozen import FrozenEstimator
 
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import ISOTONIC, NETWORK, PLATT, VECTOR, check_methods
@@ -107,6 +111,37 @@ def test_isotonic_regression_is_the_pooled_mean_and_undoes_a_monotone_map():
     probabilities = fit_recalibration("isotonic", 3 * z, y)(3 * z).softmax(1)
     assert (probabilities - z.softmax(1)).abs().mean() < 0.05
     torch.testing.assert_close(probabilities.sum(1), torch.ones(len(z)).double())
+
+
+class Logits(ClassifierMixin, BaseEstimator):
+    """A fitted classifier with two classes, whose inputs are its logits."""
+
+    def __init__(self):
+        self.classes_ = np.arange(2)
+
+    def fit(self, X, y):
+        raise AssertionError("The logits are there already.")
+
+    def decision_function(self, X):
+        return X[:, 0]
+
+    def predict(self, X):
+        return self.decision_function(X) > 0
+
+
+@pytest.mark.parametrize(("name", "method"), [("platt", "sigmoid"), ("isotonic", "isotonic")])
+def test_recalibrations_of_two_classes_are_those_of_scikit_learn(name, method):
+    z, y = yes_no(300)
+    distorted = 3 * z - 1
+    theirs = CalibratedClassifierCV(FrozenEstimator(Logits()), method=method)
+    theirs.fit(distorted.numpy(), y[:, 0].numpy())
+    new, _ = yes_no(301)
+    expected = torch.from_numpy(theirs.predict_proba(new.numpy())[:, 1])
+    if name == "isotonic":
+        # Probabilities of 0 and 1, which have an infinite NLL, are bounded here.
+        expected = expected.clamp(0.5 / 300, 1 - 0.5 / 300)
+    recalibrated = fit_recalibration(name, distorted, y)(new).sigmoid()[:, 0]
+    torch.testing.assert_close(recalibrated, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

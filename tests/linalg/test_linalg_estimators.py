@@ -1,7 +1,6 @@
 """Trace, diagonal and Frobenius norm: unbiased, with honest standard errors."""
 
 import math
-import sys
 from functools import partial
 
 import pytest
@@ -187,22 +186,6 @@ def test_leaving_one_probe_out_has_the_value_and_error_of_its_definition(
     variance = 5 * without_each.var(dim=0, correction=0)
     torch.testing.assert_close(estimate.standard_error, variance.sqrt())
     assert (torch.as_tensor(estimate.degrees_of_freedom) == 5).all()
-
-
-@pytest.mark.parametrize("is_symmetric", [True, False])
-def test_curvlinops_has_the_same_xdiag_of_the_same_probes(monkeypatch, is_symmetric):
-    """Its XTrace leaves out the factor of each probe's length, so that only XDiag is the same."""
-    curvlinops = pytest.importorskip("curvlinops", reason="compares with curvlinops")
-    matrix = torch.randn(40, 40, dtype=torch.float64, generator=generator(9))
-    if is_symmetric:
-        matrix = matrix + matrix.T
-    A = Matrix(matrix, is_symmetric=is_symmetric)
-    probes = iter(draw(A, 6, "rademacher", generator(4)).T)
-    module = sys.modules[curvlinops.xdiag.__module__]
-    monkeypatch.setattr(module, "random_vector", lambda *_: next(probes))
-    expected = curvlinops.xdiag(matrix, 12)
-    estimate = diagonal(A, "xdiag", num_matvecs=12, generator=generator(4))
-    torch.testing.assert_close(estimate.value, expected)
 
 
 @pytest.mark.usefixtures("unchecked")  # many calls, of which the checks would take most time
