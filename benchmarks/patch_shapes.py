@@ -7,7 +7,7 @@
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,19 +86,21 @@ FURTHER_SHAPES = (
     (3, 16, 3, 8, 1, 1, 1, 1),
 )
 _LAYER_TYPES: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_NUM_REPETITIONS = 5
+_NUM_ROUNDS = 9
 
 
-def median_time(function: Callable[[], object]) -> float:
-    """Milliseconds of a call, as the median of a few."""
-    function()
-    times = []
-    for _ in range(_NUM_REPETITIONS):
-        # Processor time, which other programs do not lengthen as much.
-        start = time.thread_time()
+def median_times(functions: Sequence[Callable[[], object]]) -> list[float]:
+    """Milliseconds of each function's call, as medians over rounds in which all are called."""
+    for function in functions:
         function()
-        times.append(1e3 * (time.thread_time() - start))
-    return statistics.median(times)
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(_NUM_ROUNDS):
+        for function, function_times in zip(functions, times, strict=True):
+            # Processor time, which other programs do not lengthen as much.
+            start = time.thread_time()
+            function()
+            function_times.append(1e3 * (time.thread_time() - start))
+    return [statistics.median(function_times) for function_times in times]
 
 
 def unfolded_moments(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
@@ -136,12 +138,13 @@ def measure_shapes() -> tuple[list[dict[str, object]], float]:
         (block,) = curvature_blocks(layer, ["weight"])
         batch = 64 if channels * size**dims < 40_000 else 16
         x = torch.randn(batch, channels, *[size] * dims)
-        unfolded = median_time(partial(unfolded_moments, layer, block, x))
-        displaced: float | None = None
+        ways: list[Callable[[], object]] = [partial(unfolded_moments, layer, block, x)]
         is_displaced = False
         if has_displacements(layer):
-            displaced = median_time(partial(displaced_moments, layer, x))
+            ways.append(partial(displaced_moments, layer, x))
             is_displaced = displacements_are_faster(layer, groups, x)
+        unfolded, *remaining_times = median_times(ways)
+        displaced = remaining_times[0] if remaining_times else None
         ratio = 1.0
         if displaced is not None:
             chosen = displaced if is_displaced else unfolded
@@ -174,8 +177,9 @@ def page(rows: list[dict[str, object]], worst: float) -> str:
         "operations of both from the shapes and chooses the cheaper one. For 54 shapes "
         "the table shows the time of each way, and the one that the cost model chooses. "
         "In three dimensions patches are always unfolded.\n\n"
-        "Written by `python -m benchmarks.patch_shapes --docs`. Medians of processor time, one "
-        "thread of an AMD EPYC with 2 cores, float32. The chosen way takes "
+        "Written by `python -m benchmarks.patch_shapes --docs`. Medians of processor time over "
+        f"{_NUM_ROUNDS} rounds, in each of which both ways take their turn, one thread of an AMD "
+        "EPYC with 2 cores, float32. The chosen way takes "
         f"at most {worst:.2f} times as long as the faster one.\n\n{markdown_table(rows)}\n"
     )
 

@@ -220,6 +220,29 @@ def record_fit(options, mode, likelihood, fit_options):
     return record
 
 
+def record_function_space(mode, likelihood, inducing):
+    """The posterior in function space, which has no sampled parameters and no dense precision."""
+    record = Record()
+    model = with_parameters(convolutional(OUTPUTS[likelihood]))
+    batches = images(likelihood)
+    noise = {"sigma": 1.0} if likelihood == "regression" else {}
+    options = {"curvature": "gp", "inducing": inducing, "prior_precision": 2.0}
+    la = Laplace(model, likelihood=likelihood, **noise, **options)
+    la.fit(loader(batches), mode=mode, generator=generator(5))
+    x = batches[2][0][:4]
+    record.note("log marginal likelihood", la.log_marginal_likelihood())
+    mean, covariance = la.functional(x)
+    record.note("mean", mean)
+    record.note("covariance", covariance)
+    record.note("variances", la.functional(x, diagonal=True)[1])
+    link = PROBIT if la.likelihood.activation is not None else None
+    predictive = la.predict(x, link=link)
+    record.note("predict", predictive.probs if hasattr(predictive, "probs") else predictive.mean)
+    tuning = la.tune(batches[2:], grid=[0.1, 1.0, 10.0], link=link)
+    record.note("tuned", [row[tuning.metric] for row in tuning.table])
+    return record
+
+
 def record_tokens(curvature, mode, name):
     record = Record()
     batches = sentences()
@@ -292,6 +315,11 @@ def records():
     ):
         name = f"tokens {curvature} {mode} {shared}"
         every[name] = (record_tokens, (curvature, mode, shared))
+    for mode, likelihood, inducing in itertools.product(
+        ("full", "mini", "debiased"), LIKELIHOODS, (None, 4)
+    ):
+        name = f"gp {mode} {likelihood} {inducing}"
+        every[name] = (record_function_space, (mode, likelihood, inducing))
     every["operators"] = (record_operators, ())
     every["linalg"] = (record_linalg, ())
     return every
