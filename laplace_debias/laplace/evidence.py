@@ -347,6 +347,18 @@ def rescaled(
     return tuned, likelihood.sigma.tolist()
 
 
+def nll_with_noise(fitted: FittedPosterior, log_factor: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    r"""Compute the negative log-likelihood of all data with noise that is multiplied by k.
+
+    $\ell + \tfrac12 Q(k^{-2} - 1) + M\log k$ with the residuals' Q = Σ‖(f − y)/σ‖² and the number
+    M of target values. It is differentiable in log k.
+    """
+    assert fitted.num_targets is not None
+    share = (-2 * log_factor).exp()
+    nll = fitted.nll + 0.5 * squared_residuals(fitted) * (share - 1)
+    return nll + fitted.num_targets * log_factor
+
+
 def squared_residuals(fitted: FittedPosterior) -> float:
     """Compute Q = Σ ‖(f − y)/σ‖² over the N examples."""
     assert isinstance(fitted.likelihood, Gaussian)

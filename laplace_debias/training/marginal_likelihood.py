@@ -19,7 +19,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Full, Laplace
 from laplace_debias.laplace.curvature_config import CurvatureConfig
-from laplace_debias.laplace.evidence import PER, rescaled, squared_residuals
+from laplace_debias.laplace.evidence import PER, nll_with_noise, rescaled
 from laplace_debias.laplace.fit import fit
 from laplace_debias.laplace.model_spec import ModelSpec
 from laplace_debias.laplace.prior import check_prior_precision
@@ -434,11 +434,9 @@ def log_marginal_likelihood(
     posterior = fitted.posterior
     if not log_factor.requires_grad and float(log_factor) == 0:
         return fitted.log_marginal_likelihood(deltas)
-    assert fitted.num_targets is not None
     share = (-2 * log_factor).exp()
-    nll = fitted.nll + 0.5 * squared_residuals(fitted) * (share - 1)
-    nll = nll + fitted.num_targets * log_factor
-    size = len(posterior.mean)
+    nll = nll_with_noise(fitted, log_factor)
+    size = sum(posterior.curvature.sizes)
     log_det = size * share.log() + posterior.log_det_precision(deltas / share)
     normaliser = 0.5 * size * math.log(2 * math.pi)
     return -nll / posterior.temperature + posterior.log_prior(deltas) + normaliser - 0.5 * log_det

@@ -1,9 +1,4 @@
-"""A `Laplace` with the arguments, methods and shapes of laplace-torch's.
-
-Code that was written for laplace-torch runs with one changed import:
-`from laplace_debias.compat.laplace_torch import Laplace`. Arguments and methods without an
-equivalent raise a `NotImplementedError` that names what to use.
-"""
+"""A `Laplace` with the arguments, methods and shapes of laplace-torch's."""
 
 import tempfile
 from collections.abc import Collection, Mapping
@@ -23,23 +18,13 @@ from laplace_debias.laplace import evidence
 from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.links import BRIDGES, Link
+from laplace_debias.laplace.posterior import GaussianPosterior
 from laplace_debias.laplace.predictive import LinkedFit, PredictionMethod
 from laplace_debias.laplace.prior import prior_precision_from
 from laplace_debias.laplace.state import FittedPosterior
 from laplace_debias.linalg import diagonal
 from laplace_debias.operators import LinearOperator, Permuted
-
-__all__ = [
-    "DiagLLLaplace",
-    "DiagLaplace",
-    "FullLLLaplace",
-    "FullLaplace",
-    "KronLLLaplace",
-    "KronLaplace",
-    "Laplace",
-    "LowRankLaplace",
-    "StructuredLaplace",
-]
+from laplace_debias.training.marginal_likelihood import log_marginal_likelihood
 
 STRUCTURES = {
     "kron": "kfac",
@@ -125,9 +110,9 @@ class Laplace:
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_name("likelihood", likelihood, LIKELIHOODS)
-        _check_name("subset_of_weights", subset_of_weights, SUBSETS)
-        _check_name("hessian_structure", hessian_structure, STRUCTURES)
+        check_name("likelihood", likelihood, LIKELIHOODS)
+        check_name("subset_of_weights", subset_of_weights, SUBSETS)
+        check_name("hessian_structure", hessian_structure, STRUCTURES)
         if (subset_of_weights == "subnetwork") != (subnetwork_indices is not None):
             raise ValueError(
                 '`subset_of_weights="subnetwork"` and `subnetwork_indices` belong together. Pass '
@@ -190,7 +175,7 @@ class Laplace:
             params=params,
             prior_mean=_scalar_or_vector(prior_mean),
             temperature=temperature,
-            fisher=_fisher(backend, backend_kwargs or {}),
+            fisher=fisher_of_backend(backend, backend_kwargs or {}),
             batch=batch,
             **options,
         )
@@ -247,7 +232,7 @@ class Laplace:
             over the draws, `[B, C]`.
         """
         self._check_pred_type(pred_type)
-        _check_name("link_approx", link_approx, LINKS)
+        check_name("link_approx", link_approx, LINKS)
         if self.likelihood != "classification":
             return self._regression(x, pred_type, joint, n_samples, diagonal_output, generator)
         if pred_type == "nn" and link_approx != "mc":
@@ -332,31 +317,54 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Compute the log marginal likelihood, after setting the arguments that are passed."""
-        if sigma_noise is not None:
-            self.sigma_noise = sigma_noise
-        if prior_precision is None:
-            return self.posterior.log_marginal_likelihood()
-        precision = _scalar_or_vector(prior_precision)
-        self.prior_precision = precision
-        if self._precisions is None:
-            return self._fit.log_marginal_likelihood(precision)
-        assert isinstance(precision, Tensor)
-        return self._log_evidence(precision.to(self._precisions))
+        """Compute the log marginal likelihood, after setting the arguments that are passed.
 
-    def _log_evidence(self, precisions: Float[Tensor, " parameters"]) -> Float[Tensor, ""]:
-        """Compute the log marginal likelihood, differentiable in the precisions."""
-        data_precision = self._data_precision()
+        It is differentiable in both of them.
+        """
+        fitted = self._fit._fitted
+        log_factor = torch.zeros((), dtype=torch.float64, device=fitted.posterior.mean.device)
+        if sigma_noise is not None:
+            before = self.sigma_noise
+            self.sigma_noise = sigma_noise
+            sigma = torch.as_tensor(sigma_noise).to(log_factor).reshape(())
+            log_factor = (sigma / before.to(log_factor).reshape(())).log()
+        precision: float | Tensor = self.prior_precision
+        if prior_precision is not None:
+            precision = _scalar_or_vector(prior_precision)
+            self.prior_precision = precision
+        precisions = torch.as_tensor(precision).to(log_factor)
+        if self._precisions is not None:
+            return self._log_evidence(fitted, precisions, log_factor)
+        deltas = precisions.expand(len(fitted.parameters.block_names))
+        return log_marginal_likelihood(fitted, deltas, log_factor)
+
+    def _log_evidence(
+        self,
+        fitted: FittedPosterior,
+        precisions: Float[Tensor, " parameters"],
+        log_factor: Float[Tensor, ""],
+    ) -> Float[Tensor, ""]:
+        """Compute the log marginal likelihood of a fit with a precision for each parameter.
+
+        Args:
+            fitted: The fit.
+            precisions: The prior precisions.
+            log_factor: The logarithm of the number that multiplies the fit's noise.
+        """
+        data_precision = (-2 * log_factor).exp() * self._data_precision(fitted.posterior)
         if self._structure == "diag":
             log_det = (data_precision + precisions).log().sum()
         else:
             log_det = torch.logdet(data_precision + precisions.diag())
-        scatter = (precisions * self._fit.posterior.displacement.double().square()).sum()
-        return self.log_likelihood - 0.5 * (log_det - precisions.log().sum() + scatter)
+        scatter = (precisions * fitted.posterior.displacement.double().square()).sum()
+        nll = torch.tensor(fitted.nll, dtype=torch.float64)
+        if self.likelihood == "regression" and fitted.num_targets is not None:
+            nll = evidence.nll_with_noise(fitted, log_factor)
+        log_likelihood = -nll / fitted.temperature
+        return log_likelihood - 0.5 * (log_det - precisions.log().sum() + scatter)
 
-    def _data_precision(self) -> Tensor:
+    def _data_precision(self, posterior: GaussianPosterior) -> Tensor:
         """Compute the precision that the data add to the prior's: a vector, or a matrix if full."""
-        posterior = self._fit.posterior
         curvature: LinearOperator = posterior.curvature
         if posterior.order is not None:
             curvature = Permuted(curvature, posterior.order)
@@ -382,7 +390,7 @@ class Laplace:
 
     def _check_pred_type(self, pred_type: str) -> None:
         pred_types = ("glm", "gp") if self._structure == "gp" else ("glm", "nn")
-        _check_name("pred_type", pred_type, pred_types)
+        check_name("pred_type", pred_type, pred_types)
 
     def optimize_prior_precision(
         self,
@@ -407,9 +415,9 @@ class Laplace:
                 `prior_structure="diag"` with another structure than `"diag"`.
             ValueError: For an unknown name, or a grid without `val_loader`.
         """
-        _check_name("method", method, ("marglik", "gridsearch"))
-        _check_name("prior_structure", prior_structure, ("scalar", "layerwise", "diag"))
-        _check_name("link_approx", link_approx, LINKS)
+        check_name("method", method, ("marglik", "gridsearch"))
+        check_name("prior_structure", prior_structure, ("scalar", "layerwise", "diag"))
+        check_name("link_approx", link_approx, LINKS)
         self._check_pred_type(pred_type)
         is_per_parameter = prior_structure == "diag"
         if is_per_parameter and (self._structure != "diag" or method != "marglik"):
@@ -458,7 +466,7 @@ class Laplace:
         optimum is the root of $h / (h + \delta) = \delta d^2$. A parameter without curvature has
         none; it keeps the precision that is best for all parameters together.
         """
-        h = self._data_precision()
+        h = self._data_precision(self._fit.posterior)
         product = h * self._fit.posterior.displacement.double().square()
         root = 2 * h / (product + (product * (product + 4)).sqrt())
         shared = self._fit.prior_precision.to(h)
@@ -578,7 +586,7 @@ class Laplace:
         evidence.tunes_noise(fitted, True)
         assert isinstance(fitted.likelihood, Gaussian)
         fitted_sigma = fitted.likelihood.curvature_sigma
-        sigma = torch.as_tensor(value, dtype=torch.float64)
+        sigma = torch.as_tensor(value, dtype=torch.float64).detach()
         if sigma.numel() != 1 or fitted_sigma.numel() != 1:
             raise ValueError(
                 "After a fit, `sigma_noise` can only be changed from one number to another, got "
@@ -666,6 +674,12 @@ class Laplace:
             "subset_of_weights": self._subset,
         }
 
+    def _take(self, posterior: Posterior) -> None:
+        """Replace the posterior by one of the same network, likelihood and structure."""
+        self._fit = posterior
+        self._precisions = None
+        self._apply_precisions()
+
     def __repr__(self) -> str:
         return repr(self.posterior)
 
@@ -752,8 +766,8 @@ def _first_is_preferred(batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (pairs[:, 0], pairs[:, 1]), (preferred == 0).long()
 
 
-def _fisher(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
-    """The Fisher matrix of a backend of laplace-torch, by the end of its name."""
+def fisher_of_backend(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
+    """Return the Fisher matrix of a backend of laplace-torch, by the end of its name."""
     name = getattr(backend, "__name__", str(backend))
     unknown = sorted(backend_kwargs.keys() - {"stochastic"})
     if unknown:
@@ -771,7 +785,8 @@ def _fisher(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
     )
 
 
-def _check_name(argument: str, value: str, names: Collection[str]) -> None:
+def check_name(argument: str, value: str, names: Collection[str]) -> None:
+    """Require one of the supported names."""
     if value not in names:
         raise ValueError(
             f"`{argument}={value!r}` is not supported. Use one of {', '.join(map(repr, names))}."

@@ -1,0 +1,32 @@
+"""The names, arguments and shapes of laplace-torch.
+
+Code that was written for laplace-torch runs with one changed import:
+`from laplace_debias.compat.laplace_torch import Laplace, marglik_training`. Arguments and methods
+without an equivalent raise a `NotImplementedError` that names what to use.
+"""
+
+from laplace_debias.compat.laplace_torch.marglik import marglik_training
+from laplace_debias.compat.laplace_torch.posteriors import (
+    DiagLaplace,
+    DiagLLLaplace,
+    FullLaplace,
+    FullLLLaplace,
+    KronLaplace,
+    KronLLLaplace,
+    Laplace,
+    LowRankLaplace,
+    StructuredLaplace,
+)
+
+__all__ = [
+    "DiagLLLaplace",
+    "DiagLaplace",
+    "FullLLLaplace",
+    "FullLaplace",
+    "KronLLLaplace",
+    "KronLaplace",
+    "Laplace",
+    "LowRankLaplace",
+    "StructuredLaplace",
+    "marglik_training",
+]

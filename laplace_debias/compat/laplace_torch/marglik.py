@@ -1,0 +1,134 @@
+"""Training by the marginal likelihood with the names of laplace-torch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from laplace_debias.compat.laplace_torch.posteriors import (
+    LIKELIHOODS,
+    Laplace,
+    check_name,
+    fisher_of_backend,
+)
+from laplace_debias.compat.laplace_torch.posteriors import STRUCTURES as CURVATURES
+from laplace_debias.curvature.network.batches import Batches
+from laplace_debias.training.marginal_likelihood import marginal_likelihood_training
+
+STRUCTURES = ("kron", "full", "diag")
+PRIOR_STRUCTURES = {"scalar": None, "layerwise": "block"}
+
+
+def marglik_training(
+    model: nn.Module,
+    train_loader: Batches,
+    likelihood: str = "classification",
+    hessian_structure: str = "kron",
+    backend: Any = None,
+    optimizer_cls: Callable[..., Optimizer] = torch.optim.Adam,
+    optimizer_kwargs: Mapping[str, Any] | None = None,
+    scheduler_cls: Callable[..., LRScheduler] | None = None,
+    scheduler_kwargs: Mapping[str, Any] | None = None,
+    n_epochs: int = 300,
+    lr_hyp: float = 0.1,
+    prior_structure: str = "layerwise",
+    n_epochs_burnin: int = 0,
+    n_hypersteps: int = 10,
+    marglik_frequency: int = 1,
+    prior_prec_init: float = 1.0,
+    sigma_noise_init: float = 1.0,
+    temperature: float = 1.0,
+    fix_sigma_noise: bool = False,
+    enable_backprop: bool = False,
+) -> tuple[Laplace, nn.Module, list[float], list[float]]:
+    """Train a network, with prior precision and noise that maximise the marginal likelihood.
+
+    `laplace_debias.training.marginal_likelihood_training` does the work.
+
+    Args:
+        model: The network, which is trained in place and ends in eval mode.
+        train_loader: Batches `(x, y)`.
+        likelihood: `"classification"` or `"regression"`.
+        hessian_structure: `"kron"`, `"full"` or `"diag"`.
+        backend: A backend of laplace-torch, or its name, as for `Laplace`.
+        optimizer_cls: The class of the optimizer of the weights.
+        optimizer_kwargs: Its options. The prior takes the place of `weight_decay`, which is 0.
+        scheduler_cls: The class of a schedule of the learning rate, with a step after each batch.
+        scheduler_kwargs: Its options.
+        n_epochs: The number of epochs.
+        lr_hyp: The learning rate of prior precision and noise.
+        prior_structure: `"layerwise"` for one prior precision per block, or `"scalar"`.
+        n_epochs_burnin: The number of epochs before the first fit.
+        n_hypersteps: Steps on prior precision and noise after each fit.
+        marglik_frequency: The number of epochs between two fits.
+        prior_prec_init: The prior precision at the start, divided by the temperature.
+        sigma_noise_init: The noise of a regression if it is fixed, else 1.
+        temperature: T.
+        fix_sigma_noise: Whether the noise is `sigma_noise_init` throughout.
+        enable_backprop: Whether gradients of predictions flow back to the inputs.
+
+    Returns:
+        The posterior at the largest marginal likelihood; the model with these weights; the
+        negative log marginal likelihood and the loss, both once per fit.
+
+    Raises:
+        NotImplementedError: For `prior_structure="diag"`, or a noise that is optimised from
+            another start than 1.
+        ValueError: For an unknown name.
+    """
+    check_name("likelihood", likelihood, ("classification", "regression"))
+    check_name("hessian_structure", hessian_structure, STRUCTURES)
+    check_name("prior_structure", prior_structure, (*PRIOR_STRUCTURES, "diag"))
+    if prior_structure == "diag":
+        raise NotImplementedError(
+            '`prior_structure="diag"` is not supported in training. Use '
+            '`prior_structure="layerwise"` or `"scalar"`.'
+        )
+    is_regression = likelihood == "regression"
+    sigma = sigma_noise_init if is_regression and fix_sigma_noise else None
+    if is_regression and sigma is None and sigma_noise_init != 1:
+        raise NotImplementedError(
+            f"`sigma_noise_init` is {sigma_noise_init}, but a noise that is optimised starts from "
+            "1. Remove `sigma_noise_init=`, or pass `fix_sigma_noise=True`."
+        )
+    options = dict(optimizer_kwargs or {})
+    if "weight_decay" in options:
+        options["weight_decay"] = 0.0
+    optimizer = optimizer_cls(model.parameters(), **options)
+    scheduler = None
+    if scheduler_cls is not None:
+        scheduler = scheduler_cls(optimizer, **(scheduler_kwargs or {}))
+    run = marginal_likelihood_training(
+        model,
+        train_loader,
+        LIKELIHOODS[likelihood],
+        optimizer=optimizer,
+        epochs=n_epochs,
+        scheduler=scheduler,
+        every=marglik_frequency,
+        burn_in=n_epochs_burnin,
+        per=PRIOR_STRUCTURES[prior_structure],
+        steps=n_hypersteps,
+        learning_rate=lr_hyp,
+        prior_precision=temperature * prior_prec_init,
+        sigma=sigma,
+        temperature=temperature,
+        curvature=CURVATURES[hessian_structure],
+        fisher=fisher_of_backend(backend, {}),
+    )
+    la = Laplace(
+        model,
+        likelihood,
+        "all",
+        hessian_structure,
+        temperature=temperature,
+        enable_backprop=enable_backprop,
+        backend=backend,
+    )
+    la._take(run.laplace)
+    margliks = [-float(row["log_marginal_likelihood"]) for row in run.history]
+    losses = [float(row["loss"]) for row in run.history]
+    return la, model, margliks, losses
