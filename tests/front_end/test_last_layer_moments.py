@@ -18,7 +18,7 @@ from torch.distributions import Categorical, Distribution
 from laplace_debias import Laplace, Link
 from laplace_debias.curvature.network.outputs import are_finite
 from laplace_debias.curvature.network.shared_copy import are_constant
-from laplace_debias.laplace.functional.linearised import last_layer_moments
+from laplace_debias.laplace.functional.linearised import last_layer_inputs, last_layer_moments
 
 DELTA = 0.3
 
@@ -188,3 +188,25 @@ class Own(nn.Linear):
 )
 def test_other_modules_may_change_in_a_forward_pass(build):
     assert not are_constant(nn.Sequential(nn.Linear(2, 2), build()).modules())
+
+
+def dense_covariance(la, x):
+    factors = kfac_factors(la.model, x, "classification", "2")
+    blocks = [kfac_block(factors), factors["bias"]]
+    J = flat_jacobian(la.model, x, ["2.weight", "2.bias"])
+    return functional_covariance(J, posterior_covariance(blocks, len(x), DELTA))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_weight_and_bias_have_one_factor_if_their_directions_are_equal(is_shared):
+    la, x = fitted()
+    if not is_shared:
+        bias = la.posterior.curvature.blocks["2.bias"]
+        # The same matrix, in eigenvectors of the opposite sign.
+        bias.U_G.neg_()
+    inputs = last_layer_inputs(la._fitted, x)
+    outputs = inputs.outputs(inputs.eigen_variances(torch.full((2,), DELTA, dtype=x.dtype)))
+    assert len(outputs.factors) == (1 if is_shared else 2)
+    expected = dense_covariance(la, x)
+    close(outputs.covariance(), expected, 1e-12)
+    close(outputs.variances(), expected.diagonal(dim1=1, dim2=2), 1e-12)

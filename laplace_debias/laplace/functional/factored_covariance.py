@@ -1,7 +1,7 @@
 """Covariances of a last layer's outputs in factors, without a matrix of C × C per example."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -143,7 +143,7 @@ class LastLayerInputs:
     def eigen_variances(
         self, prior_precisions: Float[Tensor, " blocks"]
     ) -> list[Float[Tensor, "batch _"]]:
-        """Compute for each block the variances of the outputs' coordinates along U_G.
+        """Compute the variances of the outputs' coordinates along each of `distinct_directions`.
 
         Args:
             prior_precisions: δ of each block.
@@ -151,18 +151,45 @@ class LastLayerInputs:
         Raises:
             ValueError: If the variances are not finite.
         """
-        by_block = []
+        totals: dict[int, Tensor] = {}
         for head, squares, delta in zip(self.heads, self.squares, prior_precisions, strict=True):
-            by_block.append(squares @ head.variances(delta).mT)
-            check_covariance(by_block[-1], prior_precisions)
-        return by_block
+            variances = squares @ head.variances(delta).mT
+            key = id(head.U_G)
+            totals[key] = totals[key] + variances if key in totals else variances
+        for total in totals.values():
+            check_covariance(total, prior_precisions)
+        return list(totals.values())
 
     def outputs(self, eigen_variances: Sequence[Float[Tensor, "batch _"]]) -> FactoredOutputs:
         """Return the outputs with the factors of their covariance, from its `eigen_variances`."""
         factors = []
-        for head, variances in zip(self.heads, eigen_variances, strict=True):
-            factors.append(CovarianceFactor(head.U_G, variances))
+        directions = distinct_directions(self.heads)
+        for U_G, variances in zip(directions, eigen_variances, strict=True):
+            factors.append(CovarianceFactor(U_G, variances))
         return FactoredOutputs(self.mean, factors)
+
+
+def with_shared_directions(heads: Sequence[LinearHead]) -> list[LinearHead]:
+    """Let blocks with equal output directions have one tensor of them.
+
+    If a layer is called once per example, its bias has the output directions of its weight.
+    """
+    shared: list[LinearHead] = []
+    for head in heads:
+        for earlier in shared:
+            U_G = earlier.U_G
+            if U_G is not None and head.U_G is not None and torch.equal(U_G, head.U_G):
+                head = replace(head, U_G=U_G)
+        shared.append(head)
+    return shared
+
+
+def distinct_directions(
+    heads: Sequence[LinearHead],
+) -> list[Float[Tensor, "classes rows"] | None]:
+    """Return the output directions of blocks, each once; None for the coordinate axes."""
+    directions = {id(head.U_G): head.U_G for head in heads}
+    return list(directions.values())
 
 
 def squared_differences(heads: Sequence[LinearHead]) -> Float[Tensor, "rows pairs"]:
@@ -172,14 +199,13 @@ def squared_differences(heads: Sequence[LinearHead]) -> Float[Tensor, "rows pair
     the variances $v_r$ along the directions.
 
     Returns:
-        A row for each direction of each head, and a column for each of the `pairs_of_outputs`.
+        A row for each of the `distinct_directions`, and a column for each of the
+        `pairs_of_outputs`.
     """
+    magnitudes = heads[0].magnitudes
     directions = []
-    for head in heads:
-        if head.U_G is None:
-            directions.append(torch.eye(len(head.magnitudes)).to(head.magnitudes))
-        else:
-            directions.append(head.U_G)
+    for U_G in distinct_directions(heads):
+        directions.append(torch.eye(len(magnitudes)).to(magnitudes) if U_G is None else U_G)
     U = torch.cat(directions, 1).mT
     first, second = pairs_of_outputs(U.shape[1], U.device)
     return (U[:, first] - U[:, second]).square_()

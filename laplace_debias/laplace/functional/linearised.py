@@ -28,6 +28,7 @@ from laplace_debias.laplace.functional.dense import (
 from laplace_debias.laplace.functional.factored_covariance import (
     FactoredOutputs,
     LastLayerInputs,
+    with_shared_directions,
 )
 from laplace_debias.laplace.functional.linear_head import HeadOutputs, LinearHead, MomentKind
 from laplace_debias.laplace.functional.request import (
@@ -174,6 +175,13 @@ def _block_moments(fitted: FittedPosterior) -> BlockMoments:
     return BlockMoments(fitted.parameters.blocks, fitted.posterior, deltas, diagonal=True)
 
 
+def _last_layer_heads(fitted: FittedPosterior) -> list[LinearHead]:
+    """Prepare the blocks of a last layer that has all Bayesian parameters."""
+    blocks = fitted.parameters.blocks
+    heads = [LinearHead.from_posterior(block, fitted.posterior) for block in blocks]
+    return with_shared_directions(heads)
+
+
 def last_layer_outputs(
     fitted: FittedPosterior, x: Inputs | Record, min_outputs: int
 ) -> FactoredOutputs | None:
@@ -223,18 +231,20 @@ def last_layer_inputs(
     assert isinstance(first, EigenKronecker)
     if len(sites) > 1 or not blocks[0].rule.is_linear or first.sizes[0] < min_outputs:
         return None
-    deltas = _deltas_per_block(fitted, None)
-    accumulator = BlockMoments(blocks, posterior, deltas, diagonal=True)
     with prediction_context(fitted, x) as context:
-        assert context.prepared is not None
-        tap = context.prepared.tap
+        prepared = context.prepared
+        assert prepared is not None
+        accumulator = prepared.compute_once(
+            posterior, "last layer", partial(_block_moments, fitted)
+        )
+        heads = prepared.compute_once(posterior, "heads", partial(_last_layer_heads, fitted))
+        tap = prepared.tap
         outputs = tap.forward(context.x, graph=False)
         check_outputs(outputs)
         inputs = accumulator.last_layer_inputs(tap, outputs)
         tap.forget()
     if len(inputs) < len(blocks):
         return None
-    heads = [LinearHead.from_posterior(blocks[index], posterior) for index in inputs]
     squares = []
     for head, phi in zip(heads, inputs.values(), strict=True):
         squares.append(head.rotated_inputs(phi.detach()).square())
