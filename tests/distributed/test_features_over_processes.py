@@ -11,6 +11,8 @@ FEATURES = [
     tasks.poisson,
     tasks.bradley_terry,
     tasks.subnetwork,
+    tasks.function_of_parameters,
+    tasks.precision_per_parameter,
     tasks.bridge,
     tasks.weighted_evaluation,
     tasks.gradients_in_inputs,

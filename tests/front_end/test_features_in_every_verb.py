@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Laplace, posterior_as_prior
+from laplace_debias import GaussianPrior, Laplace, posterior_as_prior
 from laplace_debias.curvature import FunctionModel, Subnetwork
 from laplace_debias.training import OnlineCurvature, marginal_likelihood_training
 
@@ -64,6 +64,15 @@ def with_a_prior():
     return Laplace(network(), prior=posterior_as_prior(earlier)).fit(batches(seed=3))
 
 
+def with_a_precision_per_parameter():
+    model = network()
+    names = [name for name, _ in model.named_parameters()]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    precisions = torch.linspace(0.5, 2, size, dtype=torch.float64)
+    prior = GaussianPrior(torch.zeros_like(precisions), precisions, names)
+    return Laplace(model, curvature="diag", prior=prior).fit(batches())
+
+
 def updated():
     return Laplace(network(), curvature="ekfac").fit(batches()).update(batches(seed=3))
 
@@ -84,16 +93,23 @@ def in_function_space():
     return Laplace(network(), curvature="gp", inducing=6).fit(batches())
 
 
+def in_function_space_by_output():
+    la = Laplace(network(), curvature="gp", inducing=6, independent_outputs=True)
+    return la.fit(batches())
+
+
 FEATURES = [
     online,
     by_marginal_likelihood,
     function_of_parameters,
     entries,
     with_a_prior,
+    with_a_precision_per_parameter,
     updated,
     weighted,
     with_a_bridge,
     in_function_space,
+    in_function_space_by_output,
 ]
 
 

@@ -86,6 +86,15 @@ def test_pinball_losses_are_those_of_scikit_learn_and_add_up_to_the_interval_sco
     assert metrics.interval_score(low, high, y, 0.8).item() == pytest.approx(2 / 0.2 * total)
 
 
+def test_interval_scores_are_those_of_mapie():
+    mapie = pytest.importorskip("mapie.metrics.regression", reason="compares with MAPIE")
+    mean, deviation, y = predictive()
+    low, high = metrics.gaussian_interval(mean, deviation, 0.8)
+    intervals = torch.stack([low, high], dim=1).unsqueeze(-1)
+    expected = mapie.regression_mwi_score(y.numpy(), intervals.numpy(), 0.8)
+    assert metrics.interval_score(low, high, y, 0.8).item() == pytest.approx(expected)
+
+
 def test_ends_of_an_interval_belong_to_it():
     low, high = torch.zeros(3), torch.ones(3)
     y = torch.tensor([0.0, 1.0, 1.1])

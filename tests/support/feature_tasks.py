@@ -9,7 +9,7 @@ from spectra import generator
 from torch import nn
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
-from laplace_debias import Conformal, Laplace, Ordinal, ShardedBatches
+from laplace_debias import Conformal, GaussianPrior, Laplace, Ordinal, ShardedBatches
 from laplace_debias.assessment import assess
 from laplace_debias.assessment.methods import ISOTONIC, NETWORK, PLATT, VECTOR
 from laplace_debias.compat.laplace_torch import Laplace as LaplaceTorch
@@ -86,6 +86,28 @@ def bradley_terry(rank):
 
 def subnetwork(rank):
     la = Laplace(Subnetwork(network(3), [0, 7, 21, 30, 41]), curvature="full")
+    return tuned_and_evaluated(la, sharded(inputs(), classes(3)), inputs())
+
+
+def function_of_parameters(rank):
+    """A posterior of the parameters of a function."""
+    parameters = {
+        "W": torch.randn(4, 3, generator=generator(8), dtype=torch.float64),
+        "b": torch.zeros(3, dtype=torch.float64),
+    }
+    model = FunctionModel(lambda p, x: (x @ p["W"]).tanh() + p["b"], parameters)
+    data = sharded(inputs(), classes(3))
+    return tuned_and_evaluated(Laplace(model, curvature="full"), data, inputs())
+
+
+def precision_per_parameter(rank):
+    """A posterior under a prior with one precision per parameter."""
+    model = network(3)
+    names = [name for name, _ in model.named_parameters()]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    precisions = torch.linspace(0.5, 2, size, dtype=torch.float64)
+    prior = GaussianPrior(torch.zeros_like(precisions), precisions, names)
+    la = Laplace(model, curvature="diag", prior=prior)
     return tuned_and_evaluated(la, sharded(inputs(), classes(3)), inputs())
 
 
