@@ -69,8 +69,8 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
     pixels = image_pixels(pairs["train"][0], settings)
     if pixels is None and Pixels.from_settings(settings) is not None:
         raise ValueError(
-            f"mean and std apply only to images, but {path} has inputs of shape "
-            f"{list(pairs['train'][0].shape[1:])}. Remove mean and std."
+            f"`mean` and `std` apply only to images, but {path} has inputs of shape "
+            f"{list(pairs['train'][0].shape[1:])}. Remove `mean` and `std`."
         )
     examples = {
         name: _examples(x, y, likelihood, pixels, f"{path}, {name}")

@@ -56,8 +56,8 @@ def load(settings: SourceSettings) -> Loaded:
     shape = tuple(x.shape[1:]) if isinstance(x, Tensor) else None
     if splits.pixels is not None and (shape is None or len(shape) != 3):
         raise ValueError(
-            f"mean and std apply only to images [C, H, W], but the inputs have shape {shape}. "
-            "Remove mean and std."
+            f"`mean` and `std` apply only to images [C, H, W], but the inputs have shape {shape}. "
+            "Remove `mean` and `std`."
         )
     validation: Batches | None = None
     if splits.validation is not None:

@@ -253,7 +253,7 @@ def test_examples_that_each_worker_reads_are_not_counted_several_times():
         lambda data: la.evaluate(batches(), ood={"o": data}),
     )
     for call in calls:
-        with pytest.raises(ValueError, match=r"2 workers that read the stream .* num_workers=1"):
+        with pytest.raises(ValueError, match=r"2 workers that read the stream .* `num_workers=1`"):
             call(read_by_two_workers())
     parts = DataLoader(PartOfStream(), batch_size=5, num_workers=2)
     whole = [DATA[:]]

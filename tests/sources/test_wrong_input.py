@@ -111,7 +111,7 @@ WRONG = {
     ),
     "no images": (
         [*ROWS, "--mean=[0.5]"],
-        "mean and std apply only to images, but d.npz has inputs of shape",
+        "`mean` and `std` apply only to images, but d.npz has inputs of shape",
     ),
     "task": ([*IMAGES, "--task=regression"], "folders of images by class are a classification"),
     "two classes": ([*IMAGES, "--task=binary"], "3 classes, but binary classification needs two"),

@@ -95,7 +95,7 @@ class ChannelNormRule(NormRule):
             return (
                 "keeps no running statistics, so an example's output depends on the other "
                 "examples of its batch, and the curvature per example is not defined. Train the "
-                "model with track_running_stats=True."
+                "model with `track_running_stats=True`."
             )
         if layer.training:
             return (

@@ -487,7 +487,7 @@ def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
     return NotImplementedError(
         f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples, but its first "
         "dimension must be the examples. Keep positions in a separate dimension, [batch, "
-        "positions, features] (for attention, use batch_first=True), and let position embeddings "
+        "positions, features] (for attention, use `batch_first=True`), and let position embeddings "
         "look up a position for every example. Or exclude the layer's parameters with `params=`. "
         "If the layer processes only some of the examples (a mixture of experts), start the data "
         "with a batch in which it processes some examples but not all."

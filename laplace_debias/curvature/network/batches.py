@@ -532,7 +532,7 @@ class Stream:
                         f"The {num_workers} workers that read the stream start with the same "
                         "examples, so every example would count several times. Use "
                         "torch.utils.data.get_worker_info() to let each worker yield a different "
-                        "part of the examples, or set num_workers=1."
+                        "part of the examples, or set `num_workers=1`."
                     )
             x = move(x, self.device, self.dtypes)
             if self.target_device is not None:

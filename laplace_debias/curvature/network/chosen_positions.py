@@ -108,8 +108,8 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
     if outputs.ndim != 3:
         shape = ", ".join(["batch", *map(str, outputs.shape[1:])])
         raise ValueError(
-            f"positions={_shown(positions)} only applies to models with outputs [batch, positions, "
-            f"classes]. This model returns [{shape}]. Remove positions=."
+            f"`positions={_shown(positions)}` applies only to models with outputs [batch, "
+            f"positions, classes]. This model returns [{shape}]. Remove `positions=`."
         )
     mask = _attention_mask(model, x)
     requested = requested.to(outputs.device)

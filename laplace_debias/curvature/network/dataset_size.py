@@ -61,8 +61,8 @@ def training_size(
     if reads_all and inferred and drops_last and inferred % batch_size:
         raise ValueError(
             f'`mode="{mode}"` uses all data, but every pass of this loader leaves out '
-            f"{inferred % batch_size} of its {inferred} examples (drop_last=True). Use "
-            "drop_last=False. To scale the curvature to all examples instead, pass "
+            f"{inferred % batch_size} of its {inferred} examples (`drop_last=True`). Use "
+            "`drop_last=False`. To scale the curvature to all examples instead, pass "
             f"`num_data={inferred}`."
         )
     return TrainingSize(inferred, is_inferred=True, is_shared=is_shared)
