@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -47,6 +48,12 @@ class ParameterBlocks:
     order: Int[Tensor, " parameters"] | None
     block_names: list[str]
     size: int
+
+    @cached_property
+    def is_linear_layer(self) -> bool:
+        """Whether all Bayesian parameters are those of one linear layer."""
+        first = self.blocks[0]
+        return first.rule.is_linear and all(block.site == first.site for block in self.blocks)
 
     @classmethod
     def selected(

@@ -116,7 +116,8 @@ def prediction_context(
             the graph, is not used again.
     """
     is_collective = process_group().size > 1 and has_units(fitted.spec.model)
-    with torch.inference_mode(False), collective("predict") if is_collective else nullcontext():
+    outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    with outside, collective("predict") if is_collective else nullcontext():
         snapshot = fitted.check_unchanged()
         device = fitted.posterior.mean.device
         x = fitted.spec.read_batch.inputs(x, device, keeps_graph=keeps_graph)

@@ -129,7 +129,8 @@ def last_layer_moments(
     Raises:
         ValueError: As `moments` does.
     """
-    if not _is_linear_layer(fitted, most_outputs=FEW_OUTPUTS):
+    num_outputs = _num_linear_outputs(fitted)
+    if num_outputs is None or num_outputs > FEW_OUTPUTS:
         return None
     request = CovarianceRequest(True, None, fitted.config.memory_bound)
     means = []
@@ -157,16 +158,17 @@ def last_layer_moments(
     return mean, second_moments
 
 
-def _is_linear_layer(fitted: FittedPosterior, most_outputs: int) -> bool:
-    """Whether all Bayesian parameters are those of one linear layer with few outputs."""
-    first, *others = fitted.parameters.blocks
-    if not first.rule.is_linear or accumulator_of(fitted.posterior) is not BlockMoments:
-        return False
-    if any(block.site != first.site for block in others):
-        return False
-    operator = fitted.posterior.curvature.blocks[first.name]
+def _num_linear_outputs(fitted: FittedPosterior) -> int | None:
+    """Return the number of outputs of the linear layer that has all Bayesian parameters.
+
+    It is None for all other posteriors.
+    """
+    parameters = fitted.parameters
+    if not parameters.is_linear_layer or accumulator_of(fitted.posterior) is not BlockMoments:
+        return None
+    operator = fitted.posterior.curvature.blocks[parameters.blocks[0].name]
     assert isinstance(operator, EigenKronecker)
-    return operator.sizes[0] <= most_outputs
+    return operator.sizes[0]
 
 
 def _block_moments(fitted: FittedPosterior) -> BlockMoments:
@@ -222,15 +224,10 @@ def last_layer_inputs(
     Raises:
         ValueError: If the outputs are not finite.
     """
+    num_outputs = _num_linear_outputs(fitted)
+    if num_outputs is None or num_outputs < min_outputs:
+        return None
     posterior = fitted.posterior
-    blocks = fitted.parameters.blocks
-    if accumulator_of(posterior) is not BlockMoments:
-        return None
-    sites = {block.site for block in blocks}
-    first = posterior.curvature.blocks[blocks[0].name]
-    assert isinstance(first, EigenKronecker)
-    if len(sites) > 1 or not blocks[0].rule.is_linear or first.sizes[0] < min_outputs:
-        return None
     with prediction_context(fitted, x) as context:
         prepared = context.prepared
         assert prepared is not None
@@ -243,7 +240,7 @@ def last_layer_inputs(
         check_outputs(outputs)
         inputs = accumulator.last_layer_inputs(tap, outputs)
         tap.forget()
-    if len(inputs) < len(blocks):
+    if len(inputs) < len(heads):
         return None
     squares = []
     for head, phi in zip(heads, inputs.values(), strict=True):
