@@ -248,7 +248,8 @@ def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
         loaded.likelihood.activation is None or loaded.likelihood.targets != "class"
     ):
         raise ValueError(
-            f"{names}: the task {loaded.task} has no logits of classes. Remove these methods."
+            f"{names}: these methods need class logits, which the task {loaded.task} "
+            "does not have. Remove these methods."
         )
     if recalibrated and loaded.validation is None:
         raise ValueError(

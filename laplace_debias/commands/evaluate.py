@@ -71,9 +71,9 @@ def run(settings: Settings) -> dict[str, Any]:
         shared_folder = Path(process_group().from_rank(own_folder, 0))
         if not shared_folder.is_dir():
             raise FileNotFoundError(
-                f"The folder of temporary files of rank 0, {shared_folder}, does not exist on "
-                f"rank {process_group().rank}. Start all processes on one machine, or set TMPDIR "
-                "to a folder that all machines share."
+                f"Rank 0 uses the temporary folder {shared_folder}, which does not exist "
+                f"on rank {process_group().rank}. Start all processes on one machine, or "
+                "set TMPDIR to a folder that all machines share."
             )
         folder = assess(
             loaded,

@@ -497,7 +497,9 @@ def _as_dataclass(value: Any, kind: Any) -> Any:
     if unknown:
         nearest = difflib.get_close_matches(unknown[0], kinds, n=1)
         hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        raise UnexpectedValueError(f"only the keys {', '.join(kinds)}, not {unknown[0]}{hint}")
+        raise UnexpectedValueError(
+            f"only the keys {', '.join(kinds)} ({unknown[0]} is not one of them){hint}"
+        )
     values = {}
     for name, entry in content.items():
         try:

@@ -77,8 +77,8 @@ class LaplaceModel(Model):
         """
         if isinstance(observation_noise, Tensor):
             raise NotImplementedError(
-                "`observation_noise` must be True or False, because the noise of a regression is "
-                "its `sigma`. Pass one of them."
+                "`observation_noise` must be True or False. The size of the noise is the "
+                "`sigma` of the regression. Pass True or False."
             )
         mean, covariance = self._moments(X, observation_noise)
         if mean.shape[-1] != self._num_outputs:
@@ -130,8 +130,8 @@ class LaplaceModel(Model):
             )
         if Y.shape[-2:] != (X.shape[-2], self._num_outputs):
             raise ValueError(
-                f"Y has shape {tuple(Y.shape)}. Pass observations [..., {X.shape[-2]}, "
-                f"{self._num_outputs}] at the points."
+                f"Y has shape {tuple(Y.shape)}. Pass the observations at the points in "
+                f"the shape [..., {X.shape[-2]}, {self._num_outputs}]."
             )
         return ConditionedModel(self._la, X, Y)
 
@@ -256,7 +256,8 @@ def joint_moments(
     if observation_noise:
         if not isinstance(la.likelihood, Gaussian):
             raise ValueError(
-                "`observation_noise=True` needs a Gaussian likelihood, which has a noise, got "
+                "`observation_noise=True` needs a Gaussian likelihood, because only that "
+                "has observation noise, but the likelihood is "
                 f"{type(la.likelihood).__name__}. Remove `observation_noise=True`."
             )
         covariance = covariance + _noise(la, sets.shape[1], mean)

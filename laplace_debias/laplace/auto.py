@@ -136,7 +136,7 @@ class Auto(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Auto":
-        """Return the scheme with its data replaced by a stream of checked pairs."""
+        """Return the scheme, with its data replaced by a stream of checked batches."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def training_size(self, num_data: SupportsIndex | None) -> TrainingSize:
@@ -152,15 +152,16 @@ class Auto(Scheme):
             )
         if structure.rank is not None:
             raise ValueError(
-                '`rank=` cannot be combined with `mode="auto"`, because its error estimate does '
-                "not include the truncation. Remove `rank=`. For a smaller posterior, call "
-                "la.thin(x) after tuning."
+                '`rank=` cannot be combined with `mode="auto"`, because the error '
+                'estimate of `mode="auto"` does not include the error from reducing the '
+                "rank. Remove `rank=`. For a smaller posterior, call la.thin(x) after "
+                "tuning."
             )
         if _is_in_order(self.data):
             raise ValueError(
-                '`mode="auto"` uses only the first examples, but this loader yields them in the '
-                "order of the data set. Use DataLoader(..., shuffle=True), or with several "
-                "processes ShardedBatches(..., shuffle=True)."
+                '`mode="auto"` uses only the first examples, but this loader yields them '
+                "in the order of the data set. Use DataLoader(..., shuffle=True). With "
+                "several processes, use ShardedBatches(..., shuffle=True)."
             )
 
     def estimate_noise(self, context: FitContext) -> Gaussian:
@@ -185,10 +186,10 @@ class Auto(Scheme):
         context = prepared.context
         if any(block.is_joint or block.is_one_hot for block in context.blocks):
             raise ValueError(
-                '`mode="auto"` gives the examples different weights, which is not '
-                "supported with `joint=True` or for the table of an embedding. Remove "
-                '`joint=`, select other parameters, such as `params="last_layer"`, or '
-                'use `mode="full"`.'
+                '`mode="auto"` gives the examples different weights, which neither '
+                "`joint=True` nor embedding layers support. Remove `joint=`, select "
+                'parameters without embeddings, such as `params="last_layer"`, or use '
+                '`mode="full"`.'
             )
         assert isinstance(self.data, Stream)
         last_round: _Round | None
@@ -370,8 +371,9 @@ def _fit_all(
     """Fit to all the data."""
     if isinstance(data.source, Iterator):
         raise ValueError(
-            "The data ended before the end of the first round, and this iterator cannot be read "
-            'again. Pass a DataLoader or a list of batches, or use `mode="full"`.'
+            "The data ended before the first round of the fit was complete, and this "
+            "iterator cannot be read again. Pass a DataLoader or a list of batches, "
+            'or use `mode="full"`.'
         )
     curvature_fit = KfacCurvature().fit(prepared.context, data)
     num_data = build_posterior(prepared, curvature_fit).posterior.num_data

@@ -116,8 +116,9 @@ def conformal_quantile(
     if rank > num_scores:
         least = math.ceil(round(level / (1 - level), 9))
         raise ValueError(
-            f"{num_scores} calibration examples are too few for `level={level}`. Pass at least "
-            f"{least} examples (of each group), or a lower level."
+            f"{num_scores} calibration examples are too few for `level={level}`. Pass "
+            f"at least {least} examples (with groups, in each group), or use a lower "
+            "level."
         )
     return scores.sort(dim=0).values[rank - 1]
 
@@ -306,7 +307,7 @@ class Conformal:
         return report_of(statistics, labels, level)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the level and the quantiles; the posterior has its own file."""
+        """Return the level and the quantiles; the posterior is saved in its own file."""
         return {"level": self.level, "quantiles": dict(self.quantiles)}
 
     def load_state_dict(self, state: dict[str, Any]) -> "Conformal":

@@ -79,15 +79,16 @@ def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
         )
     if fitted.num_targets is None:
         raise ValueError(
-            '`sigma=True` is not supported for `fisher="empirical"`, nor for a posterior file of '
-            'an early version. Fit again with `fisher="exact"` or `fisher="mc"`.'
+            '`sigma=True` supports neither `fisher="empirical"` nor a posterior file '
+            "that an early version of this library saved. Fit again with "
+            '`fisher="exact"` or `fisher="mc"`.'
         )
     # `squared_residuals` is a difference of these two numbers, in double precision.
     if 1e-12 * (abs(fitted.nll) + fitted.num_targets) >= squared_residuals(fitted):
         raise ValueError(
-            "Compared with `sigma`, the residuals are zero up to rounding, so the "
-            "noise cannot be estimated. Check that the targets are not the outputs, "
-            "or fit with a smaller `sigma`."
+            "The residuals are so small compared with `sigma` that they are zero up "
+            "to rounding, so the noise cannot be estimated. Check that the targets "
+            "are not the model's own outputs, or fit with a smaller `sigma`."
         )
     return True
 
@@ -151,9 +152,9 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
         raise ValueError(f"Unknown per={per!r}. Use 'kind', 'block' or None.")
     if (structure := fitted.config.structure).is_dense:
         raise ValueError(
-            f"`curvature={structure.name!r}` is one block of all parameters, which has one prior "
-            f'precision. Remove `per={per!r}`, or fit with `curvature="kfac"`, "ekfac" or '
-            '"diag".'
+            f"`curvature={structure.name!r}` treats all parameters as one block with a "
+            f"single prior precision. Remove `per={per!r}`, or fit with "
+            '`curvature="kfac"`, "ekfac" or "diag".'
         )
     posterior = fitted.posterior
     groups = dict[str, list[int]]()
@@ -302,8 +303,9 @@ def tune_noise(fitted: FittedPosterior) -> tuple[Tuning, FittedPosterior]:
     start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
     if abs(start) == _RANGE:
         raise ValueError(
-            "The marginal likelihood has no maximum in sigma and the prior precision together. "
-            "Pass `sigma`, and tune the prior precision on validation data."
+            "The marginal likelihood has no joint maximum over sigma and the prior "
+            "precision. Pass `sigma`, and tune the prior precision on validation "
+            "data."
         )
     result = minimize_scalar(
         loss, bounds=(start - 1, start + 1), method="bounded", options={"xatol": 1e-4}

@@ -52,8 +52,9 @@ def export(
     chosen_link = link_from(link, fitted.likelihood) or fitted.link
     if not fitted.likelihood.is_exportable:
         raise NotImplementedError(
-            f"The predictive of a {type(fitted.likelihood).__name__} cannot be exported. Define "
-            "a method exported(mean, covariance) of the likelihood that returns tensors by name."
+            f"The predictive of a {type(fitted.likelihood).__name__} cannot be "
+            "exported. Give the likelihood a method exported(mean, covariance) that "
+            "returns a mapping from names to tensors."
         )
     if path.suffix not in (".pt2", ".onnx"):
         raise ValueError(
@@ -74,8 +75,8 @@ def export(
         chosen_link = chosen_link or default_link(fitted, inputs)
         if chosen_link is not None and chosen_link.name == "exact":
             raise NotImplementedError(
-                '`link="exact"` decomposes covariances, which cannot be exported. Use '
-                '`link="pairwise"`.'
+                '`link="exact"` needs a matrix decomposition of the covariances, and '
+                'this operation cannot be exported. Use `link="pairwise"`.'
             )
         program = _trace(_Predictive(fitted, inputs, chosen_link), inputs)
         expected = LinkedFit(fitted, chosen_link).predictive(inputs, PredictionMethod())
@@ -270,7 +271,7 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     is_linear = all(block.rule.is_linear for block in blocks)
     if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:
         raise NotImplementedError(
-            f"The outputs are not computed by {layers[0]} ({type(layer).__name__}) as a linear "
-            f"layer, which an export requires. {remedy}"
+            f"For an export, {layers[0]} ({type(layer).__name__}) must compute the "
+            f"outputs as a linear layer, but it does not. {remedy}"
         )
     return layers[0]

@@ -253,9 +253,9 @@ def _check_same_parameters(
     """Require that the model holds the parameters that the posterior was fitted around."""
     if saved_mean.numel() != mean.numel():
         raise ValueError(
-            f"The posterior in the file has {saved_mean.numel():,} parameters, but the model has "
-            f"{mean.numel():,} with these names. Build the model with the layer sizes of the "
-            "fit."
+            f"The posterior in the file has {saved_mean.numel():,} parameters, but the "
+            f"parameters of the same names in the model have {mean.numel():,} entries. "
+            "Build the model with the layer sizes of the fit."
         )
     if saved_mean.dtype != mean.dtype:
         raise ValueError(
@@ -264,14 +264,14 @@ def _check_same_parameters(
         )
     differing = sorted(saved_fingerprint.items() ^ frozen_fingerprint.items())
     if not torch.equal(saved_mean.to(mean.device), mean):
-        difference = "parameters differ from those"
+        difference = "its parameters differ"
     elif differing:
-        difference = f"{differing[0][0]} differs from that"
+        difference = f"{differing[0][0]} differs"
     else:
         return
     raise ValueError(
-        f"The model's {difference} of the fit. Load the checkpoint that the posterior was fitted "
-        "on."
+        f"The model has changed since the fit: {difference}. Load the checkpoint that the "
+        "posterior was fitted on."
     )
 
 
@@ -310,8 +310,8 @@ def likelihood_to_json(likelihood: Likelihood, may_be_own: bool = False) -> dict
         return {"name": likelihood.name, **likelihood.options()}
     if not may_be_own:
         raise ValueError(
-            f"A {type(likelihood).__name__} cannot be written to a file, only "
-            f"{', '.join(map(repr, LIKELIHOODS))}. To save the import path of your own class, "
+            f"A {type(likelihood).__name__} cannot be written to a file. Only "
+            f"{', '.join(map(repr, LIKELIHOODS))} can. To save the import path of your own class, "
             "use `save(path, own_likelihood=True)`, and pass an instance of the class to "
             "`Laplace.load(..., likelihood=)`."
         )
@@ -349,10 +349,11 @@ def likelihood_from_json(
         if type(user_likelihood).__qualname__ == class_name and has_same_options:
             return user_likelihood
     raise ValueError(
-        f"The posterior was fitted with the likelihood {options['class']!r} with the options "
-        f"{reprlib.repr(options['options'])}, but the file does not contain the likelihood "
-        f"itself, and `likelihood=` is {description}. Pass an instance of that class with the "
-        f"arguments of the fit, Laplace.load(path, model, likelihood={class_name}(...))."
+        f"The posterior was fitted with the likelihood {options['class']!r} and its "
+        f"options {reprlib.repr(options['options'])}. The file does not contain "
+        f"the likelihood itself, and `likelihood=` is {description}. Pass an "
+        "instance of that class with the arguments that it had in the fit, "
+        f"Laplace.load(path, model, likelihood={class_name}(...))."
     )
 
 

@@ -83,8 +83,9 @@ def _with_information(state: Unfitted | FittedPosterior, scheme: Scheme, mode: s
         return scheme
     if type(scheme) is not Full:
         raise ValueError(
-            f'`prior=` requires `mode="full"`, got `mode="{mode}"`, because all of '
-            'the data is added to the prior. Use `mode="full"`, or '
+            f'`prior=` requires `mode="full"`, got `mode="{mode}"`, because the '
+            "fit adds the curvature of all data to the prior's precision. "
+            'Use `mode="full"`, or '
             "`prior_precision=` instead of `prior=`."
         )
     weight = information.weight * state.temperature
@@ -193,9 +194,8 @@ def _size_with_weights(size: TrainingSize, mode: str, stream: Stream, ranks: Ran
         return size
     if mode != "full":
         raise ValueError(
-            f'`mode="{mode}"` uses only part of the data, and the loader does not state the sum '
-            "of the weights over the training set. Pass `num_data=`, the number of training "
-            "examples that the weights represent."
+            f'`mode="{mode}"` uses only part of the data, so the sum of all example weights is not '
+            "known. Pass this sum as `num_data=`."
         )
     return replace(size, num_data=None)
 
@@ -263,8 +263,7 @@ def _num_data(size: TrainingSize, weight: float, mode: str) -> int:
         return int(weight)
     if size.is_inferred and mode == "full" and size.num_data != weight:
         raise ValueError(
-            f"The loader's sampler has {size.num_data} training examples, but the fit used "
-            f"{weight:.10g}, so nothing was fitted. Pass `num_data=`, the number of training "
-            "examples."
+            f"The number of training examples is {size.num_data} by the loader's sampler, but "
+            f"the loader yielded {weight:.10g}. Pass `num_data=`, the number of training examples."
         )
     return size.num_data

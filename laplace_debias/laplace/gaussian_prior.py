@@ -61,8 +61,8 @@ class GaussianPrior:
                 raise TypeError(f"{name} is {came}. Pass a tensor [D] of floating-point numbers.")
             if value.ndim != 1 or len(value) != len(self.mean):
                 raise ValueError(
-                    f"`{name}` has shape {tuple(value.shape)}. Pass one number per parameter, as "
-                    "many for the mean as for the precision."
+                    f"`{name}` has shape {tuple(value.shape)}. Pass one number per parameter. "
+                    "The mean and the precision must have the same number of entries."
                 )
             if not value.isfinite().all():
                 raise ValueError(f"`{name}` contains NaN or Inf. Check how it was computed.")
@@ -92,9 +92,10 @@ class GaussianPrior:
         mean = self.mean
         if theta.shape != mean.shape or theta.dtype != mean.dtype or theta.device != mean.device:
             raise ValueError(
-                f"The prior has {len(mean)} entries in {mean.dtype} on {mean.device}, but the "
-                f"model has {len(theta)} entries with these names in {theta.dtype} on "
-                f"{theta.device}. Pass a model of the same sizes, dtype and device."
+                f"The prior has {len(mean)} entries in {mean.dtype} on {mean.device}, but "
+                f"the parameters of the same names in the model have {len(theta)} entries "
+                f"in {theta.dtype} on {theta.device}. Pass a model of the same sizes, "
+                "dtype and device."
             )
         step = theta - mean
         if isinstance(self.precision, Tensor):
@@ -102,7 +103,7 @@ class GaussianPrior:
         return 0.5 * step @ (self.precision @ step)
 
     def on(self, parameters: ParameterBlocks, structure: CurvatureStructure) -> Prior:
-        """Return this prior for the parameters of a fit and its curvature structure.
+        """Prepare this prior for a fit with these parameters and this structure.
 
         One precision per parameter is split into a part that all share, δ, and the others.
 
@@ -131,7 +132,7 @@ class GaussianPrior:
         return Prior(delta, self.mean.double(), Information(BlockDiagonal(blocks), 1.0))
 
     def applied_to(self, fitted: FittedPosterior) -> FittedPosterior:
-        """Return a fit with this prior in place of its prior precision, without reading data.
+        """Return a fit with its prior replaced by this one, without reading data.
 
         Raises:
             ValueError: If the parameters are not those of the prior, or the structure has neither

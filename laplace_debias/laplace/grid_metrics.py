@@ -298,8 +298,9 @@ def _with_best_noise(
     factors = torch.where(is_computed, factors, 1)
     if not factors.all():
         raise ValueError(
-            "The residuals of the validation data are zero, so the noise cannot be estimated. "
-            "Check that the targets are not the outputs, or pass `sigma=False`."
+            "The residuals on the validation data are zero, so the noise cannot be "
+            "estimated. Check that the targets are not the model's own outputs, or "
+            "pass `sigma=False`."
         )
     k = factors.unsqueeze(1)
     nll = (squares / k**2 + log_dets + outputs * math.log(2 * math.pi)) / 2 + outputs * k.log()

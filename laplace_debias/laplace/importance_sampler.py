@@ -91,8 +91,9 @@ class _SampledFold:
         """Return factors for all examples read, with G rescaled to the folds' mean curvature."""
         if not self.weighted_curvature:
             raise ValueError(
-                "The loss has no curvature at the examples of the first round, because the "
-                'network is certain of all of them. Use `mode="full"`.'
+                "In the first round of the fit, the loss has no curvature at any "
+                "example, because the network is certain of all of them. Use "
+                '`mode="full"`.'
             )
         scale = mean_curvature * self.num_read / self.weighted_curvature
         factors: FactorSums = {}
@@ -295,8 +296,8 @@ def _first_batches(
         sizes = ranks.exchange(0 if pair is None else len(pair[1]))
         if not any(sizes):
             raise ValueError(
-                '`mode="auto"` compares fits at inputs that it sets aside, and needs at least '
-                'two examples for this. Use `mode="full"`.'
+                '`mode="auto"` sets inputs aside to compare fits on them, which needs at '
+                'least two examples. Use `mode="full"`.'
             )
         batches.append(pair)
         steps.append(sizes)

@@ -207,8 +207,8 @@ class Laplace(Predictor):
     ) -> None:
         if curvature in CURVATURES:
             raise ValueError(
-                f"`curvature={curvature!r}` is a name of laplace-torch. Use "
-                f'`curvature="{CURVATURES[curvature]}"`.'
+                f"`curvature={curvature!r}` is the name in laplace-torch, but this library "
+                f'uses another one. Use `curvature="{CURVATURES[curvature]}"`.'
             )
         config = CurvatureConfig(
             structure=curvature_structure(curvature, rank, inducing, independent_outputs),
@@ -668,7 +668,7 @@ class Laplace(Predictor):
 
     @property
     def mean(self) -> Float[Tensor, " parameters"]:
-        """The posterior mean θ*, which is the trained Bayesian parameters, `[D]`."""
+        """The posterior mean θ*: the trained values of the Bayesian parameters, `[D]`."""
         return self.posterior.mean
 
     @property
@@ -736,7 +736,7 @@ class Laplace(Predictor):
 
     @property
     def link(self) -> Link | None:
-        """The link, which turns logits into probabilities; None is the default link.
+        """The link, which turns logits into probabilities; None selects the default link.
 
         `tune` sets it. It can also be set to a name or a `Link`, without a new fit.
         """
@@ -951,7 +951,7 @@ class Laplace(Predictor):
         evaluation: Report | None = None,
         own_likelihood: bool = False,
     ) -> None:
-        """Write the posterior and a model card into a folder, and create the folder.
+        """Write the posterior and a model card into a folder, which may not exist yet.
 
         The posterior is the file `posterior.safetensors`, as `save` writes it. The card is
         `README.md`: what the posterior is, a table of its calibration, and how to load it. In a
@@ -1123,7 +1123,7 @@ class Laplace(Predictor):
 
     @classmethod
     def from_posterior(cls, fitted: FittedPosterior) -> "Laplace":
-        """Wrap a posterior that was fitted without `fit`."""
+        """Make a `Laplace` from a posterior that was not fitted by `fit`."""
         la = cls.__new__(cls)
         la._state = fitted
         la._selected = fitted.parameters
@@ -1244,9 +1244,10 @@ class Laplace(Predictor):
         """
         if self._state.parameters is None:
             raise RuntimeError(
-                f'For a {type(self.model).__name__}, `params="last_layer"` is determined by '
-                "running an example, which the first fit does. Call `fit(train_loader)` first, "
-                "or pass the names of the parameters, `params=[...]`."
+                f'For a {type(self.model).__name__}, the layer that `params="last_layer"` '
+                "selects is found by running an example, and this happens in the first "
+                "fit. Call `fit(train_loader)` first, or pass the names of the "
+                "parameters, `params=[...]`."
             )
         return self._state.parameters
 

@@ -120,14 +120,16 @@ def plan_fit(
     """
     if mode == "auto":
         raise ValueError(
-            '`mode="auto"` decides during the fit how many examples it uses, so it '
-            'cannot be planned. Plan `mode="crossfit"` with `folds=4` instead, which '
-            "needs the same amount of memory."
+            '`mode="auto"` decides during the fit how many examples it uses, so '
+            "`plan` cannot compute its memory in advance. Call `plan` with "
+            '`mode="crossfit"` and `folds=4` instead, which needs the same amount '
+            "of memory."
         )
     if isinstance(loader, Iterator):
         raise TypeError(
-            "A plan reads the first batch, which would then be missing from the fit, because "
-            "this iterator can be read only once. Pass a DataLoader or a list of batches."
+            "This iterator can be read only once, and a plan reads its first batch, "
+            "so the fit would miss that batch. Pass a DataLoader or a list of "
+            "batches."
         )
     scheme = MODES[mode]
     num_batches: int | None = 1

@@ -57,9 +57,10 @@ class GaussianPosterior:
         whole(self.num_data, "num_data")
         if not torch.linalg.vector_norm(self.displacement, dtype=torch.float64).square().isfinite():
             raise ValueError(
-                "The posterior's mean contains NaN or Inf, or its square overflows. The model "
-                "has diverged, its checkpoint is damaged, or the prior's mean is too far from "
-                "it. Check the model's parameters and `prior_mean`."
+                "The posterior's mean contains NaN or Inf, or its square overflows. "
+                "Either the model has diverged, its checkpoint is damaged, or the "
+                "prior's mean is too far from the posterior's mean. Check the model's "
+                "parameters and `prior_mean`."
             )
         self.check_prior_precision(self.prior.precision)
 
@@ -134,16 +135,19 @@ class GaussianPosterior:
         for (name, curvature), delta in zip(bounds.items(), deltas, strict=True):
             highest = num_data * curvature + delta
             if delta < num_data * tiny:
-                reason = f"The prior precision of {name}, {delta:.3g}, is too small"
+                reason = f"The prior precision of {name} is {delta:.3g}, which is too small"
             elif highest > 1 / tiny:
-                reason = f"The precision of {name} is up to {highest:.3g}, which is too large"
+                reason = (
+                    f"The posterior precision of {name} is up to {highest:.3g}, which is too large"
+                )
             else:
                 continue
             raise ValueError(
                 f"{reason} for {dtype}, because the curvature is up to {curvature:.3g} and is "
-                f"multiplied by N = {num_data}. The supported range is {num_data * tiny:.3g} to "
-                f"{1 / tiny:.3g}. Rescale the inputs, the targets and `sigma`, use a different "
-                "prior precision, or convert the model to a wider dtype."
+                f"multiplied by N = {num_data}. Prior and posterior precision must lie between "
+                f"{num_data * tiny:.3g} and {1 / tiny:.3g}. Rescale the inputs, the targets "
+                "and `sigma`, use a different prior precision, or convert the model to a wider "
+                "dtype."
             )
 
     @property

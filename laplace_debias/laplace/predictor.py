@@ -131,8 +131,8 @@ class Predictor(ABC):
         if checked is not None and not method.is_closed:
             raise ValueError(
                 f'`link={link!r}` applies only to the closed form of `method="glm"` without '
-                "samples. Remove `link=`, or remove `method=` and `samples=`. The temperature of "
-                "la.link divides the logits with every method."
+                "samples. Remove `link=`, or remove `method=` and `samples=`. The "
+                "temperature of la.link divides the logits whichever method you use."
             )
         return checked
 

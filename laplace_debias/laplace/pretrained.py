@@ -128,8 +128,8 @@ def posterior_file(folder_or_repository: str, revision: str | None, token: str |
         return path
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_repository):
         raise FileNotFoundError(
-            f"The folder {folder} does not exist, and this is not the name of a repository "
-            '("user/name"). Check the path.'
+            f"There is no folder {folder}, and this is not the name of a repository "
+            'either ("user/name"). Check the path, or pass the name of a repository.'
         )
     check_extra("hub", "huggingface_hub")
     from huggingface_hub import hf_hub_download

@@ -65,7 +65,7 @@ class Scheme(ABC):
             folds: The number of folds that was passed, only if the scheme takes it.
         """
         raise NotImplementedError(
-            f"{cls.__name__} has no mode. Pass an object of this class to `fit`."
+            f"`mode=` cannot select {cls.__name__}. Pass an instance of this class to `fit`."
         )
 
     @property
@@ -90,7 +90,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def opened(self, open_stream: OpenStream) -> "Scheme":
-        """Return the scheme with its data replaced by streams of checked pairs."""
+        """Return the scheme, with its data replaced by streams of checked batches."""
 
     @abstractmethod
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
@@ -133,7 +133,7 @@ class Full(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Full":
-        """Return the scheme with its data replaced by a stream of checked pairs."""
+        """Return the scheme, with its data replaced by a stream of checked batches."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def check(self, structure: CurvatureStructure) -> None:
@@ -226,7 +226,7 @@ class Split(Scheme):
             _refuse_iterator(structure, self.directions)
 
     def opened(self, open_stream: OpenStream) -> "Split":
-        """Return the scheme with its data replaced by streams of checked pairs."""
+        """Return the scheme, with its data replaced by streams of checked batches."""
         directions = open_stream(self.directions, "batches of the directions")
         return Split(directions, open_stream(self.magnitudes, "batches of the magnitudes"))
 
@@ -239,7 +239,7 @@ class Split(Scheme):
 
 @dataclass(frozen=True)
 class CrossFit(Scheme):
-    """Cross-fitting: magnitudes of each fold, along directions of the other folds.
+    """Cross-fitting: each fold's magnitudes, along the directions of the other folds.
 
     See `curvature.fits.crossfit`.
 
@@ -277,7 +277,7 @@ class CrossFit(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "CrossFit":
-        """Return the scheme with its data replaced by a stream of checked pairs."""
+        """Return the scheme, with its data replaced by a stream of checked batches."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:

@@ -105,9 +105,10 @@ class FittedPosterior:
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):
             raise ValueError(
-                f"The loss, summed over {self.posterior.num_data} examples, is {self.nll}. The "
-                "targets are too far from the outputs for the likelihood (in a regression, in "
-                "units of sigma). Check both, or convert the model to a wider dtype."
+                f"The loss, summed over {self.posterior.num_data} examples, is "
+                f"{self.nll}, because the targets are too far from the outputs for the "
+                "likelihood (in a regression, measured in units of sigma). Check the "
+                "targets and the outputs, or convert the model to a wider dtype."
             )
 
     @property
@@ -248,8 +249,8 @@ def _check_same_temperature(posterior: GaussianPosterior, temperature: float) ->
     if posterior.prior.information is None or temperature == posterior.temperature:
         return
     raise ValueError(
-        "The temperature of a fit with `prior=` cannot be changed, here from "
-        f"{posterior.temperature:g} to {temperature:g}. Fit again with Laplace(..., "
+        "The temperature of a fit with `prior=` cannot be changed (here from "
+        f"{posterior.temperature:g} to {temperature:g}). Fit again with Laplace(..., "
         f"temperature={temperature:g}, prior=...)."
     )
 

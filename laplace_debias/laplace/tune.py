@@ -98,8 +98,9 @@ def tune_on_data(
     if with_noise:
         if grid is not None:
             raise ValueError(
-                "`sigma=True` tries every prior precision with the best sigma for it, and "
-                "chooses the grid accordingly. Remove `grid=` or `sigma=`."
+                "`sigma=True` finds the best sigma for each prior precision that it "
+                "tries, and chooses the grid of prior precisions itself. Remove `grid=` "
+                "or `sigma=`."
             )
         # The posterior at another σ is known for the noise that the curvature was measured at.
         fitted = replace(

@@ -13,7 +13,7 @@ from laplace_debias.system.shown import one_line
 
 
 class Status(StrEnum):
-    """The reason why an algorithm stopped; it equals its value as a string."""
+    """Why an algorithm stopped; each member compares equal to its string value."""
 
     EXACT = "exact"
     CONVERGED = "converged"
@@ -104,7 +104,7 @@ class LinearSolution(Result):
 
     @property
     def status(self) -> Status:
-        """`CONVERGED` if all right-hand sides have converged, or else another reason."""
+        """`CONVERGED` if all right-hand sides converged, else another stopping reason."""
         if Status.DIVERGED in self.statuses:
             return Status.DIVERGED
         return next((each for each in self.statuses if not each.is_success), Status.CONVERGED)
@@ -182,7 +182,7 @@ class DebiasedSolution(Result):
 
     @property
     def num_matvecs(self) -> int:
-        """The number of products with the two operators together."""
+        """The total number of products with the two operators."""
         return self.single.num_matvecs + self.debiased.num_matvecs
 
 
@@ -268,7 +268,7 @@ class Estimate(Result):
 
     @classmethod
     def exact(cls, value: Float[Tensor, "*shape"], num_matvecs: int = 0) -> "Estimate":
-        """Wrap a value without error."""
+        """Make an estimate from a value that is known exactly."""
         return cls(value, torch.zeros_like(value), num_matvecs)
 
 

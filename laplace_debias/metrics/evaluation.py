@@ -219,7 +219,7 @@ def evaluate_numbers(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Evaluate any predictive of numbers, such as counts: errors and calibration.
+    """Evaluate a predictive of numeric targets, such as counts: errors, calibration.
 
     Args:
         mean: Means of the predictive, `[n]` or `[n, outputs]`.

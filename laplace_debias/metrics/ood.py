@@ -116,9 +116,9 @@ def _ranked(
     check_same_device(scores_id, scores_ood, "scores_id", "scores_ood")
     if torch.finfo(torch.get_default_dtype()).bits < 32:
         raise ValueError(
-            f"The default dtype of torch is {torch.get_default_dtype()}, in which torchmetrics "
-            "counts examples, and it cannot count beyond some hundred of them. Call "
-            "torch.set_default_dtype(torch.float32) first."
+            "torchmetrics counts examples in the default dtype of torch, which is "
+            f"{torch.get_default_dtype()}. This dtype cannot count beyond a few "
+            "hundred examples. Call torch.set_default_dtype(torch.float32) first."
         )
     scores = torch.cat([scores_id, scores_ood])
     ranks = scores.unique(return_inverse=True)[1].double() / len(scores)

@@ -205,7 +205,7 @@ def gaussian_pit(mean: Real, standard_deviation: Real, targets: Real) -> Real:
 
 
 def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor, ""]:
-    """Compute the mean calibration error of the predicted quantiles over their levels.
+    """Compute the calibration error of the predicted quantiles, averaged over levels.
 
     It is the mean of `|share of targets below their p-quantile - p|` over equally spaced levels p.
 
@@ -227,7 +227,8 @@ def quantile_calibration_error(pit: Real, num_levels: int = 99) -> Float[Tensor,
     if pit.min() < 0 or pit.max() > 1:
         raise ValueError(
             f"`pit` has values from {pit.min():.4g} to {pit.max():.4g}, but must be between 0 "
-            "and 1. Pass the distribution function of the predictive at the targets."
+            "and 1. Pass the cumulative distribution function of the predictive "
+            "distribution, evaluated at the targets."
         )
     steps = torch.arange(1, num_levels + 1, dtype=torch.float64, device=pit.device)
     levels = steps / (num_levels + 1)
@@ -243,8 +244,9 @@ def check_gaussian(mean: Real, standard_deviation: Real, targets: Real | None = 
     check_real(tensors)
     if standard_deviation.min() <= 0:
         raise ValueError(
-            f"`standard_deviation` has the smallest entry {standard_deviation.min():.4g}, but "
-            "must be positive. Pass the root of the predictive's variance, including the noise."
+            "The smallest entry of `standard_deviation` is "
+            f"{standard_deviation.min():.4g}, but all entries must be positive. Pass the "
+            "square root of the predictive variance, including the noise."
         )
 
 

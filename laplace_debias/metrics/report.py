@@ -136,8 +136,8 @@ def compare(a: Report, b: Report) -> Report:
     if a._targets is not None and b._targets is not None:
         if a._targets.shape != b._targets.shape:
             raise ValueError(
-                f"`a` has targets of shape {list(a._targets.shape)}, but `b` of shape "
-                f"{list(b._targets.shape)}. Evaluate both on the same loader."
+                f"`a` has targets of shape {list(a._targets.shape)}, but `b` has targets "
+                f"of shape {list(b._targets.shape)}. Evaluate both on the same loader."
             )
         different = int((a._targets != b._targets.to(a._targets.device)).sum())
         if different:

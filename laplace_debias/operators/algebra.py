@@ -89,13 +89,13 @@ class Scaled(Wrapper):
         return self.scalar * (self.operator @ matrix)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-        """Return the multiple of the operator with this dtype and device."""
+        """Return the multiple of the operator with the given dtype and device."""
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 
 @dataclass(eq=False, repr=False)
 class Product(Composed):
-    """The product of operators, applied from the right.
+    """The product of operators; the last one is applied first.
 
     Args:
         factors: At least one; inner sizes fit, dtype and device are one.
@@ -105,7 +105,7 @@ class Product(Composed):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The rows of the first factor and the columns of the last."""
+        """The number of rows of the first factor and of columns of the last."""
         return self.factors[0].shape[0], self.factors[-1].shape[1]
 
     @property

@@ -232,8 +232,9 @@ class LinearOperator(ABC):
             side_operator = self if side == 1 else self.T
             if side_operator.layout is None and self.layout is not None:
                 raise KeyError(
-                    f"The rows of {type(self).__name__} belong to no parameters. Select columns, "
-                    f"`A[:, {index!r}]`, or index the rows by numbers."
+                    f"The rows of {type(self).__name__} do not correspond to parameters, so "
+                    f"they cannot be selected by name. Select columns, `A[:, {index!r}]`, or "
+                    "index the rows by numbers."
                 )
             index = named_range(side_operator, index)
         return as_indices(index, self.shape[side], self.device)
@@ -300,8 +301,9 @@ class LinearOperator(ABC):
         """
         if not is_dataclass(self):
             raise TypeError(
-                f"{type(self).__name__} does not consist of tensors. Convert what it was built "
-                "from, such as the model, and build it again."
+                f"{type(self).__name__} holds no tensors of its own, so it cannot be "
+                "converted. Convert the object that it was built from, such as the "
+                "model, and build it again."
             )
         target = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
         # A copy, as no constructor has to check fields again that fit each other.
@@ -312,7 +314,7 @@ class LinearOperator(ABC):
         return converted
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "LinearOperator":
-        """Return the operator, with this dtype and device if it has none of its own."""
+        """Return the operator, with the given dtype and device unless it has its own."""
         return self
 
 

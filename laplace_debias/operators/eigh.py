@@ -60,9 +60,10 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
         if _is_right(scaled, values, vectors):
             return _ldexp(values, exponent.squeeze(-1)), vectors
     raise torch.linalg.LinAlgError(
-        f"The eigendecomposition of {name}, {tuple(matrix.shape)} in {matrix.dtype}, failed its "
-        "checks in its own precision, in double precision and on the CPU. Check the scale of the "
-        "matrix, and the installation of torch and its BLAS."
+        f"The eigendecomposition of {name}, of shape {tuple(matrix.shape)} in "
+        f"{matrix.dtype}, failed its checks in this dtype, and again in double "
+        "precision and on the CPU. Check the scale of the matrix, and the "
+        "installation of torch and its BLAS."
     )
 
 

@@ -135,7 +135,7 @@ class RunFolder:
             raise FileNotFoundError(f"{self.path} has no metrics.json. {_AGAIN}.")
         with _naming_damaged_file(self._record):
             if not record.methods or not record.sets_of("test"):
-                raise ValueError("it has no methods, or no set with the role test")
+                raise ValueError('it has no methods, or no data set whose role is "test"')
             names = [method.key for method in record.methods]
             names += [dataset.name for dataset in record.sets]
             for name in names:

@@ -28,9 +28,9 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
     except Exception as error:
         if "allow_pickle" in str(error):
             raise ValueError(
-                f"{path} contains Python objects, which are not loaded for safety. Save arrays "
-                "of numbers with np.savez(path, x_train=..., y_train=..., x_test=..., "
-                "y_test=...)."
+                f"{path} contains Python objects, which could run code, so it is not "
+                "loaded. Save arrays of numbers with np.savez(path, x_train=..., "
+                "y_train=..., x_test=..., y_test=...)."
             ) from error
         raise ValueError(
             f"{path} is damaged, or is not a NumPy archive ({error}). Write it again with np.savez."
@@ -105,8 +105,8 @@ def _examples(
 ) -> Examples:
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(
-            f"x in {source} has {len(x)} rows, but y has {len(y)}. Use at least one row, and as "
-            "many in x as in y."
+            f"x in {source} has {len(x)} rows, but y has {len(y)}. Use at least one "
+            "row, and the same number of rows in x and y."
         )
     inputs = as_inputs(x, source)
     targets = as_targets(y, likelihood, f"y of {source}")

@@ -50,8 +50,8 @@ def find_data(settings: SourceSettings) -> tuple[int | None, Callable[[nn.Module
         likelihood = likelihood_from_settings(settings) or Categorical()
         if likelihood.targets != "class":
             raise ValueError(
-                f"`task` is {settings.task}, but folders of images by class are a "
-                "classification. Remove task."
+                f"`task` is {settings.task}, but image folders with one folder per class "
+                "are data for classification. Remove task."
             )
         num_outputs = likelihood.num_outputs(len(classes))
         return num_outputs, partial(_opened, path, classes, image_files, settings, likelihood)
@@ -194,7 +194,7 @@ def _classes_in(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:
         files += [(file, label) for file in images]
     if not files:
         raise ValueError(
-            f"{folder} has no class folders. Check the path, or use folders "
+            f"{folder} has no class folders. Check the path, or store the images as "
             f"{folder}/CLASS/NAME.jpg."
         )
     return tuple(path.name for path in folders), files

@@ -64,8 +64,8 @@ def load(settings: SourceSettings) -> Loaded:
         validation, _ = batches_of(splits.validation, settings, "validation_examples")
     elif settings.validation_examples is not None:
         raise ValueError(
-            "`validation_examples` needs validation data, but there is none. Add val/, x_val or "
-            "validation to the data, or remove this option."
+            "`validation_examples` needs validation data, but there is none. Add a folder val/, an "
+            "array x_val or an entry `validation` to the data, or remove this option."
         )
     test, _ = batches_of(splits.test, settings, "test_examples")
     ood_sets = _ood_sets(settings, splits, shape)

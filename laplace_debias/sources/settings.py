@@ -161,8 +161,8 @@ class SourceSettings:
         for name, source in self.ood.items():
             if not re.fullmatch(r"[A-Za-z0-9][\w-]*", name):
                 raise ValueError(
-                    f"The name {name!r} of an OOD set is not valid. Use letters, digits, '-' and "
-                    "'_', for example digits."
+                    f"The name {name!r} of an OOD set is not valid. Use only letters, digits, "
+                    "'-' and '_'."
                 )
             scheme, _, builtin_name = source.partition(":")
             if scheme == "builtin" and builtin_name not in BUILT_IN_OOD:
@@ -202,7 +202,7 @@ class SourceSettings:
         return replace(self, ood={}, corruptions=())
 
     def without_effect(self) -> dict[str, str]:
-        """Return the names of options without effect under these settings, with reasons.
+        """Return the options that have no effect under these settings, and the reasons.
 
         A file of settings may serve several commands, so it may have them; on the command line
         they raise an error. Options that never have an effect on a command are its `unused`.

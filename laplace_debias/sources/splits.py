@@ -154,8 +154,9 @@ def split_by_seed(
     num_train = number - 2 * num_held_out
     if num_held_out < 1 or num_train < 1:
         raise ValueError(
-            f"{number} examples are too few to hold out a fraction of {held_out:g} twice. Add "
-            "examples, or pass data that is already split."
+            f"{number} examples are too few to hold out two parts, each a fraction "
+            f"{held_out:g} of the data. Add examples, or pass data that is already "
+            "split."
         )
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
     train, validation, test = order.split([num_train, num_held_out, num_held_out])
@@ -244,9 +245,9 @@ def _unchanged(
     for option in (limit, "batch_size", "workers"):
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
-                f"{option} does not support the {name}, which is batches of "
-                f"{type(batches).__name__}. Return a data set or a plain DataLoader of one, or "
-                "remove this option."
+                f"{option} does not support the {name}, because its batches come from a "
+                f"{type(batches).__name__}. Return a data set, or a plain DataLoader of a "
+                "data set, or remove this option."
             )
     if not isinstance(batches, Iterable):
         raise ValueError(

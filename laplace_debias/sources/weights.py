@@ -50,8 +50,8 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
     tensors = _without_prefixes(tensors, names)
     if names and not any(name in tensors for name in names):
         raise ValueError(
-            f"{path} belongs to a different network, because none of its {len(tensors)} names "
-            f"({', '.join(list(tensors)[:3])}, …) is one of the {len(names)} names of "
+            f"{path} belongs to a different network. None of its {len(tensors)} names "
+            f"({', '.join(list(tensors)[:3])}, …) is among the {len(names)} names in "
             f"{type(model).__name__} ({', '.join(names[:3])}, …). Use the network that it was "
             "saved from, and pass the network's arguments as --model_args.KEY=VALUE."
         )

@@ -65,8 +65,8 @@ def checked_weights(
     is_vector = torch.as_tensor(weights).ndim <= 1 and len(values) > 0
     if not is_vector or not (values.isfinite() & (values >= 0)).all() or not values.any():
         raise ValueError(
-            f"`{name}` must be finite numbers of at least 0, and not all of them 0, got "
-            f"{weights}. Pass such weights."
+            f"`{name}` must be finite numbers of at least 0, with at least one "
+            f"greater than 0, got {weights}. Pass weights that meet this condition."
         )
     return values
 

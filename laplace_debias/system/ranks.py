@@ -177,7 +177,7 @@ def process_group() -> Ranks:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Work only on this process's data, although there is a process group.
+    """Work only on this process's data, even if there is a process group.
 
     Outside of it, the methods that read data (`fit`, `tune`, `evaluate`, `save`, curvature
     operators) must be called on every rank, and work on all ranks' data together.
@@ -243,8 +243,9 @@ def refuse_ranks(subject: str, advice: str) -> None:
     """Raise an error if several processes share the data."""
     if process_group().size > 1:
         raise NotImplementedError(
-            f"{subject} is not supported for data that several processes share ({advice}). Use "
-            "the data of one process, inside `laplace_debias.alone()`."
+            f"{subject} is not supported for data that is divided among several "
+            f"processes ({advice}). Use the data of a single process, inside "
+            "`laplace_debias.alone()`."
         )
 
 

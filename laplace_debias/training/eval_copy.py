@@ -22,9 +22,9 @@ def eval_copy(model: nn.Module) -> nn.Module:
     for name, parameter in copied.named_parameters():
         if name in trainable and parameter.dtype in NARROW:
             raise NotImplementedError(
-                f"{name} is in {parameter.dtype}, and its curvature would be computed on a "
-                "float32 copy that does not follow the training. Train parameters in float32, "
-                "with torch.autocast around the forward pass."
+                f"{name} is in {parameter.dtype}, and its curvature would be computed on "
+                "a float32 copy that training does not update. Train parameters in "
+                "float32, with torch.autocast around the forward pass."
             )
         parameter.requires_grad_(name in trainable)
     return copied

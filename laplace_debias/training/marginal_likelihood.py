@@ -215,7 +215,8 @@ def _check_options(
     whole(steps, "steps")
     if whole(burn_in, "burn_in", 0) >= epochs:
         raise ValueError(
-            f"`burn_in={burn_in}` leaves no fit in {epochs} epochs. Use a shorter burn-in."
+            f"With `burn_in={burn_in}`, no fit takes place within {epochs} epochs. "
+            "Use a shorter burn-in."
         )
     if patience is not None:
         whole(patience, "patience")
@@ -224,8 +225,8 @@ def _check_options(
     check_is(learning_rate, "learning_rate", int, float)
     if not 0 < learning_rate < math.inf:
         raise ValueError(
-            f"`learning_rate` must be positive and finite, got {learning_rate}. Use for example "
-            "0.1, a step of 10 % of a hyper-parameter."
+            f"`learning_rate` must be positive and finite, got {learning_rate}. Use "
+            "for example 0.1, which changes a hyper-parameter by about 10 % per step."
         )
 
 
@@ -449,9 +450,9 @@ def _groups(fitted: FittedPosterior, per: str | None) -> list[int]:
         return [0] * len(names)
     if fitted.config.structure.is_dense:
         raise ValueError(
-            f"`curvature={fitted.config.structure.name!r}` is one block of all parameters, which "
-            'has one prior precision. Pass `per=None`, or use `curvature="kfac"`, "ekfac" or '
-            '"diag".'
+            f"`curvature={fitted.config.structure.name!r}` treats all parameters as one "
+            "block with a single prior precision. Pass `per=None`, or use "
+            '`curvature="kfac"`, "ekfac" or "diag".'
         )
     if per == "kind":
         names = [block.kind for block in fitted.parameters.blocks]

@@ -48,7 +48,7 @@ MODE = "online"
 
 
 class OnlineCurvature:
-    r"""Running curvature of a network in training, debiased without a second batch.
+    r"""Curvature collected during training, debiased without a second batch.
 
     The directions are the eigenvectors of a running mean of the Kronecker factors of *earlier*
     batches, computed anew every `refresh` updates. The magnitudes are a running mean of the
@@ -239,14 +239,14 @@ class OnlineCurvature:
         size = TrainingSize(whole(num_data, "num_data"))
         if self._loaded is not None:
             raise RuntimeError(
-                "A loaded state is only compared with the model at the next update. Call "
-                "`update` before `posterior`."
+                "The loaded state has not been compared with the model yet, because this "
+                "happens only at the next update. Call `update` before `posterior`."
             )
         if self._context is None or not self._bases:
             raise RuntimeError(
-                "A posterior needs directions and magnitudes from different batches, but there "
-                f"were {self._num_updates} updates with every={self.every}. Call `update` at "
-                f"least {self.every + 1} times."
+                "A posterior needs directions and magnitudes from different batches, but "
+                f"with every={self.every}, {self._num_updates} updates are too few. Call "
+                f"`update` at least {self.every + 1} times."
             )
         assert self._parameters is not None
         state = self._state

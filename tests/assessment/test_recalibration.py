@@ -176,8 +176,8 @@ def test_what_cannot_be_recalibrated_is_refused():
     rows = a_run.loaded_rows(num_test=20, num_ood=0)
     yes_no_rows = a_run.loaded_yes_no(num_test=20)
     cases = [
-        (rows, VECTOR, "no logits of classes"),
-        (a_run.loaded_yes_no("multilabel", num_test=20), ISOTONIC, "no logits of classes"),
+        (rows, VECTOR, "need class logits"),
+        (a_run.loaded_yes_no("multilabel", num_test=20), ISOTONIC, "need class logits"),
         (replace(yes_no_rows, validation=None), PLATT, "there are none"),
         (yes_no_rows, VECTOR, "Use platt"),
     ]

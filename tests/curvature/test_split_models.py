@@ -64,7 +64,7 @@ def test_the_last_layer_of_a_sharded_model(mesh):
     x = torch.randn(5, 4)
     data = [(x, torch.arange(5) % 3)]
     for operator in (GGN, KFAC):
-        with pytest.raises(NotImplementedError, match="curvature operators do not"):
+        with pytest.raises(NotImplementedError, match="Curvature operators do not"):
             operator(model, nn.CrossEntropyLoss(), data, params=["2.weight", "2.bias"])
     kind = type(model[0])
     la = Laplace(model, params="last_layer").fit(data)

@@ -139,7 +139,7 @@ def test_log_variances_out_of_range_are_refused():
     ("make", "says"),
     [
         (lambda: Categorical(class_weights=[1.0, -1.0]), "`class_weights` must be finite"),
-        (lambda: Categorical(class_weights=[0.0, 0.0]), "not all of them 0"),
+        (lambda: Categorical(class_weights=[0.0, 0.0]), "at least one greater than 0"),
         (lambda: Categorical(class_weights=torch.ones(2, 2)), "class_weights"),
         (lambda: Categorical(label_smoothing=1.5), "`label_smoothing` must be between"),
         (lambda: Categorical(label_smoothing=float("nan")), "`label_smoothing` must be between"),

@@ -63,7 +63,7 @@ def test_a_base_in_half_precision(processes, tmp_path):
     [
         ("bayesian", "ValueError", "frozen"),
         ("trainable", "NotImplementedError", "0.weight is split over processes.*ignored_params="),
-        ("operator", "NotImplementedError", "curvature operators do not"),
+        ("operator", "NotImplementedError", "Curvature operators do not"),
         ("alone", "RuntimeError", r"sharded.*outside of alone\(\)"),
     ],
 )

@@ -277,7 +277,7 @@ def test_data_that_ends_within_a_budget_or_an_iterator_is_not_all_fitted(source:
     assert la.fit_report.num_examples < SIZE / 2
     assert "used all" not in str(la.fit_report)
     few = iter([(data()[0][:100], data()[1][:100])])
-    with pytest.raises(ValueError, match="ended before the end of the first round"):
+    with pytest.raises(ValueError, match="ended before the first round"):
         Laplace(network()).fit(Auto(few), num_data=SIZE)
 
 
@@ -336,7 +336,7 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         la.fit(one, mode="auto")
     with pytest.raises(ValueError, match="Pass `num_data="):
         la.fit([(x, y)], mode="auto")
-    with pytest.raises(ValueError, match='Plan `mode="crossfit"'):
+    with pytest.raises(ValueError, match='Call `plan` with `mode="crossfit"'):
         la.plan(loader(), mode="auto")
     with pytest.raises(ValueError, match=r"got .ekfac."):
         Laplace(network(), curvature="ekfac").fit(loader(), mode="auto")

@@ -241,5 +241,5 @@ def test_what_does_not_go_together_is_refused():
     for curvature in ("full", "lowrank"):
         dense = Laplace(nn.Linear(4, 2).double(), curvature=curvature)
         dense.fit_batches([(torch.randn(20, 4).double(), torch.randint(2, (20,)))])
-        with pytest.raises(ValueError, match="one block of all parameters"):
+        with pytest.raises(ValueError, match="all parameters as one block"):
             dense.tune(method="marglik", per="kind")

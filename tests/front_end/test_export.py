@@ -253,9 +253,9 @@ class Scaled(nn.Module):
     ("build", "params", "message"),
     [
         (plain, "all", r"2 layers are Bayesian here: 0, 2\. .* and fit with `params="),
-        (Scaled, "last_layer", r"not computed by head \(Linear\)"),
+        (Scaled, "last_layer", r"head \(Linear\) must compute"),
         (lambda C: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, C)),
-         ["1.weight"], r"not computed by 1 \(LayerNorm\)"),
+         ["1.weight"], r"1 \(LayerNorm\) must compute"),
     ],
 )  # fmt: skip
 def test_glm_of_other_layers_is_refused_with_what_to_do(build, params, message, tmp_path):

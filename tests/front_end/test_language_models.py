@@ -254,7 +254,7 @@ def small():
         (6, ValueError, "Example 0 has no position 6"),
         (-5, ValueError, "Example 1 has no position -5. It has 4 positions"),
         (5, ValueError, "Position 5 of example 1 is padding"),
-        (torch.zeros(2, 1).long(), ValueError, "2 examples, but the inputs have 3"),
+        (torch.zeros(2, 1).long(), ValueError, "2 examples, but the inputs contain 3"),
         (torch.zeros(2, 1, 1).long(), ValueError, "shape"),
         ([], ValueError, "shape"),
         (torch.tensor(1.5), TypeError, "must be integers, got torch.float32"),
@@ -283,7 +283,7 @@ def test_outputs_at_positions_that_are_not_there(small):
 def test_a_mask_that_is_none_of_the_positions(small):
     x = inputs_of(batch_of("left"))
     causal = torch.ones(T, T).tril().bool().expand(B, 1, T, T)
-    with pytest.raises(ValueError, match="does not determine"):
+    with pytest.raises(ValueError, match="does not show which position"):
         small.predict({**x, "attention_mask": causal}, positions=-1)
     tokens = x["input_ids"]
     close(small.predict(tokens, positions=-1).probs, small.predict(tokens).probs[:, -1])

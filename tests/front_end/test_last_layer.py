@@ -271,7 +271,9 @@ def test_the_matrix_free_operators_take_the_same_layer():
 def test_before_the_fit_it_is_not_known_and_says_so():
     la = Laplace(two(logits), params="last_layer", prior_precision=torch.tensor([1.0, 2.0]))
     for ask in (lambda: la.param_names, lambda: la.block_names):
-        with pytest.raises(RuntimeError, match=r'For a Net, `params="last_layer".* Call `fit'):
+        with pytest.raises(
+            RuntimeError, match=r'For a Net, the layer that `params="last_layer".* Call `fit'
+        ):
             ask()
     with pytest.raises(RuntimeError, match="not fitted"):
         la.predict(X)
@@ -288,7 +290,7 @@ def test_a_hook_of_the_models_own_decides():
     hooked = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)).eval()
     hooked.register_forward_hook(lambda module, args, output: module[0](args[0]))
     la = Laplace(hooked, params="last_layer")
-    with pytest.raises(RuntimeError, match="determined by running"):
+    with pytest.raises(RuntimeError, match="found by running"):
         la.param_names
     assert la.fit_batches(data()).param_names == ["0.weight", "0.bias"]
 

@@ -54,7 +54,7 @@ def test_what_is_no_module_is_refused(unchecked):
 
 def test_the_outputs_of_the_users_batch_are_named():
     """Not those of the one example that is run first."""
-    with pytest.raises(ValueError, match=r"class_dim=2.* outputs, of shape \[batch, 3\]"):
+    with pytest.raises(ValueError, match=r"class_dim=2.* outputs have shape \[batch, 3\]"):
         Laplace(network(), class_dim=2).fit_batches([(X, Y)])
 
 

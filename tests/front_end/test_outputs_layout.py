@@ -257,7 +257,7 @@ def test_what_is_no_dimension_of_classes_is_refused(class_dim, error, says, unch
 @pytest.mark.parametrize("class_dim", [3, -3, -4])
 def test_a_dimension_that_the_outputs_do_not_have_is_refused(class_dim):
     with pytest.raises(
-        ValueError, match=rf"class_dim={class_dim}` is not a dimension .* shape \[batch, 5, 5\]"
+        ValueError, match=rf"class_dim={class_dim}` must be a dimension .* shape \[batch, 5, 5\]"
     ):
         Laplace(build(), class_dim=class_dim).fit_batches([(inputs(), labels())])
 

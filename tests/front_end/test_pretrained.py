@@ -87,7 +87,7 @@ def test_wrong_folders_and_arguments_are_rejected(tmp_path, unchecked):
     with pytest.raises(FileNotFoundError, match=r"has no posterior.safetensors. Write it with"):
         Laplace.from_pretrained(tmp_path, network())
     with pytest.raises(
-        FileNotFoundError, match=r"The folder .* does not exist, and this is not the name of a rep"
+        FileNotFoundError, match=r"There is no folder .*, and this is not the name of a rep"
     ):
         Laplace.from_pretrained(tmp_path / "missing", network())
     la.save_pretrained(tmp_path)

@@ -638,7 +638,7 @@ def test_a_noise_that_cannot_be_tuned_on_data_says_so():
     with pytest.raises(ValueError, match="validation data are zero"):
         la.tune([(x, model(x).detach())], sigma=True)
     la = Laplace(model, "regression", sigma=0.5, fisher="empirical").fit([(x, y)])
-    with pytest.raises(ValueError, match="not supported for `fisher="):
+    with pytest.raises(ValueError, match="supports neither `fisher="):
         la.tune([(x, y)], sigma=True)
     la = Laplace(model, "binary").fit([(x, (y > 0).double())])
     with pytest.raises(ValueError, match="but the likelihood is Bernoulli"):

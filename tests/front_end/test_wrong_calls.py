@@ -130,7 +130,7 @@ def test_names_that_nobody_has_are_pythons_errors(la):
     ],
 )
 def test_names_of_laplace_torch_get_ours(la, call, error, ours):
-    with pytest.raises(error, match=f"of laplace-torch.*{ours}"):
+    with pytest.raises(error, match=f"laplace-torch.*{ours}"):
         call(la)
 
 

@@ -237,7 +237,7 @@ def test_blocks_without_a_dtype_take_that_of_the_others():
 
 
 def test_an_operator_that_is_not_made_of_tensors_says_how_it_is_converted():
-    with pytest.raises(TypeError, match="Convert what it was built from"):
+    with pytest.raises(TypeError, match="Convert the object that it was built from"):
         Opaque(randn(2, 2)).to(torch.float32)
 
 
@@ -306,7 +306,7 @@ def test_names_do_not_stand_for_rows_that_belong_to_no_parameters(rows):
     J = Opaque(randn(rows, 9), LAYOUT)
     torch.testing.assert_close(J[:, "bias"].to_dense(), J.matrix[:, 6:8])
     for index in ["bias", ("bias", slice(None)), ("bias", 0)]:
-        with pytest.raises(KeyError, match=r"belong to no parameters. Select columns"):
+        with pytest.raises(KeyError, match=r"do not correspond to parameters"):
             J[index]
 
 
@@ -322,7 +322,7 @@ def test_wrong_parameters_are_named():
         A @ [named["weight"], named["bias"]]
     with pytest.raises(ValueError, match=r"weight has shape \(3, 2\), expected \(2, 3\)"):
         A @ {**named, "weight": named["weight"].T}
-    with pytest.raises(ValueError, match="all with the same number k"):
+    with pytest.raises(ValueError, match="with the same k"):
         A @ {**parameters(4), "bias": randn(2, 5)}
     with pytest.raises(ValueError, match="differ in dtype or device"):
         A @ {**named, "bias": named["bias"].float()}
@@ -382,12 +382,12 @@ def test_block_diagonal_with_layout():
         (
             lambda: EigenKronecker(randn(4, 2), None, randn(2, 2)),
             ValueError,
-            r"or \[d, 1\] with a larger d",
+            "with 1 columns and more rows",
         ),
         (
             lambda: EigenKronecker(None, randn(4, 2), randn(2, 4)),
             ValueError,
-            r"or \[d, 3\] with a larger d",
+            "with 3 columns and more rows",
         ),
         (lambda: EigenKronecker(randn(2, 4, 1), None, randn(3, 2, 2)), ValueError, r"\(3, 2, 2\)"),
         (lambda: EigenKronecker(None, None, randn(3)), ValueError, r"\[d_out, d_in\]"),

@@ -264,7 +264,7 @@ def test_what_is_not_there_is_left_out(run_of_images, tmp_path):
         (
             lambda f: change(f / "run.json", sets=[{"name": "t", "role": "ood"}]),
             ValueError,
-            "no set with the role",
+            "no data set whose role",
         ),
         (lambda f: change(f / "metrics.json", rows=3), ValueError, "metrics.json is damaged"),
         (

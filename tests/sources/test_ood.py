@@ -119,8 +119,8 @@ def test_limits_are_at_most(images):
         ({"x": "images/t.csv"}, "is a table, but the network was not trained on a table"),
         ({"x": "images/empty"}, "has no images"),
         ({"x": "builtin:digit"}, "unknown source builtin:digit. Use builtin:digits or"),
-        ({"near:x": "images"}, "is not valid. Use letters, digits"),
-        ({"a/b": "images"}, "is not valid. Use letters"),
+        ({"near:x": "images"}, "is not valid. Use only letters, digits"),
+        ({"a/b": "images"}, "is not valid. Use only letters"),
     ],
 )
 def test_sets_that_cannot_be_used(images, ood, message):

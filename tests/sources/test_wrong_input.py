@@ -76,7 +76,7 @@ WRONG = {
     ),
     "other widths": ([*ROWS, "--checkpoint=narrow.pt"], "size mismatch for 0.weight"),
     "other depth": ([*ROWS, "--checkpoint=deep.pt"], 'Unexpected key(s) in state_dict: "3.weight"'),
-    "other names": ([*ROWS, "--checkpoint=foreign.pt"], "none of its 4 names (body.0.weight"),
+    "other names": ([*ROWS, "--checkpoint=foreign.pt"], "None of its 4 names (body.0.weight"),
     "pickled": ([*ROWS, "--checkpoint=whole.pt"], "torch.save(model.state_dict(), PATH)"),
     "no state": ([*ROWS, "--checkpoint=empty.pt"], "contains no state dict, but epoch"),
     "damaged": (
@@ -113,7 +113,7 @@ WRONG = {
         [*ROWS, "--mean=[0.5]"],
         "`mean` and `std` apply only to images, but d.npz has inputs of shape",
     ),
-    "task": ([*IMAGES, "--task=regression"], "folders of images by class are a classification"),
+    "task": ([*IMAGES, "--task=regression"], "with one folder per class"),
     "two classes": ([*IMAGES, "--task=binary"], "3 classes, but binary classification needs two"),
     "held out": ([*ROWS, "--held_out=0.6"], "Pass a fraction between 0 and 0.5"),
     "pretrained": (
@@ -142,7 +142,7 @@ ARCHIVES = {
         bring.arrays() | {"y_train": np.array(["a"] * 30)},
         "is of type <U1. Convert it to numbers",
     ),
-    "objects": ({"x": np.array([None, 1])}, "contains Python objects, which are not loaded"),
+    "objects": ({"x": np.array([None, 1])}, "contains Python objects, which could run code"),
     "shapes": (
         bring.arrays() | {"x_test": np.zeros((9, 5))},
         "The inputs of x_test in bad.npz have shape [5]",

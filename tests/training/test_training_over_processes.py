@@ -16,4 +16,4 @@ def test_each_process_collects_the_curvature_of_its_own_batches(processes, tmp_p
 def test_training_by_the_marginal_likelihood_is_refused(processes):
     for name, message in processes.run(2, tasks.marginal_likelihood):
         assert name == "NotImplementedError", message
-        assert "not supported for data that several processes share" in message
+        assert "not supported for data that is divided among several processes" in message

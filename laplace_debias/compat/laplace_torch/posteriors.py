@@ -317,7 +317,7 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Compute the log marginal likelihood, after setting the arguments that are passed.
+        """Set the arguments that are passed, then compute the log marginal likelihood.
 
         It is differentiable in both of them.
         """

@@ -280,9 +280,9 @@ def _check_weights(blocks: Sequence[Block], batch: tuple[Any, ...]) -> None:
     for block in blocks:
         if block.is_joint or block.is_one_hot:
             raise ValueError(
-                "The batches contain weights of examples, which are not supported with "
-                "`joint=True` or for the table of an embedding. Remove `joint=`, or select other "
-                'parameters, such as `params="last_layer"`.'
+                "The batches contain example weights. Neither `joint=True` nor embeddings "
+                "support them. Remove `joint=`, or select other parameters, such as "
+                '`params="last_layer"`.'
             )
 
 

@@ -254,6 +254,6 @@ def _gradients(
             raise
         raise NotImplementedError(
             f"torch cannot differentiate the model's outputs ({error}). Use out-of-place "
-            "operations in its forward pass. If the model has recurrent layers on a GPU, make "
-            "every call inside `with torch.backends.cudnn.flags(enabled=False):`."
+            "operations in its forward pass. If the model has recurrent layers on a GPU, call "
+            "`fit` and all other methods inside `with torch.backends.cudnn.flags(enabled=False):`."
         ) from error

@@ -197,8 +197,8 @@ def _different(
             allowed = max(1e-2, 16 * reference.eps) * norm + reference.rounding
             if math.isfinite(norm) and not deviation <= allowed:
                 wrong[block] = NotImplementedError(
-                    f"The outputs depend on {list(block.parameters)} by other paths than "
-                    f"{block.site} as well."
+                    f"The outputs depend on {list(block.parameters)} not only through "
+                    f"{block.site}, but also through other paths."
                 )
     return wrong
 

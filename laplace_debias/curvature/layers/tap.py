@@ -229,9 +229,10 @@ class Tap:
         faults: dict[Site, Exception] = {}
         for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
-                f"The layers of {sorted(self._dims.uncopied)} look up the same entries "
-                "for all examples at once. Pass separate indices for each example, of "
-                "shape [batch, positions], or exclude these parameters with `params=`."
+                f"The layers with the parameters {sorted(self._dims.uncopied)} look up "
+                "entries once for all examples together, instead of once for each "
+                "example. Pass separate indices for each example, of shape [batch, "
+                "positions], or exclude these parameters with `params=`."
             )
         for layer_call in self.layer_calls:
             if layer_call.x._version != layer_call.version:
@@ -277,8 +278,8 @@ class Tap:
             if names:
                 faults[site] = NotImplementedError(
                     f"The outputs of these examples depend on {names}, but their forward pass "
-                    f"does not call {site}, unlike that of other examples. Exclude these "
-                    f"parameters with `{leaving_out(names)}`."
+                    f"does not call {site}, although the forward pass of other examples does. "
+                    f"Exclude these parameters with `{leaving_out(names)}`."
                 )
             else:
                 self.conditional.add(site)
@@ -485,10 +486,12 @@ def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[Remov
 def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
     """Make the error for an input whose leading dimension is not the examples."""
     return NotImplementedError(
-        f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples, but its first "
-        "dimension must be the examples. Keep positions in a separate dimension, [batch, "
-        "positions, features] (for attention, use `batch_first=True`), and let position embeddings "
-        "look up a position for every example. Or exclude the layer's parameters with `params=`. "
-        "If the layer processes only some of the examples (a mixture of experts), start the data "
-        "with a batch in which it processes some examples but not all."
+        f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples, "
+        "but its first dimension must be the examples. Keep positions in a "
+        "separate dimension, [batch, positions, features]. For attention, use "
+        "`batch_first=True`. For position embeddings, look up the positions "
+        "separately for every example. Or exclude the layer's parameters with "
+        "`params=`. If the layer processes only some of the examples (a mixture "
+        "of experts), make the first batch one in which it processes some "
+        "examples but not all."
     )

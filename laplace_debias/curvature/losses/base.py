@@ -140,7 +140,9 @@ class OutputLoss(ABC):
         Its outer product is, in expectation and example by example, the `hessian`. The loss must be
         a log-likelihood; see `has_distribution`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no distribution of the labels.")
+        raise NotImplementedError(
+            f"{type(self).__name__} is not a log-likelihood, so labels cannot be sampled from it."
+        )
 
 
 class WeightedLoss(OutputLoss):

@@ -340,9 +340,9 @@ class AnyLoss(OutputLoss):
         )
         if is_mean_of_fewer:
             raise ValueError(
-                f"Some targets are ignored (`ignore_index={self._ignore_index}`), so the divisor "
-                f"of the mean of {type(self._loss).__name__} over a batch cannot be determined. "
-                'Pass the loss with `reduction="sum"`.'
+                f"Some targets are ignored (`ignore_index={self._ignore_index}`), so it "
+                f"is not known by which number {type(self._loss).__name__} divides when "
+                'it takes the mean over a batch. Pass the loss with `reduction="sum"`.'
             )
         return float(targets.shape[0])
 

@@ -134,9 +134,9 @@ class BatchReader:
             if target_keys:
                 problem = f"several of them have names of targets, {target_keys}"
             raise ValueError(
-                f"The batch has the entries {list(named)}, and {problem}. Give exactly "
-                f"one entry one of the names {', '.join(map(repr, TARGETS))}, or "
-                f"{USE_A_HOOK}."
+                f"The batch has the entries {list(named)}, and {problem}. Rename the "
+                f"entries so that exactly one of them has a name from "
+                f"{', '.join(map(repr, TARGETS))}, or {USE_A_HOOK}."
             )
         batch = dict(named)
         self._add_decoder_inputs(named)
@@ -248,8 +248,8 @@ def _checked(inputs: Inputs, targets: Any, weights: Any, name: str) -> tuple[Any
         )
     if not (weights.isfinite() & (weights >= 0)).all():
         raise ValueError(
-            f"The weights of examples must be finite and at least 0, but {name} is not. Check "
-            "the third entry of the batches."
+            f"The weights of examples must be finite and at least 0, but {name} contains others. "
+            "Check the third entry of the batches."
         )
     return inputs, targets, weights
 
@@ -306,10 +306,10 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
     if read not in ([last], [last - 1]):
         raise ValueError(
-            f"{type(candidate).__name__} computes its loss from labels, but for the label of "
-            f"position {last} the loss uses the logits of {read}. Pass `batch=`, a function that "
-            "converts a batch to (inputs, targets) and puts each target at the position of the "
-            "output that predicts it."
+            f"{type(candidate).__name__} computes its loss from labels, but it "
+            f"compares the label at position {last} with the logits of {read}. Pass "
+            "`batch=`, a function that converts a batch to (inputs, targets) and "
+            "puts each target at the position of the output that predicts it."
         )
     return read == [last - 1]
 

@@ -152,19 +152,19 @@ def _columns(
     """Compute the positions' indices from the start, `[B, p]`."""
     if requested.ndim == 2 and len(requested) != batch:
         raise ValueError(
-            f"`positions` of shape {tuple(requested.shape)} are for {len(requested)} examples, "
-            f"but the inputs have {batch}. Pass one row per example, or a tensor [p] for all "
-            "examples."
+            f"`positions` has shape {tuple(requested.shape)}, which is for "
+            f"{len(requested)} examples, but the inputs contain {batch} examples. "
+            "Pass one row per example, or a tensor [p] for all examples."
         )
     num_positions = requested.shape[-1] if requested.ndim else 1
     requested = requested.reshape(-1, num_positions).expand(batch, -1)
     if mask is not None and mask.shape != (batch, length):
         if bool((requested < 0).any()):
             raise ValueError(
-                "Negative positions are counted back from the last position that is not padding, "
-                f"but an attention_mask of shape {tuple(mask.shape)} does not determine this "
-                f"position for outputs of {length} positions. Pass positions from 0 to "
-                f"{length - 1}."
+                "Negative positions are counted back from the last position that is not "
+                f"padding. For outputs of {length} positions, an attention_mask of shape "
+                f"{tuple(mask.shape)} does not show which position that is. Pass "
+                f"positions from 0 to {length - 1}."
             )
         mask = None
     is_real = requested.new_ones(batch, length) if mask is None else (mask != 0).long()

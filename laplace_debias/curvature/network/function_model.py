@@ -80,6 +80,6 @@ def _check_parameters(parameters: object) -> None:
         nested = [longer for longer in names if longer.startswith(f"{name}.")]
         if nested:
             raise ValueError(
-                f"The name {name!r} is a tensor, but it is also the first part of the name "
+                f"{name!r} is the name of a tensor, but also the first part of the name "
                 f"{nested[0]!r}. Rename one of them."
             )

@@ -58,11 +58,12 @@ def check_outputs_without_targets(
         return
     if not _are_close(outputs_with, outputs_without, model):
         raise ValueError(
-            f"{type(model).__name__} computes its outputs also from {name!r}, but is called "
-            "without the targets, and for the first example the outputs differ. Add to the batch "
-            f"what the forward pass computes from {name!r} (such as decoder_input_ids), or pass "
-            "`batch=`, a function that converts a batch to (inputs, targets), with inputs that "
-            "contain it."
+            f"{type(model).__name__} uses {name!r} to compute its outputs. A fit calls "
+            "the model without the targets, and the outputs for the first example differ. Add to "
+            "the batch the input that the forward pass computes from "
+            f"{name!r} (such as decoder_input_ids). Or pass `batch=`, a function that "
+            "converts a batch to (inputs, targets), where the inputs contain this "
+            "input."
         )
 
 

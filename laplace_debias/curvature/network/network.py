@@ -56,9 +56,10 @@ class Network:
         plain = validate_model(model)
         if has_units(model):
             raise NotImplementedError(
-                "fully_shard has split the model, which curvature operators do not support "
-                "(`Laplace` does). Build the plain model on each process, and load the full "
-                "state into it, with get_model_state_dict(model, "
+                "fully_shard has split the model over processes. Curvature operators do "
+                "not support such a model (`Laplace` does). Build the model without "
+                "fully_shard on each process, and load the full state into it. Get this "
+                "state with get_model_state_dict(model, "
                 "options=StateDictOptions(full_state_dict=True)) of "
                 "torch.distributed.checkpoint.state_dict."
             )

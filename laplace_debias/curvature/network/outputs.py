@@ -212,8 +212,9 @@ def classes_last(network: nn.Module, class_dim: int) -> nn.Module:
             # How many examples a probe had is none of the user's business.
             shape = ", ".join(["batch", *map(str, outputs.shape[1:])] if outputs.ndim else [])
             raise ValueError(
-                f"`class_dim={class_dim}` is not a dimension of the model's outputs, of shape "
-                f"[{shape}], or is the first one. Pass one of the other dimensions."
+                f"`class_dim={class_dim}` must be a dimension of the model's outputs "
+                f"other than the first, but the outputs have shape [{shape}]. Pass one of "
+                "the other dimensions."
             )
         return outputs.movedim(class_dim, -1)
 

@@ -38,9 +38,10 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
         )
     if example is None:
         raise ValueError(
-            f'`params="{LAST_LAYER}"` selects the layer that computes the outputs. For a '
-            f"{type(model).__name__} it is determined by running an example, but no example is "
-            "available here. Pass the names of the layer's parameters, `params=[...]`."
+            f'`params="{LAST_LAYER}"` selects the layer that computes the outputs. '
+            f"For a {type(model).__name__}, finding this layer requires running the "
+            "model on an example, but no example is available here. Pass the names "
+            "of the layer's parameters, `params=[...]`."
         )
     layers, parameters = _sources(model, example)
     if len(layers) == 1 and not parameters:
@@ -51,8 +52,8 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
     chosen = names if inside and names else "[...]"
     raise ValueError(
-        f'`params="{LAST_LAYER}"` needs exactly one layer whose output becomes the model\'s '
-        "output by differentiable operations, but the model has "
+        f'`params="{LAST_LAYER}"` needs exactly one last layer, after which only differentiable '
+        "operations follow, but the model has "
         f'{" and ".join(titles) or "no such layer"}. Pass `params="all"`, or the names of the '
         f"parameters, `params={chosen}`."
     )

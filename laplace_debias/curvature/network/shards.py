@@ -69,8 +69,8 @@ class ShardedBatches(Sampler[list[int]]):
     ) -> None:
         if not isinstance(data, Sized):
             raise TypeError(
-                f"{type(data).__name__} has no length, so it cannot be shared by index. Pass a "
-                "different part of the stream to each process."
+                f"{type(data).__name__} has no length, so it cannot be divided among the "
+                "processes by index. Pass a different part of the stream to each process."
             )
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}. Pass at least 1.")

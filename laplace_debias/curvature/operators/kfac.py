@@ -173,8 +173,8 @@ class KFAC(Permuted):
         if fisher != "empirical" and not factor_data.loss.has_distribution:
             raise TypeError(
                 f'`fisher="{fisher}"` needs nn.CrossEntropyLoss, nn.MSELoss or '
-                "nn.BCEWithLogitsLoss, because their Hessian has a root in closed form. For a "
-                'different loss, use `fisher="empirical"`, or `GGN`.'
+                "nn.BCEWithLogitsLoss, because their Hessian has a root in closed form. "
+                'For a different loss, use `fisher="empirical"` or the operator `GGN`.'
             )
         cotangents = Cotangents(factor_data.loss, columns.seeded(generator, process_group()))
         with torch.inference_mode(False):
@@ -188,9 +188,9 @@ class KFAC(Permuted):
                 )
             if resolved.unused:
                 raise ValueError(
-                    f"The outputs do not depend on {resolved.unused} by differentiable "
-                    "operations (`detach`, `no_grad`, an unused branch). Exclude these "
-                    "parameters with `params=`."
+                    f"The outputs do not depend on {resolved.unused} through differentiable "
+                    "operations. Possible causes are `detach`, `no_grad` or an unused "
+                    "branch. Exclude these parameters with `params=`."
                 )
             blocks = resolved.blocks
             context = FitContext(

@@ -306,9 +306,10 @@ def gradients(
             if "not implemented" not in str(error):
                 raise
             raise NotImplementedError(
-                'The model cannot be differentiated twice, which operators and `method="glm-mc"` '
-                f"need, because torch has no derivative of an operation ({error}). Replace this "
-                "operation, or use Laplace or KFAC, which differentiate once."
+                'Operators and `method="glm-mc"` differentiate the model twice, but '
+                "torch cannot do this, because it has no derivative of one of the "
+                f"operations ({error}). Replace this operation, or use Laplace or KFAC, "
+                "which differentiate once."
             ) from error
     return [
         x.new_zeros(*lead, *x.shape) if g is None else g

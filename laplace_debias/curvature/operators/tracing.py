@@ -99,7 +99,9 @@ def _check_replayable(node: fx.Node) -> None:
             x is not None and _shape_and_dtype(x)[1] not in integers for x in indices
         )
     if depends_on_values or torch.Tag.nondeterministic_seeded in tags or _writes(node):
-        raise UntraceableError(f"{node.target} depends on values, is random, or writes")
+        raise UntraceableError(
+            f"{node.target} depends on the values of tensors, is random, or works in place"
+        )
 
 
 def _writes(node: fx.Node) -> bool:
@@ -205,7 +207,9 @@ def _split(
     results: list[list[fx.Node]] = [[] for _ in range(max(groups) + 1)]
     for node, group in zip(outputs, groups, strict=True):
         if dependencies[node] not in (-1, group - 1):
-            raise UntraceableError("an output depends on a vector that it should not depend on")
+            raise UntraceableError(
+                "the result of one product depends on the vector of another product"
+            )
         results[group].append(node)
     values = results[0]
     residuals = list(dict.fromkeys(values))

@@ -254,9 +254,8 @@ def quadrature_error(
     total = float(error.sum() * (grid[1] - grid[0]))
     if total > _TOLERATED:
         warn(
-            f"`width` is {width:.3g}, which is less than {steps} steps can resolve, so the "
-            f"density is wrong by about {min(total, 2):.0%} of its integral, as its standard "
-            "error shows. Raise `width` or `num_steps`.",
+            f"`width` is {width:.3g}, which {steps} steps cannot resolve. The estimated error of "
+            f"the density is {min(total, 2):.0%} of its integral. Raise `width` or `num_steps`.",
             RuntimeWarning,
         )
     return error

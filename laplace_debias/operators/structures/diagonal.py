@@ -48,7 +48,7 @@ class Diagonal(Symmetric):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether no value is negative."""
+        """Whether all values are at least 0."""
         return bool((self.values >= 0).all())
 
     def _matmat(self, matrix: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Identity(Symmetric):
         return Identity(self.n, target.dtype, target.device)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "Identity":
-        """Return the identity, with this dtype and device if it has none of its own."""
+        """Return the identity, with the given dtype and device unless it has its own."""
         return Identity(self.n, self._dtype or dtype, self._device or device)
 
 

@@ -74,7 +74,7 @@ class EigenKronecker(Symmetric):
                 raise ValueError(
                     f"Magnitudes of shape {tuple(self.magnitudes.shape)} do not match "
                     f"eigenvectors of shape {tuple(U.shape)}. Pass {name} of shape {expected}, "
-                    f"or [d, {size - 1}] with a larger d."
+                    f"or {name} with {size - 1} columns and more rows than columns."
                 )
             if U.dtype != self.magnitudes.dtype or U.device != self.magnitudes.device:
                 raise ValueError(
@@ -115,7 +115,7 @@ class EigenKronecker(Symmetric):
     def factor_eigenvalues(
         self,
     ) -> tuple[Float[Tensor, "*groups rows"], Float[Tensor, "*groups columns"]]:
-        """Eigenvalues of G and of A, whose products are the magnitudes.
+        """The eigenvalues of G and of A; their products are the magnitudes.
 
         Raises:
             ValueError: If `trace_A` is None.
@@ -133,7 +133,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def in_frame(self) -> Float[Tensor, "*groups rows columns"]:
-        """The eigenvalues, in the shape of the coordinates that `to_eigenbasis` returns."""
+        """The eigenvalues, in the same shape as the result of `to_eigenbasis`."""
         values = self.magnitudes
         for dim, U in ((-2, self.U_G), (-1, self.U_A)):
             if is_thin(U):
@@ -175,7 +175,7 @@ class EigenKronecker(Symmetric):
     def from_eigenbasis(
         self, coordinates: Float[Tensor, "*batch rows columns"]
     ) -> Float[Tensor, "*batch d_out d_in"]:
-        r"""Compute the inverse of `to_eigenbasis`, $U_G C U_A^\top$."""
+        r"""Map coordinates back from the eigenbasis: compute $U_G C U_A^\top$."""
         for side, U in ((-2, self.U_G), (-1, self.U_A)):
             if U is None:
                 continue

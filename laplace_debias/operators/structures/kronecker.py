@@ -37,7 +37,7 @@ class Kronecker(Joined):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The product of the factors' row counts, and that of their column counts."""
+        """The product of the factors' row counts and the product of their column counts."""
         rows, columns = zip(*(factor.shape for factor in self.factors), strict=True)
         return math.prod(rows), math.prod(columns)
 

@@ -69,12 +69,12 @@ class LowRankPlusDiagonal(Symmetric):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether no magnitude and no entry of the diagonal is negative."""
+        """Whether all magnitudes and all entries of the diagonal are at least 0."""
         return bool((self.magnitudes >= 0).all() & (self.diagonal >= 0).all())
 
     @property
     def multiplicities(self) -> Float[Tensor, " k"]:
-        """The number of directions with each magnitude, which is one."""
+        """The number of directions that share each magnitude: always one."""
         return torch.ones_like(self.magnitudes)
 
     def apply(self, function: Spectrum) -> "LowRankPlusDiagonal":

@@ -63,7 +63,7 @@ class Assumed(SelfAdjoint):
 def assume(
     operator: LinearOperator, symmetric: bool = False, positive_semidefinite: bool = False
 ) -> LinearOperator:
-    """Declare properties of an operator, which are not checked.
+    """Declare properties of an operator, without checking them.
 
     A dense matrix is replaced by its symmetric part.
 
@@ -119,7 +119,7 @@ class SubMatrix(Wrapper):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the operator is positive semi-definite, with rows the same as columns."""
+        """Whether the operator is positive semi-definite, with the same rows as columns."""
         return self.operator.is_positive_semidefinite and self.rows.equal(self.columns)
 
     @property
@@ -189,7 +189,7 @@ class Permuted(Wrapper):
 
     @property
     def T(self) -> "Permuted":  # noqa: N802
-        """The adjoint in the same order."""
+        """The adjoint, with its rows and columns in the same order."""
         return self.replaced(self.operator.T)
 
     def _matmat(self, matrix: Tensor) -> Tensor:

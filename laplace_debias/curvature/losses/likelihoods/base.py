@@ -159,7 +159,7 @@ class Likelihood(ABC):
         return None
 
     def counts_any(self, targets: Tensor) -> bool:
-        """Return whether any target of a batch counts.
+        """Return whether any target of a batch contributes to the loss.
 
         Args:
             targets: `[B, ...]`, as batches hold them, with positions or without.
@@ -229,7 +229,7 @@ class Likelihood(ABC):
         )
 
     def probabilities(self, logits: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "..."]:
-        """Compute the probabilities of classes or labels, in the shape of `probs`."""
+        """Compute the probabilities of classes or labels, in the same shape as `probs`."""
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
     @property
@@ -256,7 +256,7 @@ class Likelihood(ABC):
         """
 
     def training_loss(self) -> tuple[str, "nn.Module | Likelihood"]:
-        """Return the name and mean of the loss used to train networks for this likelihood."""
+        """Return the name and the mean of the training loss for this likelihood."""
         return "mean negative log-likelihood", self
 
     def with_sigma(self, sigma: float | Sequence[float] | Tensor) -> "Likelihood":
@@ -266,8 +266,8 @@ class Likelihood(ABC):
             ValueError: If the likelihood has no `sigma`.
         """
         raise ValueError(
-            f"`sigma` is the noise of a regression, which {self.describe()} does not have. "
-            "Remove `sigma=`."
+            f"`sigma` is the noise of a regression, but {self.describe()} has no such "
+            "noise. Remove `sigma=`."
         )
 
     @property
@@ -296,7 +296,7 @@ class Likelihood(ABC):
         """Warn if a network's outputs are not those that the likelihood needs."""
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of the instance as JSON data, for a posterior file.
+        """Return the constructor arguments as JSON data, to store in a posterior file.
 
         For a user's class, a file holds them with the class's import path, and `Laplace.load`
         rejects an instance in which one of them differs. Empty by default.

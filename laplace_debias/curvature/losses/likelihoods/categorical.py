@@ -78,7 +78,7 @@ class Categorical(Likelihood):
         self.label_smoothing = float(label_smoothing)
 
     def options(self) -> dict[str, Any]:
-        """Return `ignore_index`, and weights and label smoothing if they were given."""
+        """Return `ignore_index`, and the weights and the label smoothing if given."""
         options: dict[str, Any] = {"ignore_index": self.ignore_index}
         if self.class_weights is not None:
             options["class_weights"] = self.class_weights.tolist()
@@ -91,7 +91,7 @@ class Categorical(Likelihood):
         return num_targets
 
     def training_loss(self) -> tuple[str, nn.Module]:
-        """Compute the cross-entropy, a mean over examples."""
+        """Compute the cross-entropy, averaged over the examples."""
         return "mean cross-entropy", nn.CrossEntropyLoss()
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
@@ -138,7 +138,7 @@ class Categorical(Likelihood):
         )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require class indices as the targets that predictions are scored against."""
+        """Require class indices as the targets of a score."""
         if _are_soft(targets) and targets.shape == values.shape:
             raise ValueError(
                 "Predictions can only be scored with class indices, got class probabilities "
@@ -157,9 +157,10 @@ class Categorical(Likelihood):
             (are_right | ~self._not_ignored(targets)).all(),
             # One-hot targets are probabilities: here they never are.
             lambda: TypeError(
-                f"Class labels must be integers, got {dtype} of shape {shape}. They are "
-                "not class probabilities either, which must be at least 0 and sum to 1 "
-                f"for every example. Pass class indices or probabilities.{_SEVERAL_LABELS}"
+                f"Class labels must be integers, got {dtype} of shape {shape}. The values "
+                "are not class probabilities either, because probabilities must be at "
+                "least 0 and sum to 1 for every example. Pass class indices or "
+                f"probabilities.{_SEVERAL_LABELS}"
             ),
         )
 
@@ -206,7 +207,7 @@ class Categorical(Likelihood):
         return targets.long() != self.ignore_index
 
     def curvature_weights(self, targets: Tensor) -> Tensor | None:
-        """Compute ω, the mean class weight under the smoothed target."""
+        """Compute ω, the class weights averaged over the smoothed target."""
         weights = self.class_weights
         if weights is not None:
             weights = weights.to(targets.device, non_blocking=True)

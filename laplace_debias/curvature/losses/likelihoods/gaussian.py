@@ -106,24 +106,24 @@ class Gaussian(Likelihood):
 
     @property
     def curvature_sigma(self) -> Float[Tensor, "*outputs"]:
-        """The noise in the loss whose curvature is measured.
+        """The σ of the noise in the loss whose curvature was measured.
 
         It only differs from `sigma` after `Laplace.tune(sigma="per_output")`.
         """
         return self.sigma if self._curvature_sigma is None else self._curvature_sigma
 
     def with_predictive_sigma(self, sigma: Float[Tensor, " outputs"]) -> "Gaussian":
-        """Return a likelihood with a different noise in the predictive, but the same loss."""
+        """Return a likelihood with a different σ in the predictive and the same loss."""
         likelihood = Gaussian(sigma)
         likelihood._curvature_sigma = self.curvature_sigma
         return likelihood
 
     def for_new_fit(self) -> "Gaussian":
-        """Return the likelihood for another fit, with its curvature measured at `sigma`."""
+        """Return the likelihood for a new fit, whose curvature is measured at `sigma`."""
         return self if self._curvature_sigma is None else Gaussian(self.sigma)
 
     def for_same_curvature(self) -> "Gaussian":
-        """Return the likelihood whose predictive uses the noise `curvature_sigma`, too."""
+        """Return the likelihood that uses `curvature_sigma` in its predictive as well."""
         return self if self._curvature_sigma is None else Gaussian(self._curvature_sigma)
 
     def options(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Gaussian(Likelihood):
         return 0.5 * squares.double() + self.log_normaliser(outputs.shape[-1])
 
     def log_normaliser(self, num_outputs: int) -> float:
-        """Compute Σ log σ + C/2 log 2π, the part of ℓ without the residuals."""
+        """Compute Σ log σ + C/2 log 2π, the terms of ℓ that contain no residuals."""
         log_sigma = float(self.curvature_sigma.expand(num_outputs).log().sum())
         return log_sigma + 0.5 * num_outputs * math.log(2 * math.pi)
 
@@ -225,7 +225,7 @@ class Gaussian(Likelihood):
         return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Return the variances of the outputs; the outputs are the means of the targets."""
+        """Return the variances of the outputs; the targets have the outputs as means."""
         return variances
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -379,7 +379,7 @@ class HeteroscedasticGaussian(Likelihood):
         return 2 * num_targets
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require targets that match a predictive's means in shape, `[B, C]`."""
+        """Require targets of the same shape as the predictive's means, `[B, C]`."""
         self._check_targets(values, targets)
 
     def _check_targets(self, means: Tensor, targets: Tensor) -> None:
@@ -398,7 +398,7 @@ class HeteroscedasticGaussian(Likelihood):
         return 0.5 * (residuals.square() + log_variance + math.log(2 * math.pi)).sum(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""Return the Fisher's root $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$, 2C columns."""
+        r"""Return a root of the Fisher, $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$, 2C columns."""
         return torch.diag_embed(_root_of_fisher(outputs)).movedim(-1, 0)
 
     def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.outputs import require
 
 
 class Ordinal(Likelihood):
-    r"""Ordered classes 0 … K−1, by cumulative logits of a single output f.
+    r"""Ordinal regression: ordered classes 0 … K−1, cumulative logits of one output f.
 
     With thresholds $t_0 < \dots < t_{K-2}$ and the logistic function σ,
     $p(y \le k) = \sigma(t_k - f)$, as in the proportional odds model (statsmodels' `OrderedModel`).
@@ -69,7 +69,7 @@ class Ordinal(Likelihood):
         return {"thresholds": self.thresholds.tolist()}
 
     def num_outputs(self, num_targets: int) -> int:
-        """Return 1; there must be one more class than there are thresholds."""
+        """Return 1, the number of outputs, and check the number of thresholds."""
         if num_targets != self.num_classes:
             raise ValueError(
                 f"The data has {num_targets} classes, but {len(self.thresholds)} thresholds "
@@ -92,7 +92,7 @@ class Ordinal(Likelihood):
         self._check_labels(targets, outputs)
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require class indices `[B]` for probabilities `[B, K]`."""
+        """Require class indices `[B]` as targets for predicted probabilities `[B, K]`."""
         self._check_labels(targets, values)
 
     def _check_labels(self, targets: Tensor, outputs: Tensor) -> None:
@@ -117,7 +117,7 @@ class Ordinal(Likelihood):
             lambda: ValueError(
                 f"Class labels must be between 0 and {num_classes - 1}, because there are "
                 f"{num_classes - 1} thresholds, got {int(targets.min())} to "
-                f"{int(targets.max())}. Pass one threshold between each two neighbouring "
+                f"{int(targets.max())}. Pass one threshold for each pair of neighbouring "
                 "classes."
             ),
         )
@@ -151,7 +151,7 @@ class Ordinal(Likelihood):
         return 1 - upper - lower
 
     def hessian_root(self, outputs: Tensor) -> Float[Tensor, "1 batch 1"]:
-        """Compute the root of the Fisher information, one column."""
+        """Compute the root of the Fisher information, which has one column."""
         information = (self._log_probs(outputs).exp() * self._scores(outputs).square()).sum(1)
         return information.sqrt().reshape(1, -1, 1)
 

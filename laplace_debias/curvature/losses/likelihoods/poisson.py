@@ -69,7 +69,7 @@ class Poisson(Likelihood):
         )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require counts that match a predictive's means in shape, `[B, C]`."""
+        """Require counts of the same shape as the predictive's means, `[B, C]`."""
         if columns_of(targets).shape != values.shape:
             raise ValueError(
                 f"Counts must have the shape of the outputs, {tuple(values.shape)}, got "
@@ -128,7 +128,7 @@ class Poisson(Likelihood):
         return Independent(self.marginals(mean, variances), 1)
 
     def mixture(self, samples: Tensor) -> Independent:
-        """Return the mixture of the samples' Poisson distributions, output by output."""
+        """Return, for each output, the mixture of the samples' Poisson distributions."""
         return Independent(self.marginal_mixture(samples), 1)
 
     def marginals(self, mean: Tensor, variances: Tensor) -> "PoissonLogNormal":
