@@ -133,6 +133,6 @@ def test_what_is_no_function_of_parameters_is_refused():
     with pytest.raises(TypeError, match=r"'b' is torch.int64. Pass a tensor of floating"):
         FunctionModel(hidden_layer, {"b": torch.arange(3)})
     with pytest.raises(
-        ValueError, match=r"'a' is a tensor, but it is also the first part of the name 'a.b'"
+        ValueError, match=r"'a' is the name of a tensor, but also the first part of the name 'a.b'"
     ):
         FunctionModel(hidden_layer, {"a": torch.ones(1), "a.b": torch.ones(1)})

@@ -194,11 +194,11 @@ def test_runs_with_the_same_seed_are_equal():
         ({"every": 0}, "every must be"),
         ({"steps": 0}, "steps must be"),
         ({"patience": 0}, "patience must be"),
-        ({"burn_in": 2}, "`burn_in=2` leaves no fit in 2 epochs"),
+        ({"burn_in": 2}, "`burn_in=2`, no fit takes place within 2 epochs"),
         ({"learning_rate": -1.0}, "`learning_rate` must be positive and finite, got -1.0"),
         ({"per": "layer"}, "Unknown per='layer'"),
         ({"prior_precision": 0.0}, "prior precision must be positive"),
-        ({"curvature": "full"}, "`curvature='full'` is one block"),
+        ({"curvature": "full"}, "`curvature='full'` treats all parameters as one block"),
         ({"fisher": "empirical"}, "noise cannot be optimised"),
     ],
 )
