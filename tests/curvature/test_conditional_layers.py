@@ -295,7 +295,9 @@ def test_a_weight_that_is_read_without_a_call_is_refused():
     torch.manual_seed(0)
     model = SometimesByWeight().double().eval()
     batches = [examples([1, 1, 1]), examples([0, 0])]
-    with pytest.raises(NotImplementedError, match=r"does not call layer, although the forward pass of other"):
+    with pytest.raises(
+        NotImplementedError, match=r"does not call layer, although the forward pass of other"
+    ):
         Laplace(model).fit_batches(batches)
     la = Laplace(model).fit_batches(batches[:1])
     with pytest.raises(NotImplementedError, match=r"depend on \['layer\.weight', 'layer\.bias'\]"):
