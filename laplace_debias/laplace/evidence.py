@@ -350,7 +350,7 @@ def rescaled(
 
 
 def nll_with_noise(fitted: FittedPosterior, log_factor: Float[Tensor, ""]) -> Float[Tensor, ""]:
-    r"""Compute the negative log-likelihood of all data with noise that is multiplied by k.
+    r"""Compute the negative log-likelihood with noise that is multiplied by k.
 
     $\ell + \tfrac12 Q(k^{-2} - 1) + M\log k$ with the residuals' Q = Σ‖(f − y)/σ‖² and the number
     M of target values. It is differentiable in log k.

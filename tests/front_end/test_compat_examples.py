@@ -245,3 +245,31 @@ def test_the_noise_of_training_may_be_fixed_and_weight_decay_is_left_to_the_prio
     )
     assert float(la.sigma_noise) == pytest.approx(0.3)
     assert len(la.prior_precision) == 4
+
+
+def test_members_of_the_enumerations_are_their_names(tmp_path):
+    """`Likelihood.CLASSIFICATION` is accepted for "classification", and so on."""
+    data = loader("classification")
+    x, _ = data.dataset.tensors
+    model = trained("classification")
+    by_member = Laplace(
+        model,
+        laplace.Likelihood.CLASSIFICATION,
+        laplace.SubsetOfWeights.ALL,
+        laplace.HessianStructure.DIAG,
+    )
+    by_name = Laplace(model, "classification", "all", "diag")
+    for la in (by_member, by_name):
+        la.fit(data)
+    by_member.optimize_prior_precision(
+        pred_type=laplace.PredType.GLM,
+        method=laplace.TuningMethod.MARGLIK,
+        prior_structure=laplace.PriorStructure.DIAG,
+    )
+    by_name.optimize_prior_precision(method="marglik", prior_structure="diag")
+    for link in (laplace.LinkApprox.BRIDGE, laplace.LinkApprox.PROBIT):
+        expected = by_name(x, link_approx=link.value)
+        assert torch.equal(by_member(x, laplace.PredType.GLM, link_approx=link), expected)
+    torch.save(by_member.state_dict(), tmp_path / "la.bin")
+    by_name.load_state_dict(torch.load(tmp_path / "la.bin"))
+    assert torch.equal(by_name(x), by_member(x))

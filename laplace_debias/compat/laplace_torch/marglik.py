@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from laplace_debias.compat.laplace_torch.posteriors import (
     LIKELIHOODS,
     Laplace,
-    check_name,
+    checked_name,
     fisher_of_backend,
 )
 from laplace_debias.compat.laplace_torch.posteriors import STRUCTURES as CURVATURES
@@ -79,9 +79,9 @@ def marglik_training(
             another start than 1.
         ValueError: For an unknown name.
     """
-    check_name("likelihood", likelihood, ("classification", "regression"))
-    check_name("hessian_structure", hessian_structure, STRUCTURES)
-    check_name("prior_structure", prior_structure, (*PRIOR_STRUCTURES, "diag"))
+    likelihood = checked_name("likelihood", likelihood, ("classification", "regression"))
+    hessian_structure = checked_name("hessian_structure", hessian_structure, STRUCTURES)
+    prior_structure = checked_name("prior_structure", prior_structure, (*PRIOR_STRUCTURES, "diag"))
     if prior_structure == "diag":
         raise NotImplementedError(
             '`prior_structure="diag"` is not supported in training. Use '

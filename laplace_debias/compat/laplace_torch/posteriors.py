@@ -110,9 +110,9 @@ class Laplace:
         backend: Any = None,
         backend_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        check_name("likelihood", likelihood, LIKELIHOODS)
-        check_name("subset_of_weights", subset_of_weights, SUBSETS)
-        check_name("hessian_structure", hessian_structure, STRUCTURES)
+        likelihood = checked_name("likelihood", likelihood, LIKELIHOODS)
+        subset_of_weights = checked_name("subset_of_weights", subset_of_weights, SUBSETS)
+        hessian_structure = checked_name("hessian_structure", hessian_structure, STRUCTURES)
         if (subset_of_weights == "subnetwork") != (subnetwork_indices is not None):
             raise ValueError(
                 '`subset_of_weights="subnetwork"` and `subnetwork_indices` belong together. Pass '
@@ -231,8 +231,8 @@ class Laplace:
             `joint` the mean `[B·C]` and the covariance `[B·C, B·C]`; with `"nn"` mean and variances
             over the draws, `[B, C]`.
         """
-        self._check_pred_type(pred_type)
-        check_name("link_approx", link_approx, LINKS)
+        pred_type = self._checked_pred_type(pred_type)
+        link_approx = checked_name("link_approx", link_approx, LINKS)
         if self.likelihood != "classification":
             return self._regression(x, pred_type, joint, n_samples, diagonal_output, generator)
         if pred_type == "nn" and link_approx != "mc":
@@ -279,7 +279,7 @@ class Laplace:
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw outputs of the linearised network, or of the network with drawn weights."""
-        self._check_pred_type(pred_type)
+        pred_type = self._checked_pred_type(pred_type)
         if pred_type == "gp":
             pred_type = "glm"
         method = PredictionMethod(pred_type, n_samples, generator)
@@ -388,9 +388,9 @@ class Laplace:
         rows = Js.flatten(0, 1)
         return (self.posterior.posterior.covariance @ rows.T).T.reshape(Js.shape)
 
-    def _check_pred_type(self, pred_type: str) -> None:
+    def _checked_pred_type(self, pred_type: str) -> str:
         pred_types = ("glm", "gp") if self._structure == "gp" else ("glm", "nn")
-        check_name("pred_type", pred_type, pred_types)
+        return checked_name("pred_type", pred_type, pred_types)
 
     def optimize_prior_precision(
         self,
@@ -415,10 +415,12 @@ class Laplace:
                 `prior_structure="diag"` with another structure than `"diag"`.
             ValueError: For an unknown name, or a grid without `val_loader`.
         """
-        check_name("method", method, ("marglik", "gridsearch"))
-        check_name("prior_structure", prior_structure, ("scalar", "layerwise", "diag"))
-        check_name("link_approx", link_approx, LINKS)
-        self._check_pred_type(pred_type)
+        method = checked_name("method", method, ("marglik", "gridsearch"))
+        prior_structure = checked_name(
+            "prior_structure", prior_structure, ("scalar", "layerwise", "diag")
+        )
+        link_approx = checked_name("link_approx", link_approx, LINKS)
+        pred_type = self._checked_pred_type(pred_type)
         is_per_parameter = prior_structure == "diag"
         if is_per_parameter and (self._structure != "diag" or method != "marglik"):
             raise NotImplementedError(
@@ -785,12 +787,17 @@ def fisher_of_backend(backend: Any, backend_kwargs: Mapping[str, Any]) -> str:
     )
 
 
-def check_name(argument: str, value: str, names: Collection[str]) -> None:
-    """Require one of the supported names."""
-    if value not in names:
-        raise ValueError(
-            f"`{argument}={value!r}` is not supported. Use one of {', '.join(map(repr, names))}."
-        )
+def checked_name(argument: str, value: str, names: Collection[str]) -> str:
+    """Return the supported name that a string or an enumeration's member equals.
+
+    The members of laplace-torch's enumerations are strings, but `torch.load` refuses them.
+    """
+    for name in names:
+        if value == name:
+            return name
+    raise ValueError(
+        f"`{argument}={value!r}` is not supported. Use one of {', '.join(map(repr, names))}."
+    )
 
 
 def _scalar_or_vector(value: float | Tensor) -> float | Tensor:

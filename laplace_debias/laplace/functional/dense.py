@@ -196,7 +196,7 @@ class IndependentMoments(KernelMoments):
         into: Float[Tensor, "grid batch columns *again"],
         records: Iterable[BlockRecord],
     ) -> None:
-        """Add the variances of each output under its own posterior, with 0 between outputs.
+        """Add each output's variances under its own posterior, and 0 between outputs.
 
         Args:
             into: The sums, for the outputs `columns` of each example.
