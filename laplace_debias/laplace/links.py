@@ -159,10 +159,13 @@ def _pairwise_block(
     num_classes = means.shape[-1]
     differences = means.unsqueeze(-2) - means.unsqueeze(-1)
     needs_gradients = variances.requires_grad or differences.requires_grad
-    are_many = variances.numel() * len(temperatures) > _FEW_PAIRS
-    # An exported program cannot branch on the values of tensors.
-    can_branch = are_many and not (needs_gradients or torch.compiler.is_exporting())
-    if differences.device.type == "cpu" and can_branch:
+    # An exported program cannot branch on the sizes and the values of tensors.
+    can_branch = not (needs_gradients or torch.compiler.is_exporting())
+    if (
+        differences.device.type == "cpu"
+        and can_branch
+        and variances.numel() * len(temperatures) > _FEW_PAIRS
+    ):
         lowest, highest = torch.aminmax(means)
         spread = (float(highest) - float(lowest)) / min(temperatures)
         # Sums of exponentials below this are finite.
