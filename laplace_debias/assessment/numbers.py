@@ -1,4 +1,4 @@
-"""Table columns that describe a predictive of numbers."""
+"""Table columns that describe a predictive distribution of numbers."""
 
 from typing import Any
 

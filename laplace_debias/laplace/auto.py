@@ -144,7 +144,7 @@ class Auto(Scheme):
         return training_size(self.data, num_data, self.mode, reads_all=False)
 
     def check(self, structure: CurvatureStructure) -> None:
-        """Require K-FAC, and data whose order is random."""
+        """Check that the curvature is K-FAC and that the data are in random order."""
         if not isinstance(structure, KfacCurvature):
             raise ValueError(
                 f'`mode="auto"` requires `curvature="kfac"`, got {structure.name!r}. Use '

@@ -951,7 +951,7 @@ class Laplace(Predictor):
         evaluation: Report | None = None,
         own_likelihood: bool = False,
     ) -> None:
-        """Write the posterior and a model card into a folder, which may not exist yet.
+        """Write the posterior and a model card into a folder, which is created if needed.
 
         The posterior is the file `posterior.safetensors`, as `save` writes it. The card is
         `README.md`: what the posterior is, a table of its calibration, and how to load it. In a
@@ -1038,7 +1038,7 @@ class Laplace(Predictor):
         *,
         link: str | Link | None = None,
     ) -> None:
-        """Write the predictive, atomically, as a program that runs without this package.
+        """Export the predictive distribution as a program that runs without this package.
 
         It is the closed form for a posterior over the last layer, an `nn.Linear`, with curvature
         `"kfac"`, `"ekfac"` or `"diag"`. The program includes the network. Call it as the model,

@@ -17,7 +17,7 @@ NO_INTERVAL = "None: no interval is known that has its nominal coverage."
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a predictive.
+    """A metric of a predictive distribution.
 
     Attributes:
         name: Name in reports.

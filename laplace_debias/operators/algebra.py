@@ -89,7 +89,7 @@ class Scaled(Wrapper):
         return self.scalar * (self.operator @ matrix)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-        """Return the multiple of the operator with the given dtype and device."""
+        """Return the operator with its inner operator in the given dtype and device."""
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 

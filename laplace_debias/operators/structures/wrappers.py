@@ -204,7 +204,7 @@ class Permuted(Wrapper):
         return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
     def replaced(self, operator: LinearOperator) -> "Permuted":
-        """Return the operator with A replaced by a different one, in the same order."""
+        """Return an operator with another A, whose rows are in the same order."""
         return Permuted(operator, self.order, self.layout)
 
 

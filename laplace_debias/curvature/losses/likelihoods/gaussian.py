@@ -123,7 +123,7 @@ class Gaussian(Likelihood):
         return self if self._curvature_sigma is None else Gaussian(self.sigma)
 
     def for_same_curvature(self) -> "Gaussian":
-        """Return the likelihood that uses `curvature_sigma` in its predictive as well."""
+        """Return the likelihood with `curvature_sigma` as the noise of its predictions."""
         return self if self._curvature_sigma is None else Gaussian(self._curvature_sigma)
 
     def options(self) -> dict[str, Any]:
@@ -412,7 +412,7 @@ class HeteroscedasticGaussian(Likelihood):
         return mean + (log_variance / 2).exp() * noise.to(outputs)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
-        """Return the normal distribution with the mean and covariance of the predictive."""
+        """Return the normal distribution with the moments of the predictive distribution."""
         size = mean.shape[-1] // 2
         if covariance is None:
             return _normal(mean[..., :size], None, mean[..., size:].exp())
