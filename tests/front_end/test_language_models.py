@@ -269,7 +269,7 @@ def test_positions_that_are_not_there(small, method, positions, error, says):
 
 def test_positions_of_outputs_without_any():
     la = Laplace(nn.Linear(2, 3)).fit([(torch.randn(4, 2), torch.randint(3, (4,)))])
-    with pytest.raises(ValueError, match="Remove positions="):
+    with pytest.raises(ValueError, match="Remove `positions=`"):
         la.predict(torch.randn(4, 2), positions=-1)
 
 
