@@ -248,7 +248,7 @@ def check_memory(
         needed: Bytes that are needed.
         available: Bytes that are available; None if that is not known.
         subject: Subject and verb of the error message, such as `"The fit takes"`.
-        less_memory: What takes less memory.
+        less_memory: The options that take less memory.
 
     Raises:
         ValueError: If more bytes are needed than are available.

@@ -82,7 +82,7 @@ class FittedPosterior:
             number of entries of the targets of the N examples.
         link: How logits become probabilities; None for the default.
         change_detector: Detects changes of the tensors that are not Bayesian.
-        prediction_cache: What predictions keep from one call to the next.
+        prediction_cache: The results that predictions keep from one call to the next.
         report: The estimated error of a fit of `mode="auto"`, compared with a fit to all data.
         thinned_at: For each block the smallest prior precision for which the error reported by
             `thin` is valid; None for a posterior with all its directions.

@@ -125,7 +125,7 @@ def interval_coverage(
 def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> Float[Tensor, "..."]:
     """Compute the mean width of intervals, in the units of the targets.
 
-    Of two predictives with the same coverage, the one with the narrower intervals is better.
+    If two predictives have the same coverage, the one with the narrower intervals is better.
     Arguments and errors are those of `interval_coverage`.
     """
     check_real({"low": low, "high": high})

@@ -104,7 +104,7 @@ class Tap:
         # The outputs of the calls by their `id`: a norm's scale and bias have one.
         self._targets: dict[int, LayerOutput] = {}
         self._sizes: set[int] = set()
-        # What the forward pass goes on with, which takes no memory once it has been used.
+        # The tensors that the forward pass goes on with. They take no memory once they were used.
         self._handed_on: dict[str, weakref.ref[Tensor]] = {}
         self._calls: list[ModuleCall] = []
         # Modules with calls whose examples have no dimension of their own.

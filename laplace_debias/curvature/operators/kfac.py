@@ -71,9 +71,9 @@ class KFAC(Permuted):
             `"signs"`: the columns of the Hessian's root, added up with random signs. `"empirical"`:
             gradients at the true labels, which approximates `EmpiricalFisher`.
         mc_samples: For `"mc"` and `"signs"`: labels or sums per example (1 if not given).
-        generator: For `"mc"` and `"signs"`: fixes them. Those of an example depend on it and on the
-            example's index in the data. torch's global generator is then not used, not even by
-            loaders.
+        generator: For `"mc"` and `"signs"`: The generator of the labels or signs. The draws of
+            an example depend on the generator and on the example's index in the data. torch's
+            global generator is then not used, not even by loaders.
         reduction: `"mean"` or `"sum"` over examples, for a callable that does not say it itself.
         joint: Whether a layer's weight and bias make one block instead of two.
         sharing: How the positions of a convolution or a sequence share a weight, `"expand"` or

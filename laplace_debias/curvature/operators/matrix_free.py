@@ -228,9 +228,9 @@ class Fisher(CurvatureOperator):
             signs. For one output per example it is exact, and for a confident network it has less
             noise than `"mc"`.
         mc_samples: For `"mc"` and `"signs"`: labels or sums per example (1 if not given).
-        generator: For `"mc"` and `"signs"`: fixes them. Those of an example depend on it and on the
-            example's index in the data, and are the same in every product. torch's global
-            generator is then not used, not even by the loader.
+        generator: For `"mc"` and `"signs"`: The generator of the labels or signs. They depend on
+            the generator and on the example's index in the data, and are the same in every product.
+            torch's global generator is then not used, not even by the loader.
 
     Raises:
         ValueError: For an unknown kind, or arguments of `"mc"` and `"signs"` with `"exact"`.

@@ -106,7 +106,7 @@ class CurvatureStructure(ABC):
         reads_directions_twice: Whether a fit reads the data of the directions twice, also if the
             magnitudes have data of their own.
         reads_folds_together: Whether cross-fitting reads all folds in one pass.
-        less_memory: What takes less memory, for messages.
+        less_memory: Advice on options that take less memory, for messages.
     """
 
     rank: float | None = None

@@ -99,8 +99,8 @@ class LowRankCurvature(DenseCurvature):
     ) -> CurvatureFit:
         """Add the rows of new data to the earlier directions, and keep the leading ones of both.
 
-        The earlier directions have the lengths of Jacobian rows. What their rank left out is not
-        recovered: the result is that of all data if the rank is at least the number of all rows.
+        The earlier directions have the lengths of Jacobian rows. Directions beyond their rank are
+        not recovered. The result is that of all data if the rank is at least the number of rows.
         """
         rank = self.num_directions
         accumulator = LeadingRows(context, rank)

@@ -168,7 +168,7 @@ class BlockMoments:
     ) -> Float[Tensor, "examples columns *again"]:
         """Compute the moments due to a block of the last layer at a single prior precision.
 
-        Those of a bias are computed once, for one example, as they are the same for all examples.
+        A bias has the same moments for all examples, which are computed for one example.
         """
         head = self._head(index)
         if index not in self._head_weights:
