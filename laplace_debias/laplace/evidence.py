@@ -128,9 +128,28 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
             f"The marginal likelihood has no maximum between {BOUNDS[0]:g} and {BOUNDS[1]:g} "
             f"(the search ended at {10**result.x:.3g}). Tune on validation data instead."
         )
+    flat = (
+        _end_of_flat_range(loss, result.x, low),
+        _end_of_flat_range(loss, result.x, high),
+    )
     table.sort(key=lambda row: row["prior_precision"])
-    near = [row["prior_precision"] for row in table if row[LOG_EVIDENCE] >= -result.fun - 0.5]
-    return Tuning(10.0**result.x, LOG_EVIDENCE, -result.fun, table, flat=(near[0], near[-1]))
+    return Tuning(10.0**result.x, LOG_EVIDENCE, -result.fun, table, flat=flat)
+
+
+def _end_of_flat_range(loss: Callable[[float], float], best: float, bound: float) -> float:
+    """Find the prior precision between the best and a bound at which half a nat is lost.
+
+    Args:
+        loss: Minus the log marginal likelihood, by the decimal logarithm of the prior precision.
+        best: Decimal logarithm of the best prior precision.
+        bound: Decimal logarithm of the end of the search, which is returned if less is lost there.
+    """
+    from scipy.optimize import brentq
+
+    lost = loss(best) + 0.5
+    if loss(bound) <= lost:
+        return 10.0**bound
+    return 10.0 ** float(brentq(lambda log_delta: loss(log_delta) - lost, best, bound, xtol=1e-6))
 
 
 def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:

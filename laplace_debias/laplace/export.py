@@ -222,9 +222,9 @@ def _check_answers(answers: Answers, predicted: Distribution, source: str) -> No
         difference = float((answers[name].to(value.device) - value).abs().max())
         if not difference <= tolerance:
             raise RuntimeError(
-                f"The exported {name} of the example differ from those of `predict` by "
-                f"{difference:.3g}, so {source} did not record all that the model computes. "
-                "Nothing was written. Look for state that the forward pass changes."
+                f"For the example input, {name} of the exported program and of `predict` differ by "
+                f"{difference:.3g}, so {source} did not record the whole computation. No file was "
+                "written. Check whether the forward pass changes the model's state."
             )
 
 

@@ -608,7 +608,8 @@ class Laplace(Predictor):
         """Choose the prior precision with the largest marginal likelihood, and set it.
 
         No data is read, and the link is kept. Prefer `tune` if data can be held out: in the study
-        of docs/does-it-help.md the NLL was worse with `tune_evidence` on every problem.
+        of docs/does-it-help.md the NLL of posteriors over all parameters was worse with
+        `tune_evidence` on every problem.
 
         Args:
             sigma: Whether to tune a regression's noise as well. By default it is tuned if you never

@@ -47,10 +47,10 @@ class PosteriorPrior(GaussianPrior):
         block_names = self.fitted.parameters.block_names
         if earlier.name != structure.name or block_names != parameters.block_names:
             raise ValueError(
-                f"The prior is a posterior with curvature={earlier.name!r} and blocks "
-                f"{block_names[:4]}, but this posterior has curvature={structure.name!r} and "
+                f"The posterior in `prior=` has curvature={earlier.name!r} and blocks "
+                f"{block_names[:4]}, but the new posterior has curvature={structure.name!r} and "
                 f"blocks {parameters.block_names[:4]}. Use the same `curvature=`, `joint=` and "
-                "`params=`."
+                "`params=` for both."
             )
         posterior = self.fitted.posterior
         information = Information(posterior.curvature, posterior.data_weight)

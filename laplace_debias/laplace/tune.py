@@ -390,10 +390,15 @@ def _notes_on_lower_scores(
             f"With fewer than {MIN_EXAMPLES} examples (here {num_examples}), tune keeps the "
             "default link at temperature 1."
         )
+    elif is_default:
+        rule = (
+            "If the difference is small compared with its standard error, tune keeps the default "
+            "link at temperature 1."
+        )
     else:
         rule = (
-            "If a difference is small compared with its standard error, tune chooses the simpler "
-            "setting."
+            "If scores are tied, tune chooses the smallest prior precision, so that the posterior "
+            "has an effect."
         )
     return [f"{lower_score} {rule}"]
 
@@ -426,5 +431,5 @@ def _notes_on_temperature_ends(link: Link) -> list[str]:
         return []
     return [
         f"The best temperature is the {end} that was tried, {temperature:g}. {reason} To try "
-        f"other temperatures, pass link=Link({link.name!r}, T)."
+        f"other temperatures, pass link=laplace_debias.Link({link.name!r}, T)."
     ]

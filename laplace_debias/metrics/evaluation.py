@@ -60,7 +60,7 @@ def evaluate(
         out-of-distribution set `auroc_<name>`, `aupr_<name>` (OOD positive), `fpr95_<name>` and
         `aupr_in_<name>` (ID positive). Each is a float with `.low` and `.high`: Wilson's interval
         of a share, Hall's of a mean, for areas the normal approximation of the logit (AUROC:
-        DeLong's); NaN for the errors over bins, of which no interval is known that holds.
+        DeLong's); NaN for the calibration errors, for which no valid interval is known.
 
     Raises:
         TypeError: An argument is not a tensor.

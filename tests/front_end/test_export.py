@@ -211,7 +211,7 @@ def test_a_program_that_gives_other_numbers_is_not_written(tmp_path, monkeypatch
         return {name: value + 1e-5 for name, value in right(*args).items()}
 
     monkeypatch.setattr(exporting._Predictive, "predict", wrong)
-    with pytest.raises(RuntimeError, match=r"exported probs .* differ .* by 1e-05"):
+    with pytest.raises(RuntimeError, match=r"probs of the exported program .* differ by 1e-05"):
         case.la.export(tmp_path / "predictive.pt2", case.batches[7])
     assert not list(tmp_path.iterdir())
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from laplace_debias import Laplace
+from laplace_debias import Laplace, Link
 from laplace_debias.curvature import KFAC, EmpiricalFisher
 
 _WANTED = "not installed: pip install '.[bench]'"
@@ -121,19 +121,6 @@ class TestLaplaceTorch:
             )
             _assert_equal(ours.log_marginal_likelihood(delta), value.detach().reshape(()))
 
-    def test_tuning_finds_the_same_prior_precision(self, both):
-        ours, theirs = both
-        x, y = torch.randn(12, 2, 6, 6).double(), torch.randint(3, (12,))
-        theirs.optimize_prior_precision(
-            pred_type="glm",
-            method="gridsearch",
-            val_loader=DataLoader(TensorDataset(x, y), batch_size=4),
-            grid_size=21,
-            link_approx="probit",
-        )
-        found = ours.tune([(x, y)], grid=torch.logspace(-4, 4, 21), link="probit")
-        assert found.prior_precision == pytest.approx(float(theirs.prior_precision), rel=1e-6)
-
     def test_samples_have_the_same_covariance(self, both):
         """Both posteriors' samples from the identity's rows are their covariance's roots."""
         ours, theirs = both
@@ -141,6 +128,33 @@ class TestLaplaceTorch:
         root = theirs.posterior_precision.bmm(torch.eye(size).double(), exponent=-0.5)
         root = root.reshape(size, size)
         _assert_equal(ours.posterior.covariance.to_dense(), root.T @ root)
+
+
+def test_tuning_on_a_grid_finds_the_prior_precision_of_laplace_torch():
+    laplace = pytest.importorskip("laplace", reason=_WANTED)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3)).double().eval()
+    with torch.no_grad():
+        model[2].weight *= 8  # Predictions are sure, so that the posterior matters.
+    x = torch.randn(40, 3).double()
+    y = torch.distributions.Categorical(logits=model(x)).sample()
+    ours = Laplace(model, prior_precision=3.0).fit([(x, y)])
+    theirs = laplace.Laplace(model, "classification", "all", "kron")
+    theirs.fit(DataLoader(TensorDataset(x, y), batch_size=40))
+    x = torch.randn(400, 3).double()
+    y = ours.predict(x, link="probit").sample()
+    theirs.optimize_prior_precision(
+        pred_type="glm",
+        method="gridsearch",
+        val_loader=DataLoader(TensorDataset(x, y), batch_size=100),
+        grid_size=21,
+        link_approx="probit",
+        # Its default is a running mean that is not reset between the points of the grid.
+        loss=lambda probs, labels: nn.functional.nll_loss(probs.log(), labels),
+    )
+    grid = torch.logspace(-4, 4, 21)
+    tuned = ours.tune([(x, y)], grid=grid, link=Link("probit"))
+    assert grid[0] < tuned.prior_precision < grid[-1]
+    assert tuned.prior_precision == pytest.approx(float(theirs.prior_precision), rel=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.3])

@@ -38,7 +38,7 @@ def test_detection_is_not_counted_in_half_precision(other):
     other()
     if torch.get_default_dtype() == torch.bfloat16:
         with pytest.raises(
-            ValueError, match=r"default dtype of torch is torch\.bfloat16.*set_default_dtype"
+            ValueError, match=r"default dtype of torch, which is torch\.bfloat16.*set_default_dtype"
         ):
             evaluate_ood(*scores)
     else:

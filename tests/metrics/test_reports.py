@@ -100,7 +100,9 @@ def test_what_cannot_be_paired_is_refused():
     report = metrics.evaluate(a, labels)
     with pytest.raises(ValueError, match="120 targets of `a` and `b` differ"):
         metrics.compare(report, metrics.evaluate(b, (labels + 1) % 3))
-    with pytest.raises(ValueError, match=r"targets of shape \[120\], but `b` of shape \[100\]"):
+    with pytest.raises(
+        ValueError, match=r"targets of shape \[120\], but `b` has targets of shape \[100\]"
+    ):
         metrics.compare(report, metrics.evaluate(b[:100], labels[:100]))
     with pytest.raises(ValueError, match=r"level 0\.95, but `b` has 0\.9"):
         metrics.compare(report, metrics.evaluate(b, labels, level=0.9))

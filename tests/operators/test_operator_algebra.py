@@ -382,12 +382,12 @@ def test_block_diagonal_with_layout():
         (
             lambda: EigenKronecker(randn(4, 2), None, randn(2, 2)),
             ValueError,
-            "with 1 columns and more rows",
+            "a tall U_. with 1 columns",
         ),
         (
             lambda: EigenKronecker(None, randn(4, 2), randn(2, 4)),
             ValueError,
-            "with 3 columns and more rows",
+            "a tall U_. with 3 columns",
         ),
         (lambda: EigenKronecker(randn(2, 4, 1), None, randn(3, 2, 2)), ValueError, r"\(3, 2, 2\)"),
         (lambda: EigenKronecker(None, None, randn(3)), ValueError, r"\[d_out, d_in\]"),

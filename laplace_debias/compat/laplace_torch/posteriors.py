@@ -407,7 +407,7 @@ class Laplace:
     ) -> None:
         """Choose the prior precision by the marginal likelihood, or on a grid by held-out data.
 
-        The optimum of the marginal likelihood is found exactly, without steps. On held-out data the
+        A bounded search finds the optimum of the marginal likelihood. On held-out data the
         metric is the NLL of the predictive, for a regression with its noise.
 
         Raises:

@@ -152,9 +152,9 @@ class CovarianceRequest:
             raise ValueError(
                 f"The model has {num_outputs} outputs per example, of shape "
                 f"{tuple(outputs.shape[1:])}, and all of them would be differentiated. Select "
-                "some positions (`positions=-1` is the last token) or some outputs "
-                "(functional(x, positions=-1, outputs=k) returns the k largest). If an embedding "
-                "shares the head's weight, exclude that weight with `params=`."
+                "fewer: `positions=-1` selects the last token, and functional(x, positions=-1, "
+                "outputs=k) the k largest outputs. If an embedding shares the weight of the output "
+                "layer, also exclude this weight with `params=`."
             )
         if not self.diagonal:
             raise ValueError(
