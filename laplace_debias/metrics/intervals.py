@@ -10,8 +10,8 @@ from torch import Tensor
 class Interval(float):
     """A metric with a confidence interval.
 
-    The object is the metric as a float, in the metric's units. Only the comparison with another
-    interval uses the ends.
+    The object is the metric as a float, in the metric's units. Comparisons and arithmetic use only
+    this value, not the ends.
 
     Attributes:
         value: The metric on all examples.

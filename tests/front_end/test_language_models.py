@@ -293,7 +293,7 @@ def test_a_mask_that_is_none_of_the_positions(small):
 def test_too_many_outputs_are_refused_before_any_is_differentiated():
     model = build("gpt2", False, vocabulary=6000)
     batch = batch_of(vocabulary=6000)
-    with pytest.raises(ValueError, match='Use `fisher="mc"`'):
+    with pytest.raises(ValueError, match='Use `fisher="signs"` or "mc"'):
         Laplace(model, params=["lm_head.weight"]).fit([batch])
     la = Laplace(model, params=["lm_head.weight"], fisher="mc").fit([batch])
     with pytest.raises(ValueError, match="positions=-1` is the last token"):

@@ -267,7 +267,7 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
         raise ValueError(
             f"One example has {num_outputs} outputs of shape {tuple(outputs.shape[1:])}, and the "
             f"root of its loss Hessian needs {num_bytes} bytes ({num_columns} columns of this "
-            'shape). Use `fisher="mc"`, which needs only one column per sampled label, or '
+            'shape). Use `fisher="signs"` or "mc", which need only one column, or '
             '`fisher="empirical"`.'
         )
     return num_columns
@@ -298,6 +298,6 @@ def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return RuntimeError(
         f"Not enough memory for {chunk.size} example(s) ({reason}). Nothing was fitted. Pass a "
-        'smaller `memory_bound=`, use `fisher="mc"`, or select fewer parameters, such as '
-        '`params="last_layer"`. To see how much memory a fit needs, call `la.plan(loader)`.'
+        'smaller `memory_bound=`, use `fisher="signs"` or "mc", or select fewer parameters, such '
+        'as `params="last_layer"`. To see how much memory a fit needs, call `la.plan(loader)`.'
     )
