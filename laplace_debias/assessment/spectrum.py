@@ -67,8 +67,8 @@ def _first_batches(loaded: Loaded, examples: int) -> Batches:
         if not num_missing:
             return batches
     raise ValueError(
-        f"examples is {examples}, but there are fewer training examples. Pass at most "
-        f"{examples - num_missing}."
+        f"examples={examples} is more than the number of training examples. Pass "
+        f"at most {examples - num_missing}."
     )
 
 

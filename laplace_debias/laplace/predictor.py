@@ -131,8 +131,8 @@ class Predictor(ABC):
         if checked is not None and not method.is_closed:
             raise ValueError(
                 f'`link={link!r}` applies only to the closed form of `method="glm"` without '
-                "samples. Remove `link=`, or remove `method=` and `samples=`. The "
-                "temperature of la.link divides the logits whichever method you use."
+                "samples. Remove `link=`, or remove `method=` and `samples=`. Every "
+                "method divides the logits by the temperature that is set in la.link."
             )
         return checked
 

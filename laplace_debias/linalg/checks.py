@@ -50,8 +50,8 @@ def check_symmetric(A: LinearOperator, differences: Tensor, scale: float) -> Non
             f"{type(A).__name__} is not symmetric. Entries that must be equal differ "
             f"by {deviation:.3g}, while the norm of the products is {scale:.3g}. Use its "
             "symmetric part, `0.5 * (A + A.T)`. For singular values, use the "
-            "eigenvalues of `A.T @ A`. If it should be symmetric, check that "
-            "multiplying it twice by the same vector gives the same result."
+            "eigenvalues of `A.T @ A`. If it should be symmetric, check that two "
+            "products with the same vector are equal."
         )
 
 
@@ -59,9 +59,10 @@ def check_right_side(A: LinearOperator, b: object, name: str, least_columns: int
     """Check the shape, dtype, device and entries of an operator's right-hand side."""
     if not isinstance(b, Tensor):
         raise TypeError(
-            f"`{name}` is a {type(b).__name__}. Pass a tensor. Flatten named parameters with "
-            "`A.layout.flatten(...)`, and split `Solution.x` with `A.layout.unflatten(...)`. Or "
-            "use `inverse(A) @ b`, which accepts named parameters."
+            f"`{name}` is a {type(b).__name__}. Pass a tensor. For named parameters, "
+            "flatten them with `A.layout.flatten(...)`, and split the result, "
+            "`Solution.x`, with `A.layout.unflatten(...)`. Or use `inverse(A) @ b`, "
+            "which accepts named parameters."
         )
     rows = A.shape[0]
     if b.ndim not in (1, 2) or len(b) != rows or (b.ndim == 2 and b.shape[1] < least_columns):

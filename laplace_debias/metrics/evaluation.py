@@ -313,8 +313,9 @@ def _nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Stat
     """The NLL by log-probabilities of the labels."""
     if log_probs.shape != (num_examples,):
         raise ValueError(
-            f"`log_probs` has shape {list(log_probs.shape)}. Pass the log-probability of the "
-            f"label of each of the {num_examples} examples, [{num_examples}]."
+            f"`log_probs` has shape {list(log_probs.shape)}. For each of the "
+            f"{num_examples} examples, pass the log-probability of its label, as a "
+            f"tensor of shape [{num_examples}]."
         )
     return nll_statistic(log_probs)
 
@@ -330,7 +331,7 @@ def _checked_sets(
         if checked[name].shape[1] != probs.shape[1]:
             raise ValueError(
                 f"`ood[{name!r}]` has {checked[name].shape[1]} {columns}, but `probs` has "
-                f"{probs.shape[1]}. Predict both with the same model."
+                f"{probs.shape[1]}. Compute both with the same model."
             )
     return checked
 

@@ -142,8 +142,8 @@ def compare(a: Report, b: Report) -> Report:
         different = int((a._targets != b._targets.to(a._targets.device)).sum())
         if different:
             raise ValueError(
-                f"{different} of {a._targets.numel()} targets of `a` and `b` differ. Evaluate "
-                "both on the same loader, without shuffling."
+                f"`a` and `b` differ in {different} of {a._targets.numel()} targets. "
+                "Evaluate both on the same loader, without shuffling."
             )
     statistics = a._statistics
     references = b._statistics

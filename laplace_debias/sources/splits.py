@@ -246,8 +246,8 @@ def _unchanged(
         if option is not None and getattr(settings, option) not in (None, 0):
             raise ValueError(
                 f"{option} does not support the {name}, because its batches come from a "
-                f"{type(batches).__name__}. Return a data set, or a plain DataLoader of a "
-                "data set, or remove this option."
+                f"{type(batches).__name__}. Return a data set or a plain DataLoader of a "
+                "data set from your function, or remove this option."
             )
     if not isinstance(batches, Iterable):
         raise ValueError(

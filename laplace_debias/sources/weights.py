@@ -97,7 +97,7 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
     if isinstance(content, Mapping):
         keys = ", ".join(map(str, content))
     raise ValueError(
-        f"{path} contains no state dict, but {keys[:200]}. Save one with "
+        f"{path} contains {keys[:200]} instead of a state dict. Save one with "
         "torch.save(model.state_dict(), PATH)."
     )
 

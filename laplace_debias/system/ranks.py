@@ -244,8 +244,8 @@ def refuse_ranks(subject: str, advice: str) -> None:
     if process_group().size > 1:
         raise NotImplementedError(
             f"{subject} is not supported for data that is divided among several "
-            f"processes ({advice}). Use the data of a single process, inside "
-            "`laplace_debias.alone()`."
+            f"processes ({advice}). Call it inside `laplace_debias.alone()`, with the "
+            "data of a single process."
         )
 
 

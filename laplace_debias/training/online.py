@@ -401,8 +401,9 @@ class OnlineCurvature:
         for name, parameter in plain.named_parameters():
             if name not in shared or shared[name].data_ptr() != parameter.data_ptr():
                 raise RuntimeError(
-                    f"{name} was moved or replaced after OnlineCurvature was built, so updates "
-                    "would not follow it. Build OnlineCurvature when the model is on its device."
+                    f"{name} was moved or replaced after OnlineCurvature was built, so "
+                    "updates would still use the old one. Build OnlineCurvature after you "
+                    "move the model to its device."
                 )
         own_buffers = dict(self._context.network.named_buffers())
         for name, buffer in plain.named_buffers():

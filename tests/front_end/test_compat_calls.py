@@ -370,9 +370,9 @@ def test_the_marginal_likelihood_has_its_optimum_in_each_precision():
 @pytest.mark.parametrize(
     ("structure", "precision", "message"),
     [
-        ("kron", torch.ones(32), r"32 entries, for 32 parameters in 4 blocks"),
-        ("lowrank", torch.ones(32), r"one per block, or for .diag. and .full."),
-        ("diag", torch.ones(31), r"31 entries, for 32 parameters"),
+        ("kron", torch.ones(32), r"32 entries, but there are 32 parameters in 4 blocks"),
+        ("lowrank", torch.ones(32), r"one number per block. For .diag. and .full."),
+        ("diag", torch.ones(31), r"31 entries, but there are 32 parameters"),
         ("diag", -torch.ones(32), "must be positive and finite"),
     ],
 )

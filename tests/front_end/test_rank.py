@@ -246,7 +246,7 @@ def test_wrong_ranks_are_refused():
         with pytest.raises(ValueError, match=f"`rank` applies only to.*got '{curvature}'"):
             Laplace(model, curvature=curvature, rank=3)
     for rank in (1.0, 0.0, 64.0, float("nan")):
-        with pytest.raises(ValueError, match="a number below 1, the fraction of the trace"):
+        with pytest.raises(ValueError, match="or the fraction of the trace to keep"):
             Laplace(model, rank=rank)
     with pytest.raises(ValueError, match="rank"):
         Laplace(model, rank=0)

@@ -98,7 +98,7 @@ def test_compare_gives_the_paired_difference_of_every_metric():
 def test_what_cannot_be_paired_is_refused():
     a, b, labels = predictions()
     report = metrics.evaluate(a, labels)
-    with pytest.raises(ValueError, match="120 targets of `a` and `b` differ"):
+    with pytest.raises(ValueError, match=r"differ in .* of 120 targets"):
         metrics.compare(report, metrics.evaluate(b, (labels + 1) % 3))
     with pytest.raises(
         ValueError, match=r"targets of shape \[120\], but `b` has targets of shape \[100\]"

@@ -78,7 +78,7 @@ WRONG = {
     "other depth": ([*ROWS, "--checkpoint=deep.pt"], 'Unexpected key(s) in state_dict: "3.weight"'),
     "other names": ([*ROWS, "--checkpoint=foreign.pt"], "None of its 4 names (body.0.weight"),
     "pickled": ([*ROWS, "--checkpoint=whole.pt"], "torch.save(model.state_dict(), PATH)"),
-    "no state": ([*ROWS, "--checkpoint=empty.pt"], "contains no state dict, but epoch"),
+    "no state": ([*ROWS, "--checkpoint=empty.pt"], "contains epoch"),
     "damaged": (
         [*ROWS, "--checkpoint=text.pt"],
         "text.pt is damaged, or is not a file of torch.save",

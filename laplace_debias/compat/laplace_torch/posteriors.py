@@ -531,10 +531,11 @@ class Laplace:
         parameters = self._fit._parameters
         if self._structure not in ("diag", "full") or len(precisions) != parameters.size:
             raise ValueError(
-                f"`prior_precision` has {len(precisions)} entries, for {parameters.size} "
-                f"parameters in {len(parameters.block_names)} blocks and hessian_structure="
-                f'{self._structure!r}. Pass one number or one per block, or for "diag" and "full" '
-                "one per parameter."
+                f"`prior_precision` has {len(precisions)} entries, but there are "
+                f"{parameters.size} parameters in {len(parameters.block_names)} blocks, "
+                f"with hessian_structure={self._structure!r}. Pass one number, or one "
+                'number per block. For "diag" and "full", you can also pass one number '
+                "per parameter."
             )
         mean = self._fit.prior_mean.to(precisions).expand(parameters.size)
         return GaussianPrior(mean, precisions, parameters.names)

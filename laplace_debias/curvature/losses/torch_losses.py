@@ -75,8 +75,9 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
     for argument, neutral in (("weight", None), ("pos_weight", None), ("ignore_index", -100)):
         if stated == "mean" and getattr(loss, argument, neutral) not in (None, neutral):
             raise ValueError(
-                f"{name} is a weighted mean ({argument}=...), and the divisor of its mean over a "
-                'batch cannot be determined. Pass the loss with `reduction="sum"`.'
+                f"{name} computes a weighted mean ({argument}=...), and the number by "
+                "which it divides the sum over a batch cannot be determined. Pass the "
+                'loss with `reduction="sum"`.'
             )
     # The functions ignore what the classes ignore, without saying so.
     silent = -100 if loss in (F.cross_entropy, F.nll_loss) else None

@@ -306,10 +306,10 @@ def shifts_labels(model: nn.Module, named: dict[str, Any], labels: Tensor) -> bo
     read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
     if read not in ([last], [last - 1]):
         raise ValueError(
-            f"{type(candidate).__name__} computes its loss from labels, but it "
-            f"compares the label at position {last} with the logits of {read}. Pass "
-            "`batch=`, a function that converts a batch to (inputs, targets) and "
-            "puts each target at the position of the output that predicts it."
+            f"{type(candidate).__name__} computes its loss by comparing the label at "
+            f"position {last} with the logits of {read}. Pass `batch=`, a function "
+            "that converts a batch to (inputs, targets) and puts each target at the "
+            "position of the output that predicts it."
         )
     return read == [last - 1]
 

@@ -59,8 +59,8 @@ def check_outputs_without_targets(
     if not _are_close(outputs_with, outputs_without, model):
         raise ValueError(
             f"{type(model).__name__} uses {name!r} to compute its outputs. A fit calls "
-            "the model without the targets, and the outputs for the first example differ. Add to "
-            "the batch the input that the forward pass computes from "
+            "the model without the targets, which changes the outputs for the first "
+            "example. Add to the batch the input that the forward pass computes from "
             f"{name!r} (such as decoder_input_ids). Or pass `batch=`, a function that "
             "converts a batch to (inputs, targets), where the inputs contain this "
             "input."

@@ -207,7 +207,7 @@ def _split(
     results: list[list[fx.Node]] = [[] for _ in range(max(groups) + 1)]
     for node, group in zip(outputs, groups, strict=True):
         if dependencies[node] not in (-1, group - 1):
-            raise UntraceableError("the product with one vector depends on a different vector")
+            raise UntraceableError("one column of a product depends on a different column")
         results[group].append(node)
     values = results[0]
     residuals = list(dict.fromkeys(values))

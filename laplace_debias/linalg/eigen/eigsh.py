@@ -254,8 +254,9 @@ def subspace_iteration(
 def _check_products(max_matvecs: int, least: int, reason: str) -> None:
     if max_matvecs < least:
         raise ValueError(
-            f"`max_matvecs` is {max_matvecs}, but at least {least} products are needed, because "
-            f'{reason}. Raise it, or use `method="lanczos"`.'
+            f"`max_matvecs` is {max_matvecs}, but at least {least} products are "
+            f"needed, because {reason}. Raise `max_matvecs`, or use "
+            '`method="lanczos"`.'
         )
 
 

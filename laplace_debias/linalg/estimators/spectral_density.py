@@ -254,8 +254,9 @@ def quadrature_error(
     total = float(error.sum() * (grid[1] - grid[0]))
     if total > _TOLERATED:
         warn(
-            f"`width` is {width:.3g}, which {steps} steps cannot resolve. The estimated error of "
-            f"the density is {min(total, 2):.0%} of its integral. Raise `width` or `num_steps`.",
+            f"`width` is {width:.3g}, which {steps} steps cannot resolve. The estimated "
+            f"error of the density is {min(total, 2):.0%} of its integral. Raise "
+            "`width` or `num_steps`.",
             RuntimeWarning,
         )
     return error
