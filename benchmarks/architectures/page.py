@@ -24,8 +24,9 @@ table states otherwise.
 - **fit**: the time of a fit to one batch with `fisher="mc"`, divided by the time of the batch's
   gradient. It includes two steps that are needed once per fit: the check of every block, and the
   eigendecompositions.
-- **each further batch**: the additional time of a fit to five batches instead of one, divided by
-  four, and then by the time of a gradient. [Benchmarks](benchmarks.md) measure larger networks.
+- **each further batch**: the time of a fit to five batches minus that of a fit to one batch,
+  divided by four, and then by the time of a gradient. [Benchmarks](benchmarks.md) measure larger
+  networks.
 - **predict**: the time to predict the batch with exact functional variances, divided by the time of
   a gradient.
 

@@ -239,7 +239,7 @@ class Split(Scheme):
 
 @dataclass(frozen=True)
 class CrossFit(Scheme):
-    """Cross-fitting: each fold's magnitudes, along the directions of the other folds.
+    """Cross-fitting: measure each fold's magnitudes along the other folds' directions.
 
     See `curvature.fits.crossfit`.
 

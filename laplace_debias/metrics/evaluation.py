@@ -219,7 +219,7 @@ def evaluate_numbers(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Evaluate a predictive of numeric targets, such as counts: errors, calibration.
+    """Evaluate the errors and the calibration of predicted numbers, such as counts.
 
     Args:
         mean: Means of the predictive, `[n]` or `[n, outputs]`.

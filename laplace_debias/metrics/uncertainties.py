@@ -118,7 +118,7 @@ def energy(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
 
 
 def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
-    """Compute minus the largest logit of each example.
+    """Compute the negative of the largest logit of each example.
 
     Arguments and errors are those of `energy`.
 
@@ -130,7 +130,7 @@ def max_logit(logits: Float[Tensor, "*n classes"]) -> Float[Tensor, "*n"]:
 
 
 def logit_variance(covariance: Float[Tensor, "*n classes classes"]) -> Float[Tensor, "*n"]:
-    """Compute the mean variance of the logits after subtraction of their mean.
+    """Compute the variance of the logits, averaged over classes, without common shifts.
 
     It is `(tr Σ - 1ᵀΣ1 / C) / C`. A shift of all logits together changes no probability, so its
     variance does not count.

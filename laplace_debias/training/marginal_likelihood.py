@@ -70,7 +70,7 @@ def marginal_likelihood_training(
     fisher: str = "exact",
     generator: torch.Generator | None = None,
 ) -> MarginalLikelihoodRun:
-    r"""Train a network, with prior precision and noise from the marginal likelihood.
+    r"""Train a network, and choose prior precision and noise by marginal likelihood.
 
     The weights minimise $\sum_n \ell_n/T + \tfrac12\sum_b\delta_b\lVert\theta_b\rVert^2$ by the
     optimizer, divided by N. After every `every` epochs a posterior is fitted to all data, and

@@ -317,7 +317,7 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Set the arguments that are passed, then compute the log marginal likelihood.
+        """Set the hyperparameters that are passed, then compute log marginal likelihood.
 
         It is differentiable in both of them.
         """
@@ -644,7 +644,7 @@ class Laplace:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the posterior from a `state_dict` that has the options of this object.
+        """Load the posterior from a `state_dict` with the same options as this object.
 
         Raises:
             ValueError: If the state is not one of `state_dict`, belongs to another model, or has
@@ -717,43 +717,43 @@ class StructuredLaplace(Laplace):
 
 
 class DiagLaplace(StructuredLaplace):
-    """The diagonal structure for all parameters."""
+    """A Laplace approximation of all parameters with a diagonal structure."""
 
     hessian_structure = "diag"
 
 
 class FullLaplace(StructuredLaplace):
-    """The complete matrix for all parameters."""
+    """A Laplace approximation of all parameters with the complete matrix."""
 
     hessian_structure = "full"
 
 
 class KronLaplace(StructuredLaplace):
-    """Kronecker factors for all parameters."""
+    """A Laplace approximation of all parameters with Kronecker factors."""
 
     hessian_structure = "kron"
 
 
 class LowRankLaplace(StructuredLaplace):
-    """Leading eigenvectors for all parameters."""
+    """A Laplace approximation of all parameters with leading eigenvectors."""
 
     hessian_structure = "lowrank"
 
 
 class DiagLLLaplace(DiagLaplace):
-    """The diagonal structure for the last layer."""
+    """A Laplace approximation of the last layer with a diagonal structure."""
 
     subset_of_weights = "last_layer"
 
 
 class FullLLLaplace(FullLaplace):
-    """The complete matrix for the last layer."""
+    """A Laplace approximation of the last layer with the complete matrix."""
 
     subset_of_weights = "last_layer"
 
 
 class KronLLLaplace(KronLaplace):
-    """Kronecker factors for the last layer."""
+    """A Laplace approximation of the last layer with Kronecker factors."""
 
     subset_of_weights = "last_layer"
 

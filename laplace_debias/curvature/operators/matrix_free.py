@@ -205,7 +205,7 @@ class GGN(CurvatureOperator):
 
 
 class Fisher(CurvatureOperator):
-    r"""The Fisher information matrix: the expectation over labels of the model's distribution.
+    r"""The Fisher information matrix, for labels drawn from the model's distribution.
 
     $$F = \frac1c \sum_n \omega_n\, \mathbb{E}_{y \sim p(y \mid f_n)}
     [\nabla_\theta \ell(f_n, y)\,\nabla_\theta \ell(f_n, y)^\top]$$

@@ -119,7 +119,7 @@ class SubMatrix(Wrapper):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether the operator is positive semi-definite, with the same rows as columns."""
+        """Whether the operator is positive semi-definite and the selection is symmetric."""
         return self.operator.is_positive_semidefinite and self.rows.equal(self.columns)
 
     @property
@@ -204,7 +204,7 @@ class Permuted(Wrapper):
         return torch.empty_like(rows).index_copy_(0, self.order, rows)
 
     def replaced(self, operator: LinearOperator) -> "Permuted":
-        """Return an operator with another A, whose rows are in the same order."""
+        """Return the operator with another A, and the same order of rows and columns."""
         return Permuted(operator, self.order, self.layout)
 
 

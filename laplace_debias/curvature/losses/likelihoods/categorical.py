@@ -138,7 +138,7 @@ class Categorical(Likelihood):
         )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require class indices as the targets of a score."""
+        """Require targets that are class indices, to score predictions against them."""
         if _are_soft(targets) and targets.shape == values.shape:
             raise ValueError(
                 "Predictions can only be scored with class indices, got class probabilities "

@@ -113,7 +113,7 @@ class Gaussian(Likelihood):
         return self.sigma if self._curvature_sigma is None else self._curvature_sigma
 
     def with_predictive_sigma(self, sigma: Float[Tensor, " outputs"]) -> "Gaussian":
-        """Return a likelihood with a different σ in the predictive and the same loss."""
+        """Return a likelihood with the same loss and a different σ for predictions."""
         likelihood = Gaussian(sigma)
         likelihood._curvature_sigma = self.curvature_sigma
         return likelihood
@@ -204,7 +204,7 @@ class Gaussian(Likelihood):
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) / self._loss_sigma(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """Draw targets f + σ ε, where ε are the normal quantiles of the uniform numbers."""
+        """Draw targets f + σ ε, where ε are normal quantiles at the uniform numbers."""
         noise = self._loss_sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
         return outputs + noise
 
@@ -225,7 +225,7 @@ class Gaussian(Likelihood):
         return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Return the variances of the outputs; the targets have the outputs as means."""
+        """Return the variances of the targets' means, which are the outputs."""
         return variances
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -406,13 +406,13 @@ class HeteroscedasticGaussian(Likelihood):
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) * _root_of_fisher(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch targets"]:
-        """Draw targets μ + e^{s/2} ε, with ε the normal quantiles of C uniform numbers."""
+        """Draw targets μ + e^{s/2} ε, where ε are normal quantiles at C uniform numbers."""
         mean, log_variance = outputs.chunk(2, -1)
         noise = torch.special.ndtri(uniforms[:, : mean.shape[1]])
         return mean + (log_variance / 2).exp() * noise.to(outputs)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
-        """Return the normal distribution with the moments of the predictive distribution."""
+        """Return a normal distribution with the moments of the exact predictive."""
         size = mean.shape[-1] // 2
         if covariance is None:
             return _normal(mean[..., :size], None, mean[..., size:].exp())

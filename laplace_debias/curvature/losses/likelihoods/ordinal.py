@@ -14,7 +14,7 @@ from laplace_debias.curvature.network.outputs import require
 
 
 class Ordinal(Likelihood):
-    r"""Ordinal regression: ordered classes 0 … K−1, cumulative logits of one output f.
+    r"""Ordinal regression: one output f gives the cumulative logits of classes 0 … K−1.
 
     With thresholds $t_0 < \dots < t_{K-2}$ and the logistic function σ,
     $p(y \le k) = \sigma(t_k - f)$, as in the proportional odds model (statsmodels' `OrderedModel`).

@@ -113,11 +113,11 @@ class Poisson(Likelihood):
         return outputs.double().exp().sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """Draw counts as the Poisson quantiles of the uniform numbers."""
+        """Draw counts: the Poisson quantiles at the uniform numbers."""
         return poisson_quantile(uniforms, outputs.double().exp()).to(outputs.dtype)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
-        """Return independent counts whose rates are log-normal.
+        """Return the distribution of independent counts with log-normal rates.
 
         Batch shape `[B]`, event shape `[C]`.
         """
