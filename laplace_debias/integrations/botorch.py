@@ -130,8 +130,8 @@ class LaplaceModel(Model):
             )
         if Y.shape[-2:] != (X.shape[-2], self._num_outputs):
             raise ValueError(
-                f"Y has shape {tuple(Y.shape)}. Pass the observations at the points in "
-                f"the shape [..., {X.shape[-2]}, {self._num_outputs}]."
+                f"Y has shape {tuple(Y.shape)}. Pass the observations at the points as a "
+                f"tensor of shape [..., {X.shape[-2]}, {self._num_outputs}]."
             )
         return ConditionedModel(self._la, X, Y)
 

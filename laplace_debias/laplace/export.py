@@ -222,9 +222,10 @@ def _check_answers(answers: Answers, predicted: Distribution, source: str) -> No
         difference = float((answers[name].to(value.device) - value).abs().max())
         if not difference <= tolerance:
             raise RuntimeError(
-                f"For the example input, {name} of the exported program and of `predict` differ by "
-                f"{difference:.3g}, so {source} did not record the whole computation. No file was "
-                "written. Check whether the forward pass changes the model's state."
+                "For the example input, the exported program and `predict` differ in "
+                f"{name} by {difference:.3g}, so {source} did not record the whole "
+                "computation. No file was written. Check whether the forward pass "
+                "changes the model's state."
             )
 
 
@@ -271,7 +272,7 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     is_linear = all(block.rule.is_linear for block in blocks)
     if last is None or not is_linear or last.x.shape[:-1] != outputs.shape[:-1]:
         raise NotImplementedError(
-            f"For an export, {layers[0]} ({type(layer).__name__}) must compute the "
-            f"outputs as a linear layer, but it does not. {remedy}"
+            f"An export requires that the outputs are those of an nn.Linear. {layers[0]} is a "
+            f"{type(layer).__name__}, or operations follow it. {remedy}"
         )
     return layers[0]

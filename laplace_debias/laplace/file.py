@@ -365,6 +365,6 @@ def _json_options(likelihood: Likelihood) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"The options of {type(likelihood).__name__} are {reprlib.repr(options)}, which "
-            f"cannot be saved ({error}). Return a mapping of strings, finite numbers, lists and "
-            "None."
+            f"cannot be saved ({error}). Return a dict from its method `options()` whose values "
+            "are strings, finite numbers, lists or None."
         ) from error

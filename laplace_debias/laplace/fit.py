@@ -263,7 +263,8 @@ def _num_data(size: TrainingSize, weight: float, mode: str) -> int:
         return int(weight)
     if size.is_inferred and mode == "full" and size.num_data != weight:
         raise ValueError(
-            f"The number of training examples is {size.num_data} by the loader's sampler, but "
-            f"the loader yielded {weight:.10g}. Pass `num_data=`, the number of training examples."
+            "According to the loader's sampler, the number of training examples is "
+            f"{size.num_data}, but the loader yielded {weight:.10g}. Pass `num_data=`, the "
+            "number of training examples."
         )
     return size.num_data

@@ -155,10 +155,10 @@ class GaussianPrior:
         names = list(self.param_names)
         if names != parameters.names or len(self.mean) != parameters.size:
             raise ValueError(
-                f"The prior is over the {len(self.mean)} entries of {names[:4]}, but the "
-                f"Bayesian parameters are the {parameters.size} entries of "
-                f"{parameters.names[:4]}. Pass the names of the prior to `params=`, and a model "
-                "of the same sizes."
+                f"The prior is over {names[:4]} ({len(self.mean)} entries), but the "
+                f"Bayesian parameters are {parameters.names[:4]} ({parameters.size} "
+                "entries). Pass the names of the prior's parameters to `params=`, and "
+                "use a model with parameters of the same sizes."
             )
 
 

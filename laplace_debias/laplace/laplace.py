@@ -687,8 +687,8 @@ class Laplace(Predictor):
         report = self._fitted.report
         if report is None:
             raise RuntimeError(
-                'There is no report, because only a fit with `mode="auto"` has one, and it is '
-                'not saved to files. Fit with `mode="auto"`.'
+                'There is no report. Only a fit with `mode="auto"` creates a report, and '
+                'the report is not saved to files. Fit with `mode="auto"`.'
             )
         return report
 

@@ -60,9 +60,9 @@ def tune_output_noise(fitted: FittedPosterior, data: Pairs, prior_precision: flo
     if not deviations.all():
         outputs = deviations.eq(0).nonzero().flatten().tolist()
         raise ValueError(
-            f"For outputs {outputs}, the residuals on the validation data are zero, "
-            "so their noise cannot be estimated. Check that the targets are not the "
-            "model's own outputs, or pass `sigma=True`."
+            f"The residuals of outputs {outputs} on the validation data are zero, so "
+            "the noise of these outputs cannot be estimated. Check that the targets "
+            "are not the model's own outputs, or pass `sigma=True`."
         )
 
     def nll(log_ratios: Tensor) -> Float[Tensor, ""]:

@@ -106,8 +106,8 @@ class FittedPosterior:
         if not math.isfinite(self.nll):
             raise ValueError(
                 f"The loss, summed over {self.posterior.num_data} examples, is "
-                f"{self.nll}, because the targets are too far from the outputs for the "
-                "likelihood (in a regression, measured in units of sigma). Check the "
+                f"{self.nll}. The targets are too far from the outputs for the likelihood "
+                "(for regression, the distance is measured in units of sigma). Check the "
                 "targets and the outputs, or convert the model to a wider dtype."
             )
 

@@ -414,8 +414,9 @@ def as_indices(index: Any, size: int, device: torch.device) -> Tensor:
                 indices = indices.long()
             return torch.arange(size)[indices].to(device)
     raise TypeError(
-        f"Rows and columns cannot be selected by {index!r}. Use an integer, a slice, one list, "
-        "tensor or array of integers or booleans, or the name of a parameter."
+        f"Rows and columns cannot be selected by {index!r}. Use an integer, a "
+        "slice, the name of a parameter, or a single list, tensor or array of "
+        "integers or booleans."
     )
 
 

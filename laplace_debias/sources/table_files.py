@@ -155,8 +155,8 @@ def _classes(column: Any, likelihood: Likelihood, name: str) -> list[Any] | None
     if likelihood.targets != "class":
         if column.dtype.kind not in "iuf":
             raise ValueError(
-                f"The target {name} contains {column.dtype}, not numbers. Encode it as numbers "
-                f"({task})."
+                f"The target {name} contains {column.dtype}, but the task {task} needs numbers. "
+                "Encode the target as numbers."
             )
         return None
     values = sorted(column.unique().tolist())

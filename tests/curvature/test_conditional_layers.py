@@ -296,7 +296,7 @@ def test_a_weight_that_is_read_without_a_call_is_refused():
     model = SometimesByWeight().double().eval()
     batches = [examples([1, 1, 1]), examples([0, 0])]
     with pytest.raises(
-        NotImplementedError, match=r"does not call layer, although the forward pass of other"
+        NotImplementedError, match=r"does not call layer, which is called for other"
     ):
         Laplace(model).fit_batches(batches)
     la = Laplace(model).fit_batches(batches[:1])

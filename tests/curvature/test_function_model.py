@@ -130,7 +130,7 @@ def test_what_is_no_function_of_parameters_is_refused():
         FunctionModel(hidden_layer, list(parameters.values()))
     with pytest.raises(ValueError, match="`parameters` is empty"):
         FunctionModel(hidden_layer, {})
-    with pytest.raises(TypeError, match=r"'b' is torch.int64. Pass a tensor of floating"):
+    with pytest.raises(TypeError, match=r"'b' is torch.int64. Pass every parameter as a tensor"):
         FunctionModel(hidden_layer, {"b": torch.arange(3)})
     with pytest.raises(
         ValueError, match=r"'a' is the name of a tensor, but also the first part of the name 'a.b'"

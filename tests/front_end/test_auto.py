@@ -295,7 +295,7 @@ def test_a_generator_decides_what_is_read():
 def test_a_saved_posterior_has_no_report(tmp_path):
     la = Laplace(network()).fit(loader(), mode="auto")
     la.save(tmp_path / "a.safetensors")
-    with pytest.raises(RuntimeError, match=r'only a fit with `mode="auto"` has'):
+    with pytest.raises(RuntimeError, match=r'Only a fit with `mode="auto"` creates'):
         _ = Laplace.load(tmp_path / "a.safetensors", network()).fit_report
 
 

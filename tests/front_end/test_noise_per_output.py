@@ -157,7 +157,7 @@ def test_what_cannot_be_tuned_is_refused_before_work_starts():
             call()
     zero = y.clone()
     zero[:, 1] = la.model(x)[:, 1].detach()
-    with pytest.raises(ValueError, match=r"outputs \[1\], the residuals .* are zero"):
+    with pytest.raises(ValueError, match=r"residuals of outputs \[1\] .* are zero"):
         la.tune([(x, zero)], sigma="per_output")
     assert torch.equal(la.predict(x).variance, before)
     binary = Laplace(nn.Linear(2, 1).double(), "binary").fit([(x, (y[:, 0] > 0).double())])

@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_refused_before_work_starts():
         posterior_as_prior(Laplace(network(), curvature="gp").fit([FIRST]))
     with pytest.raises(ValueError, match="Use the same `curvature="):
         Laplace(model, curvature="full", prior=prior)
-    with pytest.raises(ValueError, match="Pass the names of the prior to `params="):
+    with pytest.raises(ValueError, match="Pass the names of the prior's parameters to `params="):
         Laplace(model, params="weights", prior=prior)
     with pytest.raises(ValueError, match=r"Pass `params=list\(prior.param_names\)"):
         Laplace(model, params="last_layer", prior=prior)

@@ -364,7 +364,7 @@ def test_routing_that_the_first_batch_does_not_show_is_found_in_the_next_one():
     expected = dense_ggn(model, nn.CrossEntropyLoss(), every_x, every_y, la.param_names)
     torch.testing.assert_close(la.posterior.curvature.to_dense(), expected)
     # Batches that can be read once are not looked through.
-    message = r"\(a mixture of experts\), .*make the first batch one in which it processes"
+    message = r"\(a mixture of experts\), .*use a first batch of which the layer processes"
     with pytest.raises(NotImplementedError, match=message):
         Laplace(model).fit_batches(iter(batches), num_data=len(every_x))
 

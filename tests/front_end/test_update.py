@@ -223,7 +223,7 @@ def test_a_fit_in_rounds_is_updated():
     assert la.num_data == 409
     updated = la.posterior.curvature.blocks["0.weight"].trace_A
     torch.testing.assert_close(updated, (400 * trace + 9 * new) / 409)
-    with pytest.raises(RuntimeError, match='fit with `mode="auto"` has'):
+    with pytest.raises(RuntimeError, match='fit with `mode="auto"` creates'):
         la.fit_report
 
 

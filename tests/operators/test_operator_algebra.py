@@ -382,12 +382,12 @@ def test_block_diagonal_with_layout():
         (
             lambda: EigenKronecker(randn(4, 2), None, randn(2, 2)),
             ValueError,
-            "a tall U_. with 1 columns",
+            "a thin U_. with 1 columns",
         ),
         (
             lambda: EigenKronecker(None, randn(4, 2), randn(2, 4)),
             ValueError,
-            "a tall U_. with 3 columns",
+            "a thin U_. with 3 columns",
         ),
         (lambda: EigenKronecker(randn(2, 4, 1), None, randn(3, 2, 2)), ValueError, r"\(3, 2, 2\)"),
         (lambda: EigenKronecker(None, None, randn(3)), ValueError, r"\[d_out, d_in\]"),
@@ -431,9 +431,9 @@ def test_block_diagonal_with_layout():
         (lambda: "a" * Diagonal(randn(2)), TypeError, "real number"),
         (lambda: Diagonal(randn(2))[0, 0, 0], IndexError, "two indices"),
         (lambda: Diagonal(randn(2))[0.5], TypeError, "Use an integer"),
-        (lambda: Diagonal(randn(2))[[0.5]], TypeError, "one list, tensor or array of integers"),
+        (lambda: Diagonal(randn(2))[[0.5]], TypeError, "single list, tensor or array of integers"),
         (lambda: Diagonal(randn(2))[torch.tensor([True])], IndexError, "mask"),
-        (lambda: Diagonal(randn(2))[[[0]]], TypeError, "one list"),
+        (lambda: Diagonal(randn(2))[[[0]]], TypeError, "a single list"),
         (lambda: Permuted(Dense(randn(2, 3))), ValueError, "Only a square operator"),
         (lambda: Permuted(Dense(randn(2, 2)), torch.tensor([0, 0])), ValueError, "from 0 to 1"),
         (

@@ -125,7 +125,7 @@ def test_out_of_distribution_rows_need_no_target(here):
         ({}, {"features": ("agee",)}, "no column agee. Did you mean age"),
         ({}, {"features": ("price",)}, "target price is also one of the features"),
         ({}, {"features": ("age",), "task": "multilabel"}, "A table can have only one target"),
-        ({}, {"target": "kind", "features": ("age",), "task": "regression"}, "not numbers"),
+        ({}, {"target": "kind", "features": ("age",), "task": "regression"}, "needs numbers"),
         ({}, {"features": ("age",), "image_size": 3}, "image_size cannot be used with a table"),
     ],
 )

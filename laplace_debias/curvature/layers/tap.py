@@ -278,8 +278,8 @@ class Tap:
             if names:
                 faults[site] = NotImplementedError(
                     f"The outputs of these examples depend on {names}, but their forward pass "
-                    f"does not call {site}, although the forward pass of other examples does. "
-                    f"Exclude these parameters with `{leaving_out(names)}`."
+                    f"does not call {site}, which is called for other examples. Exclude these "
+                    f"parameters with `{leaving_out(names)}`."
                 )
             else:
                 self.conditional.add(site)
@@ -492,6 +492,6 @@ def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
         "`batch_first=True`. For position embeddings, look up the positions "
         "separately for every example. Or exclude the layer's parameters with "
         "`params=`. If the layer processes only some of the examples (a mixture "
-        "of experts), make the first batch one in which it processes some "
-        "examples but not all."
+        "of experts), use a first batch of which the layer processes some "
+        "examples, but not all."
     )

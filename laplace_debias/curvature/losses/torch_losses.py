@@ -341,9 +341,9 @@ class AnyLoss(OutputLoss):
         )
         if is_mean_of_fewer:
             raise ValueError(
-                f"Some targets are ignored (`ignore_index={self._ignore_index}`), so it "
-                f"is not known by which number {type(self._loss).__name__} divides when "
-                'it takes the mean over a batch. Pass the loss with `reduction="sum"`.'
+                f"Some targets are ignored (`ignore_index={self._ignore_index}`), so the "
+                f"number that {type(self._loss).__name__} divides by for the mean over a "
+                'batch is unknown. Pass the loss with `reduction="sum"`.'
             )
         return float(targets.shape[0])
 
@@ -355,8 +355,9 @@ class AnyLoss(OutputLoss):
             if isinstance(value, Tensor):
                 description = str(tuple(value.shape))
             raise TypeError(
-                f"The loss must return a scalar tensor for a batch, got {description}. Reduce it "
-                "with `.mean()` or `.sum()`, and pass the same to `reduction=`."
+                f"The loss must return a scalar tensor for a batch, got {description}. "
+                "Reduce it with `.mean()` or `.sum()`, and pass the matching "
+                '`reduction="mean"` or `reduction="sum"`.'
             )
         return value * outputs.shape[0] if self.reduction == "mean" else value
 

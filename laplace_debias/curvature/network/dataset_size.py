@@ -135,5 +135,5 @@ def _not_inferred(sampler: Any, reason: str) -> ValueError:
     return ValueError(
         "The number of training examples cannot be inferred, because the loader's "
         f"{type(sampler).__name__} {reason}. Pass `num_data=`, the size of the full training "
-        "set. The curvature is averaged over the examples that the loader yields."
+        "set, by which the fit multiplies the mean curvature of the loader's examples."
     )

@@ -72,8 +72,8 @@ def _check_parameters(parameters: object) -> None:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             shown = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise TypeError(
-                f"The parameter {name!r} is {shown}. Pass a tensor of floating-point numbers. "
-                "Define constants inside the function instead."
+                f"The parameter {name!r} is {shown}. Pass every parameter as a tensor of "
+                "floating-point numbers, and define constants inside the function."
             )
     names = sorted(map(str, parameters))
     for name in names:

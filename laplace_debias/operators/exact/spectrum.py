@@ -243,8 +243,8 @@ def _checked_sqrt(values: Tensor) -> Tensor:
     rounding = len(values) * torch.finfo(values.dtype).eps * values.abs().amax()
     if bool((values < -rounding).any()):
         raise ValueError(
-            "The operator is not positive semi-definite, because it has the eigenvalue "
-            f"{values.min().item():.3g}, so it has no root. Add a multiple of the identity, `A + "
-            "c * Identity(n)`, that makes it positive semi-definite."
+            "The operator has no root, because it is not positive semi-definite: it "
+            f"has the eigenvalue {values.min().item():.3g}. Add a multiple of the "
+            "identity, `A + c * Identity(n)`, that makes it positive semi-definite."
         )
     return values.clamp(min=0).sqrt()

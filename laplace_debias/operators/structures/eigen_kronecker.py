@@ -74,7 +74,7 @@ class EigenKronecker(Symmetric):
                 raise ValueError(
                     f"Magnitudes of shape {tuple(self.magnitudes.shape)} do not match "
                     f"eigenvectors of shape {tuple(U.shape)}. Pass {name} of shape {expected}, "
-                    f"or a tall {name} with {size - 1} columns."
+                    f"or a thin {name} with {size - 1} columns."
                 )
             if U.dtype != self.magnitudes.dtype or U.device != self.magnitudes.device:
                 raise ValueError(

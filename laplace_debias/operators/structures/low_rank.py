@@ -40,7 +40,7 @@ class LowRankPlusDiagonal(Symmetric):
         if len(U.shape) != 2 or tuple(magnitudes.shape) != tuple(U.shape[1:]):
             raise ValueError(
                 f"Magnitudes of shape {tuple(magnitudes.shape)} do not match U of shape "
-                f"{tuple(U.shape)}. Pass [k] and [n, k]."
+                f"{tuple(U.shape)}. Pass magnitudes of shape [k] and U of shape [n, k]."
             )
         if diagonal.shape not in ((), (U.shape[0],)):
             raise ValueError(

@@ -131,9 +131,9 @@ class Categorical(Likelihood):
         require(
             (low >= 0) & (high < num_classes),
             lambda: ValueError(
-                f"Class labels must be between 0 and {num_classes - 1}, because the model has "
-                f"{num_classes} outputs, got {int(low)} to {int(high)}. Renumber the classes, or "
-                "use a model with more outputs."
+                f"The model has {num_classes} outputs, so class labels must be between 0 "
+                f"and {num_classes - 1}, got {int(low)} to {int(high)}. Renumber the "
+                "classes, or use a model with more outputs."
             ),
         )
 

@@ -115,8 +115,8 @@ class Ordinal(Likelihood):
         require(
             ((targets >= 0) & (targets < num_classes)).all(),
             lambda: ValueError(
-                f"Class labels must be between 0 and {num_classes - 1}, because there are "
-                f"{num_classes - 1} thresholds, got {int(targets.min())} to "
+                f"There are {num_classes - 1} thresholds, so class labels must be between "
+                f"0 and {num_classes - 1}, got {int(targets.min())} to "
                 f"{int(targets.max())}. Pass one threshold for each pair of neighbouring "
                 "classes."
             ),
