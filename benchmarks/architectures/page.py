@@ -97,7 +97,10 @@ def _median(values: Sequence[float]) -> str | None:
 
 def _remarks(row: Row) -> list[str]:
     # What to do about parameters that are left out is for the user whom a fit warns.
-    left_out = row.left_out.replace(" by differentiable", ".\n").partition("\n")[0]
+    left_out = row.left_out.replace(" through differentiable", ".\n").partition("\n")[0]
     if left_out:
-        left_out = f"{100 * row.covered:.4g} % of the parameters have a block. {left_out}"
+        left_out = (
+            f"{100 * row.covered:.4g} % of the parameters belong to a block of the "
+            f"curvature. {left_out}"
+        )
     return [" ".join(text.split()) for text in (left_out, row.message) if text]

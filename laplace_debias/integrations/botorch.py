@@ -77,8 +77,8 @@ class LaplaceModel(Model):
         """
         if isinstance(observation_noise, Tensor):
             raise NotImplementedError(
-                "`observation_noise` must be True or False. The size of the noise is the "
-                "`sigma` of the regression. Pass True or False."
+                "`observation_noise` must be True or False, got a tensor. Pass True, and set the "
+                "noise of the targets by `sigma` of the regression."
             )
         mean, covariance = self._moments(X, observation_noise)
         if mean.shape[-1] != self._num_outputs:

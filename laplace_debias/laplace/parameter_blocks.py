@@ -120,7 +120,7 @@ class ParameterBlocks:
             names = [name for name in names if name not in resolved.unused]
             outputs = "outputs of the first batch" if all_inputs is None else "outputs"
             reason = (
-                f"The {outputs} do not depend on {list(resolved.unused)} by differentiable "
+                f"The {outputs} do not depend on {list(resolved.unused)} through differentiable "
                 "operations (an unused branch, `detach`, `no_grad`)"
             )
             is_general = isinstance(config.params, str) and config.params != LAST_LAYER

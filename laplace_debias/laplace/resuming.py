@@ -33,8 +33,8 @@ def check_resumable(
     if generator is None and fisher.is_random:
         labels_or_signs = "labels" if fisher.kind == "mc" else "signs"
         raise ValueError(
-            f'`resume=` with `fisher="{fisher.kind}"` must draw the same {labels_or_signs} again. '
-            f"To draw them, {seed_advice}."
+            f'With `fisher="{fisher.kind}"`, a resumed fit must draw the same random '
+            f"{labels_or_signs} as the interrupted one. To draw the same, {seed_advice}."
         )
     for source in sources:
         if not isinstance(source, DataLoader):

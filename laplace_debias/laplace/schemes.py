@@ -90,7 +90,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def opened(self, open_stream: OpenStream) -> "Scheme":
-        """Return the scheme, with its data replaced by streams of checked batches."""
+        """Return a copy of the scheme that reads its data as streams of checked batches."""
 
     @abstractmethod
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
@@ -133,7 +133,7 @@ class Full(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "Full":
-        """Return the scheme, with its data replaced by a stream of checked batches."""
+        """Return a copy of the scheme that reads its data as a stream of checked batches."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def check(self, structure: CurvatureStructure) -> None:
@@ -226,12 +226,12 @@ class Split(Scheme):
             _refuse_iterator(structure, self.directions)
 
     def opened(self, open_stream: OpenStream) -> "Split":
-        """Return the scheme, with its data replaced by streams of checked batches."""
+        """Return a copy of the scheme that reads its data as streams of checked batches."""
         directions = open_stream(self.directions, "batches of the directions")
         return Split(directions, open_stream(self.magnitudes, "batches of the magnitudes"))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Compute directions from one stream of data, and measure magnitudes on the other."""
+        """Compute eigenvectors from one stream of data, and magnitudes from another."""
         directions = as_stream(self.directions)
         magnitudes = as_stream(self.magnitudes)
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
@@ -277,7 +277,7 @@ class CrossFit(Scheme):
         return [self.data]
 
     def opened(self, open_stream: OpenStream) -> "CrossFit":
-        """Return the scheme, with its data replaced by a stream of checked batches."""
+        """Return a copy of the scheme that reads its data as a stream of checked batches."""
         return replace(self, data=open_stream(self.data, "data"))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:

@@ -67,7 +67,7 @@ class ParameterLayout:
     def flatten(
         self, parameters: Mapping[str, Tensor] | Sequence[Tensor]
     ) -> Float[Tensor, " parameters"] | Float[Tensor, "parameters columns"]:
-        """Join parameters into a vector, or their columns into a matrix.
+        """Flatten parameters into a vector, or parameters with k columns into a matrix.
 
         Args:
             parameters: By name, or in order; of shapes `[*shape]`, or all `[*shape, k]`.

@@ -48,8 +48,8 @@ class Cut:
         """
         if len(coordinates) != len(self.slopes):
             raise ValueError(
-                f"A cut along {len(self.slopes)} directions needs as many coordinates, got "
-                f"{len(coordinates)}. Call it as cut(a, b, ...)."
+                f"A cut along {len(self.slopes)} directions needs {len(self.slopes)} coordinates, "
+                f"one for each direction, got {len(coordinates)}. Call it as cut(a, b, ...)."
             )
         tensors = [torch.as_tensor(coordinate).to(self.slopes) for coordinate in coordinates]
         a = torch.stack(torch.broadcast_tensors(*tensors), dim=-1)

@@ -154,8 +154,8 @@ def split_by_seed(
     num_train = number - 2 * num_held_out
     if num_held_out < 1 or num_train < 1:
         raise ValueError(
-            f"{number} examples are too few to hold out two parts, each a fraction "
-            f"{held_out:g} of the data. Add examples, or pass data that is already "
+            f"{number} examples are too few: a fraction {held_out:g} of them is held out for "
+            "validation, and the same for the test. Add examples, or pass data that is already "
             "split."
         )
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))

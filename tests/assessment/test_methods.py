@@ -44,7 +44,12 @@ def test_the_default_has_a_temperature_where_one_can_be_fitted():
     ("methods", "task", "has_validation", "told"),
     [
         ([NETWORK, TEMPERATURE], "regression", True, "Remove temperature"),
-        ([NETWORK, TEMPERATURE], "binary", False, "there are none. Add validation examples"),
+        (
+            [NETWORK, TEMPERATURE],
+            "binary",
+            False,
+            "would fit a temperature. Add validation examples",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(methods, task, has_validation, told):

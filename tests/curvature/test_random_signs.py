@@ -289,5 +289,5 @@ def test_samples_are_refused_without_randomness():
         Fisher(network(3), nn.CrossEntropyLoss(), [data(3)], mc_samples=2)
     with pytest.raises(ValueError, match='Use "exact", "mc" or "signs"'):
         Fisher(network(3), nn.CrossEntropyLoss(), [data(3)], fisher="empirical")
-    with pytest.raises(ValueError, match="must draw the same signs again"):
+    with pytest.raises(ValueError, match="must draw the same random signs as"):
         Laplace(network(3), fisher="signs").fit([data(3)], resume="folder")

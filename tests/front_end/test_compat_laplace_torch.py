@@ -255,5 +255,8 @@ def test_what_has_no_equivalent_is_refused():
     data, _ = loader("regression")
     la = Laplace(network(), "regression", "all")
     la.fit(data)
-    with pytest.raises(ValueError, match=r"from one number to another, got 3 for 1\. Pass"):
+    with pytest.raises(
+        ValueError,
+        match=r"a single number before and after, got 3 numbers in the place of 1\. Pass",
+    ):
         la.sigma_noise = torch.ones(3)

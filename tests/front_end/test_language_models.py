@@ -173,7 +173,9 @@ def test_a_large_vocabulary_of_a_shared_weight_is_refused_with_the_remedy(tied, 
     if not tied:
         assert la.predict(x, positions=-1).probs.shape == (B, V)
         return
-    with pytest.raises(ValueError, match=r"outputs=k.*shares the head's weight, exclude"):
+    with pytest.raises(
+        ValueError, match=r"outputs=k.*shares the weight of the output layer, also exclude"
+    ):
         la.predict(x, positions=-1)
 
 

@@ -376,7 +376,7 @@ def test_other_batches_behind_the_first_are_refused(folder):
         (
             {"fisher": "mc"},
             loader(shuffle=False),
-            "must draw the same labels again. To draw them, pass the same generator=",
+            "must draw the same random labels as .* To draw the same, pass the same generator=",
         ),
     ],
 )

@@ -173,7 +173,7 @@ def test_botorch_computes_the_knowledge_gradient(botorch_model):
 def test_observations_of_another_shape_are_refused(botorch_model):
     model = botorch_model(fitted(1))
     X = torch.randn(2, 3).double()
-    with pytest.raises(ValueError, match=r"in the shape \[\.\.\., 2, 1\]"):
+    with pytest.raises(ValueError, match=r"of shape \[\.\.\., 2, 1\]"):
         model.condition_on_observations(X, torch.zeros(3, 1).double())
     with pytest.raises(NotImplementedError, match="Remove `noise="):
         model.condition_on_observations(X, torch.zeros(2, 1).double(), torch.ones(2, 1))

@@ -152,7 +152,10 @@ ARCHIVES = {
         bring.arrays() | {"x_test": np.zeros((0, 4)), "y_test": np.zeros(0, int)},
         "at least one",
     ),
-    "few": ({"x": np.zeros((2, 4)), "y": np.arange(2)}, "too few to hold out"),
+    "few": (
+        {"x": np.zeros((2, 4)), "y": np.arange(2)},
+        "too few: a fraction 0.2 of them is held out",
+    ),
 }
 
 

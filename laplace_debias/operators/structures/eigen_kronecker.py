@@ -237,7 +237,7 @@ class EigenKronecker(Symmetric):
         return block
 
     def apply(self, function: Spectrum) -> "EigenKronecker":
-        """Apply a function to the magnitudes, and keep the directions."""
+        """Apply a function to the magnitudes, and keep the eigenvectors."""
         return EigenKronecker(self.U_G, self.U_A, function(self.magnitudes))
 
 

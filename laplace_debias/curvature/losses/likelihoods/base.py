@@ -229,7 +229,7 @@ class Likelihood(ABC):
         )
 
     def probabilities(self, logits: Float[Tensor, "*batch outputs"]) -> Float[Tensor, "..."]:
-        """Compute the probabilities of classes or labels, in the same shape as `probs`."""
+        """Compute the probabilities of classes or labels from the outputs."""
         return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
 
     @property

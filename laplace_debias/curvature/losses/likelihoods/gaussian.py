@@ -106,7 +106,7 @@ class Gaussian(Likelihood):
 
     @property
     def curvature_sigma(self) -> Float[Tensor, "*outputs"]:
-        """The σ of the noise in the loss whose curvature was measured.
+        """The noise σ of the loss for which the curvature was computed.
 
         It only differs from `sigma` after `Laplace.tune(sigma="per_output")`.
         """
@@ -398,11 +398,11 @@ class HeteroscedasticGaussian(Likelihood):
         return 0.5 * (residuals.square() + log_variance + math.log(2 * math.pi)).sum(-1)
 
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        r"""Return a root of the Fisher, $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$, 2C columns."""
+        r"""Return the Fisher's square root, $\mathrm{diag}(e^{-s/2}, \sqrt{1/2})$."""
         return torch.diag_embed(_root_of_fisher(outputs)).movedim(-1, 0)
 
     def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:
-        r"""Compute ε times the entries of the diagonal root."""
+        r"""Multiply the diagonal of the Fisher's square root by random signs ε."""
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) * _root_of_fisher(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch targets"]:
@@ -435,7 +435,7 @@ class HeteroscedasticGaussian(Likelihood):
         return Normal(mu, (mu_variance + _mean_noise(s, s_variance)).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Return the variances of the means, which are the first C outputs."""
+        """Return the variances of the first C outputs, which are the predicted means."""
         return variances.chunk(2, -1)[0]
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
