@@ -1,7 +1,6 @@
 """What the comparisons run on: the network, its data, the device."""
 
 import os
-import resource
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,8 +12,6 @@ from examples.paper.networks import all_cnn_c, digits_net
 from laplace_debias.sources.weights import load_weights
 
 CHECKPOINT = "LAPLACE_DEBIAS_CHECKPOINT"
-# A comparison may use this share of the machine's memory.
-_SHARE_OF_MEMORY = 0.6
 
 
 @dataclass(frozen=True)
@@ -52,15 +49,7 @@ class Settings:
         return f"All-CNN-C (1.37 M parameters), {trained} weights"
 
     def start(self) -> None:
-        """Prepare torch in a comparison's process, and limit the memory of the process.
-
-        A library that needs more memory than there is then raises an error, which the tables
-        report. Without a limit the system would end the whole comparison.
-        """
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        limit = int(_SHARE_OF_MEMORY * physical)
-        if self.device == "cpu":
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        """Prepare torch in a comparison's process."""
         torch.set_num_threads(self.threads)
         torch.manual_seed(0)
 

@@ -298,5 +298,5 @@ def test_too_many_outputs_are_refused_before_any_is_differentiated():
     with pytest.raises(ValueError, match='Use `fisher="signs"` or "mc"'):
         Laplace(model, params=["lm_head.weight"]).fit([batch])
     la = Laplace(model, params=["lm_head.weight"], fisher="mc").fit([batch])
-    with pytest.raises(ValueError, match="positions=-1` is the last token"):
+    with pytest.raises(ValueError, match="positions=-1` selects the last token"):
         la.predict(inputs_of(batch))
