@@ -27,7 +27,7 @@ MOST_CLASSES = 100
 NUM_DRAWS = 128
 """Sobol points of the `"exact"` link."""
 
-# The logistic function at x is close to the normal distribution function at x divided by its root.
+# The logistic function at x is close to the normal distribution function at x / √(8/π).
 _SCALE = 8 / math.pi
 # Up to this number of pairs, the time of a call is that of its operations, not of exponentials.
 _FEW_PAIRS = 2**11

@@ -36,6 +36,8 @@ class PreparedModel:
     Attributes:
         tap: The tap, on the copy.
         sizes: Sizes of the chunks of inputs, by what they depend on.
+        ends_in_layer: False once the outputs were not those of the Bayesian linear layer, so that
+            no further forward pass is spent on an attempt to use them as such.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class PreparedModel:
             self._copy_snapshot = _snapshot(self.tap.network)
             self.tap.save_attributes()
         self.sizes: dict[Hashable, Any] = {}
+        self.ends_in_layer = True
         self._values: dict[Hashable, Any] = {}
         self._posterior_snapshot: _PosteriorSnapshot | None = None
 

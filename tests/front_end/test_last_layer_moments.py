@@ -208,3 +208,24 @@ def test_weight_and_bias_have_one_factor_if_their_directions_are_equal(is_shared
     expected = dense_covariance(la, x)
     close(outputs.covariance(), expected, 1e-12)
     close(outputs.variances(), expected.diagonal(dim1=1, dim2=2), 1e-12)
+
+
+class CountedPasses(nn.Module):
+    """The identity, which counts the calls of all instances: a prediction runs a copy."""
+
+    num_calls = 0
+
+    def forward(self, x):
+        CountedPasses.num_calls += 1
+        return x
+
+
+@pytest.mark.parametrize("tail", [[], [nn.LayerNorm(3)]])
+def test_a_prediction_needs_one_forward_pass_whatever_follows_the_bayesian_layer(tail):
+    model = nn.Sequential(CountedPasses(), nn.Linear(4, 3), *tail).eval()
+    x = torch.randn(20, 4)
+    la = Laplace(model, params=["1.weight", "1.bias"]).fit([(x, torch.randint(3, (20,)))])
+    la.predict(x)
+    before = CountedPasses.num_calls
+    la.predict(x)
+    assert CountedPasses.num_calls == before + 1

@@ -317,7 +317,7 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Set the hyperparameters that are passed, then compute log marginal likelihood.
+        """Set the arguments that are passed, then compute the log marginal likelihood.
 
         It is differentiable in both of them.
         """
@@ -594,8 +594,7 @@ class Laplace:
             raise ValueError(
                 "After a fit, `sigma_noise` can only be changed if it is a single number before "
                 f"and after, got {sigma.numel()} numbers in the place of {fitted_sigma.numel()}. "
-                f"Pass `sigma_noise=` to the "
-                "constructor and fit again."
+                "Pass `sigma_noise=` to the constructor and fit again."
             )
         factor = float(sigma) / float(fitted_sigma)
         scaled, _ = evidence.rescaled(fitted, factor, 1.0)

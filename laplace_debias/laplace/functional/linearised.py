@@ -138,15 +138,18 @@ def last_layer_moments(
     with prediction_context(fitted, x) as context:
         prepared = context.prepared
         assert prepared is not None
+        if not prepared.ends_in_layer:
+            return None
         accumulator = prepared.compute_once(
             fitted.posterior, "last layer", partial(_block_moments, fitted)
         )
         method = _OfOutputs(prepared.tap, accumulator, request)
         for _, outputs, _ in _forward_in_chunks(context, prepared.tap, method, request):
             inputs = accumulator.last_layer_inputs(prepared.tap, outputs)
-            if len(inputs) < len(accumulator.blocks):
-                return None
             prepared.tap.forget()
+            if len(inputs) < len(accumulator.blocks):
+                prepared.ends_in_layer = False
+                return None
             means.append(outputs.detach())
             all_moments.append(accumulator.last_layer_moments(inputs, None, kind))
     mean = means[0]
@@ -231,6 +234,8 @@ def last_layer_inputs(
     with prediction_context(fitted, x) as context:
         prepared = context.prepared
         assert prepared is not None
+        if not prepared.ends_in_layer:
+            return None
         accumulator = prepared.compute_once(
             posterior, "last layer", partial(_block_moments, fitted)
         )
@@ -240,8 +245,9 @@ def last_layer_inputs(
         check_outputs(outputs)
         inputs = accumulator.last_layer_inputs(tap, outputs)
         tap.forget()
-    if len(inputs) < len(heads):
-        return None
+        if len(inputs) < len(heads):
+            prepared.ends_in_layer = False
+            return None
     squares = []
     for head, phi in zip(heads, inputs.values(), strict=True):
         squares.append(head.rotated_inputs(phi.detach()).square())
