@@ -32,7 +32,7 @@ _SCALE = 8 / math.pi
 # Up to this number of pairs, the time of a call is that of its operations, not of exponentials.
 _FEW_PAIRS = 2**11
 # Pairs of classes that are computed together, by device type.
-_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**16)
+_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**17)
 
 Logits = Float[Tensor, "*batch classes"]
 Covariance = Float[Tensor, "*batch classes classes"]
@@ -70,27 +70,42 @@ def tempered_pairwise(
 
 def pairwise_of_differences(
     mean: Float[Tensor, "batch classes"],
-    variances: Float[Tensor, "batch classes classes"] | Float[Tensor, "batch pairs"],
+    variances: Float[Tensor, "batch classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
-    """Compute `tempered_pairwise` from the variances of the differences of two logits.
+    """Compute `tempered_pairwise` from the variances of the differences of every two logits."""
+    return _pairwise_in_blocks(mean, variances, lambda block: block, temperatures)
+
+
+def pairwise_of_directions(
+    mean: Float[Tensor, "batch classes"],
+    variances: Float[Tensor, "batch directions"],
+    squared_differences: Float[Tensor, "directions pairs"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures batch classes"]:
+    """Compute `tempered_pairwise` from the variances along directions that all examples share.
 
     Args:
         mean: The means of the logits.
-        variances: A matrix with an entry for every two logits, or a column for each of the
-            `pairs_of_outputs`.
+        variances: The variance along each direction.
+        squared_differences: The squared difference of two outputs along each direction, with a
+            column for each of the `pairs_of_outputs`.
         temperatures: The temperatures.
     """
-    if variances.ndim == 3:
-        return _pairwise_in_blocks(mean, variances, lambda block: block, temperatures)
+    has_fast_exponentials = mean.device.type == "cpu" and not variances.requires_grad
+    if has_fast_exponentials and _exponentials_are_finite(mean, temperatures):
+        return _pairwise_of_pairs(mean, variances, squared_differences, temperatures)
     num_classes = mean.shape[-1]
     first, second = pairs_of_outputs(num_classes, mean.device)
-    columns = torch.empty(num_classes, num_classes, dtype=torch.long, device=mean.device)
-    columns[first, second] = torch.arange(len(first), device=mean.device)
-    columns[second, first] = columns[first, second]
 
-    def matrices(block: Float[Tensor, "block pairs"]) -> Float[Tensor, "block classes classes"]:
-        return block.index_select(1, columns.flatten()).unflatten(1, columns.shape)
+    def matrices(
+        block: Float[Tensor, "block directions"],
+    ) -> Float[Tensor, "block classes classes"]:
+        pair_variances = block @ squared_differences
+        symmetric = pair_variances.new_zeros(len(block), num_classes, num_classes)
+        symmetric[:, first, second] = pair_variances
+        symmetric[:, second, first] = pair_variances
+        return symmetric
 
     return _pairwise_in_blocks(mean, variances, matrices, temperatures)
 
@@ -98,9 +113,16 @@ def pairwise_of_differences(
 def pairs_of_outputs(
     num_outputs: int, device: torch.device
 ) -> tuple[Int[Tensor, " pairs"], Int[Tensor, " pairs"]]:
-    """Return the indices of every two outputs, each pair once, and of each output with itself."""
-    first, second = torch.triu_indices(num_outputs, num_outputs, device=device)
-    return first, second
+    """Return the indices of every two outputs, in cyclic order.
+
+    Each output is paired with the next one, then with the one after that, up to half of the
+    outputs further on; the first output follows the last. If the number of outputs is even, the
+    pairs that are half of them apart occur twice, once in each order.
+    """
+    outputs = torch.arange(num_outputs, device=device)
+    shifts = torch.arange(1, num_outputs // 2 + 1, device=device).unsqueeze(1)
+    first = outputs.expand(len(shifts), -1)
+    return first.flatten(), ((first + shifts) % num_outputs).flatten()
 
 
 def difference_variances(
@@ -156,7 +178,6 @@ def _pairwise_block(
         variances: The variances $s_{ki}$ of the differences of every two logits.
         temperatures: The temperatures.
     """
-    num_classes = means.shape[-1]
     differences = means.unsqueeze(-2) - means.unsqueeze(-1)
     needs_gradients = variances.requires_grad or differences.requires_grad
     # An exported program cannot branch on the sizes and the values of tensors.
@@ -165,12 +186,9 @@ def _pairwise_block(
         differences.device.type == "cpu"
         and can_branch
         and variances.numel() * len(temperatures) > _FEW_PAIRS
+        and _exponentials_are_finite(means, temperatures)
     ):
-        lowest, highest = torch.aminmax(means)
-        spread = (float(highest) - float(lowest)) / min(temperatures)
-        # Sums of exponentials below this are finite.
-        if spread < math.log(torch.finfo(means.dtype).max / num_classes) - 1:
-            return _unshifted_pairwise(differences, variances, temperatures)
+        return _unshifted_pairwise(differences, variances, temperatures)
     differences = differences * math.sqrt(_SCALE)
     logits = []
     for temperature in temperatures:
@@ -202,6 +220,73 @@ def _unshifted_pairwise(
         torch.add(variances, _SCALE * temperature**2, out=terms)
         sums.append(terms.rsqrt_().mul_(log_2_differences).exp2_().sum(-1))
     return torch.stack(sums).log_().neg_()
+
+
+def _exponentials_are_finite(
+    means: Float[Tensor, "batch classes"], temperatures: Sequence[float]
+) -> bool:
+    """Whether sums of the exponentials of the differences of logits are finite.
+
+    The reciprocals of the exponentials then are finite, too.
+    """
+    if means.numel() == 0:
+        return True
+    lowest, highest = torch.aminmax(means)
+    spread = (float(highest) - float(lowest)) / min(temperatures)
+    return spread < math.log(torch.finfo(means.dtype).max / means.shape[-1]) - 1
+
+
+def _pairwise_of_pairs(
+    means: Float[Tensor, "batch classes"],
+    variances: Float[Tensor, "batch directions"],
+    squared_differences: Float[Tensor, "directions pairs"],
+    temperatures: Sequence[float],
+) -> Float[Tensor, "temperatures batch classes"]:
+    """Compute `pairwise_of_directions` from exponentials of every two classes in one order only.
+
+    The exponential of the other order is the reciprocal. It belongs to the second class of the
+    pair, so it is written as many columns further on as the two classes are apart. The means are
+    those for which `_exponentials_are_finite`.
+    """
+    batch, num_classes = means.shape
+    num_shifts = num_classes // 2
+    # The pairs that are half of an even number of classes apart occur in both orders.
+    num_mirrored = (num_classes - 1) // 2
+    width = num_classes + num_mirrored
+    most_examples = _PAIRS_AT_ONCE[means.device.type] // max(1, num_shifts * num_classes)
+    block_size = max(1, min(most_examples, batch))
+    log_2_means = means * (math.sqrt(_SCALE) / math.log(2))
+    # The first classes follow the last one.
+    cyclic_means = torch.cat([log_2_means, log_2_means[:, :num_shifts]], 1)
+    second_means = cyclic_means.unfold(1, num_classes, 1)[:, 1:]
+    # Every block of examples uses the same memory, which stays in the processor's cache.
+    pair_variances = means.new_empty(block_size, num_shifts * num_classes)
+    differences = means.new_empty(block_size, num_shifts, num_classes)
+    terms = torch.empty_like(differences)
+    # Only the entries of `shifted` are written, so that the others stay zero.
+    reciprocals = means.new_zeros(block_size, num_mirrored, width)
+    shifted = reciprocals.as_strided(
+        (block_size, num_mirrored, num_classes), (num_mirrored * width, width + 1, 1), 1
+    )
+    sums = means.new_empty(len(temperatures), batch, num_classes)
+    for start in range(0, batch, block_size):
+        size = min(block_size, batch - start)
+        examples = slice(start, start + size)
+        torch.mm(variances[examples], squared_differences, out=pair_variances[:size])
+        block = pair_variances[:size].unflatten(1, (num_shifts, num_classes))
+        first_means = log_2_means[examples].unsqueeze(1)
+        torch.sub(second_means[examples], first_means, out=differences[:size])
+        for temperature, temperature_sums in zip(temperatures, sums, strict=True):
+            torch.add(block, _SCALE * temperature**2, out=terms[:size])
+            exponentials = terms[:size].rsqrt_().mul_(differences[:size]).exp2_()
+            torch.reciprocal(exponentials[:, :num_mirrored], out=shifted[:size])
+            mirrored_sums = reciprocals[:size].sum(1)
+            # The exponential of a class with itself is 1.
+            total = exponentials.sum(1).add_(1)
+            total += mirrored_sums[:, :num_classes]
+            total[:, :num_mirrored] += mirrored_sums[:, num_classes:]
+            temperature_sums[examples] = total
+    return sums.log_().neg_()
 
 
 def tempered_probit(

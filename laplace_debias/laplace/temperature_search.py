@@ -28,7 +28,7 @@ from laplace_debias.laplace.grid_metrics import GridMetrics, ScoredTargets
 from laplace_debias.laplace.links import (
     MOST_CLASSES,
     Link,
-    pairwise_of_differences,
+    pairwise_of_directions,
     required_moments,
 )
 from laplace_debias.laplace.predictive import tempered_predictives
@@ -142,9 +142,11 @@ class LastLayerBatch:
             self._eigen_variances = inputs.eigen_variances(deltas)
             self._prior_precision = prior_precision
         if links[0].name == "pairwise" and self.squared_differences is not None:
-            variances = torch.cat(self._eigen_variances, 1) @ self.squared_differences
+            variances = torch.cat(self._eigen_variances, 1)
             temperatures = [link.temperature for link in links]
-            logits = pairwise_of_differences(inputs.mean, variances, temperatures)
+            logits = pairwise_of_directions(
+                inputs.mean, variances, self.squared_differences, temperatures
+            )
             return [likelihood.predictive(logits, None)]
         outputs = inputs.outputs(self._eigen_variances)
         if required_moments(likelihood, links) == "variances":
@@ -186,10 +188,13 @@ class TemperatureSearch:
         indices_by_formula = dict[str, list[int]]()
         for index in sorted(range(len(self._links)), key=self._temperature):
             indices_by_formula.setdefault(self._links[index].name, []).append(index)
-        for indices in indices_by_formula.values():
-            lowest = self._lowest(infinity, indices)
-            for point in reversed(finite_points):
-                lowest = self._descend(point, indices, lowest)
+        lowest = {
+            name: self._lowest(infinity, indices) for name, indices in indices_by_formula.items()
+        }
+        # All formulas of a prior precision, one after the other, share its variances.
+        for point in reversed(finite_points):
+            for name, indices in indices_by_formula.items():
+                lowest[name] = self._descend(point, indices, lowest[name])
 
     def evaluate(self, point: int, links: Iterable[int]) -> None:
         """Compute the metric of some links at a prior precision, unless it is there."""

@@ -1,6 +1,8 @@
 """The search over temperatures, against all settings of the grid."""
 
+import itertools
 import math
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -100,43 +102,63 @@ class NumExponentials(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
 
-def test_a_search_computes_a_quarter_of_the_exponentials_of_all_settings():
+def test_a_search_computes_an_eighth_of_the_exponentials_of_all_settings():
     num_classes = 30
     la, data = random_problem(5, num_classes=num_classes)
     with NumExponentials() as exponentials:
         la.tune([data])
     num_settings = len(tune.DEFAULT_GRID) * len(tune.TEMPERATURES)
     all_settings = num_settings * len(data[0]) * num_classes**2
-    assert 0 < exponentials.entries <= all_settings / 4
+    assert 0 < exponentials.entries <= all_settings / 8
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "diag"])
-def test_pairs_of_classes_have_the_variances_of_the_dense_covariance(curvature):
-    num_classes = 5
-    la, (x, _) = random_problem(0, num_data=3, num_classes=num_classes, curvature=curvature)
+@pytest.mark.parametrize("num_classes", [2, 5, 6])
+def test_pairs_of_classes_have_the_variances_of_the_dense_covariance(
+    num_classes, curvature, monkeypatch
+):
+    la, (x, _) = random_problem(0, num_data=7, num_classes=num_classes, curvature=curvature)
     delta = 0.3
     precision = la.num_data * la.posterior.curvature.to_dense()
     precision += delta * torch.eye(len(precision), dtype=torch.float64)
     identity = torch.eye(num_classes, dtype=torch.float64)
     inputs = last_layer_inputs(la._fitted, x)
     deltas = torch.full((len(inputs.heads),), delta, dtype=torch.float64)
-    variances = torch.cat(inputs.eigen_variances(deltas), 1) @ squared_differences(inputs.heads)
+    variances = torch.cat(inputs.eigen_variances(deltas), 1)
+    matrix = squared_differences(inputs.heads)
     first, second = links.pairs_of_outputs(num_classes, x.device)
+    dense_covariances = []
     for n, phi in enumerate(la._fitted.spec.model[:-1](x).detach()):
         J = torch.cat([torch.kron(identity, phi.unsqueeze(0)), identity], 1)
+        dense_covariances.append(J @ torch.linalg.solve(precision, J.T))
         differences = J[first] - J[second]
         dense = differences @ torch.linalg.solve(precision, differences.T)
-        torch.testing.assert_close(variances[n], dense.diagonal(), rtol=1e-10, atol=1e-14)
-    logits = links.pairwise_of_differences(inputs.mean, variances, [0.5, 3.0])
-    for T, actual in zip([0.5, 3.0], logits, strict=True):
-        expected = torch.zeros_like(inputs.mean)
-        for k, i, variance in zip(first, second, variances.T, strict=True):
-            gap = inputs.mean[:, i] - inputs.mean[:, k]
-            exponent = gap / T / (1 + math.pi / 8 * variance / T**2).sqrt()
-            expected[:, k] += exponent.exp()
-            if i != k:
-                expected[:, i] += (-exponent).exp()
-        torch.testing.assert_close(actual, -expected.log(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(variances[n] @ matrix, dense.diagonal(), rtol=1e-10, atol=1e-14)
+    monkeypatch.setitem(links._PAIRS_AT_ONCE, "cpu", 50)  # Several blocks of examples.
+    for factor in (1, 1e4):  # The exponentials of the second one overflow.
+        mean = factor * inputs.mean
+        logits = links.pairwise_of_directions(mean, variances, matrix, [0.5, 3.0])
+        for T, actual in zip([0.5, 3.0], logits, strict=True):
+            for mu, covariance, values in zip(mean, dense_covariances, actual, strict=True):
+                diagonal = covariance.diagonal()
+                pair_variances = diagonal.unsqueeze(1) + diagonal - 2 * covariance
+                roots = (1 + math.pi / 8 * pair_variances / T**2).sqrt()
+                exponents = (mu - mu.unsqueeze(1)) / T / roots
+                expected = -exponents.logsumexp(1)
+                torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2, 3, 6, 7])
+def test_every_two_outputs_are_paired_once_or_in_both_orders(num_outputs):
+    first, second = links.pairs_of_outputs(num_outputs, torch.device("cpu"))
+    pairs = list(zip(first.tolist(), second.tolist(), strict=True))
+    unordered = {frozenset(pair) for pair in pairs}
+    assert unordered == {frozenset(pair) for pair in itertools.combinations(range(num_outputs), 2)}
+    assert len(set(pairs)) == len(pairs)
+    counts = Counter(frozenset(pair) for pair in pairs)
+    for pair, count in counts.items():
+        low, high = sorted(pair)
+        assert count == (2 if 2 * (high - low) == num_outputs else 1)
 
 
 class WrittenBatch(LastLayerBatch):
