@@ -196,7 +196,8 @@ def _pairwise_block(
         exponents = (variances + _SCALE * temperature**2).rsqrt_() * differences
         # An exponent on the diagonal is zero, so that only the logarithm of the sum is left there.
         logits.append(exponents.log_softmax(-1).diagonal(dim1=-2, dim2=-1))
-    return torch.stack(logits)
+    # A single temperature is common, and needs no copy.
+    return torch.stack(logits) if len(logits) > 1 else logits[0].unsqueeze(0)
 
 
 def _unshifted_pairwise(

@@ -6,13 +6,16 @@ from operator import is_
 from typing import Any, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layers.tap import Tap
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.module_snapshot import (
     ModuleSnapshot,
     UncomparableAttributeError,
 )
+from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.precision import NARROW
 from laplace_debias.curvature.network.shared_copy import are_constant
 from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
@@ -36,8 +39,6 @@ class PreparedModel:
     Attributes:
         tap: The tap, on the copy.
         sizes: Sizes of the chunks of inputs, by what they depend on.
-        ends_in_layer: False once the outputs were not those of the Bayesian linear layer, so that
-            no further forward pass is spent on an attempt to use them as such.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PreparedModel:
             self._copy_snapshot = _snapshot(self.tap.network)
             self.tap.save_attributes()
         self.sizes: dict[Hashable, Any] = {}
-        self.ends_in_layer = True
+        self._ends_in_layer = True
         self._values: dict[Hashable, Any] = {}
         self._posterior_snapshot: _PosteriorSnapshot | None = None
 
@@ -101,6 +102,26 @@ class PreparedModel:
         if key not in self._values:
             self._values[key] = compute()
         return self._values[key]
+
+    def forward_of_last_layer(
+        self, x: Inputs
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch d"]] | None:
+        """Run the network, whose only Bayesian layer is linear.
+
+        Returns:
+            The outputs and the inputs of the layer. It is None if the outputs are not those of the
+            layer; then no further forward pass is spent on the attempt.
+
+        Raises:
+            ValueError: If the outputs are not finite.
+        """
+        if not self._ends_in_layer:
+            return None
+        recorded = self.tap.forward_of_last_layer(x)
+        self._ends_in_layer = recorded is not None
+        if recorded is not None:
+            check_outputs(recorded[0])
+        return recorded
 
     def keep_size(self, key: Hashable, size: Any) -> None:
         """Keep the size of the chunks of some inputs in `sizes`."""

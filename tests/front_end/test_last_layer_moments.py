@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributions import Categorical, Distribution
 
 from laplace_debias import Laplace, Link
+from laplace_debias.curvature.layers.blocks import curvature_blocks
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.outputs import are_finite
 from laplace_debias.curvature.network.shared_copy import are_constant
 from laplace_debias.laplace.functional.linearised import last_layer_inputs, last_layer_moments
@@ -62,15 +64,6 @@ def test_predictions_are_the_pairwise_probits_of_the_dense_variances(scale, temp
     expected = (-exponents.logsumexp(-1)).log_softmax(-1)
     close(la.predict(x).logits, expected, 1e-12)
     close(la.predict(x[:1]).logits, expected[:1], 1e-12)
-
-
-def test_inputs_in_several_chunks_have_the_moments_of_one():
-    la, x = fitted()
-    in_chunks, _ = fitted(memory_bound=100)
-    logits = in_chunks.predict(x).logits
-    (prepared,) = in_chunks._fitted.prediction_cache._idle
-    assert [size.examples < len(x) for size in prepared.sizes.values()] == [True]
-    close(logits, la.predict(x).logits, 1e-12)
 
 
 @pytest.mark.parametrize("is_checked", [True, False])
@@ -229,3 +222,50 @@ def test_a_prediction_needs_one_forward_pass_whatever_follows_the_bayesian_layer
     before = CountedPasses.num_calls
     la.predict(x)
     assert CountedPasses.num_calls == before + 1
+
+
+class Head(nn.Module):
+    """A linear layer, and one of several ways to use it."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 4)
+        self.use = use
+
+    def forward(self, x):
+        """Shape `[B, 4]`."""
+        return self.use(self.head, self.body(x).tanh())
+
+
+def overwrite_input(head, h):
+    outputs = head(h)
+    h += 1
+    return outputs
+
+
+USES = {
+    "once": lambda head, h: head(h),
+    "by name": lambda head, h: head(input=h),
+    "twice": lambda head, h: head(head(h)),
+    "first by name": lambda head, h: head(head(input=h)),
+    "scaled": lambda head, h: head(h) / 2,
+    "scaled in place": lambda head, h: head(h).div_(2),
+    "input overwritten": overwrite_input,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_the_inputs_of_a_last_layer_suffice_only_if_it_alone_gives_the_outputs(use):
+    torch.manual_seed(0)
+    model = Head(USES[use]).double().eval()
+    x = torch.randn(9, 4, dtype=torch.float64)
+    network = model.requires_grad_(False)
+    tap = Tap(network, curvature_blocks(network, ["head.weight", "head.bias"]))
+    recorded = tap.forward_of_last_layer(x)
+    assert (recorded is not None) == (use == "once")
+    if recorded is not None:
+        outputs, phi = recorded
+        close(outputs, model(x), 1e-12)
+        close(phi, model.body(x).tanh(), 1e-12)
+    assert not model.head._forward_hooks

@@ -336,6 +336,41 @@ class Tap:
             return False
         return outputs.shape == expected.shape and torch.allclose(outputs, expected)
 
+    def forward_of_last_layer(
+        self, x: Inputs
+    ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch d"]] | None:
+        """Run the network without a graph, and record only the inputs of its last layer.
+
+        The tap must be attached to a single linear layer.
+
+        Returns:
+            The outputs `[B, C]` and the layer's inputs. It is None unless the outputs are those of
+            the layer, and the forward pass calls it once and changes neither. Then `forward` may
+            still record the layer, or explain why it cannot.
+        """
+        (layer,) = self.layers.values()
+        calls: list[tuple[Any, int, Any]] = []
+
+        def record(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            phi = inputs[0] if inputs else None
+            calls.append((phi, 0 if phi is None else phi._version, output))
+
+        handle = layer.register_forward_hook(record, prepend=True)
+        saved_attributes = self._saved_attributes or SavedAttributes(self._modules)
+        try:
+            with torch.no_grad():
+                outputs = call(self.network, x)
+        finally:
+            handle.remove()
+            saved_attributes.restore()
+        if len(calls) != 1 or outputs.ndim != 2 or len(outputs) != num_examples(x):
+            return None
+        phi, version, output = calls[0]
+        is_unchanged = outputs is output and outputs._version == 0
+        if phi is None or phi._version != version or not is_unchanged:
+            return None
+        return outputs, phi
+
     def last_layer(self, outputs: Tensor) -> LayerCall | None:
         """The call of the tapped layer whose output is that of the network, if there is one."""
         if outputs._version > 0:

@@ -129,7 +129,7 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
             f"module that {remedy}."
         )
     require(
-        are_finite(outputs.detach()),
+        are_finite(outputs),
         lambda: ValueError(
             "The model's outputs contain NaN or Inf for these examples. Check the scale of the "
             "inputs and the checkpoint."
@@ -139,7 +139,8 @@ def check_outputs(outputs: Tensor, least: int = 2) -> None:
 
 def are_finite(values: Tensor) -> Tensor | bool:
     """Whether all entries are finite; on a GPU as a tensor that it has not computed yet."""
-    if values.is_cpu and math.isfinite(values.detach().sum()):
+    values = values.detach()
+    if values.is_cpu and math.isfinite(values.sum()):
         return True  # The sum of finite entries may overflow, but no other sum is finite.
     if values.is_floating_point() and values.numel() > 0:
         # The largest magnitude is NaN or infinite if an entry is. It takes a single pass.

@@ -132,33 +132,20 @@ def last_layer_moments(
     num_outputs = _num_linear_outputs(fitted)
     if num_outputs is None or num_outputs > FEW_OUTPUTS:
         return None
-    request = CovarianceRequest(True, None, fitted.config.memory_bound)
-    means = []
-    all_moments = []
     with prediction_context(fitted, x) as context:
         prepared = context.prepared
         assert prepared is not None
-        if not prepared.ends_in_layer:
+        recorded = prepared.forward_of_last_layer(context.x)
+        if recorded is None:
             return None
+        outputs, phi = recorded
         accumulator = prepared.compute_once(
             fitted.posterior, "last layer", partial(_block_moments, fitted)
         )
-        method = _OfOutputs(prepared.tap, accumulator, request)
-        for _, outputs, _ in _forward_in_chunks(context, prepared.tap, method, request):
-            inputs = accumulator.last_layer_inputs(prepared.tap, outputs)
-            prepared.tap.forget()
-            if len(inputs) < len(accumulator.blocks):
-                prepared.ends_in_layer = False
-                return None
-            means.append(outputs.detach())
-            all_moments.append(accumulator.last_layer_moments(inputs, None, kind))
-    mean = means[0]
-    second_moments = all_moments[0]
-    if len(means) > 1:
-        mean = torch.cat(means)
-        second_moments = torch.cat(all_moments)
+        inputs = dict.fromkeys(range(len(accumulator.blocks)), phi)
+        second_moments = accumulator.last_layer_moments(inputs, None, kind)
     check_covariance(second_moments, accumulator.prior_precisions)
-    return mean, second_moments
+    return outputs, second_moments
 
 
 def _num_linear_outputs(fitted: FittedPosterior) -> int | None:
@@ -230,28 +217,16 @@ def last_layer_inputs(
     num_outputs = _num_linear_outputs(fitted)
     if num_outputs is None or num_outputs < min_outputs:
         return None
-    posterior = fitted.posterior
     with prediction_context(fitted, x) as context:
         prepared = context.prepared
         assert prepared is not None
-        if not prepared.ends_in_layer:
+        heads = prepared.compute_once(fitted.posterior, "heads", partial(_last_layer_heads, fitted))
+        recorded = prepared.forward_of_last_layer(context.x)
+        if recorded is None:
             return None
-        accumulator = prepared.compute_once(
-            posterior, "last layer", partial(_block_moments, fitted)
-        )
-        heads = prepared.compute_once(posterior, "heads", partial(_last_layer_heads, fitted))
-        tap = prepared.tap
-        outputs = tap.forward(context.x, graph=False)
-        check_outputs(outputs)
-        inputs = accumulator.last_layer_inputs(tap, outputs)
-        tap.forget()
-        if len(inputs) < len(heads):
-            prepared.ends_in_layer = False
-            return None
-    squares = []
-    for head, phi in zip(heads, inputs.values(), strict=True):
-        squares.append(head.rotated_inputs(phi.detach()).square())
-    return LastLayerInputs(outputs.detach(), heads, squares)
+        outputs, phi = recorded
+    squares = [head.rotated_inputs(phi).square() for head in heads]
+    return LastLayerInputs(outputs, heads, squares)
 
 
 def _deltas_per_block(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Int, Integer
 from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
+from torch.distributions import Distribution
 
 from laplace_debias.curvature.losses.likelihoods.base import (
     Likelihood,
@@ -271,14 +272,26 @@ class Categorical(Likelihood):
         logits = mean if covariance is None else probit(mean, covariance)
         if not are_finite(logits):
             return CategoricalDistribution(logits=logits)
-        # Only the values that the distribution is evaluated at are left for torch to check.
-        distribution = CategoricalDistribution(logits=logits, validate_args=False)
-        del distribution._validate_args
-        return distribution
+        return _normalised_distribution(logits.log_softmax(-1))
 
     def mixture(self, samples: Tensor) -> CategoricalDistribution:
         """Average the probability over the sampled logits."""
         return CategoricalDistribution(probs=samples.softmax(-1).mean(0))
+
+
+def _normalised_distribution(log_probs: Tensor) -> CategoricalDistribution:
+    """Build a distribution from finite log-probabilities, as its `expand` builds one.
+
+    Its constructor would normalise and check them again, which takes longer than a small network.
+    """
+    distribution = CategoricalDistribution.__new__(CategoricalDistribution)
+    distribution.logits = log_probs
+    distribution._param = log_probs
+    distribution._num_events = log_probs.shape[-1]
+    Distribution.__init__(distribution, log_probs.shape[:-1], validate_args=False)
+    # Only the values that the distribution is evaluated at are left for torch to check.
+    del distribution._validate_args
+    return distribution
 
 
 def _are_soft(targets: Tensor) -> bool:
