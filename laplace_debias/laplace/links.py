@@ -32,7 +32,7 @@ _SCALE = 8 / math.pi
 # Up to this number of pairs, the time of a call is that of its operations, not of exponentials.
 _FEW_PAIRS = 2**11
 # Pairs of classes that are computed together, by device type.
-_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**17)
+_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**18)
 
 Logits = Float[Tensor, "*batch classes"]
 Covariance = Float[Tensor, "*batch classes classes"]
@@ -255,39 +255,43 @@ def _pairwise_of_pairs(
     num_mirrored = (num_classes - 1) // 2
     width = num_classes + num_mirrored
     most_examples = _PAIRS_AT_ONCE[means.device.type] // max(1, num_shifts * num_classes)
-    block_size = max(1, min(most_examples, batch))
+    num_blocks = math.ceil(batch / max(1, most_examples))
+    block_size = math.ceil(batch / max(1, num_blocks))  # Blocks of nearly the same size.
     log_2_means = means * (math.sqrt(_SCALE) / math.log(2))
     # The first classes follow the last one.
     cyclic_means = torch.cat([log_2_means, log_2_means[:, :num_shifts]], 1)
     second_means = cyclic_means.unfold(1, num_classes, 1)[:, 1:]
     # Every block of examples uses the same memory, which stays in the processor's cache.
     pair_variances = means.new_empty(block_size, num_shifts * num_classes)
-    differences = means.new_empty(block_size, num_shifts, num_classes)
-    terms = torch.empty_like(differences)
+    all_differences = means.new_empty(block_size, num_shifts, num_classes)
+    all_terms = torch.empty_like(all_differences)
     # Only the entries of `shifted` are written, so that the others stay zero.
-    reciprocals = means.new_zeros(block_size, num_mirrored, width)
-    shifted = reciprocals.as_strided(
+    all_reciprocals = means.new_zeros(block_size, num_mirrored, width)
+    all_shifted = all_reciprocals.as_strided(
         (block_size, num_mirrored, num_classes), (num_mirrored * width, width + 1, 1), 1
     )
     sums = means.new_empty(len(temperatures), batch, num_classes)
-    for start in range(0, batch, block_size):
-        size = min(block_size, batch - start)
-        examples = slice(start, start + size)
+    for block in range(num_blocks):
+        examples = slice(block * block_size, min((block + 1) * block_size, batch))
+        size = examples.stop - examples.start
         torch.mm(variances[examples], squared_differences, out=pair_variances[:size])
-        block = pair_variances[:size].unflatten(1, (num_shifts, num_classes))
-        first_means = log_2_means[examples].unsqueeze(1)
-        torch.sub(second_means[examples], first_means, out=differences[:size])
-        for temperature, temperature_sums in zip(temperatures, sums, strict=True):
-            torch.add(block, _SCALE * temperature**2, out=terms[:size])
-            exponentials = terms[:size].rsqrt_().mul_(differences[:size]).exp2_()
-            torch.reciprocal(exponentials[:, :num_mirrored], out=shifted[:size])
-            mirrored_sums = reciprocals[:size].sum(1)
-            # The exponential of a class with itself is 1.
-            total = exponentials.sum(1).add_(1)
+        block_variances = pair_variances[:size].unflatten(1, (num_shifts, num_classes))
+        differences = all_differences[:size]
+        torch.sub(second_means[examples], log_2_means[examples].unsqueeze(1), out=differences)
+        terms = all_terms[:size]
+        mirrored_terms = terms[:, :num_mirrored]
+        reciprocals = all_reciprocals[:size]
+        shifted = all_shifted[:size]
+        for temperature, total in zip(temperatures, sums[:, examples], strict=True):
+            torch.add(block_variances, _SCALE * temperature**2, out=terms)
+            terms.rsqrt_().mul_(differences).exp2_()
+            torch.reciprocal(mirrored_terms, out=shifted)
+            mirrored_sums = reciprocals.sum(1)
+            torch.sum(terms, 1, out=total)
             total += mirrored_sums[:, :num_classes]
             total[:, :num_mirrored] += mirrored_sums[:, num_classes:]
-            temperature_sums[examples] = total
-    return sums.log_().neg_()
+    # The exponential of the difference of a class and itself is 1.
+    return sums.add_(1).log_().neg_()
 
 
 def tempered_probit(

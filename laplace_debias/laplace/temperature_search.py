@@ -35,7 +35,7 @@ from laplace_debias.laplace.predictive import tempered_predictives
 from laplace_debias.laplace.state import FittedPosterior
 
 # Outputs of the examples that are evaluated together.
-_ENTRIES = 2**13
+_ENTRIES = 2**14
 _MIN_BATCH = 64
 
 
