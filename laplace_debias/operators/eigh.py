@@ -16,6 +16,8 @@ from torch import Tensor
 # largest eigenvalue. Right decompositions stay below 3 for d up to 2,000.
 _SLACK = 16
 _PROBES = 2
+# Matrices whose largest entries lie between the inverse of this and this are decomposed unscaled.
+_NOT_SCALED_UP_TO = 2.0**32
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 Decomposition = tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]
@@ -29,7 +31,8 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
     decomposition that fails them is repeated in double precision, then on the CPU by QR iterations.
 
     Args:
-        matrix: Symmetric matrices; only the lower triangles are read.
+        matrix: Symmetric matrices. Only the lower triangles are decomposed, so that rounding may
+            make the upper ones differ.
         name: The name of the matrix in error messages.
 
     Raises:
@@ -58,7 +61,9 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
         values = values.to(scaled)
         vectors = vectors.to(scaled)
         if _is_right(scaled, values, vectors):
-            return _ldexp(values, exponent.squeeze(-1)), vectors
+            if exponent is not None:
+                values = _ldexp(values, exponent.squeeze(-1))
+            return values, vectors
     raise torch.linalg.LinAlgError(
         f"The eigendecomposition of {name}, of shape {tuple(matrix.shape)} in "
         f"{matrix.dtype}, failed its checks in this dtype, and again in double "
@@ -67,21 +72,28 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
     )
 
 
-def _scaled(matrix: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Divide a matrix by a power of two, so that its largest entry lies in [½, 1).
+def _scaled(matrix: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
+    """Divide matrices by powers of two, so that their largest entries lie in [½, 1).
 
     Entries close to the smallest and largest numbers of a dtype keep LAPACK from converging. A
     power of two changes no digit.
 
     Returns:
-        The scaled matrix, and the exponent of the power of two.
+        The scaled matrices and the exponents of the powers of two; the matrices themselves and None
+        if all their largest entries are far from the ends of the numbers.
     """
-    largest = matrix.detach().tril().abs_().amax((-2, -1), keepdim=True)
-    if not bool(largest.isfinite().all()):
+    entries = matrix.detach()
+    greatest_entries = entries.amax((-2, -1), keepdim=True)
+    least_entries = entries.amin((-2, -1), keepdim=True)
+    largest = torch.maximum(greatest_entries, -least_entries)
+    low, high = torch.stack(largest.aminmax()).tolist()
+    if not math.isfinite(high):
         raise ValueError(
             f"{name} contains NaN or Inf, so it has no eigenvalues. Look for an input, an "
             "activation or a gradient that overflows, or compute in a wider dtype."
         )
+    if low >= 1 / _NOT_SCALED_UP_TO and high <= _NOT_SCALED_UP_TO:
+        return matrix, None
     exponent = torch.frexp(largest).exponent
     return _ldexp(matrix, -exponent), exponent
 

@@ -218,3 +218,25 @@ def test_coordinates_of_few_positions_keep_the_products_of_the_rest(dtype, toler
         products.append(torch.stack([each @ each.mT for each in rows]))
     assert J.shape[-1] > 4 + 9
     torch.testing.assert_close(*products, rtol=0, atol=tolerance * products[1].max().item())
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 256), (128, 512), (300, 256), (90, 785), (2000, 40), (700, 2, 130)]
+)
+def test_products_of_rows_are_those_of_dense_matrices(shape):
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    by_group = rows.reshape(len(rows), -1, shape[-1]).unbind(1)
+    expected = torch.stack([group.T @ group for group in by_group])
+    products = directions.moments(rows)
+    torch.testing.assert_close(products, expected.view_as(products), rtol=1e-12, atol=1e-12)
+    total = torch.ones_like(products)
+    directions.add_moments(total, rows)
+    torch.testing.assert_close(total, expected.view_as(total) + 1, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("shape", "has_strips"), [((64, 256), False), ((512, 256), True)])
+def test_only_large_products_of_rows_are_computed_in_strips(shape, has_strips):
+    with torch.profiler.profile() as profile:
+        directions.moments(torch.randn(shape))
+    products = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm_")]
+    assert (len(products) > 1) == has_strips

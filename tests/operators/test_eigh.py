@@ -1,11 +1,13 @@
 """The one place for eigendecompositions: what LAPACK gets wrong is noticed and computed again."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import scipy.linalg
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import laplace_debias
 from laplace_debias import Laplace
@@ -218,3 +220,37 @@ def test_no_other_place_in_the_package_decomposes():
         if "linalg.eigh(" in path.read_text() or "linalg.eigvalsh(" in path.read_text()
     ]
     assert found == ["operators/eigh.py"]
+
+
+class NumbersMade(TorchDispatchMode):
+    """Counts the numbers in the results of each operation that is no view."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_operation = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run the operation and count its results."""
+        results = func(*args, **(kwargs or {}))
+        is_new = not func.is_view and not func.__name__.endswith("_.Tensor")
+        for result in results if isinstance(results, tuple) else (results,):
+            if is_new and isinstance(result, torch.Tensor):
+                self.by_operation[func.__name__] += result.numel()
+        return results
+
+
+def test_a_matrix_of_usual_size_is_copied_only_once_for_its_checks():
+    d = 50
+    matrix = symmetric(d)
+    with NumbersMade() as made:
+        eigh(matrix)
+    copies = {name: number for name, number in made.by_operation.items() if number >= d * d}
+    assert copies.keys() == {"_linalg_eigh.default", "tril.default"}
+    assert copies["tril.default"] == d * d
+
+
+def test_rounding_in_the_upper_triangle_has_no_effect():
+    matrix = symmetric(10)
+    rounded = matrix + 1e-8 * torch.randn(10, 10, dtype=torch.float64).triu(1)
+    assert torch.equal(eigh(rounded)[0], eigh(matrix)[0])
+    assert torch.equal(eigh(rounded)[1], eigh(matrix)[1])

@@ -78,10 +78,15 @@ def _are_equal(factor: Factor, weight_factor: Factor) -> bool:
 def _decompose(
     keys: Sequence[FactorKey], factors: dict[FactorKey, Factor], weight: float
 ) -> dict[FactorKey, Eigenpairs]:
-    """Decompose the means of some factors of one form together; they are taken out of `factors`."""
+    """Decompose the means of some factors of one form together; they are taken out of `factors`.
+
+    The sums are decomposed, and their eigenvalues divided: a mean would be a copy of the sum.
+    """
     names = [f"factor {'GA'[side]} of {block.name}" for block, side in keys]
-    means = [factors.pop(key) / weight for key in keys]
-    return dict(zip(keys, eigh_of_each(means, ", ".join(names)), strict=True))
+    pairs = eigh_of_each([factors.pop(key) for key in keys], ", ".join(names))
+    return {
+        key: (eigenvalues / weight, U) for key, (eigenvalues, U) in zip(keys, pairs, strict=True)
+    }
 
 
 def share_bases(context: FitContext, bases: dict[Block, Eigenbasis]) -> dict[Block, Eigenbasis]:
