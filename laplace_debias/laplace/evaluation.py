@@ -209,6 +209,9 @@ def check_targets(
     targets = targets_classes_last(targets, outputs_in_shape.ndim, class_dim)
     _, labels = flat_terms(outputs_in_shape, targets)
     likelihood.check_predicted(outputs, labels)
+    if likelihood.targets == "numbers":
+        # The targets of a single output may have no dimension for it.
+        labels = labels.reshape(values.shape)
     counted = likelihood.counted(labels)
     if counted is None:
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)

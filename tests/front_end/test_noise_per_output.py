@@ -141,6 +141,21 @@ def test_a_single_output_has_the_noise_of_the_lowest_nll():
         assert nll(mean, covariance, y[40:], factor * la.sigma) > best
 
 
+@pytest.mark.parametrize("sigma", [None, True, "per_output"])
+def test_targets_of_a_single_output_may_have_no_dimension_for_it(sigma):
+    g = torch.Generator().manual_seed(1)
+    model = nn.Linear(2, 1).double().eval()
+    x = torch.randn(90, 2, generator=g, dtype=torch.float64)
+    y = model(x).detach()[:, 0] + 0.2 * torch.randn(90, generator=g, dtype=torch.float64)
+    la, reference = [Laplace(model, "regression", "full").fit([(x[:40], y[:40])]) for _ in range(2)]
+    with_dimension = reference.tune([(x[40:], y[40:, None])], sigma=sigma)
+    tuned = la.tune([(x[40:70], y[40:70]), (x[70:], y[70:])], sigma=sigma)
+    assert tuned.value == pytest.approx(with_dimension.value, rel=1e-10)
+    expected = torch.tensor(tuned.value, dtype=torch.float64)
+    mean, covariance = la.functional(x[40:])
+    torch.testing.assert_close(nll(mean, covariance, y[40:, None], la.sigma), expected)
+
+
 def test_what_cannot_be_tuned_is_refused_before_work_starts():
     la, x, y = problem()
     data = [(x, y)]
