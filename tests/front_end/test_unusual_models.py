@@ -1,5 +1,6 @@
 """Models that are not what they look like: computed right, or refused with a reason."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -451,3 +452,29 @@ def test_nested_tensors_are_refused(layout):
         model = Returns(lambda z: z.to(torch.complex64))
         with pytest.raises(TypeError, match=r"outputs are complex .*view_as_real"):
             work(model)
+
+
+@pytest.mark.parametrize("params", ["last_layer", "all"])
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+def test_a_model_that_was_created_in_inference_mode_is_fitted_as_any_other(mode, params):
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)).eval()
+
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(12) % 2
+    expected = Laplace(build(), params=params).fit([(x, y)])
+    with torch.inference_mode():
+        model = build()
+    with mode():
+        la = Laplace(model, params=params).fit([(x, y)])
+        actual = la.predict(x).probs
+    torch.testing.assert_close(actual, expected.predict(x).probs)
+    draws = []
+    for fit in (la, expected):
+        generator = torch.Generator().manual_seed(0)
+        draws.append(fit.predict(x, method="nn", samples=2, generator=generator).probs)
+    torch.testing.assert_close(*draws)
+    model[0].weight.data.mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed since the fit"):
+        la.predict(x)

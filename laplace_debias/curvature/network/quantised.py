@@ -41,7 +41,11 @@ def shared_parameter(parameter: nn.Parameter) -> Tensor:
     if parameter.is_meta or hasattr(parameter, "__tensor_flatten__"):
         return parameter
     if not is_quantised(parameter):
-        return nn.Parameter(parameter.detach(), requires_grad=False)
+        values = parameter.detach()
+        # No gradients are computed through tensors that were created in inference mode.
+        if values.is_inference():
+            values = values.clone()
+        return nn.Parameter(values, requires_grad=False)
     shared = Tensor._make_subclass(type(parameter), parameter.data, False)
     # Forward passes change such attributes, and those of the user's parameter must stay.
     for name, value in vars(parameter).items():
