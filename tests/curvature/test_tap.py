@@ -1,6 +1,7 @@
 """Any forward pass: what the layer tap follows, and what it refuses instead of getting it wrong."""
 
 import weakref
+from collections import Counter
 
 import oracle
 import pytest
@@ -8,8 +9,10 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias import Laplace
+from laplace_debias.curvature.layers import tap as tap_module
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.shared_copy import shared_copy
@@ -358,3 +361,58 @@ def test_a_copy_of_an_output_is_released_once_the_forward_pass_has_used_it():
     (copy,) = copies
     assert copy() is None
     assert tap.last_layer(outputs).layer == "2"
+
+
+class Branched(nn.Module):
+    """Convolutions, the last of which does not affect the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(2, 3, 3)
+        self.second = nn.Conv2d(3, 4, 3)
+        self.unused = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x):
+        """Shape `[B, 5]`."""
+        h = self.first(x).tanh()
+        self.unused(h)
+        return self.head(self.second(h).tanh().mean((2, 3)))
+
+
+class CountedCalls(TorchDispatchMode):
+    """Counts the calls of torch's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("most_bytes", [2**22, 0])
+def test_convolutions_differentiate_few_numbers_of_all_columns_together(monkeypatch, most_bytes):
+    monkeypatch.setattr(tap_module, "_MOST_BYTES_TOGETHER", most_bytes)
+    model = Branched().double()
+    names = [name for name, _ in model.named_parameters() if name.endswith("weight")]
+    network = shared_copy(model)
+    tap = Tap(network, curvature_blocks(network, names))
+    x = torch.randn(2, 2, 7, 7, dtype=torch.float64)
+    columns = torch.randn(6, 2, 5, dtype=torch.float64)
+    with CountedCalls() as counted:
+        outputs = tap.forward(x)
+        gradients = {r.block.name: r.output_gradients[0] for r in tap.backward(outputs, columns)}
+    num_calls = counted.counts[torch.ops.aten.convolution_backward.default]
+    assert num_calls == (1 if most_bytes else len(columns))
+    assert gradients.keys() == {"first.weight", "second.weight", "head.weight"}
+    values = {}
+    for name in ("first", "second", "head"):
+        layer = model.get_submodule(name)
+        layer.register_forward_hook(lambda _, inputs, z, name=name: values.update({name: z}))
+    outputs = model(x)
+    for index, column in enumerate(columns):
+        expected = torch.autograd.grad(outputs, list(values.values()), column, retain_graph=True)
+        for name, gradient in zip(values, expected, strict=True):
+            oracle.close(gradients[f"{name}.weight"][index], gradient, 1e-12)

@@ -390,7 +390,7 @@ class LayerRule:
         return any(type(layer).forward is kind.forward for kind in types)
 
     def differentiates_one_by_one(self, layer: nn.Module) -> bool:
-        """Whether torch pushes one cotangent after the other back through the layer."""
+        """Whether large output gradients take less time for one cotangent after the other."""
         return False
 
     def backpack_derivatives(self, layer: nn.Module) -> str | None:

@@ -190,7 +190,7 @@ class ConvolutionRule(LayerRule):
         return len(layer.kernel_size) == 1
 
     def differentiates_one_by_one(self, layer: Any) -> bool:
-        """Whether torch differentiates one cotangent at a time: on a GPU a call costs more."""
+        """Whether the layer is on a CPU; on a GPU a call takes longer than its numbers."""
         return layer.weight.is_cpu
 
     def backpack_derivatives(self, layer: nn.Module) -> str | None:

@@ -12,7 +12,6 @@ entry.
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 from jaxtyping import Float
@@ -170,10 +169,8 @@ def _different(
     wrong: dict[Block, Exception] = {}
     deviations: dict[Block, Tensor] = {}
     if outputs.shape == reference.cotangent.shape:
-        columns = reference.cotangent.unsqueeze(0)
-        if not tap.one_by_one or any(map(attrgetter("calls"), blocks)):
-            # Some gradients of torch are wrong where several columns come at once.
-            columns = torch.cat([-columns, columns])
+        # Some gradients of torch are wrong where several columns come at once.
+        columns = torch.stack([-reference.cotangent, reference.cotangent])
         for record in tap.backward(outputs, columns):
             block = record.block
             if block not in compared:

@@ -1,7 +1,7 @@
 """The layer tap: each layer's inputs and output gradients, for any forward pass."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
@@ -36,6 +37,9 @@ from laplace_debias.system.memory import is_out_of_memory
 
 # Rounds in which the forms of calls are learned, with copies of what examples have in common.
 _MOST_ROUNDS = 4
+# Output gradients up to so many bytes, of all columns and layers, are computed together although
+# the network has convolutions on a CPU.
+_MOST_BYTES_TOGETHER = 2**22
 # In the place of a size, where it is not clear which dimension has the examples.
 _UNCLEAR = -1
 
@@ -458,13 +462,14 @@ class Tap:
     ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
         """The gradients at targets, by their `id`, where the outputs depend on them.
 
-        On a CPU torch differentiates convolutions one cotangent at a time anyway, and copies around
-        that.
+        Few numbers take less time if all cotangents are pushed back together. Many leave the
+        processor's cache, where convolutions take less time for one cotangent after the other.
         """
         if not outputs.requires_grad or not targets:
             return {}
+        num_bytes = len(columns) * len(outputs) * self.output_bytes
         # One cotangent needs no `vmap`, which takes longer than a small network.
-        is_one_by_one = self.one_by_one or len(columns) == 1
+        is_one_by_one = len(columns) == 1 or (self.one_by_one and num_bytes > _MOST_BYTES_TOGETHER)
         passes = list(columns) if is_one_by_one else [columns]
         edges = [z.edge for z in targets.values() if z.edge is not None]
         gradients: dict[int, Tensor] = {}
@@ -476,14 +481,12 @@ class Tap:
                 gradients[target] = stacked.transpose(0, 1)
         for index, cotangents in enumerate(passes):
             with quiet():
-                pass_gradients = torch.autograd.grad(
-                    outputs,
-                    edges,
-                    grad_outputs=cotangents,
-                    is_grads_batched=not is_one_by_one,
-                    allow_unused=True,
-                    retain_graph=again or index + 1 < len(passes),
-                )
+                keeps_graph = again or index + 1 < len(passes)
+                differentiate = partial(_gradients_at, outputs, edges, keeps_graph)
+                if is_one_by_one:
+                    pass_gradients = differentiate(cotangents)
+                else:
+                    pass_gradients = _vmapped(differentiate, cotangents)
             reached = {}
             for target, gradient in zip(targets, pass_gradients, strict=True):
                 if gradient is None:
@@ -499,6 +502,33 @@ class Tap:
             # Let go before the next.
             del pass_gradients, gradient, reached
         return gradients
+
+
+def _gradients_at(
+    outputs: Tensor, edges: Sequence[GradientEdge], keeps_graph: bool, cotangents: Tensor
+) -> Sequence[Tensor | None]:
+    """Push cotangents of the outputs back; None at edges that the outputs do not depend on."""
+    return torch.autograd.grad(
+        outputs, edges, grad_outputs=cotangents, allow_unused=True, retain_graph=keeps_graph
+    )
+
+
+def _vmapped(
+    differentiate: Callable[[Tensor], Sequence[Tensor | None]], columns: Tensor
+) -> list[Tensor | None]:
+    """Differentiate for all columns together.
+
+    `torch.autograd.grad(is_grads_batched=True)` would run convolutions column by column.
+    """
+    is_reached: list[bool] = []
+
+    def reached_gradients(cotangents: Tensor) -> list[Tensor]:
+        gradients = differentiate(cotangents)
+        is_reached[:] = [gradient is not None for gradient in gradients]
+        return [gradient for gradient in gradients if gradient is not None]
+
+    reached = iter(torch.vmap(reached_gradients)(columns))
+    return [next(reached) if is_tensor else None for is_tensor in is_reached]
 
 
 def _hook_within(layer: nn.Module, inside: nn.Module, record: Any) -> list[RemovableHandle]:
