@@ -1,4 +1,4 @@
-"""Time of both ways to a convolution's input factor, for 54 shapes, and the way that is chosen.
+"""Time of all ways to a convolution's input factor, for 54 shapes, and the way that is chosen.
 
 `python -m benchmarks.patch_shapes` prints a table: medians in milliseconds of one thread. With
 `--docs` it writes `docs/patch_shapes.md`.
@@ -19,10 +19,11 @@ from benchmarks.report import markdown_table
 from laplace_debias.curvature.fits.directions import add_moments
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layer_rules.patches import (
-    displacements_are_faster,
+    fastest_moments,
     has_displacements,
     patch_moments,
 )
+from laplace_debias.curvature.layer_rules.row_products import has_row_products, row_moments
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 
 # Channels, kernel, image size, stride, padding.
@@ -87,6 +88,7 @@ FURTHER_SHAPES = (
 )
 _LAYER_TYPES: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _NUM_ROUNDS = 9
+_NAMES: dict[Any, str] = {patch_moments: "displaced", row_moments: "rows", None: "unfolded"}
 
 
 def median_times(functions: Sequence[Callable[[], object]]) -> list[float]:
@@ -111,9 +113,11 @@ def unfolded_moments(layer: nn.Module, block: Block, x: Tensor) -> Tensor:
     return factor
 
 
-def displaced_moments(layer: nn.Conv1d | nn.Conv2d, x: Tensor) -> list[Tensor]:
-    """The input factors of all groups from products with displaced images."""
-    return [patch_moments(layer, channels) for channels in x.chunk(layer.groups, dim=1)]
+def moments_of_groups(
+    layer: nn.Module, x: Tensor, moments: Callable[[Any, Tensor], Tensor]
+) -> list[Tensor]:
+    """The input factors of all groups without unfolded patches."""
+    return [moments(layer, channels) for channels in x.chunk(layer.groups, dim=1)]  # type: ignore[arg-type]
 
 
 def measure_shapes() -> tuple[list[dict[str, object]], float]:
@@ -138,17 +142,15 @@ def measure_shapes() -> tuple[list[dict[str, object]], float]:
         (block,) = curvature_blocks(layer, ["weight"])
         batch = 64 if channels * size**dims < 40_000 else 16
         x = torch.randn(batch, channels, *[size] * dims)
-        ways: list[Callable[[], object]] = [partial(unfolded_moments, layer, block, x)]
-        is_displaced = False
+        ways: dict[Any, Callable[[], object]] = {}
         if has_displacements(layer):
-            ways.append(partial(displaced_moments, layer, x))
-            is_displaced = displacements_are_faster(layer, groups, x)
-        unfolded, *remaining_times = median_times(ways)
-        displaced = remaining_times[0] if remaining_times else None
-        ratio = 1.0
-        if displaced is not None:
-            chosen = displaced if is_displaced else unfolded
-            ratio = chosen / min(displaced, unfolded)
+            ways[patch_moments] = partial(moments_of_groups, layer, x, patch_moments)
+        if has_row_products(layer):
+            ways[row_moments] = partial(moments_of_groups, layer, x, row_moments)
+        ways[None] = partial(unfolded_moments, layer, block, x)
+        times = dict(zip(ways, median_times(list(ways.values())), strict=True))
+        chosen = fastest_moments(layer, groups, x)
+        ratio = times[chosen] / min(times.values())
         worst = max(worst, ratio)
         row: dict[str, object] = {
             "channels": channels,
@@ -159,28 +161,35 @@ def measure_shapes() -> tuple[list[dict[str, object]], float]:
             "dilation": dilation,
             "groups": groups,
             "examples": batch,
-            "displaced, ms": "–" if displaced is None else f"{displaced:.2f}",
-            "unfolded, ms": f"{unfolded:.2f}",
-            "choice": "displaced" if is_displaced else "unfolded",
+            "displaced, ms": _milliseconds(times.get(patch_moments)),
+            "rows, ms": _milliseconds(times.get(row_moments)),
+            "unfolded, ms": _milliseconds(times[None]),
+            "choice": _NAMES[chosen],
             "choice / best": f"{ratio:.2f}",
         }
         rows.append({name: str(value) for name, value in row.items()})
     return rows, worst
 
 
+def _milliseconds(time: float | None) -> str:
+    """A time of the table; a dash for a way that does not serve the shape."""
+    return "–" if time is None else f"{time:.2f}"
+
+
 def page(rows: list[dict[str, object]], worst: float) -> str:
     """The page of the documentation."""
     return (
         "# Shapes of convolutions\n\n"
-        "The input factor of a convolution is computed by unfolding the patches, or from products "
-        "of the image with its displaced copies, corrected at the border. A cost model counts the "
-        "operations of both from the shapes and chooses the cheaper one. For 54 shapes, "
+        "The input factor of a convolution is computed by unfolding the patches, from products "
+        "of the image with its displaced copies, corrected at the border, or from products of the "
+        "image's rows with the rows below. A cost model counts the "
+        "operations of each way from the shapes and chooses the cheapest one. For 54 shapes, "
         "the table shows how long each way takes, and which way the cost model chooses. "
         "In three dimensions patches are always unfolded.\n\n"
         "Written by `python -m benchmarks.patch_shapes --docs`. Medians of processor time over "
-        f"{_NUM_ROUNDS} rounds, in each of which both ways take their turn, one thread of an AMD "
+        f"{_NUM_ROUNDS} rounds, in each of which all ways take their turn, one thread of an AMD "
         "EPYC with 2 cores, float32. The chosen way takes "
-        f"at most {worst:.2f} times as long as the faster one.\n\n{markdown_table(rows)}\n"
+        f"at most {worst:.2f} times as long as the fastest one.\n\n{markdown_table(rows)}\n"
     )
 
 

@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from laplace_debias.curvature.fits.directions import GramFactor, moments
 from laplace_debias.curvature.fits.factors import input_factors
-from laplace_debias.curvature.layer_rules import convolution, patches
+from laplace_debias.curvature.layer_rules import convolution, patches, row_products
 from laplace_debias.curvature.layer_rules.patches import (
-    displacements_are_faster,
+    fastest_moments,
     has_displacements,
     patch_moments,
 )
+from laplace_debias.curvature.layer_rules.row_products import has_row_products, row_moments
 from laplace_debias.curvature.layers.blocks import curvature_blocks
 
 pairs = st.tuples(st.integers(1, 4), st.integers(1, 4))
@@ -106,6 +107,19 @@ def test_displaced_products_equal_unfolding(case):
     torch.testing.assert_close(patch_moments(layer, x), rows.T @ rows, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("numbers_at_once", [1, row_products._NUMBERS_AT_ONCE])
+@settings(max_examples=60, deadline=None)
+@given(convolutions())
+def test_products_of_rows_of_the_image_equal_unfolding(numbers_at_once, case):
+    layer, x = case
+    assume(has_row_products(layer) and layer.groups == 1)
+    patch_rows = unfolded(layer, x, 0).flatten(0, 1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(row_products, "_NUMBERS_AT_ONCE", numbers_at_once)
+        actual = row_moments(layer, x)
+    torch.testing.assert_close(actual, patch_rows.T @ patch_rows, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("limit", [0, math.inf])
 @pytest.mark.parametrize("joint", [False, True])
 @settings(max_examples=15, deadline=None)
@@ -181,38 +195,37 @@ def test_small_and_large_products_give_the_same_factor(monkeypatch, groups, join
     layer = nn.Conv2d(8, 8, 3, padding=1, groups=groups, dtype=torch.float64)
     x = torch.randn(4, 8, 6, 5, dtype=torch.float64)
     names = ["weight", "bias"]
-    found = []
-    for are_faster in (True, False):
-        monkeypatch.setattr(
-            convolution, "displacements_are_faster", lambda *_, choice=are_faster: choice
-        )
+    factors = []
+    for way in (None, patch_moments, row_moments):
+        monkeypatch.setattr(convolution, "fastest_moments", lambda *_, choice=way: choice)
         block = curvature_blocks(layer, names, joint)[0]
-        found.append(input_factor(layer, block, x))
-        assert len(found[-1]) == (groups if groups > 1 else 72 + joint)
-    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+        factors.append(input_factor(layer, block, x))
+        assert len(factors[-1]) == (groups if groups > 1 else 72 + joint)
+    torch.testing.assert_close(factors[1], factors[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(factors[2], factors[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("channels", "kernel", "size", "stride", "padding", "are_faster"),
+    ("channels", "kernel", "size", "stride", "padding", "fastest"),
     [
-        (1, 5, 28, 1, 0, False),
-        (6, 5, 12, 1, 0, False),
-        (20, 5, 12, 1, 0, False),
-        (3, 7, 64, 2, 3, False),
-        (3, 11, 64, 4, 2, False),
-        (16, 3, 28, 1, 1, True),
-        (64, 3, 56, 2, 1, True),
-        (96, 3, 32, 1, 1, True),
-        (48, 5, 27, 1, 2, True),
+        (1, 5, 28, 1, 0, row_moments),
+        (6, 5, 12, 1, 0, row_moments),
+        (20, 5, 12, 1, 0, row_moments),
+        (3, 7, 64, 2, 3, row_moments),
+        (3, 11, 64, 4, 2, row_moments),
+        (64, 3, 56, 2, 1, patch_moments),
+        (96, 3, 32, 1, 1, patch_moments),
+        (192, 3, 16, 1, 1, patch_moments),
+        (512, 3, 7, 1, 1, patch_moments),
     ],
 )
-def test_the_way_to_a_factor_is_that_of_fewer_operations(
-    channels, kernel, size, stride, padding, are_faster
+def test_the_way_to_a_factor_is_that_of_the_least_time(
+    channels, kernel, size, stride, padding, fastest
 ):
-    """Where the two ways differ by a factor of 1.5 and more in benchmarks/patch_shapes.py."""
+    """Where two ways differ by a factor of 1.5 and more in benchmarks/patch_shapes.py."""
     layer = nn.Conv2d(channels, 4, kernel, stride, padding)
     x = torch.zeros(64, channels, size, size)
-    assert displacements_are_faster(layer, 1, x) == are_faster
+    assert fastest_moments(layer, 1, x) is fastest
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,6 +1,6 @@
 """Convolutions, plain and transposed, in groups and depthwise."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,11 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules.base import Block, LayerRule, ModuleTypes
-from laplace_debias.curvature.layer_rules.patches import (
-    displacements_are_faster,
-    has_displacements,
-    patch_moments,
-)
+from laplace_debias.curvature.layer_rules.patches import fastest_moments
 from laplace_debias.operators.structures.eigen_kronecker import is_thin
 
 # Multiplications below which the kernel gradient of an example costs less than calling for it, and
@@ -164,16 +160,23 @@ class ConvolutionRule(LayerRule):
     def second_moments(
         self, layer: Any, block: Block, inputs: Sequence[Tensor]
     ) -> list[Tensor] | None:
-        """Compute A of each call without its patches, from displaced images, if this is faster."""
+        """Compute A of each call without its patches, if this is faster."""
         # On a GPU a few large products take less time than many small ones.
-        if not layer.weight.is_cpu or not has_displacements(layer):
+        if not layer.weight.is_cpu:
             return None
-        if not all(displacements_are_faster(layer, block.num_groups, x) for x in inputs):
-            return None
-        return [self._displaced_moments(layer, block, x) for x in inputs]
+        moments_by_call: list[Tensor] = []
+        for x in inputs:
+            moments = fastest_moments(layer, block.num_groups, x)
+            if moments is None:
+                return None
+            moments_by_call.append(self._moments_of_groups(layer, block, x, moments))
+        return moments_by_call
 
-    def _displaced_moments(self, layer: Any, block: Block, x: Tensor) -> Tensor:
-        factors = [patch_moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
+    def _moments_of_groups(
+        self, layer: Any, block: Block, x: Tensor, moments: Callable[[Any, Tensor], Tensor]
+    ) -> Tensor:
+        """Compute A group by group, with the row and the column of a joint bias."""
+        factors = [moments(layer, channels) for channels in x.chunk(block.num_groups, dim=1)]
         A = torch.stack(factors) if block.groups else factors[0]
         if not block.is_joint:
             return A

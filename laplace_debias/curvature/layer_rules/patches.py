@@ -12,10 +12,11 @@ images of two phases: 36 products for a 3×3 kernel with stride 2.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
+from laplace_debias.curvature.layer_rules.row_products import (
+    has_row_products,
+    row_moments,
+    seconds_by_rows,
+)
+
 # Seconds, measured on one thread of a processor with AVX-512 in single precision; only their ratios
-# matter. `python -m benchmarks.patch_shapes` compares the choice with the time of both ways.
+# matter. `python -m benchmarks.patch_shapes` compares the choice with the time of all ways.
 _SECONDS_PER_BORDER_PRODUCT = 1e-4
 _SECONDS_PER_PAIR = 6e-5
 _SECONDS_PER_PAIR_ENTRY = 1.5e-8
@@ -35,34 +42,62 @@ _SECONDS_PER_UNFOLDED_MULTIPLICATION = 2.2e-11
 _SECONDS_TO_UNFOLD = 5e-4
 
 
-def displacements_are_faster(
+def fastest_moments(
+    layer: Any, num_groups: int, x: Float[Tensor, "batch channels *space"]
+) -> Callable[[Any, Tensor], Tensor] | None:
+    """Choose the function that computes a group's second moments in the least time.
+
+    The time of each is estimated from the shapes.
+
+    Returns:
+        `patch_moments` or `row_moments`; None if unfolded patches take less time than both.
+    """
+    seconds: dict[Callable[[Any, Tensor], Tensor], float] = {}
+    if has_displacements(layer):
+        seconds[patch_moments] = seconds_by_displacements(layer, num_groups, x)
+    if has_row_products(layer):
+        seconds[row_moments] = seconds_by_rows(layer, num_groups, x)
+    if not seconds:
+        return None
+    fastest = min(seconds, key=seconds.__getitem__)
+    return fastest if seconds[fastest] < _seconds_to_unfold(layer, num_groups, x) else None
+
+
+def seconds_by_displacements(
     layer: nn.Conv1d | nn.Conv2d, num_groups: int, x: Float[Tensor, "batch channels *space"]
-) -> bool:
-    """Estimate from shapes whether `patch_moments` takes less time than unfolding.
+) -> float:
+    """Estimate the time of `patch_moments` for all groups.
 
     It takes a few operations for every pair of offsets and for every row and column at the border.
     With few channels or without padding these cost more than the unfolded patches.
     """
-    axes = _axes(layer, tuple(x.shape[2:]))
-    counts = _count_products(*axes)
+    counts = _count_products(*_axes(layer, tuple(x.shape[2:])))
     channels = x.shape[1] // num_groups
     squared_channels = channels**2
     pixels = len(x) * (counts.displaced_pixels + counts.border_pixels)
-    displaced = (
+    seconds = (
         counts.num_border_products * _SECONDS_PER_BORDER_PRODUCT
         + counts.num_pairs * _SECONDS_PER_PAIR
         + counts.num_pairs * squared_channels * _SECONDS_PER_PAIR_ENTRY
         + pixels * channels * _SECONDS_PER_DISPLACED_PIXEL
         + pixels * squared_channels * _SECONDS_PER_DISPLACED_MULTIPLICATION
     )
-    d_in = channels * prod(axis.size for axis in axes)
+    return num_groups * seconds
+
+
+def _seconds_to_unfold(
+    layer: nn.Conv1d | nn.Conv2d, num_groups: int, x: Float[Tensor, "batch channels *space"]
+) -> float:
+    """Estimate the time of products of unfolded patches for all groups."""
+    axes = _axes(layer, tuple(x.shape[2:]))
+    d_in = x.shape[1] // num_groups * prod(axis.size for axis in axes)
     num_rows = len(x) * prod(axis.num_positions for axis in axes)
-    unfolded = (
+    seconds = (
         num_rows * d_in**2 * _SECONDS_PER_UNFOLDED_MULTIPLICATION
         + num_rows * d_in * _SECONDS_PER_UNFOLDED_ENTRY
         + _SECONDS_TO_UNFOLD
     )
-    return num_groups * displaced < num_groups * unfolded
+    return num_groups * seconds
 
 
 def has_displacements(layer: nn.Module) -> bool:
