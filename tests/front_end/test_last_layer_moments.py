@@ -1,6 +1,7 @@
 """Closed-form predictions with the posterior of a last layer that has few outputs."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,15 +214,52 @@ class CountedPasses(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("tail", [[], [nn.LayerNorm(3)]])
-def test_a_prediction_needs_one_forward_pass_whatever_follows_the_bayesian_layer(tail):
-    model = nn.Sequential(CountedPasses(), nn.Linear(4, 3), *tail).eval()
+class WithOptions(nn.Sequential):
+    """A network with an attribute whose changes leave no trace: each prediction copies it."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.options = SimpleNamespace(factor=1.0)
+
+
+@pytest.mark.parametrize("verb", ["predict", "uncertainty", "functional"])
+@pytest.mark.parametrize(
+    ("network", "params", "tail"),
+    [
+        (nn.Sequential, "last", []),
+        (nn.Sequential, "last", [nn.LayerNorm(3)]),
+        (nn.Sequential, "all", []),
+        (WithOptions, "last", []),
+    ],
+)
+def test_a_prediction_needs_one_forward_pass(network, params, tail, verb):
+    model = network(CountedPasses(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), *tail).eval()
     x = torch.randn(20, 4)
-    la = Laplace(model, params=["1.weight", "1.bias"]).fit([(x, torch.randint(3, (20,)))])
-    la.predict(x)
+    names = ["3.weight", "3.bias"] if params == "last" else params
+    la = Laplace(model, params=names).fit([(x, torch.randint(3, (20,)))])
+    predict = getattr(la, verb)
+    predict(x)
     before = CountedPasses.num_calls
-    la.predict(x)
+    predict(x)
     assert CountedPasses.num_calls == before + 1
+
+
+@pytest.mark.parametrize("likelihood", ["regression", "multilabel"])
+def test_the_moments_of_a_last_layer_are_those_of_the_dense_jacobian(likelihood):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
+    x = torch.randn(20, 4, dtype=torch.float64)
+    y = torch.rand(20, 3, dtype=torch.float64).round()
+    la = Laplace(model, likelihood, params="last_layer", prior_precision=DELTA)
+    la.fit_batches([(x, y)])
+    J = flat_jacobian(model, x, ["2.weight", "2.bias"])
+    expected = functional_covariance(J, torch.linalg.inv(la.posterior.precision.to_dense()))
+    mean, covariance = la.functional(x)
+    close(mean, model(x).detach(), 1e-12)
+    close(covariance, expected, 1e-12)
+    assert torch.equal(covariance, covariance.mT)
+    _, variances = la.functional(x, diagonal=True)
+    close(variances, expected.diagonal(dim1=1, dim2=2), 1e-12)
 
 
 class Head(nn.Module):

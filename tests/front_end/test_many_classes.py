@@ -88,9 +88,9 @@ def test_single_precision_keeps_its_digits_beside_a_large_common_variance():
 
 def test_the_weights_of_a_last_layer_are_computed_once_for_all_chunks_of_inputs(monkeypatch):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5)).double().eval()
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 40)).double().eval()
     x = torch.randn(30, 4, dtype=torch.float64)
-    y = torch.randint(5, (30,))
+    y = torch.randint(40, (30,))
     whole = Laplace(model, params="last_layer").fit_batches([(x, y)], num_data=30)
     in_chunks = Laplace(model, params="last_layer", memory_bound=2_000)
     in_chunks.fit_batches([(x, y)], num_data=30)
