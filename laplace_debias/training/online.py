@@ -234,7 +234,8 @@ class OnlineCurvature:
 
         Raises:
             RuntimeError: Before the second batch is measured, since the first one has no directions
-                of an earlier batch; after `load_state_dict` before the next measured batch.
+                of an earlier batch; after `load_state_dict` before the next measured batch; if the
+                model's parameters were moved or replaced.
         """
         size = TrainingSize(whole(num_data, "num_data"))
         if self._loaded is not None:
@@ -249,6 +250,7 @@ class OnlineCurvature:
                 f"`update` at least {self.every + 1} times."
             )
         assert self._parameters is not None
+        self._check_parameters()
         state = self._state
         trained = copy.deepcopy(unwrapped(self.model)).eval()
         state = replace(
@@ -396,19 +398,23 @@ class OnlineCurvature:
     def _follow_model(self) -> None:
         """Copy the model's buffers to the working copy, which shares only the parameters."""
         assert self._context is not None
+        self._check_parameters()
         plain = unwrapped(self.model)
-        shared = dict(self._state.spec.model.named_parameters())
-        for name, parameter in plain.named_parameters():
-            if name not in shared or shared[name].data_ptr() != parameter.data_ptr():
-                raise RuntimeError(
-                    f"{name} was moved or replaced after OnlineCurvature was built, so "
-                    "updates would still use the old one. Build OnlineCurvature after you "
-                    "move the model to its device."
-                )
         own_buffers = dict(self._context.network.named_buffers())
         for name, buffer in plain.named_buffers():
             if name in own_buffers and own_buffers[name].shape == buffer.shape:
                 own_buffers[name].copy_(buffer)
+
+    def _check_parameters(self) -> None:
+        """Require that the model's parameters are still those of the working copy."""
+        shared = dict(self._state.spec.model.named_parameters())
+        for name, parameter in unwrapped(self.model).named_parameters():
+            if name not in shared or shared[name].data_ptr() != parameter.data_ptr():
+                raise RuntimeError(
+                    f"{name} was moved or replaced after OnlineCurvature was built, so "
+                    "updates would still use the old one. Build OnlineCurvature after you "
+                    "move the model to its device and convert it to its dtype."
+                )
 
     def _refresh_directions(self) -> None:
         """Decompose the running factors, and project the magnitudes onto the new directions."""

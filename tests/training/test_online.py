@@ -366,6 +366,14 @@ def test_a_state_with_directions_in_double_precision_is_loaded(curvature):
     assert torch.equal(dense(resumed.posterior(100)), dense(interrupted.posterior(100)))
 
 
+def test_a_posterior_of_a_model_that_was_converted_since_is_refused():
+    model, data = convolutional(), batches()
+    online = updated(model, data[:6])
+    model.to({torch.float32: torch.float64, torch.float64: torch.float32}[model[0].weight.dtype])
+    with pytest.raises(RuntimeError, match=r"0.weight was moved or replaced"):
+        online.posterior(100)
+
+
 def test_replaced_and_half_precision_parameters_are_refused():
     model, data = convolutional(), batches()
     online = updated(model, data[:2])
