@@ -307,3 +307,22 @@ def test_the_inputs_of_a_last_layer_suffice_only_if_it_alone_gives_the_outputs(u
         close(outputs, model(x), 1e-12)
         close(phi, model.body(x).tanh(), 1e-12)
     assert not model.head._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "message"),
+    [
+        (0, ValueError, r"outputs must be at least 1 .* got 0"),
+        (-1, ValueError, r"outputs must be at least 1 .* got -1"),
+        (True, TypeError, r"outputs must be a whole number, got True"),
+        (4, ValueError, r"outputs=4. is too large, because the model has 3 outputs"),
+        (torch.full((20, 2), 3), ValueError, r"contains indices from 3 to 3\. .* from 0 to 2"),
+        (torch.full((20, 2), -1), ValueError, r"contains indices from -1 to -1\. .* from 0 to 2"),
+        (torch.ones(20, 3, dtype=torch.bool), ValueError, r"dtype torch.bool and shape \(20, 3\)"),
+        (torch.zeros(19, 1, dtype=torch.long), ValueError, r"shape \(19, 1\)\. .* \(20, k\)"),
+    ],
+)
+def test_outputs_that_do_not_exist_are_refused(outputs, error, message):
+    la, x = fitted()
+    with pytest.raises(error, match=message):
+        la.functional(x, outputs=outputs)

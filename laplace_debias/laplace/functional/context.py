@@ -18,6 +18,7 @@ from laplace_debias.curvature.network.outputs import check_outputs, explain_unba
 from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.laplace.prediction_cache import PreparedModel
 from laplace_debias.laplace.state import FittedPosterior
+from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import collective, process_group
 
 OutputChoice = Tensor | Sequence[Sequence[int]] | int
@@ -49,6 +50,7 @@ class PredictionContext:
         With several positions, those of the first position come first.
 
         Raises:
+            TypeError: If a number of outputs is not a whole number.
             ValueError: If there are no such outputs.
         """
         values = map_outputs(self.network, self.x)
@@ -60,14 +62,17 @@ class PredictionContext:
             rows = values.flatten(0, 1)
             shape = values.shape[: 1 if self.positions.is_single else 2]
         num_outputs = rows.shape[1]
-        if isinstance(outputs, int):
-            if not 1 <= outputs <= num_outputs:
+        is_sequence = isinstance(outputs, Sequence) and not isinstance(outputs, str)
+        if not is_sequence and getattr(outputs, "ndim", 0) == 0:
+            num_chosen = whole(outputs, "outputs")
+            if num_chosen > num_outputs:
                 raise ValueError(
                     f"`outputs={outputs}` is too large, because the model has {num_outputs} "
                     f"outputs per example. Pass at most {num_outputs}."
                 )
-            indices = rows.topk(outputs, dim=1).indices
+            indices = rows.topk(num_chosen, dim=1).indices
         else:
+            assert not isinstance(outputs, int)
             choice = _as_indices(outputs, shape, num_outputs)
             indices = choice.to(rows.device, torch.long).flatten(0, -2)
         if self.positions is None:
@@ -160,10 +165,18 @@ def _as_indices(
 ) -> Int[Tensor, "*shape k"]:
     """Convert a user's choice of outputs to a tensor of indices, which exist."""
     choice = torch.as_tensor(outputs)
-    is_index = not choice.is_floating_point() and choice.shape[:-1] == shape
-    if not is_index or choice.numel() == 0 or choice.min() < 0 or choice.max() >= num_outputs:
+    expected = (
+        f"Pass a number, or indices from 0 to {num_outputs - 1} of shape "
+        f"({', '.join(map(str, shape))}, k)."
+    )
+    is_integer = not (choice.is_floating_point() or choice.dtype is torch.bool)
+    if not is_integer or choice.shape[:-1] != shape or choice.numel() == 0:
         raise ValueError(
-            f"`outputs` has dtype {choice.dtype} and shape {tuple(choice.shape)}. Pass a number, "
-            f"or indices from 0 to {num_outputs - 1} of shape ({', '.join(map(str, shape))}, k)."
+            f"`outputs` has dtype {choice.dtype} and shape {tuple(choice.shape)}. {expected}"
+        )
+    if choice.min() < 0 or choice.max() >= num_outputs:
+        raise ValueError(
+            f"`outputs` contains indices from {int(choice.min())} to {int(choice.max())}. "
+            f"{expected}"
         )
     return choice
