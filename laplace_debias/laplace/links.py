@@ -32,7 +32,9 @@ _SCALE = 8 / math.pi
 # Up to this number of pairs, the time of a call is that of its operations, not of exponentials.
 _FEW_PAIRS = 2**11
 # Pairs of classes that are computed together, by device type.
-_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**18)
+_PAIRS_AT_ONCE = defaultdict(lambda: 2**24, cpu=2**16)
+# Pairs of classes that are computed together on a CPU in only one order, in memory that is reused.
+_UNORDERED_PAIRS_AT_ONCE = 2**18
 
 Logits = Float[Tensor, "*batch classes"]
 Covariance = Float[Tensor, "*batch classes classes"]
@@ -254,7 +256,7 @@ def _pairwise_of_pairs(
     # The pairs that are half of an even number of classes apart occur in both orders.
     num_mirrored = (num_classes - 1) // 2
     width = num_classes + num_mirrored
-    most_examples = _PAIRS_AT_ONCE[means.device.type] // max(1, num_shifts * num_classes)
+    most_examples = _UNORDERED_PAIRS_AT_ONCE // max(1, num_shifts * num_classes)
     num_blocks = math.ceil(batch / max(1, most_examples))
     block_size = math.ceil(batch / max(1, num_blocks))  # Blocks of nearly the same size.
     log_2_means = means * (math.sqrt(_SCALE) / math.log(2))

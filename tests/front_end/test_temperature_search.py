@@ -134,7 +134,7 @@ def test_pairs_of_classes_have_the_variances_of_the_dense_covariance(
         differences = J[first] - J[second]
         dense = differences @ torch.linalg.solve(precision, differences.T)
         torch.testing.assert_close(variances[n] @ matrix, dense.diagonal(), rtol=1e-10, atol=1e-14)
-    monkeypatch.setitem(links._PAIRS_AT_ONCE, "cpu", 50)  # Several blocks of examples.
+    monkeypatch.setattr(links, "_UNORDERED_PAIRS_AT_ONCE", 50)  # Several blocks of examples.
     for factor in (1, 1e4):  # The exponentials of the second one overflow.
         mean = factor * inputs.mean
         logits = links.pairwise_of_directions(mean, variances, matrix, [0.5, 3.0])
