@@ -76,7 +76,7 @@ class _Round:
 
 @dataclass(frozen=True)
 class Auto(Scheme):
-    """A fitting scheme that reads as few examples as a tolerance allows.
+    """A fit that stops reading examples once its error is within a tolerance.
 
     Cross-fits increasingly large random samples. After each round it estimates how much the
     outputs' standard deviations still differ from those of a fit to all data, and stops once the
@@ -165,7 +165,7 @@ class Auto(Scheme):
             )
 
     def estimate_noise(self, context: FitContext) -> Gaussian:
-        """Estimate the noise from the first batch, or use that of the earlier fit."""
+        """Estimate the noise from the first batch, or reuse the noise of the earlier fit."""
         if self.after is not None:
             _, last_round = self.after.continuation
             likelihood = last_round.fitted.likelihood

@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The largest number of bytes that any stage needs."""
+        """The peak memory of the fit, in bytes: that of the stage that needs most."""
         return max(self.stages.values())
 
     def check(self) -> None:
@@ -77,7 +77,7 @@ class Plan:
         check_memory(self.peak, self.available, subject)
 
     def summary(self) -> dict[str, Any]:
-        """Return the plan without its blocks, for JSON."""
+        """Return the plan as a dictionary for JSON, with only the number of its blocks."""
         summary = {**asdict(self), "num_blocks": len(self.blocks), "peak": self.peak}
         del summary["blocks"]
         return summary

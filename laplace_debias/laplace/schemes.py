@@ -111,7 +111,7 @@ class Scheme(ABC):
 
 @dataclass(frozen=True)
 class Full(Scheme):
-    """The plain fit: directions and magnitudes come from the same examples.
+    """The plain fit: eigenvectors and eigenvalues come from the same examples.
 
     The magnitudes of a mini-batch are biased, since they are the extremes of that batch.
 
@@ -197,7 +197,7 @@ class Mini(Full):
 
 @dataclass(frozen=True)
 class Split(Scheme):
-    """The two-batch fit: directions and magnitudes from different examples (Eq. 9).
+    """Eigenvectors from one batch, the curvature along them from another (Eq. 9).
 
     Attributes:
         directions: Batches `(x, y)` that give the eigenbases.
@@ -212,12 +212,12 @@ class Split(Scheme):
 
     @classmethod
     def from_batches(cls, batches: Sequence[Any], folds: int | None) -> "Split":
-        """Make the scheme that takes its directions from the first batch only."""
+        """Make the scheme whose eigenvectors come from the first batch only."""
         return cls(batches[:1], batches[1:])
 
     @property
     def sources(self) -> Sequence[Batches]:
-        """The data for the directions, and the data for the magnitudes."""
+        """The data for the eigenvectors, and the data for the curvature along them."""
         return [self.directions, self.magnitudes]
 
     def check(self, structure: CurvatureStructure) -> None:
@@ -231,7 +231,7 @@ class Split(Scheme):
         return Split(directions, open_stream(self.magnitudes, "batches of the magnitudes"))
 
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Compute eigenvectors from one stream of data, and magnitudes from another."""
+        """Fit eigenvectors from one stream of data, the curvature along them from another."""
         directions = as_stream(self.directions)
         magnitudes = as_stream(self.magnitudes)
         return prepared.config.structure.fit(prepared.context, directions, magnitudes)
@@ -239,7 +239,7 @@ class Split(Scheme):
 
 @dataclass(frozen=True)
 class CrossFit(Scheme):
-    """Cross-fitting: measure each fold's magnitudes along the other folds' directions.
+    """Cross-fitting: measure a fold's curvature along the other folds' eigenvectors.
 
     See `curvature.fits.crossfit`.
 

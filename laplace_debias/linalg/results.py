@@ -177,7 +177,7 @@ class DebiasedSolution(Result):
 
     @property
     def directions(self) -> Float[Tensor, "n steps *k"] | None:
-        """The directions of both trajectories, if they were kept."""
+        """The search directions of both trajectories, if the directions were kept."""
         return self.single.directions
 
     @property

@@ -163,7 +163,7 @@ def evaluate_regression(
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
-    """Evaluate a Gaussian predictive: errors, calibration and OOD detection.
+    """Evaluate Gaussian predictions: errors, calibration and OOD detection.
 
     Args:
         mean: `[n]` or `[n, outputs]`.

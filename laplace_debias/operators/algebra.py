@@ -89,7 +89,7 @@ class Scaled(Wrapper):
         return self.scalar * (self.operator @ matrix)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-        """Return the operator with its inner operator in the given dtype and device."""
+        """Return the multiple of the inner operator in the given dtype and device."""
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 
@@ -105,7 +105,7 @@ class Product(Composed):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows of the first factor and of columns of the last."""
+        """The first factor's number of rows and the last factor's number of columns."""
         return self.factors[0].shape[0], self.factors[-1].shape[1]
 
     @property

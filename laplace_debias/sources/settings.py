@@ -198,7 +198,7 @@ class SourceSettings:
                 )
 
     def without_comparison(self: AnySettings) -> AnySettings:
-        """Return the settings without the data sets of `report` and `evaluate`."""
+        """Return the settings without OOD and corrupted data."""
         return replace(self, ood={}, corruptions=())
 
     def without_effect(self) -> dict[str, str]:

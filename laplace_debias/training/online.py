@@ -268,7 +268,7 @@ class OnlineCurvature:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running means and directions, for `torch.save` and `load_state_dict`."""
+        """Return the running means and the eigenvectors, for `torch.save`."""
         if self._context is None and self._loaded is not None:
             return {**self._loaded, "num_updates": self._num_updates}
         blocks = {}

@@ -317,7 +317,7 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Set the arguments that are passed, then compute the log marginal likelihood.
+        """Set the passed precision and noise, then compute the log marginal likelihood.
 
         It is differentiable in both of them.
         """
@@ -405,7 +405,7 @@ class Laplace:
         link_approx: str = "probit",
         progress_bar: bool = False,
     ) -> None:
-        """Choose the prior precision by the marginal likelihood, or on a grid by held-out data.
+        """Choose the prior precision by marginal likelihood or by a held-out grid search.
 
         A bounded search finds the optimum of the marginal likelihood. On held-out data the
         metric is the NLL of the predictive, for a regression with its noise.
@@ -559,7 +559,7 @@ class Laplace:
 
     @property
     def scatter(self) -> Float[Tensor, ""]:
-        """The squared distance of the parameters from the prior's mean, times its precision."""
+        """Squared distance of the parameters to the prior mean, times the prior precision."""
         displacement = self._fit.posterior.displacement
         return (self.prior_precision_diag * displacement.square()).sum()
 
@@ -633,7 +633,7 @@ class Laplace:
         return diagonal(operator).value if self._structure == "diag" else operator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options, and the posterior's file as a tensor of bytes, for `torch.save`."""
+        """Return the options and the posterior file (as a byte tensor), for `torch.save`."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "posterior.safetensors"
             self._fit.save(path)
@@ -644,7 +644,7 @@ class Laplace:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the posterior from a `state_dict` with the same options as this object.
+        """Load a `state_dict` of an object that has the same options as this one.
 
         Raises:
             ValueError: If the state is not one of `state_dict`, belongs to another model, or has

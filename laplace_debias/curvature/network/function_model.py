@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class FunctionModel(nn.Module):
-    """A module that wraps `f(parameters, x)`, with a dictionary of parameter tensors.
+    """A module that calls `f(parameters, x)` with a dictionary of parameter tensors.
 
     Operators and `Laplace` take it where they take a network. Its parameters have the names of the
     dict and share the memory of its tensors: a step in place changes both.

@@ -97,7 +97,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def multiplicities(self) -> Float[Tensor, "rows columns"]:
-        """The number of directions that share each magnitude."""
+        """The number of eigenvectors that share each eigenvalue."""
         return torch.outer(*self._side_multiplicities)
 
     @property
@@ -115,7 +115,7 @@ class EigenKronecker(Symmetric):
     def factor_eigenvalues(
         self,
     ) -> tuple[Float[Tensor, "*groups rows"], Float[Tensor, "*groups columns"]]:
-        """The eigenvalues of G and of A; their products are the magnitudes.
+        """The eigenvalues of G and of A; their products are the operator's eigenvalues.
 
         Raises:
             ValueError: If `trace_A` is None.
@@ -143,7 +143,7 @@ class EigenKronecker(Symmetric):
 
     @property
     def eigenvalues(self) -> Float[Tensor, "*groups d_out d_in"]:
-        """The eigenvalues: each magnitude, repeated for each of its directions."""
+        """The eigenvalues, each repeated once for every eigenvector that shares it."""
         *_, d_out, d_in = self.sizes
         return self.in_frame[..., :d_out, :d_in]
 
@@ -191,7 +191,7 @@ class EigenKronecker(Symmetric):
     def keep_directions(
         self, side: int, order: Int[Tensor, "*groups r"], rank: int
     ) -> "EigenKronecker":
-        """Keep the chosen directions of one factor and scale them to preserve the trace.
+        """Keep some eigenvectors of one factor; scale their eigenvalues to keep the trace.
 
         Args:
             side: 0 for U_G, 1 for U_A, which is not None.
@@ -237,7 +237,7 @@ class EigenKronecker(Symmetric):
         return block
 
     def apply(self, function: Spectrum) -> "EigenKronecker":
-        """Apply a function to the magnitudes, and keep the eigenvectors."""
+        """Apply a function to the eigenvalues, and keep the eigenvectors."""
         return EigenKronecker(self.U_G, self.U_A, function(self.magnitudes))
 
 

@@ -69,12 +69,12 @@ class LowRankPlusDiagonal(Symmetric):
 
     @property
     def is_positive_semidefinite(self) -> bool:
-        """Whether all magnitudes and all entries of the diagonal are at least 0."""
+        """Whether all eigenvalues of the first term and the diagonal's entries are ≥ 0."""
         return bool((self.magnitudes >= 0).all() & (self.diagonal >= 0).all())
 
     @property
     def multiplicities(self) -> Float[Tensor, " k"]:
-        """The number of directions that share each magnitude: always one."""
+        """The number of eigenvectors that share each eigenvalue: always one."""
         return torch.ones_like(self.magnitudes)
 
     def apply(self, function: Spectrum) -> "LowRankPlusDiagonal":

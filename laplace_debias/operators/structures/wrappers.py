@@ -189,7 +189,7 @@ class Permuted(Wrapper):
 
     @property
     def T(self) -> "Permuted":  # noqa: N802
-        """The adjoint, with its rows and columns in the same order."""
+        """The adjoint, with its rows and columns permuted in the same way."""
         return self.replaced(self.operator.T)
 
     def _matmat(self, matrix: Tensor) -> Tensor:

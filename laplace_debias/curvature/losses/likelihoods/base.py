@@ -278,7 +278,7 @@ class Likelihood(ABC):
     def exported(
         self, mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "..."]
     ) -> dict[str, Tensor]:
-        """Return the tensors of the predictive, keyed by the names of its attributes.
+        """Return the predictive distribution's tensors, keyed by attribute name.
 
         It consists of operations that `torch.export` records. The arguments are those of
         `predictive`. Likelihoods with an `activation` are exported by their link instead.

@@ -139,7 +139,7 @@ class Categorical(Likelihood):
         )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require targets that are class indices, to score predictions against them."""
+        """Require class indices as targets for scoring predictions."""
         if _are_soft(targets) and targets.shape == values.shape:
             raise ValueError(
                 "Predictions can only be scored with class indices, got class probabilities "

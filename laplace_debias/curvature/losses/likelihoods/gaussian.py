@@ -106,7 +106,7 @@ class Gaussian(Likelihood):
 
     @property
     def curvature_sigma(self) -> Float[Tensor, "*outputs"]:
-        """The noise σ of the loss for which the curvature was computed.
+        """The noise σ of the loss whose curvature was computed.
 
         It only differs from `sigma` after `Laplace.tune(sigma="per_output")`.
         """
@@ -119,7 +119,7 @@ class Gaussian(Likelihood):
         return likelihood
 
     def for_new_fit(self) -> "Gaussian":
-        """Return the likelihood for a new fit, whose curvature is measured at `sigma`."""
+        """Return the likelihood for a new fit, which measures the curvature at `sigma`."""
         return self if self._curvature_sigma is None else Gaussian(self.sigma)
 
     def for_same_curvature(self) -> "Gaussian":
@@ -204,7 +204,7 @@ class Gaussian(Likelihood):
         return draw_signs(outputs.shape[-1]).to(outputs.dtype) / self._loss_sigma(outputs)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """Draw targets f + σ ε, where ε are normal quantiles at the uniform numbers."""
+        """Draw targets f + σ ε; ε are the normal quantiles of the given uniform numbers."""
         noise = self._loss_sigma(outputs) * torch.special.ndtri(uniforms).to(outputs)
         return outputs + noise
 
@@ -225,7 +225,7 @@ class Gaussian(Likelihood):
         return Normal(mean, (variances + self._sigma(mean).square()).sqrt())
 
     def epistemic_variances(self, mean: Tensor, variances: Tensor) -> Tensor:
-        """Return the variances of the targets' means, which are the outputs."""
+        """Return the variances of the outputs, which are the means of the targets."""
         return variances
 
     def exported(self, mean: Tensor, covariance: Tensor) -> dict[str, Tensor]:
@@ -379,7 +379,7 @@ class HeteroscedasticGaussian(Likelihood):
         return 2 * num_targets
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require targets of the same shape as the predictive's means, `[B, C]`."""
+        """Require targets of the same shape as the predicted means, `[B, C]`."""
         self._check_targets(values, targets)
 
     def _check_targets(self, means: Tensor, targets: Tensor) -> None:
@@ -412,7 +412,7 @@ class HeteroscedasticGaussian(Likelihood):
         return mean + (log_variance / 2).exp() * noise.to(outputs)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> MultivariateNormal:
-        """Return a normal distribution with the moments of the exact predictive."""
+        """Return a normal distribution whose moments are those of the exact distribution."""
         size = mean.shape[-1] // 2
         if covariance is None:
             return _normal(mean[..., :size], None, mean[..., size:].exp())
@@ -429,7 +429,7 @@ class HeteroscedasticGaussian(Likelihood):
         return _normal(mean, covariance, log_variances.exp().mean(0))
 
     def marginals(self, mean: Tensor, variances: Tensor) -> Normal:
-        """Return normal distributions with the predictive's means and variances, `[B, C]`."""
+        """Return normal distributions with the predicted means and variances, `[B, C]`."""
         mu, s = mean.chunk(2, -1)
         mu_variance, s_variance = variances.chunk(2, -1)
         return Normal(mu, (mu_variance + _mean_noise(s, s_variance)).sqrt())

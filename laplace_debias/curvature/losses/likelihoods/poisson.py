@@ -69,7 +69,7 @@ class Poisson(Likelihood):
         )
 
     def check_predicted(self, values: Tensor, targets: Tensor) -> None:
-        """Require counts of the same shape as the predictive's means, `[B, C]`."""
+        """Require counts of the same shape as the predicted means, `[B, C]`."""
         if columns_of(targets).shape != values.shape:
             raise ValueError(
                 f"Counts must have the shape of the outputs, {tuple(values.shape)}, got "
@@ -113,7 +113,7 @@ class Poisson(Likelihood):
         return outputs.double().exp().sum(-1)
 
     def sample(self, outputs: Tensor, uniforms: Tensor) -> Float[Tensor, "batch outputs"]:
-        """Draw counts: the Poisson quantiles at the uniform numbers."""
+        """Draw counts as the Poisson quantiles of the given uniform numbers."""
         return poisson_quantile(uniforms, outputs.double().exp()).to(outputs.dtype)
 
     def predictive(self, mean: Tensor, covariance: Tensor | None) -> Independent:
